@@ -1,0 +1,119 @@
+"""A schedule made ready for one rank and device: blocks become kernel calls, steps get their messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention.kernels import Call, Kernel
+from attention.masks import Mask
+from attention.schedules import SEQUENCE, Block, Problem, Step, steps
+from attention.transfers import Intervals, Route, step_route
+from attention.transports import Transport
+from attention.variants import Variant
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """One kernel call: the queries and the keys it takes, as intervals of the rank's queries and of the step's keys."""
+
+    q: Intervals
+    k: Intervals
+    call: Call
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """`keys` are the owner's tokens that the step needs, `n_keys` how many; one's own step uses the shard in place."""
+
+    owner: int
+    keys: Intervals
+    n_keys: int
+    calls: tuple[LocalCall, ...]
+    route: Route
+
+
+@dataclass(frozen=True)
+class Plan:
+    variant: Variant
+    problem: Problem
+    rank: int
+    scale: float
+    packed: bool
+    deterministic: bool
+    kernel: Kernel
+    transport: Transport
+    options: dict[str, Any]
+    steps: tuple[PlannedStep, ...]
+
+
+def masks_of(variant: Variant, problem: Problem) -> tuple[Mask, ...]:
+    """All masks that any rank's blocks have, so that every rank picks the same kernel."""
+    found = {
+        block.mask
+        for rank in range(problem.world)
+        for step in steps(variant.schedule, problem, rank)
+        for block in step.blocks
+    }
+    return tuple(sorted(found, key=lambda m: (m.left, m.right)))
+
+
+def plan_steps(
+    variant: Variant, problem: Problem, rank: int, scale: float, packed: bool, deterministic: bool, device: torch.device
+) -> tuple[PlannedStep, ...]:
+    planned = []
+    for i, step in enumerate(steps(variant.schedule, problem, rank)):
+        mine = step.owner == rank
+        keys = step.keys
+        # one's own keys are used in place, others' arrive as the needed intervals side by side
+        where = _identity if mine else _within(keys)
+        calls = tuple(_calls(step, where, scale, packed, deterministic, device))
+        route = step_route(variant.schedule, problem, rank, i) if step.owner != SEQUENCE else Route((), ())
+        planned.append(PlannedStep(step.owner, keys, sum(b - a for a, b in keys), calls, route))
+    return tuple(planned)
+
+
+def _identity(interval: tuple[int, int]) -> tuple[int, int]:
+    return interval
+
+
+def _within(keys: Intervals):
+    """Where an interval of the owner's tokens lies when the intervals `keys` are put side by side."""
+
+    def place(interval: tuple[int, int]) -> tuple[int, int]:
+        at = 0
+        for start, stop in keys:
+            if start <= interval[0] and interval[1] <= stop:
+                return at + interval[0] - start, at + interval[1] - start
+            at += stop - start
+        raise AssertionError(f"{interval} is not within {keys}")
+
+    return place
+
+
+def _calls(step: Step, where, scale: float, packed: bool, deterministic: bool, device: torch.device):
+    if not packed:
+        for block in step.blocks:
+            yield LocalCall((block.q,), (where(block.k),), Call(scale, block.mask, deterministic=deterministic))
+        return
+    by_mask: dict[Mask, list[Block]] = {}
+    for block in step.blocks:
+        by_mask.setdefault(block.mask, []).append(block)
+    for mask, blocks in by_mask.items():
+        q_lengths = [b.q[1] - b.q[0] for b in blocks]
+        k_lengths = [b.k[1] - b.k[0] for b in blocks]
+        call = Call.of_packed(scale, mask, q_lengths, k_lengths, device, deterministic)
+        yield LocalCall(_joined(b.q for b in blocks), _joined(where(b.k) for b in blocks), call)
+
+
+def _joined(intervals) -> Intervals:
+    """Neighbouring intervals as one, in the given order."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

@@ -1,0 +1,271 @@
+"""`make`: a variant as a differentiable function over a process group."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention import kernels, transports
+from attention.executors import gather, ring
+from attention.executors.plan import Plan, masks_of, plan_steps
+from attention.kernels import Shape
+from attention.layouts import CuSeqlens, Shard, size
+from attention.masks import Mask
+from attention.tensors import token_dim
+from attention.transports import Transport
+from attention.variants import VARIANTS, Variant, check_heads, nearest, variant
+
+__all__ = ["ContextParallel", "make", "names"]
+
+Packs = Tensor | list[int] | tuple[int, ...] | None
+
+
+def names() -> dict[str, str]:
+    """Every variant, with a line of what it is."""
+    return {name: v.summary for name, v in VARIANTS.items()}
+
+
+def make(
+    name: str,
+    group: dist.ProcessGroup | None = None,
+    kernel: str = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+    **options: Any,
+) -> ContextParallel:
+    """The variant `name` as a function over `group` (default: the default group; without one, a world of one).
+
+    options: the variant's own, see `python -m runner.catalog attention`.
+    Raises ValueError for an unknown name, kernel, transport or option."""
+    chosen = variant(name)
+    for option in options:
+        if option not in chosen.options:
+            known = ", ".join(chosen.options) or "none"
+            raise ValueError(f"{option}={options[option]!r}: {name} has no such option; its options: {known}")
+    if kernel not in kernels.names():
+        raise ValueError(f"kernel={kernel!r} is not a kernel; {nearest(kernel, kernels.names())}")
+    if transport not in transports.names():
+        raise ValueError(f"transport={transport!r} is not a transport; {nearest(transport, transports.names())}")
+    return ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options})
+
+
+class ContextParallel:
+    """A context-parallel attention function; `make` builds it.
+
+    Dense tensors are `[B, S, H, D]`, packed ones `[T, H, D]` with the global `cu_seqlens`; k and v have Hk heads,
+    `H % Hk == 0`."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        group: dist.ProcessGroup | None,
+        kernel: str,
+        transport: str,
+        deterministic: bool,
+        options: dict[str, Any],
+    ):
+        self.variant = variant
+        self.group = group
+        self.kernel_name = kernel
+        self.transport_name = transport
+        self.deterministic = deterministic
+        self.options = options
+        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.transports: dict[torch.device, Transport] = {}
+        self.plans: dict[Any, Plan] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
+
+    def shard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
+        """This rank's part of a global `[B, S, H, D]` or packed `[T, H, D]`, in the variant's layout; differentiable.
+
+        Raises ValueError when the sequences do not divide."""
+        mine = self._shards(x, _host(cu_seqlens, x))[self.rank]
+        dim = token_dim(x)
+        index: list[Any] = [slice(None)] * x.dim()
+        parts = []
+        for r in mine:
+            index[dim] = slice(r.start, r.stop, r.step)
+            parts.append(x[tuple(index)])
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+
+    def unshard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
+        """The global tensor from every rank's part, on every rank. Differentiable: the gradient of a rank's part is its
+        part of the gradient, so each rank should compute the same loss."""
+        if self.variant.layout.replicated or self.world == 1:
+            shards = None
+        else:
+            total = x.shape[token_dim(x)] * self.world
+            shards = self._shards(x, _host(cu_seqlens, x, total))
+        return x if shards is None else _Unshard.apply(x, self, shards)
+
+    def _shards(self, x: Tensor, cu_seqlens: CuSeqlens) -> tuple[Shard, ...]:
+        return self.variant.layout.shards(cu_seqlens, self.world)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] = (-1, -1),
+        cu_seqlens: Packs = None,
+        dropout: float = 0.0,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of this rank's queries over the global keys.
+
+        q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads. `cu_seqlens`: the global ones,
+        for packed tensors. `scale` defaults to D^-0.5. `window` (left, right) in tokens, -1 unbounded.
+        Returns out like q; with `return_lse` also the fp32 log-sum-exp `[B, H, s]` or `[H, t]`, not differentiable.
+        Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
+        when the kernel can't."""
+        if dropout:
+            raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+        plan = self._plan(q, k, v, causal, scale, tuple(window), cu_seqlens)
+        out, lse = _Attention.apply(q, k, v, plan)
+        return (out, lse) if return_lse else out
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
+        """What a call with these arguments will do: the schedule bound to this rank, its kernel and its transport."""
+        causal, scale = options.get("causal", False), options.get("scale")
+        return self._plan(q, k, v, causal, scale, tuple(options.get("window", (-1, -1))), options.get("cu_seqlens"))
+
+    def _plan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        scale: float | None,
+        window: tuple[int, int],
+        cu_seqlens: Packs,
+    ) -> Plan:
+        _check_shapes(q, k, v, cu_seqlens)
+        replicated = self.variant.layout.replicated
+        total = q.shape[token_dim(q)] * (1 if replicated else self.world)
+        cu = _host(cu_seqlens, q, total)
+        shape = Shape.of(q, k)
+        key = (shape, cu, causal, scale, window, cu_seqlens is not None, q.device)
+        if key not in self.plans:
+            mask = Mask.of(causal, window)
+            problem = self.variant.problem(cu, self.world, mask)
+            held = size(self.variant.layout.shards(cu, self.world)[self.rank])
+            if held != q.shape[token_dim(q)]:
+                raise ValueError(
+                    f"q has {q.shape[token_dim(q)]} tokens: rank {self.rank} holds {held} of cu_seqlens' {cu[-1]}"
+                )
+            if "heads_k_stride" in self.options:
+                gather.head_groups(shape.heads, shape.kv_heads, self.options["heads_k_stride"])
+            kernel = kernels.select(self.kernel_name, shape, masks_of(self.variant, problem))
+            scale = shape.head_dim**-0.5 if scale is None else scale
+            packed = cu_seqlens is not None
+            self.plans[key] = Plan(
+                self.variant,
+                problem,
+                self.rank,
+                scale,
+                packed,
+                self.deterministic,
+                kernel,
+                self._transport(q.device),
+                self.options,
+                plan_steps(self.variant, problem, self.rank, scale, packed, self.deterministic, q.device),
+            )
+        return self.plans[key]
+
+    def _transport(self, device: torch.device) -> Transport:
+        if device not in self.transports:
+            self.transports[device] = transports.select(self.transport_name, device, self.group)
+        return self.transports[device]
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs) -> None:
+    expected = 3 if cu_seqlens is not None else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != expected:
+            form = "[T, H, D] with cu_seqlens" if expected == 3 else "[B, S, H, D] without cu_seqlens"
+            raise ValueError(f"{name} has shape {list(x.shape)}: it must be {form}")
+    if k.shape != v.shape:
+        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: must have the same shape")
+    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)}: may differ in the number of heads only")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k, v are {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: "
+            "one dtype and one device are needed"
+        )
+    check_heads(q.shape[-2], k.shape[-2])
+
+
+def _host(cu_seqlens: Packs, x: Tensor, total: int | None = None) -> CuSeqlens:
+    total = x.shape[token_dim(x)] if total is None else total
+    if cu_seqlens is None:
+        return (0, total)
+    cu = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, Tensor) else tuple(int(c) for c in cu_seqlens)
+    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in itertools.pairwise(cu)) or cu[-1] != total:
+        shown = cu if len(cu) < 9 else (*cu[:4], "...", *cu[-3:])
+        raise ValueError(f"cu_seqlens={shown}: must rise from 0 to the global number of tokens, {total}")
+    return cu
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: ContextParallel, shards: tuple[Shard, ...]) -> Tensor:
+        ctx.shard, ctx.dim = shards[fn.rank], token_dim(x)
+        transport = fn._transport(x.device)
+        gathered = x.new_empty((fn.world, *x.shape))
+        transport.all_gather(gathered, x.contiguous(), "out", 0).wait()
+        shape = list(x.shape)
+        shape[ctx.dim] *= fn.world
+        out = x.new_empty(shape)
+        for rank, shard in enumerate(shards):
+            at = 0
+            for r in shard:
+                _stretch(out, ctx.dim, r).copy_(gathered[rank].narrow(ctx.dim, at, len(r)))
+                at += len(r)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return torch.cat([_stretch(grad, ctx.dim, r) for r in ctx.shard], ctx.dim), None, None
+
+
+def _stretch(x: Tensor, dim: int, r: range) -> Tensor:
+    index: list[Any] = [slice(None)] * x.dim()
+    index[dim] = slice(r.start, r.stop, r.step)
+    return x[tuple(index)]
+
+
+EXECUTORS = {"ring": ring, "gather": gather}
+
+
+class _Attention(torch.autograd.Function):
+    """Saves q, k, v, out and lse (in the layout they were computed in), nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        executor = EXECUTORS[plan.variant.exchange]
+        q_inner = gather.relayout(q, plan, to_compute=True)
+        out_inner, lse = executor.forward(q_inner, k, v, plan)
+        ctx.save_for_backward(q_inner, k, v, out_inner, lse)
+        ctx.plan = plan
+        out = gather.relayout(out_inner, plan, to_compute=False)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        plan: Plan = ctx.plan
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = gather.relayout(dout.contiguous(), plan, to_compute=True)
+        dq, dk, dv = EXECUTORS[plan.variant.exchange].backward(dout, q, k, v, out, lse, plan)
+        return gather.relayout(dq, plan, to_compute=False), dk, dv, None

@@ -1,0 +1,51 @@
+"""Local kernels by name, and `auto`."""
+
+from __future__ import annotations
+
+from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
+from attention.kernels.interface import Call, Kernel, Shape, UnsupportedCall
+from attention.kernels.math import Math
+from attention.masks import Mask
+from attention.variants import nearest
+
+__all__ = ["KERNELS", "Call", "Kernel", "Shape", "UnsupportedCall", "name_of", "names", "select"]
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (Math(), SdpaFlash(), SdpaCudnn(), SdpaEfficient(), Flash2())
+}
+
+# fastest first, by measured forward and backward rates on each kind of device
+FASTEST = {
+    "cuda": ("sdpa_cudnn", "flash2", "sdpa_efficient", "math"),
+    "cpu": ("sdpa_flash", "math"),
+}
+
+
+def names() -> list[str]:
+    return ["auto", *KERNELS]
+
+
+def refusal(kernel: Kernel, shape: Shape, mask: Mask) -> str | None:
+    """Why a kernel does not do this call here, or None."""
+    return kernel.missing(shape.device) or kernel.refuses(shape, mask)
+
+
+def select(name: str, shape: Shape, masks: tuple[Mask, ...]) -> Kernel:
+    """The kernel of that name, or for `auto` the fastest that does all of a schedule's masks.
+
+    Raises ValueError for an unknown name, UnsupportedCall when the kernel can't do the call, naming those that can."""
+    if name == "auto":
+        order = FASTEST.get(shape.device, FASTEST["cpu"])
+        for candidate in order:
+            if not any(refusal(KERNELS[candidate], shape, mask) for mask in masks):
+                if candidate == "sdpa_cudnn" and shape.packed:
+                    continue  # one call a sequence: slower than a kernel that takes the pack
+                return KERNELS[candidate]
+    if name not in KERNELS:
+        raise ValueError(f"kernel={name!r} is not a kernel; {nearest(name, names())}")
+    for mask in masks:
+        reason = refusal(KERNELS[name], shape, mask)
+        if reason:
+            can = [k.name for k in KERNELS.values() if not any(refusal(k, shape, m) for m in masks)]
+            raise UnsupportedCall(f"kernel={name}: {reason}; kernels that can: {', '.join(can)}")
+    return KERNELS[name]

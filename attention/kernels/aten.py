@@ -1,0 +1,346 @@
+"""The kernels inside PyTorch, called through aten because only there they give the LSE: `sdpa_flash` (on a CPU PyTorch's
+own CPU flash attention, on CUDA FlashAttention-2), `sdpa_cudnn`, `sdpa_efficient`, and `flash2` on the same
+FlashAttention-2 kernels where the flash-attn package is not built."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.kernels import decompose
+from attention.kernels.interface import Call, Shape
+from attention.masks import Mask
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+
+
+def cuda_missing(device: str) -> str | None:
+    return None if device == "cuda" else "needs a CUDA GPU"
+
+
+def half_only(shape: Shape) -> str | None:
+    return None if shape.dtype in HALF else f"dtype={name_of(shape.dtype)}: bf16 and fp16 only"
+
+
+def head_dim_rule(shape: Shape, most: int, multiple: int = 8) -> str | None:
+    if shape.head_dim > most or shape.head_dim % multiple:
+        return f"head_dim={shape.head_dim}: multiples of {multiple} up to {most} only"
+    return None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}.get(
+        dtype, str(dtype)
+    )
+
+
+class _CpuRectangles:
+    """PyTorch's CPU flash attention: causal is top-left, so squares only; a band goes in as an explicit mask. Its
+    backward has no GQA: there, keys are repeated and their gradients summed."""
+
+    banded = True
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *_bhsd(q, k, v), 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = q.shape[2] // k.shape[2]
+        k_, v_ = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_bhsd(dout, q, k_, v_, out), lse, 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
+        )
+        dq, dk, dv = _bhsd(dq, dk, dv)
+        return dq, *(_sum_groups(g, groups) for g in (dk, dv))
+
+
+class _CudnnRectangles:
+    """cuDNN's fused attention: causal is top-left, so squares only."""
+
+    banded = False
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *_bhsd(q, k, v), None, True, 0.0, mask.causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse.squeeze(-1)
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *_bhsd(dout, q, k, v, out),
+            lse.contiguous().unsqueeze(-1),
+            no_dropout,
+            no_dropout,
+            None,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            mask.causal,
+            scale=scale,
+        )
+        return _bhsd(*grads)  # type: ignore[return-value]
+
+
+class SdpaFlash:
+    name = "sdpa_flash"
+    summary = "PyTorch's own flash attention: FlashAttention-2 on CUDA, its CPU flash attention on a CPU"
+
+    def missing(self, device: str) -> str | None:
+        return None
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        if shape.device == "cuda":
+            return half_only(shape) or head_dim_rule(shape, 256)
+        if shape.dtype not in (*HALF, torch.float32, torch.float64):
+            return f"dtype={name_of(shape.dtype)}: bf16, fp16, fp32 and fp64 only"
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if q.is_cuda:
+            return flash2_forward(q, k, v, call)
+        return decompose.forward(_CpuRectangles(), q, k, v, call)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.is_cuda:
+            return flash2_backward(dout, q, k, v, out, lse, call)
+        return decompose.backward(_CpuRectangles(), dout, q, k, v, out, lse, call)
+
+
+class SdpaCudnn:
+    name = "sdpa_cudnn"
+    summary = "cuDNN's fused attention through PyTorch; packs go sequence by sequence"
+
+    def missing(self, device: str) -> str | None:
+        if device != "cuda":
+            return cuda_missing(device)
+        return None if torch.backends.cudnn.is_available() else "this PyTorch has no cuDNN"
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        if mask.windowed:
+            return f"window=({mask.left}, {mask.right}): no sliding window"
+        return half_only(shape) or head_dim_rule(shape, 256 if not shape.backward or _hopper() else 128)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        return decompose.forward(_CudnnRectangles(), q, k, v, call)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return decompose.backward(_CudnnRectangles(), dout, q, k, v, out, lse, call)
+
+
+class _EfficientRectangles:
+    """PyTorch's memory-efficient attention (from xformers' CUTLASS kernels). It has no GQA, so keys are repeated and
+    their gradients summed, and it pads its LSE to multiples of 32."""
+
+    banded = False
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+        groups = q.shape[2] // k.shape[2]
+        k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+        out, lse, *_ = aten._efficient_attention_forward(
+            q, k, v, None, None, None, q.shape[1], k.shape[1], 0.0, int(mask.causal), True, scale=scale
+        )
+        return out, lse[..., : q.shape[1]]
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = q.shape[2] // k.shape[2]
+        k_, v_ = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+        padding = -q.shape[1] % 32
+        lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._efficient_attention_backward(
+            dout.contiguous(),
+            q,
+            k_,
+            v_,
+            None,
+            out.contiguous(),
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            lse,
+            0.0,
+            seed,
+            seed,
+            int(mask.causal),
+            False,
+            scale=scale,
+        )
+        return dq, *(_sum_groups(g, groups) for g in (dk, dv))
+
+
+class SdpaEfficient:
+    name = "sdpa_efficient"
+    summary = "PyTorch's memory-efficient attention; also fp32; packs go sequence by sequence"
+
+    def missing(self, device: str) -> str | None:
+        return cuda_missing(device)
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        if mask.windowed:
+            return f"window=({mask.left}, {mask.right}): no sliding window"
+        if shape.dtype not in (*HALF, torch.float32):
+            return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
+        return head_dim_rule(shape, 1024, 4 if shape.dtype == torch.float32 else 8)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        return decompose.forward(_EfficientRectangles(), q, k, v, call)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return decompose.backward(_EfficientRectangles(), dout, q, k, v, out, lse, call)
+
+
+class Flash2:
+    name = "flash2"
+    summary = "FlashAttention-2: the flash-attn package where it is built, else the same kernels inside PyTorch"
+
+    def missing(self, device: str) -> str | None:
+        return cuda_missing(device)
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        return half_only(shape) or head_dim_rule(shape, 256)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        package = flash_attn_interface()
+        if package is None:
+            return flash2_forward(q, k, v, call)
+        options = {
+            "dropout_p": 0.0,
+            "softmax_scale": call.scale,
+            "causal": call.mask.right == 0,
+            "window_size_left": call.mask.left,
+            "window_size_right": call.mask.right,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+            "return_softmax": False,
+        }
+        if call.packed:
+            out, lse, *_ = package._flash_attn_varlen_forward(
+                q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, **options
+            )
+        else:
+            out, lse, *_ = package._flash_attn_forward(q, k, v, **options)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # the package's backward is the same kernel as PyTorch's, whose signature is the steadier one
+        return flash2_backward(dout, q, k, v, out, lse, call)
+
+
+def flash_attn_interface() -> Any | None:
+    """The flash-attn 2 package's low-level functions, or None. flash-attn-4 alone also makes a package `flash_attn`,
+    but one without this module."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn import flash_attn_interface as package
+    except ImportError:
+        return None
+    return package
+
+
+def _flash2_window(mask: Mask) -> dict[str, int]:
+    return {"window_size_left": mask.left, "window_size_right": mask.right} if mask.windowed else {}
+
+
+def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
+    return (call.max_q, call.max_k) if call.packed else (q.shape[1], k.shape[1])
+
+
+def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        call.cu_q,
+        call.cu_k,
+        *_max_lengths(q, k, call),
+        0.0,
+        call.mask.causal,
+        False,
+        scale=call.scale,
+        **_flash2_window(call.mask),
+    )
+    return out, lse
+
+
+def flash2_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    with _deterministic(call.deterministic):
+        return aten._flash_attention_backward(
+            dout.contiguous(),
+            q,
+            k,
+            v,
+            out.contiguous(),
+            lse.contiguous(),
+            call.cu_q,
+            call.cu_k,
+            *_max_lengths(q, k, call),
+            0.0,
+            call.mask.causal,
+            seed,
+            seed,
+            scale=call.scale,
+            **_flash2_window(call.mask),
+        )
+
+
+class _deterministic:
+    """aten's flash backward reads the global switch."""
+
+    def __init__(self, on: bool):
+        self.on = on
+
+    def __enter__(self) -> None:
+        self.before = torch.are_deterministic_algorithms_enabled()
+        if self.on and not self.before:
+            torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.on and not self.before:
+            torch.use_deterministic_algorithms(False)
+
+
+def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in xs)
+
+
+def _sum_groups(x: Tensor, groups: int) -> Tensor:
+    return x.unflatten(2, (-1, groups)).sum(3, dtype=torch.float32).to(x.dtype) if groups > 1 else x
+
+
+def _explicit(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+    if not mask.windowed:
+        return None
+    keep = decompose.band_matrix(mask, q.shape[1], k.shape[1], q.device)
+    return torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, -torch.inf)
+
+
+def _hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9

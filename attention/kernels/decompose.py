@@ -1,0 +1,145 @@
+"""From a primitive that only knows one dense rectangle (full, causal square, or with a small explicit mask) to every
+call: packs go sequence by sequence, rectangular causal masks split into a full and a square part, windows go in chunks
+of queries. Parts over the same queries merge by LSE; in the backward each part's gradients are exact shares of the
+whole, since they are taken with the final out and lse."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attention.kernels.interface import Call
+from attention.masks import CAUSAL, FULL, Interval, Mask, tile
+from attention.merge import Accumulator
+from attention.tensors import take, wide
+
+WINDOW_CHUNK = 512  # queries a windowed part: its explicit mask is [512, 512 + window]
+
+Part = tuple[Interval, Interval, Mask]
+
+
+class Primitive(Protocol):
+    """Dense only. `mask` is full, causal with Sq == Sk, or (where `banded`) any band over a small rectangle."""
+
+    banded: bool
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]: ...
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def parts(mask: Mask, sq: int, sk: int) -> list[Part]:
+    """Disjoint rectangles that cover the mask's pairs: each full, causal and square, or a band."""
+    if sq == 0 or sk == 0:
+        return []
+    if mask.full:
+        return [((0, sq), (0, sk), FULL)]
+    if mask.causal:
+        shift = sk - sq
+        if shift < 0:  # the first rows see nothing
+            return [((-shift, sq), (0, sk), CAUSAL)]
+        square: Part = ((0, sq), (shift, sk), CAUSAL)
+        return [((0, sq), (0, shift), FULL), square] if shift else [square]
+    found = []
+    shift = sk - sq
+    for start in range(0, sq, WINDOW_CHUNK):
+        stop = min(start + WINDOW_CHUNK, sq)
+        piece = tile(mask, (start + shift, stop + shift), (0, sk))
+        if piece is not None:
+            (a, b), (c, d), band = piece
+            # what a chunk keeps of a window may be full or causal
+            inner = [((0, b - a), (0, d - c), band)] if band.windowed else parts(band, b - a, d - c)
+            at = a - shift
+            found += [((at + i, at + j), (c + m, c + n), left_over) for (i, j), (m, n), left_over in inner]
+    return found
+
+
+def band_matrix(mask: Mask, sq: int, sk: int, device: torch.device) -> Tensor:
+    """The mask as a boolean `[sq, sk]`: for small rectangles and tests only."""
+    i = torch.arange(sq, device=device).unsqueeze(1) + (sk - sq)
+    j = torch.arange(sk, device=device).unsqueeze(0)
+    keep = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    if mask.left >= 0:
+        keep &= j >= i - mask.left
+    if mask.right >= 0:
+        keep &= j <= i + mask.right
+    return keep
+
+
+def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    if call.q_lengths is not None and call.k_lengths is not None:
+        out = torch.zeros_like(q)
+        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide(q.dtype), device=q.device)
+        for (a, b), (c, d) in _sequences(call):
+            if b > a and d > c:
+                o, part_lse = _dense_forward(primitive, q[None, a:b], k[None, c:d], v[None, c:d], call)
+                out[a:b], lse[:, a:b] = o[0], part_lse[0]
+        return out, lse
+    return _dense_forward(primitive, q, k, v, call)
+
+
+def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    total = Accumulator(q)
+    for rows, keys, mask in parts(call.mask, q.shape[1], k.shape[1]):
+        out, lse = primitive.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.scale, mask)
+        total.add(*rows, out, lse)
+    return total.result()
+
+
+def backward(
+    primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    if call.q_lengths is not None and call.k_lengths is not None:
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for (a, b), (c, d) in _sequences(call):
+            if b > a and d > c:
+                grads = _dense_backward(
+                    primitive,
+                    dout[None, a:b],
+                    q[None, a:b],
+                    k[None, c:d],
+                    v[None, c:d],
+                    out[None, a:b],
+                    lse[None, :, a:b],
+                    call,
+                )
+                dq[a:b], dk[c:d], dv[c:d] = (g[0] for g in grads)
+        return dq, dk, dv
+    return _dense_backward(primitive, dout, q, k, v, out, lse, call)
+
+
+def _dense_backward(
+    primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    pieces = parts(call.mask, q.shape[1], k.shape[1])
+    whole = [p for p in pieces if p[0] == (0, q.shape[1]) and p[1] == (0, k.shape[1])]
+    if len(pieces) == 1 and whole:
+        return primitive.rectangle_backward(dout, q, k, v, out, lse, call.scale, pieces[0][2])
+    sums = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v)]
+    for rows, keys, mask in pieces:
+        grads = primitive.rectangle_backward(
+            take(dout, (rows,)),
+            take(q, (rows,)),
+            take(k, (keys,)),
+            take(v, (keys,)),
+            take(out, (rows,)),
+            take(lse, (rows,), -1),
+            call.scale,
+            mask,
+        )
+        for total, grad, where in zip(sums, grads, (rows, keys, keys), strict=True):
+            take(total, (where,)).add_(grad)
+    return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+
+
+def _sequences(call: Call) -> list[tuple[Interval, Interval]]:
+    found = []
+    at_q = at_k = 0
+    for n_q, n_k in zip(call.q_lengths or (), call.k_lengths or (), strict=True):
+        found.append(((at_q, at_q + n_q), (at_k, at_k + n_k)))
+        at_q, at_k = at_q + n_q, at_k + n_k
+    return found

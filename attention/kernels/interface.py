@@ -1,0 +1,96 @@
+"""What a local kernel is: *(q, k, v, call) -> (out, lse)*, with a backward from the final out and lse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attention.masks import FULL, Mask
+
+
+class UnsupportedCall(ValueError):
+    """The kernel exists but cannot do this call, or cannot run on this machine."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One kernel call. Without `q_lengths` it is dense: q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, lse `[B, H, Sq]`.
+    With them it is packed: q `[Tq, H, D]`, k and v `[Tk, Hk, D]`, lse `[H, Tq]`, and sequence i of the queries sees
+    sequence i of the keys. The mask is aligned bottom-right in every sequence. lse is fp32 (fp64 for fp64), natural
+    log."""
+
+    scale: float
+    mask: Mask = FULL
+    q_lengths: tuple[int, ...] | None = None
+    k_lengths: tuple[int, ...] | None = None
+    cu_q: Tensor | None = None  # int32 [n + 1], on the device
+    cu_k: Tensor | None = None
+    deterministic: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return self.q_lengths is not None
+
+    @property
+    def max_q(self) -> int:
+        return max(self.q_lengths or (0,))
+
+    @property
+    def max_k(self) -> int:
+        return max(self.k_lengths or (0,))
+
+    @staticmethod
+    def of_packed(
+        scale: float,
+        mask: Mask,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        device: torch.device,
+        deterministic: bool = False,
+    ) -> Call:
+        def cumulate(lengths: Sequence[int]) -> Tensor:
+            cpu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+            cpu[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+            return cpu.to(device)
+
+        return Call(
+            scale, mask, tuple(q_lengths), tuple(k_lengths), cumulate(q_lengths), cumulate(k_lengths), deterministic
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel's support depends on, beside the mask."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    packed: bool = False
+    backward: bool = True
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor) -> Shape:
+        return Shape(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], q.dim() == 3, q.requires_grad)
+
+
+class Kernel(Protocol):
+    name: str
+    summary: str
+
+    def missing(self, device: str) -> str | None:
+        """Why the kernel cannot run on this machine's `device` ("cpu" or "cuda"), or None."""
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        """Why the kernel cannot do such a call, as `value: rule`, or None."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]: ...

@@ -1,0 +1,105 @@
+"""`math`: plain softmax attention in fp32 (fp64 for fp64), in chunks of queries so that no S by S matrix is ever held.
+It does every call, on every device; the correctness references are this kernel on upcast inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.kernels import decompose
+from attention.kernels.interface import Call, Shape
+from attention.masks import Interval, Mask, tile
+from attention.tensors import wide
+
+SCORES = 1 << 26  # the most scores held at once: 256 MiB in fp32
+
+
+class Math:
+    name = "math"
+    summary = "plain softmax in fp32 or fp64, in chunks of queries: the reference"
+    banded = True
+
+    def missing(self, device: str) -> str | None:
+        return None
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        return decompose.forward(_Rectangles(), q, k, v, call)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call)
+
+
+class _Rectangles:
+    banded = True
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+        q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)  # [B, Hk, G, S, D], [B, Hk, S, D]
+        out = torch.zeros_like(q_)
+        lse = torch.full(q_.shape[:-1], -torch.inf, dtype=q_.dtype, device=q.device)
+        for (a, b), (c, d), band in _chunks(q_, k_, mask):
+            s = _scores(q_, k_, (a, b), (c, d), scale, band)
+            part = s.logsumexp(-1)
+            out[..., a:b, :] = torch.einsum("bhgqk,bhkd->bhgqd", (s - part.unsqueeze(-1)).exp_(), v_[:, :, c:d])
+            lse[..., a:b] = part
+        return _ungrouped(out).to(q.dtype), lse.flatten(1, 2)
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)
+        dout_, out_ = _grouped(dout, k), _grouped(out, k)
+        delta = (dout_ * out_).sum(-1)
+        lse_ = lse.to(q_.dtype).unflatten(1, (k.shape[2], -1))
+        dq, dk, dv = torch.zeros_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
+        for (a, b), (c, d), band in _chunks(q_, k_, mask):
+            s = _scores(q_, k_, (a, b), (c, d), scale, band)
+            p = s.sub_(lse_[..., a:b].unsqueeze(-1)).exp_()
+            dv[:, :, c:d] += torch.einsum("bhgqk,bhgqd->bhkd", p, dout_[..., a:b, :])
+            dp = torch.einsum("bhgqd,bhkd->bhgqk", dout_[..., a:b, :], v_[:, :, c:d])
+            ds = dp.sub_(delta[..., a:b].unsqueeze(-1)).mul_(p).mul_(scale)
+            dq[..., a:b, :] = torch.einsum("bhgqk,bhkd->bhgqd", ds, k_[:, :, c:d])
+            dk[:, :, c:d] += torch.einsum("bhgqk,bhgqd->bhkd", ds, q_[..., a:b, :])
+        return (
+            _ungrouped(dq).to(q.dtype),
+            dk.transpose(1, 2).to(k.dtype),
+            dv.transpose(1, 2).to(v.dtype),
+        )
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).to(wide(x.dtype))
+
+
+def _grouped(q: Tensor, k: Tensor) -> Tensor:
+    """`[B, S, H, D]` to `[B, Hk, H // Hk, S, D]`, wide."""
+    return _heads_first(q).unflatten(1, (k.shape[2], -1))
+
+
+def _ungrouped(x: Tensor) -> Tensor:
+    return x.flatten(1, 2).transpose(1, 2)
+
+
+def _chunks(q: Tensor, k: Tensor, mask: Mask) -> list[tuple[Interval, Interval, Mask]]:
+    sq, sk = q.shape[-2], k.shape[-2]
+    rows = max(1, SCORES // max(1, q.shape[0] * q.shape[1] * q.shape[2] * sk))
+    shift = sk - sq
+    found = []
+    for start in range(0, sq, rows):
+        piece = tile(mask, (start + shift, min(start + rows, sq) + shift), (0, sk))
+        if piece is not None:
+            (a, b), keys, band = piece
+            found.append(((a - shift, b - shift), keys, band))
+    return found
+
+
+def _scores(q: Tensor, k: Tensor, rows: Interval, keys: Interval, scale: float, mask: Mask) -> Tensor:
+    s = torch.einsum("bhgqd,bhkd->bhgqk", q[..., rows[0] : rows[1], :], k[:, :, keys[0] : keys[1]]).mul_(scale)
+    if not mask.full:
+        keep = decompose.band_matrix(mask, rows[1] - rows[0], keys[1] - keys[0], q.device)
+        s.masked_fill_(~keep, -torch.inf)
+    return s

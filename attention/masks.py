@@ -1,0 +1,95 @@
+"""Masks as bands. A `Mask(left, right)` aligned bottom-right lets query `i` of `Sq` see the keys `j` of `Sk` with
+`i + Sk - Sq - left <= j <= i + Sk - Sq + right`; -1 is unbounded. Full, causal and sliding-window attention are all
+bands, and a rectangular tile of a band, once trimmed, is a band again: that is what lets one geometry serve every
+layout. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Interval = tuple[int, int]  # [start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    left: int = -1
+    right: int = -1
+
+    @staticmethod
+    def of(causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Mask:
+        """The band of `causal` and `window` together; causal cuts the window's right side to 0.
+
+        Raises ValueError for a window below -1."""
+        left, right = window
+        if left < -1 or right < -1:
+            raise ValueError(
+                f"window={tuple(window)}: each side must be -1 (unbounded) or a number of tokens; "
+                "give for instance window=[512,0]"
+            )
+        return Mask(left, 0 if causal else right)
+
+    @property
+    def full(self) -> bool:
+        return self.left < 0 and self.right < 0
+
+    @property
+    def causal(self) -> bool:
+        """Plain causal: no left bound."""
+        return self.left < 0 and self.right == 0
+
+    @property
+    def windowed(self) -> bool:
+        return not (self.full or self.causal)
+
+    def pairs(self, sq: int, sk: int) -> int:
+        """How many (query, key) pairs the band keeps in a bottom-right aligned `sq` by `sk` rectangle."""
+        shift = sk - sq
+        upto = _pairs_below(sq, sk, shift + self.right) if self.right >= 0 else sq * sk
+        before = _pairs_below(sq, sk, shift - self.left - 1) if self.left >= 0 else 0
+        return upto - before
+
+    def describe(self) -> str:
+        if self.full:
+            return "full"
+        return "causal" if self.causal else f"window ({self.left}, {self.right})"
+
+
+FULL = Mask()
+CAUSAL = Mask(-1, 0)
+
+
+def _pairs_below(sq: int, sk: int, shift: int) -> int:
+    """Pairs with `j <= i + shift`, `0 <= i < sq`, `0 <= j < sk`: the sum over i of clamp(i + shift + 1, 0, sk)."""
+    first = max(0, -shift)  # the first row with a key
+    if first >= sq:
+        return 0
+    whole = min(max(sk - shift - 1, first), sq)  # the first row that sees all keys
+    rising = whole - first
+    total = rising * (first + shift + 1) + rising * (rising - 1) // 2
+    return total + (sq - whole) * sk
+
+
+def tile(mask: Mask, q: Interval, k: Interval) -> tuple[Interval, Interval, Mask] | None:
+    """The part of a band that falls on queries `q` and keys `k`, both in one sequence's positions with query i
+    aligned to key i. Rows and columns without any pair are trimmed away; the mask that comes back is relative to the
+    trimmed tile, bottom-right aligned, with bounds that bind nothing set to -1. None when no pair is left."""
+    (a, b), (c, d) = q, k
+    if mask.right >= 0:
+        a = max(a, c - mask.right)
+    if mask.left >= 0:
+        b = min(b, d + mask.left)
+    if a >= b or c >= d:
+        return None
+    if mask.left >= 0:
+        c = max(c, a - mask.left)
+    if mask.right >= 0:
+        d = min(d, b + mask.right)
+    if c >= d:
+        return None
+    right = mask.right + b - d if mask.right >= 0 else -1
+    left = mask.left + d - b if mask.left >= 0 else -1
+    if right >= b - a - 1:  # the first row already sees the last key
+        right = -1
+    if left >= d - c - 1:  # the last row still sees the first key
+        left = -1
+    return (a, b), (c, d), Mask(left, right)

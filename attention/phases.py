@@ -1,0 +1,110 @@
+"""The phase recorder that the executors call. It does nothing unless a recorder is active.
+
+Names: `comp_*` is compute, `comm_*` the transfer itself, `wait_*` the time the compute stream (or, on a CPU, the calling
+thread) stands still for a transfer: only that is exposed communication."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+NO_STEP = -1
+
+
+class Span(Protocol):
+    """One timed stretch of one phase."""
+
+    name: str
+    step: int
+
+    def milliseconds(self) -> float: ...
+
+
+class _CpuSpan:
+    def __init__(self, name: str, step: int):
+        self.name, self.step, self.start, self.stop = name, step, time.perf_counter_ns(), 0
+
+    def end(self) -> None:
+        self.stop = time.perf_counter_ns()
+
+    def milliseconds(self) -> float:
+        return (self.stop - self.start) / 1e6
+
+
+class _CudaSpan:
+    """An event pair on the current stream, resolved after the pass: nothing is synchronised while recording."""
+
+    def __init__(self, name: str, step: int):
+        self.name, self.step = name, step
+        self.begin = torch.cuda.Event(enable_timing=True)
+        self.finish = torch.cuda.Event(enable_timing=True)
+        self.begin.record()
+
+    def end(self) -> None:
+        self.finish.record()
+
+    def milliseconds(self) -> float:
+        return self.begin.elapsed_time(self.finish)
+
+
+class Recorder:
+    """Collects spans. With `annotate` the phases also become ranges of a running torch profiler."""
+
+    def __init__(self, device: torch.device, annotate: bool = False):
+        self.spans: list[Span] = []
+        self.span = _CudaSpan if device.type == "cuda" else _CpuSpan
+        self.annotate = annotate
+
+    def take(self) -> list[tuple[str, int, float]]:
+        """(phase, step, ms) of everything recorded since the last call; the device must be idle."""
+        rows = [(s.name, s.step, s.milliseconds()) for s in self.spans]
+        self.spans.clear()
+        return rows
+
+
+_active: Recorder | None = None
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    global _active
+    before, _active = _active, recorder
+    try:
+        yield recorder
+    finally:
+        _active = before
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class _Phase:
+    def __init__(self, recorder: Recorder, name: str, step: int):
+        self.recorder, self.name, self.step = recorder, name, step
+
+    def __enter__(self) -> None:
+        if self.recorder.annotate:
+            self.range = torch.profiler.record_function(self.name)
+            self.range.__enter__()
+        self.current = self.recorder.span(self.name, self.step)
+
+    def __exit__(self, *exc: object) -> None:
+        self.current.end()
+        self.recorder.spans.append(self.current)
+        if self.recorder.annotate:
+            self.range.__exit__(None, None, None)
+
+
+_NOTHING = _Nothing()
+
+
+def phase(name: str, step: int = NO_STEP) -> _Phase | _Nothing:
+    """A context manager around one stretch of work of one step."""
+    return _NOTHING if _active is None else _Phase(_active, name, step)

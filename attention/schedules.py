@@ -1,0 +1,149 @@
+"""Schedules: for each rank a list of steps, each the blocks *(query slice, key slice, mask)* that it computes against
+the keys of one owner. Slices are local: queries in the rank's own shard, keys in the owner's shard, or in the whole
+sequence when the owner is `SEQUENCE` (after a gather). Pure Python; a test proves a schedule by covering every pair of
+the mask exactly once, and the executors, the cost functions and the transfers are all read off the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attention.layouts import CuSeqlens, Layout
+from attention.masks import CAUSAL, FULL, Interval, Mask, tile
+
+SEQUENCE = -1  # the owner of keys that were gathered into sequence order
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    q: Interval
+    k: Interval
+    mask: Mask
+
+    @property
+    def pairs(self) -> int:
+        return self.mask.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
+
+
+@dataclass(frozen=True)
+class Step:
+    owner: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def keys(self) -> tuple[Interval, ...]:
+        """The owner's keys that the blocks touch: disjoint intervals in order."""
+        return union(b.k for b in self.blocks)
+
+    @property
+    def pairs(self) -> int:
+        return sum(b.pairs for b in self.blocks)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a schedule is made for. `layout` holds the keys and values, `q_layout` the queries while they are computed
+    on; `cu_seqlens` are the global ones, (0, S) for a batch of single sequences."""
+
+    cu_seqlens: CuSeqlens
+    world: int
+    mask: Mask
+    layout: Layout
+    q_layout: Layout
+
+
+StepsOf = Callable[[Problem, int], list[Step]]
+
+
+def union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Disjoint, sorted, merged intervals."""
+    merged: list[Interval] = []
+    for start, stop in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def length(intervals: tuple[Interval, ...]) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+@lru_cache(maxsize=4096)
+def steps(build: StepsOf, problem: Problem, rank: int) -> tuple[Step, ...]:
+    """The steps of one rank, cached: peers' steps are asked for as often as one's own, since what a rank sends is what
+    its peers' steps need."""
+    return tuple(build(problem, rank))
+
+
+def local(problem: Problem, rank: int) -> list[Step]:
+    """Everything is here: one step against one's own keys."""
+    blocks = []
+    for start, stop in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
+        blocks += _tiles(problem.mask, (0, stop - start), start, (0, stop - start), start)
+    return [Step(rank, tuple(blocks))]
+
+
+def ring(problem: Problem, rank: int) -> list[Step]:
+    """Contiguous shards: step i against rank r-i, each block the tile of the mask that falls on the two shards. Causal,
+    later ranks do more; a window leaves most steps empty."""
+    result = []
+    for i in range(problem.world):
+        owner = (rank - i) % problem.world
+        blocks = []
+        for at, n in _local_sequences(problem):
+            q, k = (rank * n, (rank + 1) * n), (owner * n, (owner + 1) * n)
+            blocks += _tiles(problem.mask, q, at - q[0], k, at - k[0])
+        result.append(Step(owner, tuple(blocks)))
+    return result
+
+
+def zigzag(problem: Problem, rank: int) -> list[Step]:
+    """Zigzag shards, causal: on one's own keys causal over both chunks; from an earlier rank all queries see its first
+    chunk; from a later rank the second query chunk sees both of its chunks. Every rank does the same work each step."""
+    result = []
+    for i in range(problem.world):
+        owner = (rank - i) % problem.world
+        blocks = []
+        for at, n in _local_sequences(problem):
+            half, end = at + n // 2, at + n
+            if owner == rank:
+                blocks.append(Block((at, end), (at, end), CAUSAL))
+            elif owner < rank:
+                blocks.append(Block((at, end), (at, half), FULL))
+            else:
+                blocks.append(Block((half, end), (at, end), FULL))
+        result.append(Step(owner, tuple(blocks)))
+    return result
+
+
+def gather(problem: Problem, rank: int) -> list[Step]:
+    """All needed keys in sequence order: each of the rank's query chunks is one block against its keys."""
+    blocks = []
+    at = 0
+    for chunk in problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]:
+        if chunk.step != 1 and len(chunk) > 1:
+            raise ValueError(f"the {problem.q_layout.name} layout's chunks are not contiguous; a gather needs them so")
+        for start, stop in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
+            a, b = max(chunk.start, start), min(chunk.stop, stop)
+            if a < b:
+                blocks += _tiles(problem.mask, (a - start, b - start), at - (a - start), (0, stop - start), start)
+                at += b - a
+    return [Step(SEQUENCE, tuple(blocks))]
+
+
+def _local_sequences(problem: Problem) -> Iterator[tuple[int, int]]:
+    """(local start, local length) of every sequence under an equal per-sequence split."""
+    for start, stop in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
+        yield start // problem.world, (stop - start) // problem.world
+
+
+def _tiles(mask: Mask, q: Interval, q_shift: int, k: Interval, k_shift: int) -> list[Block]:
+    """The block that the mask leaves on queries `q` and keys `k` (sequence positions), shifted to local slices."""
+    found = tile(mask, q, k)
+    if found is None:
+        return []
+    (a, b), (c, d), left_over = found
+    return [Block((a + q_shift, b + q_shift), (c + k_shift, d + k_shift), left_over)]
