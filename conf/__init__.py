@@ -1,0 +1,1 @@
+"""The Hydra configuration, packaged as `runner.conf`."""

@@ -1,0 +1,1 @@
+"""The program: composes, launches, checks, times and records attention experiments."""

@@ -1,0 +1,81 @@
+"""`python -m runner`: compose, launch, check, time and record."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from runner import overrides, schema
+
+schema.register()
+
+
+@hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")
+def compose(cfg: DictConfig) -> None:
+    from runner import app
+
+    app.execute(cfg)
+
+
+def refuse(reason: str, arguments: list[str]) -> int:
+    """Record and say that the command line cannot work; nothing was started."""
+    from runner import environment, results
+
+    output = next((a.partition("=")[2] for a in arguments if a.startswith("output=")), "outputs")
+    key = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:8]
+    folder = Path(output) / "invalid" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{key}"
+    value = results.result(
+        status="invalid", reason=reason, key=key, name=folder.name, config={"overrides": arguments},
+        environment=environment.host(),
+    )  # fmt: skip
+    try:
+        results.write_result(folder, value)
+    except OSError as error:
+        print(
+            f"error: output={output}: cannot write there ({error.strerror}); give another with output=DIR",
+            file=sys.stderr,
+        )
+    print(f"invalid: {reason}", file=sys.stderr)
+    return 2
+
+
+def _terminated(*_: Any) -> None:
+    raise SystemExit(143)
+
+
+def main() -> int:
+    arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
+    reason = overrides.problem(arguments)
+    if reason is not None:
+        return refuse(reason, arguments)
+    signal.signal(signal.SIGTERM, _terminated)
+    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    from runner import app, display
+
+    try:
+        compose()
+    except KeyboardInterrupt:
+        display.err.print("interrupted; what was finished is recorded")
+        return 130
+    finally:
+        app.pool.close()
+        for folder in app.sweeps:
+            from runner import results
+
+            display.sweep_table(results.summarize_sweep(folder))
+            display.out.print(f"Sweep: {folder}", soft_wrap=True)
+    if app.sweeps:
+        return 0
+    return {"ok": 0, "invalid": 2}.get(app.statuses[-1], 1) if app.statuses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The agent of a world on one node: starts this node's ranks through torch.distributed's elastic launch and writes down
+who failed. `python -m runner.agent FOLDER SPEC`; on a further node of a larger world the same with the first node's
+endpoint in SPEC."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def die_with_parent() -> None:
+    """Linux: this process gets SIGKILL when the one that started it ends, however it ends."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(folder: Path, spec: dict[str, Any]) -> int:
+    die_with_parent()
+    os.environ["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from runner.rank import live
+
+    nodes = spec["nodes"]
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=spec["world_size"] // nodes,
+        run_id=spec["endpoint"] or uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=spec["endpoint"] or "localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        local_addr="localhost" if nodes == 1 else None,
+    )
+    try:
+        elastic_launch(config, live)(str(folder), spec["device"])
+    except ChildFailedError as error:
+        failures = [
+            {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
+            for rank, failure in error.failures.items()
+        ]
+        path = folder / "failures.json"
+        path.with_suffix(".tmp").write_text(json.dumps(sorted(failures, key=lambda f: f["time"])))
+        path.with_suffix(".tmp").replace(path)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,158 @@
+"""The main job: from a composed configuration to a recorded result. No torch in this process."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from runner import display, environment, metrics, results
+from runner.launch import Outcome, Pool, WorldSpec
+from runner.schema import Experiment, InvalidConfig, UnsupportedHere, experiment, identity, run_name
+
+pool = Pool()
+statuses: list[str] = []  # of this invocation's runs
+sweeps: list[Path] = []
+
+PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]
+
+
+@lru_cache
+def fresh_seed() -> int:
+    """One for all runs of an invocation, so that every variant gets the same inputs."""
+    return secrets.randbelow(1 << 31)
+
+
+def execute(cfg: DictConfig) -> None:
+    """One job of Hydra's. Never raises for what can happen to a run: every outcome is a result."""
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    sweep = hydra.mode == RunMode.MULTIRUN
+    if sweep and cfg.resume:
+        earlier = results.read_result(folder)
+        if earlier is not None and earlier["status"] == "ok":
+            display.out.print(f"{earlier['name']}: kept from before")
+            _note_sweep(folder.parent)
+            statuses.append("ok")
+            return
+    value = run(cfg, folder)
+    statuses.append(value["status"])
+    try:
+        results.write_result(folder, value)
+        if sweep:
+            _note_sweep(folder.parent)
+    except OSError as error:
+        raise SystemExit(_disk(folder, error)) from None
+    if sweep:
+        display.out.print(display.run_line(value), soft_wrap=True)
+        return
+    if value["status"] == "ok":
+        display.run_table(value)
+    else:
+        if value["correctness"] and value["correctness"].get("tensors"):
+            display.run_table(value)
+        display.err.print(f"[red]{value['status']}[/]: {value['reason']}", soft_wrap=True)
+    display.out.print(f"Result: {_relative(folder)}", soft_wrap=True)
+
+
+def _note_sweep(folder: Path) -> None:
+    if folder not in sweeps:
+        sweeps.append(folder)
+    results.summarize_sweep(folder)
+
+
+def _disk(folder: Path, error: OSError) -> str:
+    return f"error: output={folder}: could not write the result ({error.strerror}); free some space or give output=DIR"
+
+
+def _relative(folder: Path) -> Path:
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
+    """Run the experiment and return its result, whatever became of it; writes the run's other files."""
+    name = run_name(cfg)
+    plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
+    about = {"key": identity(cfg), "name": name, "config": plain}
+    try:
+        gpus = 0 if cfg.hardware.name == "cpu" else _usable_gpus()
+        spec = experiment(cfg, gpus, fresh_seed())
+        if cfg.hardware.name == "cuda" and not gpus:
+            raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
+    except (InvalidConfig, UnsupportedHere) as error:
+        status = "invalid" if isinstance(error, InvalidConfig) else "unsupported"
+        return results.result(status=status, reason=str(error), environment=environment.host(), **about)
+    about |= {"experiment": spec.plain(), "environment": dict(environment.host())}
+    if spec.device == "cuda":
+        about["environment"] |= {"topology": environment.topology(), "gpus_before": environment.gpu_state()}
+    flops = metrics.flops(spec)
+    title = f"{spec.variant}, {spec.world_size} rank{'s' if spec.world_size > 1 else ''}, {spec.workload.describe()}"
+    started = time.time()
+    folder.mkdir(parents=True, exist_ok=True)
+    with display.Progress(title, flops.get("total", flops["forward"])) as progress:
+        outcome = _in_world(spec, folder, progress)
+    about["environment"] |= {"started_at": started, "seconds": time.time() - started}
+    if spec.device == "cuda":
+        about["environment"]["gpus_after"] = environment.gpu_state()
+    if outcome.status != "ok":
+        failure = None
+        if outcome.world_lost:
+            failure = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
+        return results.result(status=outcome.status, reason=outcome.reason, failure=failure, **about)
+    return _record(outcome.result, folder, about)
+
+
+def _usable_gpus() -> int:
+    """GPUs present, if the PyTorch that is installed can use them; asks torch only when there are any."""
+    count = environment.gpu_count()
+    if not count:
+        return 0
+    from torch.version import cuda
+
+    return count if cuda else 0
+
+
+def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
+    launch = spec.launch
+    world = pool.get(
+        WorldSpec(spec.world_size, spec.device, launch["nodes"], launch["endpoint"], launch["start_timeout_s"]),
+        fresh=launch["fresh"],
+    )
+    arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
+    return world.call("runner.worker:run", arguments, launch["timeout_s"], folder / "run.log", progress)
+
+
+def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Write the run's tables and make its result."""
+    artifacts = {"log": "run.log"}
+    try:
+        if measured.get("samples"):
+            results.write_samples(folder / "samples.parquet", measured.pop("samples"))
+            artifacts["samples"] = "samples.parquet"
+        rows = measured.pop("phase_rows", None)
+        if rows:
+            results.write_csv(folder / "phases.csv", rows, PHASE_COLUMNS)
+            artifacts["phases"] = "phases.csv"
+        if measured.get("profile"):
+            kernels = [{"rank": rank, **k} for rank, p in enumerate(measured["profile"]) for k in p.pop("kernels")]
+            results.write_csv(folder / "kernels.csv", kernels, ["rank", "kernel", "calls", "total_ms", "mean_us"])
+            artifacts["kernels"] = "kernels.csv"
+        artifacts |= {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
+    except OSError as error:
+        raise SystemExit(_disk(folder, error)) from None
+    about["environment"] |= measured.pop("environment")
+    about["environment"]["ceilings"] = measured.pop("ceilings", None)
+    about["environment"]["estimate"] = measured.pop("estimate", None)
+    return results.result(
+        **about,
+        status=measured.pop("status"),
+        reason=measured.pop("reason", None),
+        artifacts=artifacts,
+        **measured,
+    )

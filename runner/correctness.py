@@ -1,0 +1,225 @@
+"""The gate: no timing without out, dq, dk and dv compared with a reference.
+
+The reference is plain softmax in fp64 (fp32 where fp64 would take too long), on the unsharded tensors, in chunks of
+queries. Its work is done once a run: it falls apart into (batch element, KV head) pieces, and each rank does its share of
+them. The same pieces go through a local call of the same kernel in the same dtype: what error one device makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import costs
+from attention.kernels import KERNELS, Call, Shape, select
+from runner.rank import Rank
+from runner.schema import Experiment, Workload
+from runner.workpiece import AttentionWork, global_input
+
+FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
+MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # over it a sample of the pieces is checked
+CACHED_BYTES = 512 << 20
+
+
+@dataclass
+class _Error:
+    """Running sums of one tensor's comparison."""
+
+    difference: float = 0.0
+    reference: float = 0.0
+    worst: float = 0.0
+    excess: float = -torch.inf  # the largest |x - ref| - rtol |ref|
+    finite: bool = True
+
+    def add(self, x: Tensor, reference: Tensor, rtol: float) -> None:
+        delta = (x.to(reference.dtype) - reference).abs_()
+        self.finite &= bool(torch.isfinite(x).all())
+        self.difference += float(delta.double().square().sum())
+        self.reference += float(reference.double().square().sum())
+        self.worst = max(self.worst, float(delta.max()))
+        self.excess = max(self.excess, float((delta - rtol * reference.abs()).max()))
+
+    def plus(self, other: _Error) -> _Error:
+        return _Error(
+            self.difference + other.difference,
+            self.reference + other.reference,
+            max(self.worst, other.worst),
+            max(self.excess, other.excess),
+            self.finite and other.finite,
+        )
+
+    @property
+    def rel_l2(self) -> float:
+        return (self.difference / self.reference) ** 0.5 if self.reference else self.difference**0.5
+
+
+@dataclass
+class _Piece:
+    """One batch element's KV head with the query heads it serves, as `[1, S, G, D]` and `[1, S, 1, D]`."""
+
+    batch: int
+    head: int
+    reference: dict[str, Tensor] = field(default_factory=dict)
+
+
+_references: dict[Any, list[_Piece]] = {}  # of the last workload: a sweep over variants needs it once
+
+
+def pieces_of(work: Workload, world: int, rank: int, limit_tflop: float, backward: bool) -> tuple[list[_Piece], float]:
+    """This rank's pieces and the share of all pieces that is checked; every rank has one at least when there are
+    enough."""
+    everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
+    pairs = costs.global_pairs(work.cu_seqlens, work.mask)
+    one = 4 * (work.heads // work.kv_heads) * work.head_dim * pairs * (3.5 if backward else 1) / 1e12
+    wanted = min(len(everything), max(1, int(limit_tflop / one)))
+    # spread over batch and heads
+    chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]
+    mine = [_Piece(b, h) for i, (b, h) in enumerate(chosen) if i % world == rank]
+    return mine, len(chosen) / len(everything)
+
+
+def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, Any]:
+    """Run the variant once and compare. Returns the errors, the tolerances, `passed` and, where not, `why`."""
+    spec, tolerance = experiment.workload, experiment.dtype
+    backward = work.backward
+    limit = experiment.check["max_tflop"] or MAX_TFLOP[experiment.device]
+    pairs = costs.global_pairs(spec.cu_seqlens, spec.mask)
+    tflop = 4 * spec.batch * spec.heads * spec.head_dim * pairs * (3.5 if backward else 1) / 1e12
+    dtype = torch.float64 if tflop <= FP64_TFLOP[experiment.device] else torch.float32
+
+    me.say("check_variant")
+    work.run("forward")
+    assert work.out is not None
+    results = {"out": work.out.detach()}
+    if backward:
+        work.run("backward")
+        results |= dict(zip(("dq", "dk", "dv"), work.gradients, strict=True))
+    results = {name: work.fn.unshard(x) for name, x in results.items()}
+    work.release()
+
+    key = (spec, experiment.seed, backward, dtype, me.world, limit)
+    if key not in _references:
+        _references.clear()
+    mine, share = pieces_of(spec, me.world, me.rank, limit, backward)
+    pieces = _references.get(key, mine)
+    gqa = spec.heads != spec.kv_heads
+    atol = tolerance["gqa_atol"] if gqa else tolerance["atol"]
+    grad_atol = max(tolerance["grad_atol"], atol)
+    errors = {name: _Error() for name in results}
+    local = {name: _Error() for name in results}
+    group = spec.heads // spec.kv_heads
+    for number, piece in enumerate(pieces):
+        me.say("check_reference", note=f"{number + 1} of {len(pieces)}")
+        inputs = _piece_inputs(spec, piece, experiment.seed, me.device, backward)
+        if not piece.reference:
+            piece.reference = _reference(inputs, spec, dtype)
+        mine_locally = _local(inputs, spec, experiment, work)
+        q_heads = slice(piece.head * group, (piece.head + 1) * group)
+        kv_head = slice(piece.head, piece.head + 1)
+        for name, reference in piece.reference.items():
+            heads = kv_head if name in ("dk", "dv") else q_heads
+            rtol = atol if name == "out" else grad_atol
+            errors[name].add(results[name][piece.batch : piece.batch + 1, :, heads], reference, rtol)
+            local[name].add(mine_locally[name], reference, rtol)
+        if sum(t.numel() * t.element_size() for t in piece.reference.values()) * len(pieces) > CACHED_BYTES:
+            piece.reference = {}
+    if all(piece.reference for piece in pieces):
+        _references[key] = pieces
+    me.say("check_compare")
+    everyone = me.gather((errors, local))
+    return _verdict(everyone, tolerance, atol, grad_atol, {
+        "reference": "fp64" if dtype == torch.float64 else "fp32",
+        "kernel": work.plan.kernel.name,
+        "checked_share": share,
+    })  # fmt: skip
+
+
+def _verdict(
+    everyone: list[tuple[dict[str, _Error], dict[str, _Error]]],
+    tolerance: dict[str, Any],
+    atol: float,
+    grad_atol: float,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    why = []
+    for name in everyone[0][0]:
+        error, local = _Error(), _Error()
+        for errors, locals_ in everyone:
+            error, local = error.plus(errors[name]), local.plus(locals_[name])
+        most = tolerance["rel_l2"] if name == "out" else tolerance["grad_rel_l2"]
+        most_abs = atol if name == "out" else grad_atol
+        ratio = error.rel_l2 / local.rel_l2 if local.rel_l2 else None
+        tensors[name] = {
+            "rel_l2": error.rel_l2,
+            "max_abs": error.worst,
+            "local_rel_l2": local.rel_l2,
+            "ratio_to_local": ratio,
+        }
+        if not error.finite:
+            why.append(f"{name} is not finite")
+        if not error.rel_l2 <= most:
+            why.append(f"{name} rel L2 {error.rel_l2:.2e} > {most:.0e}")
+        if not error.excess <= most_abs:
+            why.append(f"{name} max abs {error.worst:.2e} > {most_abs:.1e} + {most_abs:.1e} |ref|")
+        if tolerance["error_ratio"] and ratio is not None and ratio > tolerance["error_ratio"]:
+            why.append(f"{name} has {ratio:.2f} times the error of a local call, > {tolerance['error_ratio']}")
+    return {
+        "passed": not why,
+        "why": "; ".join(why) or None,
+        "tensors": tensors,
+        "tolerance": {
+            "atol": atol,
+            "grad_atol": grad_atol,
+            **{key: tolerance[key] for key in ("rel_l2", "grad_rel_l2", "error_ratio")},
+        },
+        **about,
+    }
+
+
+def _piece_inputs(spec: Workload, piece: _Piece, seed: int, device: torch.device, backward: bool) -> dict[str, Tensor]:
+    group = spec.heads // spec.kv_heads
+    found = {}
+    for name in ("q", "k", "v", *(("dout",) if backward else ())):
+        x = global_input(spec, name, seed, device, piece.batch)
+        start, count = (piece.head, 1) if name in ("k", "v") else (piece.head * group, group)
+        found[name] = x[:, :, start : start + count].contiguous()
+    return found
+
+
+def _reference(inputs: dict[str, Tensor], spec: Workload, dtype: torch.dtype) -> dict[str, Tensor]:
+    exact = KERNELS["math"]
+    call = Call(spec.head_dim**-0.5, spec.mask)
+    with _exact_matmul():
+        q, k, v = (inputs[name].to(dtype) for name in ("q", "k", "v"))
+        out, lse = exact.forward(q, k, v, call)
+        found = {"out": out}
+        if "dout" in inputs:
+            gradients = exact.backward(inputs["dout"].to(dtype), q, k, v, out, lse, call)
+            found |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return found
+
+
+class _exact_matmul:
+    """No TF32 in references."""
+
+    def __enter__(self) -> None:
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_float32_matmul_precision(self.before)
+
+
+def _local(inputs: dict[str, Tensor], spec: Workload, experiment: Experiment, work: AttentionWork) -> dict[str, Tensor]:
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    shape = Shape.of(q, k)
+    kernel = select(experiment.kernel, shape, (spec.mask,)) if experiment.kernel == "auto" else work.plan.kernel
+    call = Call(spec.head_dim**-0.5, spec.mask)
+    out, lse = kernel.forward(q, k, v, call)
+    found = {"out": out}
+    if "dout" in inputs:
+        found |= dict(zip(("dq", "dk", "dv"), kernel.backward(inputs["dout"], q, k, v, out, lse, call), strict=True))
+    return found

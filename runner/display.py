@@ -1,0 +1,164 @@
+"""What a user sees: progress while a run works, a table when it is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from runner import results
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+LONG_S = 60.0
+
+
+def seconds(s: float) -> str:
+    if s < 120:
+        return f"{s:.0f} s"
+    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
+
+
+def flop(n: float) -> str:
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n / 1e6:.3g} MFLOP"
+
+
+def gib(n: float) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"
+
+
+class Progress:
+    """A spinner with the phase that the ranks are in; on no terminal only the lines that matter."""
+
+    def __init__(self, title: str, flops: float):
+        self.title, self.flops = title, flops
+        self.status = Status(f"{title}: starting the world", console=err)
+        self.warned = False
+
+    def __enter__(self) -> Progress:
+        self.status.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.status.stop()
+
+    def __call__(self, states: list[dict[str, Any]]) -> None:
+        if not states:
+            return
+        first = states[0]
+        phases = dict.fromkeys(state["phase"] for state in states)
+        note = f" ({first['note']})" if first.get("note") else ""
+        self.status.update(f"{self.title}: {', '.join(phases).replace('_', ' ')}{note}")
+        estimate = first.get("estimate_s", 0)
+        if estimate > LONG_S and not self.warned:
+            self.warned = True
+            err.print(
+                f"{self.title}: {flop(self.flops)} an iteration, about {seconds(estimate)} in all at the rate measured "
+                "here, the correctness check not counted; going on"
+            )
+
+
+def run_table(value: dict[str, Any]) -> None:
+    """One run, in full."""
+    timing, metrics = value["timing"], value["metrics"]
+    if value["correctness"] and value["correctness"].get("tensors"):
+        _correctness(value["correctness"])
+    if not timing:
+        return
+    baseline = value["baseline"] or {}
+    table = Table(title="Time (the slowest rank of each iteration)", title_justify="left")
+    for column in ("pass", "median ms", "p10", "p90", "IQR", "n", "tokens/s", "TFLOP/s a device", "of limit", "single ms", "speedup", "efficiency"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "pass" else "right")
+    for which, s in timing["passes"].items():
+        m = metrics["passes"][which]
+        single = baseline.get("passes", {}).get(which)
+        mark = "*" if baseline.get("extrapolated") else ""
+        table.add_row(
+            which,
+            f"{s['median']:.3f}",
+            f"{s['p10']:.3f}",
+            f"{s['p90']:.3f}",
+            f"{s['iqr_over_median']:.1%}" + (" noisy" if s["noisy"] else ""),
+            str(s["n"]),
+            f"{m['tokens_per_s']:,.0f}",
+            f"{m['tflops_per_device']:.3g}",
+            f"{m['sol']:.0%} {m['limited_by']}" if m.get("sol") else "",
+            f"{single:.3f}{mark}" if single else "",
+            f"{baseline['speedup'][which]:.2f}" if single else "",
+            f"{baseline['efficiency'][which]:.0%}" if single else "",
+        )
+    out.print(table)
+    if baseline.get("extrapolated"):
+        out.print(f"* extrapolated by FLOPs from {baseline['measured_seq_len']:,} tokens, which fit one device")
+    if baseline.get("unsupported"):
+        out.print(f"no single-device baseline: {baseline['unsupported']}")
+    for which, entry in (value["phases"] or {}).items():
+        _phase_table(which, entry)
+    _memory(value["memory"])
+    for rank, found in enumerate(value["profile"] or []):
+        out.print(
+            f"profile, rank {rank}, an iteration: compute {found['compute_ms']:.3f} ms, communication "
+            f"{found['communication_ms']:.3f} ms, of it exposed {found['exposed_communication_ms']:.3f} ms, "
+            f"idle {found['idle_ms']:.3f} ms"
+        )
+
+
+def _correctness(found: dict[str, Any]) -> None:
+    verdict = "[green]passed[/]" if found["passed"] else "[red]failed[/]"
+    table = Table(title=f"Correctness {verdict} (against {found['reference']})", title_justify="left")
+    for column in ("tensor", "rel L2", "max abs", "local call's rel L2", "ratio"):
+        table.add_column(column, justify="left" if column == "tensor" else "right")
+    for name, t in found["tensors"].items():
+        ratio = f"{t['ratio_to_local']:.2f}" if t["ratio_to_local"] is not None else ""
+        table.add_row(name, f"{t['rel_l2']:.2e}", f"{t['max_abs']:.2e}", f"{t['local_rel_l2']:.2e}", ratio)
+    out.print(table)
+    if found["checked_share"] < 1:
+        out.print(f"checked on {found['checked_share']:.1%} of the heads: all of them would take too long")
+
+
+def _phase_table(which: str, entry: dict[str, Any]) -> None:
+    title = (
+        f"Phases, {which}: {entry['total_ms']:.3f} ms on rank {entry['rank']}, compute {entry['compute_share']:.0%}, "
+        f"exposed communication {entry['exposed_communication_ms']:.3f} ms ({entry['communication_share']:.0%}), "
+        f"skew {entry['skew']:.0%}"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("phase", "ms", "share", "by rank, ms"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for name, p in entry["phases"].items():
+        share = f"{p['share']:.0%}" if not name.startswith("comm_") else "beside"
+        table.add_row(name, f"{p['median_ms']:.3f}", share, " ".join(f"{ms:.3f}" for ms in p["by_rank_ms"]))
+    table.add_row("other", f"{entry['other_ms']:.3f}", f"{entry['other_ms'] / entry['total_ms']:.0%}", "")
+    out.print(table)
+
+
+def _memory(memory: dict[str, Any]) -> None:
+    ranks = memory["by_rank"]
+    if "peak_allocated" in ranks[0]:
+        parts = [f"{gib(r['peak_allocated'])} ({gib(r['peak_reserved'])} reserved)" for r in ranks]
+    else:
+        parts = [gib(r["peak_resident"]) for r in ranks]
+    out.print(f"Peak memory by rank: {', '.join(parts)}; inputs {gib(ranks[0]['inputs'])} a rank")
+
+
+def run_line(value: dict[str, Any]) -> str:
+    """One run of a sweep, in a line."""
+    if value["status"] != "ok":
+        return f"{value['name']}: {value['status']}: {value['reason']}"
+    passes = value["timing"]["passes"]
+    times = ", ".join(f"{which} {s['median']:.3f}" for which, s in passes.items())
+    return f"{value['name']}: ok, {times} ms"
+
+
+def sweep_table(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    for key, title, _ in results.SHOWN:
+        table.add_column(title, justify="left" if key in ("attention", "config", "kernel", "status") else "right")
+    for entry in rows:
+        table.add_row(*results.cells(entry))
+    out.print(table)

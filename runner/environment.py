@@ -1,0 +1,120 @@
+"""Where a number was made: what the result needs beside it to be believed later."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch", "triton", "hydra-core", "omegaconf", "numpy", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "xformers",
+    "ring-flash-attn", "yunchang", "transformer-engine",
+)  # fmt: skip
+VARIABLES = re.compile(r"^(NCCL|TORCH|CUDA|OMP|MKL|GLOO|PYTORCH|TRITON|NVSHMEM|SLURM_(JOB_ID|NNODES|NTASKS|NODELIST))")
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _output(*command: str, cwd: Path | None = None) -> str | None:
+    try:
+        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@lru_cache
+def host() -> dict[str, Any]:
+    """What does not change while the program runs; no torch."""
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    memory = next(
+        (int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), None
+    )
+    return {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory,
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "git": _git(),
+        "argv": sys.argv,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k) and not SECRET.search(k)},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _git() -> dict[str, Any] | None:
+    commit = _output("git", "rev-parse", "HEAD", cwd=ROOT)
+    if commit is None:
+        return None
+    return {"commit": commit, "dirty": bool(_output("git", "status", "--porcelain", cwd=ROOT))}
+
+
+@lru_cache
+def gpu_count() -> int:
+    """GPUs that this process may use, without touching CUDA."""
+    listed = _output("nvidia-smi", "-L")
+    present = len(re.findall(r"^GPU \d+", listed, re.MULTILINE)) if listed else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    return min(present, len([x for x in visible.split(",") if x.strip() and x.strip() != "-1"]))
+
+
+def gpu_state() -> list[dict[str, str]]:
+    """Clocks, throttle reasons, temperature and power of each GPU now; empty without a GPU."""
+    fields = (
+        "index", "name", "driver_version", "clocks.sm", "clocks.mem", "clocks_event_reasons.active", "temperature.gpu",
+        "power.draw", "memory.used",
+    )  # fmt: skip
+    listed = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    rows = [line.split(", ") for line in (listed or "").splitlines()]
+    return [dict(zip(fields, row, strict=False)) for row in rows if len(row) == len(fields)]
+
+
+@lru_cache
+def topology() -> str | None:
+    """nvidia-smi's matrix of links."""
+    return _output("nvidia-smi", "topo", "-m")
+
+
+def of_torch(device: str) -> dict[str, Any]:
+    """What torch knows, from within a rank."""
+    import torch
+
+    found: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(str(x) for x in torch.cuda.nccl.version()),
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found

@@ -1,0 +1,309 @@
+"""Worlds: groups of rank processes that stay warm between runs. This side never imports torch: it starts an agent
+process (runner.agent), which starts the ranks through torch.distributed's elastic launch, hands rank 0 one job after
+another through a named pipe and reads the replies from a second one. Whatever happens to a rank comes back as an
+`Outcome`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.02
+TAIL_LINES = 20
+Progress = Callable[[list[dict[str, Any]]], None]
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """What makes a world: runs that agree on it can share one."""
+
+    world_size: int
+    device: str
+    nodes: int = 1
+    endpoint: str | None = None
+    start_timeout_s: float = 300.0
+
+
+@dataclass
+class Outcome:
+    """How a job ended: ok, invalid, unsupported (the world lives on), or oom, timeout, crash (it does not)."""
+
+    status: str
+    reason: str | None = None
+    result: Any = None
+    rank: int | None = None
+    phase: str | None = None
+    log_tail: list[str] = field(default_factory=list)
+
+    @property
+    def world_lost(self) -> bool:
+        return self.status in ("oom", "timeout", "crash")
+
+
+class World:
+    """One living world. `call` runs a job in it; `close` ends every process of it."""
+
+    def __init__(self, spec: WorldSpec):
+        self.spec = spec
+        self.folder = Path(tempfile.mkdtemp(prefix="attention-world-"))
+        self.jobs = 0
+        self.alive = True
+        os.mkfifo(self.folder / "jobs")
+        os.mkfifo(self.folder / "replies")
+        # both ends are opened for reading and writing so that neither side's opening waits for the other's
+        self.replies = os.open(self.folder / "replies", os.O_RDWR | os.O_NONBLOCK)
+        self.buffer = b""
+        environment = dict(os.environ)
+        if spec.device == "cpu":
+            environment["OMP_NUM_THREADS"] = str(max(1, cores() // spec.world_size))
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment.setdefault("PYTHONUNBUFFERED", "1")
+        environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [environment.get("PYTHONPATH")])])
+        self.log = (self.folder / "agent.log").open("wb")
+        self.agent = subprocess.Popen(
+            [sys.executable, "-m", "runner.agent", str(self.folder), json.dumps(asdict(spec))],
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is ours to handle
+        )
+        self.pipe = os.open(self.folder / "jobs", os.O_RDWR)
+
+    def states(self) -> list[dict[str, Any]]:
+        """What each rank last said it was doing: rank, pid, job, phase, since, expected_s, note."""
+        found = []
+        for rank in range(self.spec.world_size):
+            try:
+                found.append(json.loads((self.folder / f"rank{rank}.state").read_text()))
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def pids(self) -> list[int]:
+        return [state["pid"] for state in self.states()]
+
+    def call(
+        self,
+        target: str,
+        arguments: dict[str, Any],
+        timeout_s: float = 300.0,
+        log: Path | None = None,
+        progress: Progress | None = None,
+    ) -> Outcome:
+        """Run `target` ("module:function", called with the rank and the arguments) on every rank; rank 0's return
+        value, which must be plain data, comes back. `timeout_s` is the longest silence of a rank; a rank that says how
+        long its next stretch should take is given ten times that. `log`: where the ranks' output of this job goes."""
+        assert self.alive, "this world is gone"
+        self.jobs += 1
+        offsets = self._log_sizes()
+        os.write(self.pipe, json.dumps({"job": self.jobs, "target": target, "arguments": arguments}).encode() + b"\n")
+        try:
+            outcome = self._await(timeout_s, progress)
+        finally:
+            if log is not None:
+                with contextlib.suppress(OSError):
+                    self._copy_logs(log, offsets)
+        if outcome.world_lost:
+            self.close()
+        return outcome
+
+    def _await(self, timeout_s: float, progress: Progress | None) -> Outcome:
+        started = time.time()
+        while True:
+            reply = self._read_reply()
+            if reply is not None:
+                return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
+            if self.agent.poll() is not None:
+                reply = self._read_reply()  # one last look: the reply may have come just before the end
+                return Outcome(reply["status"], reply.get("reason"), reply.get("result")) if reply else self._lost()
+            states = self.states()
+            if progress is not None:
+                progress(states)
+            silent = self._silent(states, started, timeout_s)
+            if silent is not None:
+                return self._timed_out(*silent)
+
+    def _read_reply(self) -> dict[str, Any] | None:
+        ready, _, _ = select.select([self.replies], [], [], POLL_S)
+        if ready:
+            with contextlib.suppress(BlockingIOError):
+                self.buffer += os.read(self.replies, 1 << 20)
+        while b"\n" in self.buffer:
+            line, self.buffer = self.buffer.split(b"\n", 1)
+            reply = json.loads(line)
+            if reply["job"] == self.jobs:
+                return reply
+        return None
+
+    def _silent(self, states: list[dict[str, Any]], started: float, timeout_s: float) -> tuple[int, str, float] | None:
+        """(rank, phase, limit) of the rank that has been silent longest, when that is too long."""
+        now = time.time()
+        here = {state["rank"]: state for state in states if state["job"] == self.jobs}
+        if not here:
+            limit = max(timeout_s, self.spec.start_timeout_s)
+            return (0, "start", limit) if now - started > limit else None
+        late = []
+        for rank in range(self.spec.world_size):
+            state = here.get(rank)
+            since = state["since"] if state else started
+            limit = max(timeout_s, 10 * state["expected_s"]) if state else timeout_s
+            if now - since > limit:
+                late.append((since, rank, state["phase"] if state else "start", limit))
+        if not late:
+            return None
+        _, rank, phase, limit = min(late)
+        return rank, phase, limit
+
+    def _timed_out(self, rank: int, phase: str, limit: float) -> Outcome:
+        for pid in self.pids():  # their stacks go to their logs
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return Outcome(
+            "timeout",
+            f"rank {rank} was silent for more than {limit:.0f} s in phase {phase}; "
+            "its stack is in run.log; launch.timeout_s=N allows more",
+            rank=rank,
+            phase=phase,
+            log_tail=self._tail(rank),
+        )
+
+    def _lost(self) -> Outcome:
+        """The agent ended: find the rank that was first to fail."""
+        try:
+            failures = json.loads((self.folder / "failures.json").read_text())
+        except (OSError, ValueError):
+            tail = (self.folder / "agent.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            return Outcome("crash", f"the world ended: {tail[-1] if tail else 'no output'}", log_tail=tail)
+        states = {state["rank"]: state for state in self.states()}
+        told = {rank: state["error"] for rank, state in states.items() if state.get("error")}
+        killed = [f for f in failures if f["exitcode"] < 0 and f["rank"] not in told]
+        oom = [rank for rank, error in told.items() if error["kind"] == "oom"]
+        if killed:
+            first = min(killed, key=lambda f: f["time"])
+            rank = first["rank"]
+            name = signal.Signals(-first["exitcode"]).name
+            hint = "; the kernel's out-of-memory killer does that too" if name == "SIGKILL" else ""
+            phase = states.get(rank, {}).get("phase")
+            return Outcome("crash", f"rank {rank} was killed by {name} in phase {phase}{hint}", None, rank, phase,
+                           self._tail(rank))  # fmt: skip
+        if told:
+            rank = min(oom or told, key=lambda r: told[r]["time"])
+            phase, error = states[rank]["phase"], told[rank]
+            status = "oom" if error["kind"] == "oom" else "crash"
+            return Outcome(status, f"rank {rank} in phase {phase}: {error['message']}", None, rank, phase,
+                           self._tail(rank))  # fmt: skip
+        first = failures[0]
+        rank = first["rank"]
+        phase = states.get(rank, {}).get("phase", "start")
+        reason = f"rank {rank} ended with exit code {first['exitcode']} in phase {phase}"
+        return Outcome("crash", reason, None, rank, phase, self._tail(rank))
+
+    def _log_sizes(self) -> dict[int, int]:
+        sizes = {}
+        for rank in range(self.spec.world_size):
+            path = self.folder / f"rank{rank}.log"
+            sizes[rank] = path.stat().st_size if path.exists() else 0
+        return sizes
+
+    def _copy_logs(self, target: Path, offsets: dict[int, int]) -> None:
+        with target.open("a") as out:
+            for rank, offset in offsets.items():
+                path = self.folder / f"rank{rank}.log"
+                if path.exists():
+                    with path.open("rb") as file:
+                        file.seek(offset)
+                        for line in file.read().decode(errors="replace").splitlines():
+                            out.write(f"[rank {rank}] {line}\n")
+
+    def _tail(self, rank: int) -> list[str]:
+        path = self.folder / f"rank{rank}.log"
+        return path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path.exists() else []
+
+    def close(self) -> None:
+        """End every process of this world and remove its folder. Safe to call twice."""
+        if not self.alive:
+            return
+        self.alive = False
+        pids = self.pids()
+        with contextlib.suppress(OSError):
+            os.write(self.pipe, b'{"job": 0, "target": "stop"}\n')
+        if self.agent.poll() is None and not self._idle():
+            self._kill(pids)
+        try:
+            self.agent.wait(5)
+        except subprocess.TimeoutExpired:
+            self._kill(pids)
+            self.agent.wait()
+        self._kill(pids)
+        for descriptor in (self.pipe, self.replies):
+            os.close(descriptor)
+        self.log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _idle(self) -> bool:
+        return all(state["phase"] == "idle" for state in self.states())
+
+    def _kill(self, pids: list[int]) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(self.agent.pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                if _belongs(pid, self.folder):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _belongs(pid: int, folder: Path) -> bool:
+    """Whether a process is still one of this world's ranks and not a later one with its number."""
+    with contextlib.suppress(OSError):
+        return str(folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Pool:
+    """Living worlds by what they are made of, the most recently used last."""
+
+    def __init__(self, limit: int = 4):
+        self.limit = limit
+        self.worlds: dict[WorldSpec, World] = {}
+
+    def get(self, spec: WorldSpec, fresh: bool = False) -> World:
+        """A living world like `spec`, started if there is none."""
+        world = self.worlds.pop(spec, None)
+        if world is not None and (fresh or not world.alive or world.agent.poll() is not None):
+            world.close()
+            world = None
+        if world is None:
+            while len(self.worlds) >= self.limit:
+                self.worlds.pop(next(iter(self.worlds))).close()
+            world = World(spec)
+        self.worlds[spec] = world
+        return world
+
+    def close(self) -> None:
+        while self.worlds:
+            self.worlds.popitem()[1].close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

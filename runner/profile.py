@@ -1,0 +1,122 @@
+"""The profiler method: a pass of its own under torch.profiler, a trace a rank, a kernel table, and from the trace's
+intervals the busy time of compute and of communication, how much of them overlaps, and how much communication is
+exposed. On a CPU the same from the executors' phases, which the recorder makes ranges of the trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from attention.phases import Recorder, recording
+from runner.rank import Rank
+from runner.timing import Stopwatch, Workpiece
+
+Span = tuple[float, float]
+COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm", re.IGNORECASE)
+SHOWN = 40
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union of intervals, disjoint and in order."""
+    result: list[Span] = []
+    for start, stop in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
+    return result
+
+
+def covered(spans: Iterable[Span]) -> float:
+    return sum(stop - start for start, stop in merged(spans))
+
+
+def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
+    """How long both are busy."""
+    x, y = merged(a), merged(b)
+    return covered(x) + covered(y) - covered([*x, *y])
+
+
+def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    """Of one rank's trace events (Chrome format, us). ms a profiled stretch."""
+    compute: list[Span] = []
+    communication: list[Span] = []
+    kernels: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        category, name = event.get("cat", ""), event["name"]
+        span = (float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0)))
+        if device == "cuda":
+            if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
+                continue
+            (communication if COMMUNICATION.search(name) else compute).append(span)
+        elif name.startswith("comm_"):
+            communication.append(span)
+        elif name.startswith("comp_"):
+            compute.append(span)
+        elif category != "cpu_op":
+            continue
+        kernels[name].append(span[1] - span[0])
+    busy = covered(compute)
+    moving = covered(communication)
+    both = overlap(compute, communication)
+    everything = merged([*compute, *communication])
+    length = everything[-1][1] - everything[0][0] if everything else 0.0
+    table = [
+        {"kernel": name, "calls": len(us), "total_ms": sum(us) / 1e3, "mean_us": sum(us) / len(us)}
+        for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    ]
+    return {
+        "stretch_ms": length / 1e3,
+        "compute_ms": busy / 1e3,
+        "communication_ms": moving / 1e3,
+        "overlapped_ms": both / 1e3,
+        "overlapped_share": both / moving if moving else None,
+        "exposed_communication_ms": (moving - both) / 1e3,
+        "idle_ms": (length - covered(everything)) / 1e3,
+        "kernels": table,
+    }
+
+
+def profile(
+    me: Rank, work: Workpiece, watch: Stopwatch, runs: int, folder: Path | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Profile `runs` iterations on every rank. Returns this rank's analysis, by iteration, and the trace's file name
+    (written into `folder`, on this rank's node)."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if me.device.type == "cuda" else [])
+    extra: dict[str, Any] = {}
+    if me.device.type == "cpu":  # the transport has a thread of its own
+        extra["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    recorder = Recorder(me.device, annotate=True)
+    with torch.profiler.profile(activities=activities, **extra) as profiler, recording(recorder):
+        for _ in range(runs):
+            for which in work.passes:
+                watch.align()
+                work.run(which)
+        watch.settle()
+    recorder.spans.clear()
+    scratch = me.folder / f"trace{me.rank}.json"
+    profiler.export_chrome_trace(str(scratch))
+    text = scratch.read_text()
+    scratch.unlink()
+    found = analyse(json.loads(text)["traceEvents"], me.device.type)
+    for key in ("stretch_ms", "compute_ms", "communication_ms", "overlapped_ms", "exposed_communication_ms", "idle_ms"):
+        found[key] /= runs
+    found["runs"] = runs
+    files = []
+    if folder is not None:
+        name = f"trace_rank{me.rank}.json.gz"
+        with gzip.open(folder / name, "wt", compresslevel=3) as out:
+            out.write(text)
+        files.append(name)
+    found["kernels"] = found["kernels"][:SHOWN]
+    return found, files

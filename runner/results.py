@@ -1,0 +1,201 @@
+"""A run's folder and a sweep's summary. Every file appears whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+STATUSES = ("ok", "invalid", "unsupported", "incorrect", "oom", "timeout", "crash")
+FIELDS = (
+    "schema_version", "key", "name", "status", "reason", "failure", "config", "experiment", "chosen", "environment",
+    "correctness", "timing", "metrics", "baseline", "memory", "phases", "comm", "profile", "artifacts",
+)  # fmt: skip
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Raises OSError, and then leaves nothing behind, when the disk is full."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(x) for x in value]
+    return value
+
+
+def result(**fields: Any) -> dict[str, Any]:
+    """A result with every field of the schema, None where there is nothing to say."""
+    unknown = set(fields) - set(FIELDS)
+    assert not unknown, f"{unknown} not in the result schema"
+    assert fields["status"] in STATUSES, fields["status"]
+    return {"schema_version": SCHEMA_VERSION, **{name: fields.get(name) for name in FIELDS[1:]}}
+
+
+def write_result(folder: Path, value: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "result.json", json.dumps(finite(value), indent=1) + "\n")
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def write_samples(path: Path, samples: list[dict[str, list[float]]]) -> None:
+    """samples.parquet: iteration, rank, pass, ms."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        (iteration, rank, which, ms)
+        for rank, passes in enumerate(samples)
+        for which, values in passes.items()
+        for iteration, ms in enumerate(values)
+    ]
+    iteration, rank, which, ms = zip(*rows, strict=True)
+    table = pa.table({
+        "iteration": pa.array(iteration, pa.int32()),
+        "rank": pa.array(rank, pa.int32()),
+        "pass": pa.array(which, pa.string()),
+        "ms": pa.array(ms, pa.float64()),
+    })  # fmt: skip
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, scratch)
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: list[str]) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+COLUMNS = (
+    "name", "status", "attention", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
+    "kv_heads", "head_dim", "causal", "window", "dtype", "timing", "forward_ms", "forward_iqr", "backward_ms",
+    "backward_iqr", "total_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
+    "exposed_forward_ms", "exposed_backward_ms", "peak_bytes", "rel_l2_out", "reason",
+)  # fmt: skip
+
+
+def row(value: dict[str, Any]) -> dict[str, Any]:
+    """One result as a flat row of the summary."""
+    found: dict[str, Any] = {"name": value["name"], "status": value["status"], "reason": value["reason"]}
+    experiment, config = value.get("experiment"), value.get("config") or {}
+    found["config"] = config.get("config")
+    found["attention"] = (config.get("attention") or {}).get("name") if isinstance(config, dict) else None
+    if experiment:
+        work = experiment["workload"]
+        found |= {key: work[key] for key in work if key != "window"}
+        found["window"] = "{},{}".format(*work["window"])
+        found |= {"world_size": experiment["world_size"], "device": experiment["device"]}
+        found |= {"kernel": experiment["kernel"], "transport": experiment["transport"]}
+        found["timing"] = experiment["timing"]["method"]
+    if value.get("chosen"):
+        found |= value["chosen"]
+    if value.get("timing"):
+        for which, summary in value["timing"]["passes"].items():
+            found[f"{which}_ms"] = summary["median"]
+            found[f"{which}_iqr"] = summary["iqr_over_median"]
+        last = list(value["timing"]["passes"])[-1]
+        entry = value["metrics"]["passes"][last]
+        found |= {key: entry.get(key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
+        peaks = value["memory"]["by_rank"]
+        found["peak_bytes"] = max(p.get("peak_allocated", p.get("peak_resident", 0)) for p in peaks)
+        if (value.get("baseline") or {}).get("speedup"):
+            found["speedup"] = value["baseline"]["speedup"][last]
+            found["efficiency"] = value["baseline"]["efficiency"][last]
+    for which, entry in (value.get("phases") or {}).items():
+        found[f"exposed_{which}_ms"] = entry["exposed_communication_ms"]
+    if (value.get("correctness") or {}).get("tensors"):
+        found["rel_l2_out"] = value["correctness"]["tensors"]["out"]["rel_l2"]
+    return {column: found.get(column) for column in COLUMNS}
+
+
+def summarize_sweep(folder: Path) -> list[dict[str, Any]]:
+    """Bring a sweep's summary.csv, .parquet and .md up to date with the results in its folder; returns the rows."""
+    rows = [row(value) for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
+    if not rows:
+        return rows
+    write_csv(folder / "summary.csv", rows, list(COLUMNS))
+    _write_parquet(folder / "summary.parquet", rows)
+    write_atomically(folder / "summary.md", markdown(rows))
+    return rows
+
+
+def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(pa.Table.from_pylist(rows), scratch)
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+SHOWN = (
+    ("attention", "attention", "{}"),
+    ("config", "config", "{}"),
+    ("world_size", "W", "{}"),
+    ("seq_len", "tokens", "{:,}"),
+    ("dtype", "dtype", "{}"),
+    ("kernel", "kernel", "{}"),
+    ("timing", "timing", "{}"),
+    ("status", "status", "{}"),
+    ("forward_ms", "forward ms", "{:.3f}"),
+    ("backward_ms", "backward ms", "{:.3f}"),
+    ("total_ms", "total ms", "{:.3f}"),
+    ("tflops_per_device", "TFLOP/s a device", "{:.3g}"),
+    ("efficiency", "efficiency", "{:.0%}"),
+    ("exposed_forward_ms", "exposed fwd ms", "{:.3f}"),
+    ("exposed_backward_ms", "exposed bwd ms", "{:.3f}"),
+    ("rel_l2_out", "rel L2", "{:.1e}"),
+)
+
+
+def cells(entry: dict[str, Any]) -> list[str]:
+    return [template.format(entry[key]) if entry.get(key) is not None else "" for key, _, template in SHOWN]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = ["| " + " | ".join(title for _, title, _ in SHOWN) + " |", "|" + " --- |" * len(SHOWN)]
+    lines += ["| " + " | ".join(cells(entry)) + " |" for entry in rows]
+    failed = [entry for entry in rows if entry["status"] != "ok"]
+    lines += [""] + [f"- `{entry['name']}`: {entry['status']}: {entry['reason']}" for entry in failed] if failed else []
+    return "\n".join(lines) + "\n"

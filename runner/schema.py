@@ -1,0 +1,305 @@
+"""The typed configuration, its cross-field rules, and the experiment that comes out of it. No torch here: a bad value
+answers at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from attention.masks import Mask
+from attention.variants import VARIANTS, check_heads, nearest, variant
+
+TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
+MODES = ("forward", "forward_backward")
+BASELINES = ("single", "none")
+
+# what config=default stands for on each kind of hardware
+DEFAULT_SIZES = {
+    "cpu": {"batch": 2, "heads": 8, "kv_heads": 8, "head_dim": 64, "seq_len": 1024},
+    "cuda": {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "seq_len": 32768},
+}
+
+
+class InvalidConfig(ValueError):
+    """A value that breaks a rule: the message gives the value, the rule and the way out."""
+
+
+class UnsupportedHere(ValueError):
+    """A valid experiment that this machine or these packages cannot run."""
+
+
+@dataclass
+class NamedConf:
+    name: str = "auto"
+
+
+@dataclass
+class DtypeConf:
+    name: str = MISSING
+    atol: float = MISSING
+    gqa_atol: float = MISSING
+    grad_atol: float = MISSING
+    rel_l2: float = MISSING
+    grad_rel_l2: float = MISSING
+    error_ratio: float | None = None
+
+
+@dataclass
+class TimingConf:
+    method: str = MISSING
+    warmup_runs: int = 3  # iterations before the first sample, at least
+    warmup_ms: float | None = None  # and this long at least; null: 200 on a GPU, 0 on a CPU
+    timing_runs: int = 10
+    flush_l2: bool = False  # overwrite the L2 cache before every sample
+    precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
+    time_cap_s: float = 60.0  # adaptive
+    profile_runs: int = 3  # profiler
+
+
+@dataclass
+class CheckConf:
+    enabled: bool = True
+    max_tflop: float | None = None  # reference work over which only a sample of heads is checked; null: by hardware
+
+
+@dataclass
+class LaunchConf:
+    fresh: bool = False  # a new world for this run
+    timeout_s: float = 300.0  # silence of a rank that counts as a hang; stretched when a step is expected to be long
+    start_timeout_s: float = 300.0
+    memory_limit_gb: float | None = None  # per rank
+    fault: str | None = None  # provoke one, to see what is recorded: RANK:PHASE:raise|kill|hang|oom
+    nodes: int = 1
+    endpoint: str | None = None  # HOST:PORT of the first node, for nodes > 1
+
+
+@dataclass
+class RunConf:
+    attention: Any = MISSING
+    kernel: NamedConf = field(default_factory=NamedConf)
+    transport: NamedConf = field(default_factory=NamedConf)
+    hardware: NamedConf = field(default_factory=NamedConf)
+    dtype: DtypeConf = field(default_factory=DtypeConf)
+    timing: TimingConf = field(default_factory=TimingConf)
+    check: CheckConf = field(default_factory=CheckConf)
+    launch: LaunchConf = field(default_factory=LaunchConf)
+    config: str = "default"
+    category: str = "default"
+    batch: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    seq_len: int | None = None
+    causal: bool = True
+    window: list[int] = field(default_factory=lambda: [-1, -1])
+    world_size: Any = "auto"
+    seed: int | None = None  # null: a fresh one each invocation, recorded
+    mode: str = "forward_backward"
+    baseline: str = "single"
+    phases: bool = True
+    deterministic: bool = False
+    resume: bool = False
+    output: str = "outputs"
+
+
+def register() -> None:
+    """Make the schema and the run folder's name known to Hydra."""
+    ConfigStore.instance().store(name="schema", node=RunConf)
+    if not OmegaConf.has_resolver("run_name"):
+        OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_))
+
+
+# what does not change what is measured, and so is not part of a run's identity
+_NOT_IDENTITY = ("hydra", "output", "resume")
+
+
+def identity(cfg: DictConfig) -> str:
+    """A short hash of the resolved configuration."""
+    plain = {key: OmegaConf.to_container(cfg[key], resolve=True) if OmegaConf.is_config(cfg[key]) else cfg[key]
+             for key in cfg if key not in _NOT_IDENTITY}  # fmt: skip
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def run_name(cfg: DictConfig) -> str:
+    """The run folder's name: variant, config, sizes and the hash."""
+    parts = [cfg.attention.get("name", "none"), cfg.config]
+    parts += [f"s{cfg.seq_len}"] if cfg.seq_len is not None else []
+    parts += [f"w{cfg.world_size}", cfg.dtype.name, cfg.timing.method, identity(cfg)]
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(str(p) for p in parts))
+
+
+@dataclass(frozen=True)
+class Workload:
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seq_len: int
+    causal: bool
+    window: tuple[int, int]
+    dtype: str
+
+    @property
+    def mask(self) -> Mask:
+        return Mask.of(self.causal, self.window)
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        return (0, self.seq_len)
+
+    def describe(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        return (
+            f"batch {self.batch}, {self.seq_len:,} tokens, {heads} heads of {self.head_dim}, "
+            f"{self.mask.describe()}, {self.dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run, fully resolved and checked: what the ranks are handed, as a plain dict."""
+
+    variant: str
+    options: dict[str, Any]
+    workload: Workload
+    world_size: int
+    device: str
+    kernel: str
+    transport: str
+    dtype: dict[str, Any]
+    timing: dict[str, Any]
+    check: dict[str, Any]
+    launch: dict[str, Any]
+    seed: int
+    mode: str
+    baseline: str
+    phases: bool
+    deterministic: bool
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> Experiment:
+        workload = dict(plain["workload"])
+        workload["window"] = tuple(workload["window"])
+        return Experiment(**{**plain, "workload": Workload(**workload)})
+
+
+def _choice(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InvalidConfig(f"{key}={value}: {nearest(value, known)}")
+
+
+def _positive(key: str, value: Any, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidConfig(f"{key}={value}: must be a whole number of at least {least}")
+    return value
+
+
+def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
+    """The experiment of a composed configuration on a machine with `gpus` usable GPUs.
+
+    Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
+    name = cfg.attention.get("name", "")
+    if name not in VARIANTS:
+        raise InvalidConfig(f"attention={name}: not a variant; {nearest(name, VARIANTS)}")
+    chosen = variant(name)
+    options = {
+        key: value for key, value in OmegaConf.to_container(cfg.attention, resolve=True).items() if key != "name"
+    }  # type: ignore[union-attr]
+    for option in options:
+        if option not in chosen.options:
+            known = ", ".join(chosen.options) or "none"
+            raise InvalidConfig(f"attention.{option}: {name} has no such option; its options: {known}")
+    _choice("timing.method", cfg.timing.method, TIMING_METHODS)
+    _choice("mode", cfg.mode, MODES)
+    _choice("baseline", cfg.baseline, BASELINES)
+    _choice("hardware", cfg.hardware.name, ("auto", "cpu", "cuda"))
+    for key in ("timing_runs", "profile_runs"):
+        _positive(f"timing.{key}", cfg.timing[key])
+    _positive("timing.warmup_runs", cfg.timing.warmup_runs, 0)
+    device = cfg.hardware.name if cfg.hardware.name != "auto" else ("cuda" if gpus else "cpu")
+    workload = _workload(cfg, device)
+    world = _world_size(cfg, device, gpus)
+    try:
+        check_heads(workload.heads, workload.kv_heads)
+        chosen.problem(workload.cu_seqlens, world, workload.mask)
+    except ValueError as error:
+        raise InvalidConfig(str(error)) from None
+    _check_fault(cfg.launch.fault, world)
+    timing = dict(OmegaConf.to_container(cfg.timing, resolve=True))  # type: ignore[arg-type]
+    if timing["method"] == "cudagraph" and device == "cpu":
+        raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
+    if timing["warmup_ms"] is None:
+        timing["warmup_ms"] = 200.0 if device == "cuda" else 0.0
+    return Experiment(
+        variant=name,
+        options=options,  # type: ignore[arg-type]
+        workload=workload,
+        world_size=world,
+        device=device,
+        kernel=cfg.kernel.name,
+        transport=cfg.transport.name,
+        dtype=dict(OmegaConf.to_container(cfg.dtype, resolve=True)),  # type: ignore[arg-type]
+        timing=timing,
+        check=dict(OmegaConf.to_container(cfg.check, resolve=True)),  # type: ignore[arg-type]
+        launch=dict(OmegaConf.to_container(cfg.launch, resolve=True)),  # type: ignore[arg-type]
+        seed=seed if cfg.seed is None else cfg.seed,
+        mode=cfg.mode,
+        baseline=cfg.baseline,
+        phases=cfg.phases,
+        deterministic=cfg.deterministic,
+    )
+
+
+def _workload(cfg: DictConfig, device: str) -> Workload:
+    sizes = {
+        key: _positive(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
+        for key in ("batch", "heads", "kv_heads", "head_dim", "seq_len")
+    }
+    if cfg.kv_heads is None and cfg.heads is not None:
+        sizes["kv_heads"] = sizes["heads"]
+    window = list(cfg.window)
+    if len(window) != 2:
+        raise InvalidConfig(f"window={window}: must be [left,right], for instance window=[512,0]")
+    workload = Workload(**sizes, causal=cfg.causal, window=(window[0], window[1]), dtype=cfg.dtype.name)
+    try:
+        _ = workload.mask
+    except ValueError as error:
+        raise InvalidConfig(str(error)) from None
+    return workload
+
+
+def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:
+    value = cfg.world_size
+    if value == "auto":
+        return max(gpus, 1) if device == "cuda" else 2
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidConfig(f"world_size={value}: must be auto or a whole number of at least 1")
+    if device == "cuda" and value > gpus * cfg.launch.nodes:
+        raise UnsupportedHere(
+            f"world_size={value}: each rank needs a GPU of its own and this machine has {gpus}; "
+            f"world_size={max(gpus, 1)} or hardware=cpu would work"
+        )
+    return value
+
+
+FAULTS = ("raise", "kill", "hang", "oom")
+
+
+def _check_fault(fault: str | None, world: int) -> None:
+    if fault is None:
+        return
+    parts = fault.split(":")
+    if len(parts) != 3 or not parts[0].isdigit() or int(parts[0]) >= world or parts[2] not in FAULTS:
+        raise InvalidConfig(
+            f"launch.fault={fault}: must be RANK:PHASE:{'|'.join(FAULTS)} with a rank below {world}, "
+            "for instance 1:timing:raise"
+        )

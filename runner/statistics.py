@@ -1,0 +1,90 @@
+"""Statistics of samples in ms. Nothing is ever dropped: outliers and noise are flagged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+NOISY = 0.05  # IQR over median
+
+
+@dataclass(frozen=True)
+class Summary:
+    n: int
+    median: float
+    p10: float
+    p90: float
+    min: float
+    max: float
+    mean: float
+    std: float
+    iqr_over_median: float
+    ci95: tuple[float, float] | None  # of the median, by order statistics
+    outliers: int  # beyond 1.5 IQR of the quartiles (Tukey)
+    noisy: bool
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Linear between order statistics; `ordered` is sorted and not empty."""
+    at = q * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """The narrowest symmetric pair of order statistics that holds the median with at least that confidence, from the
+    binomial distribution of how many samples lie below it; None when there are too few samples."""
+    n = len(ordered)
+    tail = (1 - confidence) / 2
+    below = 0.0
+    k = -1
+    while k < n:
+        more = below + math.comb(n, k + 1) * 0.5**n
+        if more > tail:
+            break
+        below, k = more, k + 1
+    return (ordered[k], ordered[n - 1 - k]) if k >= 0 else None
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Raises ValueError for no samples."""
+    if not samples:
+        raise ValueError("0 samples: at least one is needed for a summary")
+    ordered = sorted(samples)
+    n = len(ordered)
+    mean = math.fsum(ordered) / n
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in ordered) / (n - 1)) if n > 1 else 0.0
+    q1, median, q3 = (quantile(ordered, q) for q in (0.25, 0.5, 0.75))
+    iqr = q3 - q1
+    spread = iqr / median if median else 0.0
+    return Summary(
+        n=n,
+        median=median,
+        p10=quantile(ordered, 0.1),
+        p90=quantile(ordered, 0.9),
+        min=ordered[0],
+        max=ordered[-1],
+        mean=mean,
+        std=std,
+        iqr_over_median=spread,
+        ci95=median_interval(ordered),
+        outliers=sum(x < q1 - 1.5 * iqr or x > q3 + 1.5 * iqr for x in ordered),
+        noisy=spread > NOISY,
+    )
+
+
+def settled(samples: Sequence[float], precision: float, least: int) -> bool:
+    """Whether the median is known to within `precision` of itself with 95% confidence."""
+    if len(samples) < least:
+        return False
+    interval = median_interval(sorted(samples))
+    if interval is None:
+        return False
+    median = quantile(sorted(samples), 0.5)
+    return (interval[1] - interval[0]) / 2 <= precision * median

@@ -1,0 +1,231 @@
+"""The timing methods. A `Workpiece` is what is timed (passes that run in order); a `Stopwatch` is how (events on CUDA,
+perf_counter on a CPU). All ranks do the same number of iterations; samples are ms and are never dropped."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runner import statistics
+
+Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
+BATCH = 10  # adaptive looks at its samples every so many
+
+
+class Workpiece(Protocol):
+    """`passes` in the order in which they run within an iteration: `forward`, then `backward` where it is timed."""
+
+    passes: tuple[str, ...]
+
+    def run(self, which: str) -> None:
+        """One pass; `backward` uses the last `forward`."""
+
+    def repeat(self, which: str, times: int) -> None:
+        """The same pass `times` times."""
+
+
+class Stopwatch(Protocol):
+    def align(self) -> None:
+        """All ranks start the next pass together."""
+
+    def mark(self) -> Any: ...
+
+    def elapsed(self, start: Any, stop: Any) -> float:
+        """ms between two marks, after `settle`."""
+
+    def settle(self) -> None:
+        """Wait until everything marked has happened."""
+
+
+class CudaStopwatch:
+    """Events on the current stream. Aligning is a one-element all-reduce on it, so the host runs ahead."""
+
+    def __init__(self, device: torch.device, together: bool):
+        self.device = device
+        self.token = torch.zeros(1, device=device) if together else None
+
+    def align(self) -> None:
+        if self.token is not None:
+            dist.all_reduce(self.token)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed(self, start: Any, stop: Any) -> float:
+        return start.elapsed_time(stop)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class CpuStopwatch:
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+
+    def align(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def elapsed(self, start: Any, stop: Any) -> float:
+        return (stop - start) / 1e6
+
+    def settle(self) -> None: ...
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection in between."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def warm(work: Workpiece, watch: Stopwatch, runs: int, at_least_ms: float, agree: Callable[[bool], bool]) -> int:
+    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's decision). Returns how many."""
+    done = 0
+    start = time.perf_counter()
+    while True:
+        for _ in range(max(runs, 1) if done == 0 and runs else 1):
+            if runs == 0 and done == 0 and at_least_ms <= 0:
+                return 0
+            _iteration(work)
+            done += 1
+        watch.settle()
+        if agree(done >= runs and (time.perf_counter() - start) * 1e3 >= at_least_ms):
+            return done
+
+
+def _iteration(work: Workpiece) -> None:
+    for which in work.passes:
+        work.run(which)
+
+
+def sample(
+    work: Workpiece, watch: Stopwatch, runs: int, flush: Tensor | None = None, beat: Callable[[], None] | None = None
+) -> Samples:
+    """`runs` iterations, each pass aligned over the ranks and between its own marks, one settling at the end."""
+    marks: dict[str, list[tuple[Any, Any]]] = {which: [] for which in work.passes}
+    with undisturbed():
+        for _ in range(runs):
+            for which in work.passes:
+                if flush is not None:
+                    flush.zero_()
+                watch.align()
+                start = watch.mark()
+                work.run(which)
+                marks[which].append((start, watch.mark()))
+            if beat is not None:
+                beat()
+        watch.settle()
+    return {which: [watch.elapsed(a, b) for a, b in pairs] for which, pairs in marks.items()}
+
+
+def simple(work: Workpiece, watch: Stopwatch, runs: int) -> Samples:
+    """One untimed call, then one pair of marks around `runs` calls of each pass: one number, their mean."""
+    _iteration(work)
+    samples = {}
+    with undisturbed():
+        for which in work.passes:
+            watch.settle()
+            watch.align()
+            start = watch.mark()
+            work.repeat(which, runs)
+            stop = watch.mark()
+            watch.settle()
+            samples[which] = [watch.elapsed(start, stop) / runs]
+    return samples
+
+
+def adaptive(
+    work: Workpiece,
+    watch: Stopwatch,
+    least: int,
+    precision: float,
+    time_cap_s: float,
+    decide: Callable[[Samples, float], bool],
+    flush: Tensor | None = None,
+    beat: Callable[[], None] | None = None,
+) -> tuple[Samples, bool]:
+    """Sample in batches until `decide(samples so far, seconds)` says enough on every rank. Returns the samples and
+    whether the precision was met rather than the time cap."""
+    samples: Samples = {which: [] for which in work.passes}
+    start = time.perf_counter()
+    while True:
+        for which, more in sample(work, watch, min(BATCH, max(least, 1)), flush, beat).items():
+            samples[which] += more
+        if decide(samples, time.perf_counter() - start):
+            met = time.perf_counter() - start < time_cap_s
+            return samples, met
+
+
+def enough(slowest: Samples, least: int, precision: float) -> bool:
+    """Adaptive's stopping rule, on the slowest rank's time of each iteration."""
+    return all(statistics.settled(ms, precision, least) for ms in slowest.values())
+
+
+def slowest(by_rank: list[Samples]) -> Samples:
+    """An iteration's time is the maximum over the ranks, pass by pass; `total` is that of a rank's whole iteration."""
+    result: Samples = {which: [max(ms) for ms in zip(*(rank[which] for rank in by_rank), strict=True)]
+                       for which in by_rank[0]}  # fmt: skip
+    if len(by_rank[0]) > 1:
+        totals = [[sum(ms) for ms in zip(*rank.values(), strict=True)] for rank in by_rank]
+        result["total"] = [max(ms) for ms in zip(*totals, strict=True)]
+    return result
+
+
+def overhead_ms(watch: Stopwatch) -> float:
+    """What an empty region measures: the least of five."""
+    pairs = []
+    for _ in range(5):
+        watch.align()
+        start = watch.mark()
+        pairs.append((start, watch.mark()))
+    watch.settle()
+    return min(watch.elapsed(a, b) for a, b in pairs)
+
+
+class Graphed:
+    """A workpiece captured once in CUDA graphs, a graph a pass; running it replays. Capturing with collectives can hang
+    on a broken stack: the launcher's time limit bounds it."""
+
+    def __init__(self, work: Workpiece):
+        self.passes = work.passes
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                _iteration(work)
+            stream.synchronize()
+            pool = torch.cuda.graph_pool_handle()
+            for which in self.passes:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    work.run(which)
+                self.graphs[which] = graph
+        torch.cuda.current_stream().wait_stream(stream)
+        self.work = work  # keeps the captured tensors alive
+
+    def run(self, which: str) -> None:
+        self.graphs[which].replay()
+
+    def repeat(self, which: str, times: int) -> None:
+        for _ in range(times):
+            self.run(which)

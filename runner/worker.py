@@ -1,0 +1,321 @@
+"""One run within a world: inputs, the correctness gate, timing, the single-device baseline, phases, profile, memory.
+Runs on every rank; rank 0's return value is the run's result."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention import costs
+from attention.phases import Recorder, recording
+from runner import ceilings, environment, metrics, phases, profile, timing
+from runner.correctness import check
+from runner.rank import Rank, memory_limit
+from runner.rank import is_out_of_memory as _oom
+from runner.schema import Experiment, InvalidConfig, UnsupportedHere
+from runner.statistics import summarize
+from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
+from runner.workpiece import AttentionWork, build
+
+PHASE_RUNS = 5
+BASELINE_RUNS = 5
+BASELINE_CAP_S = 20.0  # a baseline is sampled at most this long, but once at least
+L2_BYTES = 256 << 20
+
+_baselines: dict[Any, dict[str, Any]] = {}  # a sweep over variants needs one
+_rates: dict[Any, float] = {}
+
+
+def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """`folder` is the run's, for the traces. Returns status ok or incorrect with everything measured."""
+    spec = Experiment.from_plain(experiment)
+    me.fault = spec.launch["fault"]
+    with memory_limit(me, spec.launch["memory_limit_gb"]):
+        try:
+            return _run(me, spec, Path(folder) if folder else None)
+        finally:
+            _empty_caches(me)
+
+
+def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
+    result: dict[str, Any] = {"status": "ok", "environment": environment.of_torch(spec.device)}
+    me.say("prepare")
+    work = _together(me, lambda: AttentionWork(me, spec, build(spec)))
+    result["chosen"] = {"kernel": work.plan.kernel.name, "transport": work.plan.transport.name}
+    iteration_s = _estimate(me, spec, work)
+    result["estimate"] = {"iteration_ms": iteration_s * 1e3}
+    if spec.check["enabled"]:
+        result["correctness"] = check(me, spec, work)
+        if not result["correctness"]["passed"]:
+            return result | {"status": "incorrect", "reason": result["correctness"]["why"]}
+    else:
+        result["correctness"] = {"passed": None, "why": "check.enabled=false"}
+    limits = ceilings.ceilings(me, spec.workload.dtype)
+    result["ceilings"] = limits
+    watch: Stopwatch = _watch(me, me.world > 1)
+    _reset_peak(me)
+    me.say("timing", iteration_s)
+    result |= _time(me, spec, work, watch, iteration_s)
+    result["memory"] = _memory(me, work)
+    slowest = result["timing"]["passes"]
+    result["metrics"] = metrics.compute(spec, {which: s["median"] for which, s in slowest.items()}, limits)
+    if spec.phases:
+        me.say("phases", iteration_s)
+        rows = _phases(me, work, watch)
+        result["phase_rows"] = rows
+        result["phases"] = phases.summarize(rows, me.world)
+        result["comm"] = _received(me, work)
+    if spec.timing["method"] == "profiler":
+        me.say("profiler", iteration_s * 10)
+        mine, files = profile.profile(me, work, watch, spec.timing["profile_runs"], folder)
+        everyone = me.gather((mine, files))
+        result["profile"] = [p for p, _ in everyone]
+        result["traces"] = [name for _, names in everyone for name in names]
+    if spec.baseline == "single":
+        work.release()
+        result["baseline"] = _baseline(me, spec, result["metrics"])
+    me.say("finish")
+    return result
+
+
+def _together(me: Rank, make: Any) -> Any:
+    """What every rank does alike, before any of them waits for another: a refusal of one is a refusal of all."""
+    refusal: tuple[str, str] | None = None
+    made = None
+    try:
+        made = make()
+    except UnsupportedHere as error:
+        refusal = ("unsupported", str(error))
+    except ValueError as error:
+        refusal = ("invalid", str(error))
+    first = next((r for r in me.gather(refusal) if r is not None), None)
+    if first is not None:
+        raise (UnsupportedHere if first[0] == "unsupported" else InvalidConfig)(first[1])
+    return made
+
+
+def _watch(me: Rank, together: bool) -> Stopwatch:
+    if me.device.type == "cuda":
+        return CudaStopwatch(me.device, together)
+    return CpuStopwatch(me.control if together else None)
+
+
+def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
+    """Seconds an iteration should take, from the rate of a small call of the same kernel; said before it begins."""
+    me.say("estimate")
+    w = spec.workload
+    key = (work.plan.kernel.name, w.dtype, w.head_dim, me.device.type)
+    if key not in _rates:
+        from attention.kernels import Call
+
+        n = min(w.seq_len, 4096 if me.device.type == "cuda" else 512)
+        heads = min(w.heads, 8)
+        q = torch.randn(1, n, heads, w.head_dim, device=me.device).to(work.q.dtype)
+        call = Call(w.head_dim**-0.5)
+        seconds = []
+        for _ in range(3):
+            me.synchronize()
+            start = time.perf_counter()
+            work.plan.kernel.forward(q, q, q, call)
+            me.synchronize()
+            seconds.append(time.perf_counter() - start)
+        _rates[key] = 4 * n * n * heads * w.head_dim / min(seconds)
+    shapes = metrics.shapes(spec)
+    busiest = max(costs.rank_pairs(work.plan.variant, work.plan.problem))
+    needed = costs.forward_flops(shapes, busiest) * (1 + costs.BACKWARD if work.backward else 1)
+    seconds_each = me.agree(max(me.gather(needed / _rates[key])))
+    timed = spec.timing["timing_runs"] + spec.timing["warmup_runs"] + 1 + (PHASE_RUNS + 1 if spec.phases else 0)
+    if spec.timing["method"] == "profiler":
+        timed += spec.timing["profile_runs"]
+    single = seconds_each * me.world * (1 + BASELINE_RUNS) if spec.baseline == "single" else 0.0
+    single = min(single, 2 * max(BASELINE_CAP_S, seconds_each * me.world))
+    total = timed * seconds_each + single
+    me.say("estimate", seconds_each, estimate_s=total)
+    return seconds_each
+
+
+def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, iteration_s: float) -> dict[str, Any]:
+    options = spec.timing
+    method = options["method"]
+    piece: timing.Workpiece = work
+    note: dict[str, Any] = {}
+
+    def beat() -> None:
+        if me.device.type == "cpu":
+            me.say("timing", iteration_s)
+
+    if method == "cudagraph":
+        piece = timing.Graphed(work)
+    flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=me.device) if options["flush_l2"] else None
+    if method == "simple":
+        mine = timing.simple(piece, watch, options["timing_runs"])
+    else:
+        note["warmup_iterations"] = timing.warm(
+            piece, watch, options["warmup_runs"], options["warmup_ms"], lambda enough: me.agree(enough)
+        )
+        if method == "adaptive":
+
+            def decide(so_far: Samples, seconds: float) -> bool:
+                slow = timing.slowest(me.gather(so_far))
+                done = timing.enough(slow, options["timing_runs"], options["precision"])
+                return me.agree(done or seconds > options["time_cap_s"])
+
+            mine, note["precision_met"] = timing.adaptive(
+                piece, watch, options["timing_runs"], options["precision"], options["time_cap_s"], decide, flush, beat
+            )
+        else:
+            mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
+    by_rank = me.gather(mine)
+    slow = timing.slowest(by_rank)
+    overhead = timing.overhead_ms(watch)
+    medians = {which: summarize(ms) for which, ms in slow.items()}
+    least = min(s.median for s in medians.values())
+    return {
+        "samples": by_rank,
+        "timing": {
+            "method": method,
+            "unit": "ms",
+            "passes": {which: s.plain() for which, s in medians.items()},
+            "by_rank": [{which: summarize(ms).plain() for which, ms in rank.items()} for rank in by_rank],
+            "overhead_ms": overhead,
+            "overhead_share": overhead / least if least else 0.0,
+            "flush_l2": options["flush_l2"],
+            **note,
+        },
+    }
+
+
+def _phases(me: Rank, work: AttentionWork, watch: Stopwatch) -> list[dict[str, Any]]:
+    """A pass of its own with the recorder active."""
+    recorder = Recorder(me.device)
+    rows = []
+    with timing.undisturbed():
+        for iteration in range(PHASE_RUNS + 1):
+            for which in work.passes:
+                watch.align()
+                start = watch.mark()
+                with recording(recorder):
+                    work.run(which)
+                stop = watch.mark()
+                watch.settle()
+                if iteration:  # the first one warms the recorder
+                    here = {"iteration": iteration - 1, "rank": me.rank, "pass": which}
+                    rows.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(start, stop)})
+                    rows += [{**here, "phase": p, "step": s, "ms": ms} for p, s, ms in recorder.take()]
+                else:
+                    recorder.take()
+    return [row for rank_rows in me.gather(rows) for row in rank_rows]
+
+
+def _received(me: Rank, work: AttentionWork) -> dict[str, Any]:
+    """Bytes that the transport really moved into each rank in one iteration, by pass."""
+    counter = work.plan.transport.bytes_received
+    counted = {}
+    for which in work.passes:
+        counter.clear()
+        work.run(which)
+        counted[which] = dict(counter)
+    work.release()
+    return {"bytes_received_by_rank": me.gather(counted), "transport": work.plan.transport.name}
+
+
+def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str, Any]:
+    """The same global work on one device, by rank 0 alone while the others wait. Where it does not fit, at half the
+    length (and so on), extrapolated by FLOPs and marked so."""
+    key = (spec.workload, spec.kernel, spec.mode, spec.device, me.world)
+    found = me.agree(_baselines.get(key))
+    if found is None:
+        if spec.device == "cuda":
+            torch.cuda.empty_cache()
+        me.say("baseline", 600.0)
+        found = me.agree(_single(me, spec) if me.rank == 0 else None)
+        _baselines[key] = found
+    result = dict(found)
+    if "passes" in result:
+        result["speedup"] = {}
+        for which, entry in measured["passes"].items():
+            ours = measured["tokens"] / entry["tokens_per_s"] * 1e3
+            result["speedup"][which] = result["passes"][which] / ours
+        result["efficiency"] = {which: x / me.world for which, x in result["speedup"].items()}
+    return result
+
+
+def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
+    alone = replace(spec, variant="dense", options={}, world_size=1)
+    whole = metrics.flops(spec)
+    work_length = spec.workload.seq_len
+    while True:
+        here = replace(alone, workload=replace(alone.workload, seq_len=work_length))
+        try:
+            medians, kernel = _single_medians(me, here)
+            break
+        except (UnsupportedHere, ValueError) as error:
+            return {"unsupported": str(error)}
+        except (RuntimeError, MemoryError) as error:
+            if not _oom(error) or work_length < 2048:
+                raise
+            _empty_caches(me)
+            work_length //= 2
+    scale = 1.0
+    if work_length != spec.workload.seq_len:
+        scale = whole["forward"] / metrics.flops(here)["forward"]
+    return {
+        "kernel": kernel,
+        "passes": {which: ms * scale for which, ms in medians.items()},
+        "extrapolated": scale != 1.0,
+        "measured_seq_len": work_length,
+    }
+
+
+def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], str]:
+    from attention.function import ContextParallel
+    from attention.variants import variant
+
+    fn = ContextParallel(variant("dense"), None, spec.kernel, "auto", spec.deterministic, {})
+    fn.world, fn.rank = 1, 0
+    work = AttentionWork(me, spec, fn)
+    watch = _watch(me, False)
+    start = time.perf_counter()
+    timing.warm(work, watch, 1, spec.timing["warmup_ms"], lambda enough: enough)
+    once = time.perf_counter() - start
+    runs = max(1, min(BASELINE_RUNS, int(BASELINE_CAP_S / once)))
+    me.say("baseline", max(600.0, 2 * once * runs))
+    samples = timing.slowest([timing.sample(work, watch, runs)])
+    return {which: summarize(ms).median for which, ms in samples.items()}, work.plan.kernel.name
+
+
+def _reset_peak(me: Rank) -> None:
+    if me.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(me: Rank, work: AttentionWork) -> dict[str, Any]:
+    """Peak of the timed stretch on each rank, in bytes, beside what the inputs alone take."""
+    inputs = sum(x.numel() * x.element_size() for x in work.inputs)
+    if me.device.type == "cuda":
+        mine = {
+            "peak_allocated": torch.cuda.max_memory_allocated(),
+            "peak_reserved": torch.cuda.max_memory_reserved(),
+            "inputs": inputs,
+        }
+    else:
+        peak = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+        mine = {"peak_resident": int(peak.split()[1]) * 1024, "inputs": inputs}
+    return {"by_rank": me.gather(mine)}
+
+
+def _empty_caches(me: Rank) -> None:
+    gc.collect()
+    if me.device.type == "cuda":
+        torch.cuda.empty_cache()

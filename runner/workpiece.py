@@ -1,0 +1,89 @@
+"""What a run works on: seeded inputs, sharded, and the two passes over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attention
+from attention.function import ContextParallel
+from runner.rank import Rank
+from runner.schema import Experiment, UnsupportedHere, Workload
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+NAMES = ("q", "k", "v", "dout")
+
+
+def global_input(work: Workload, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
+    """One whole input `[B, S, H, D]` (or one batch element of it): normal, clamped to [-1, 1], the same on every rank.
+    Each batch element has a generator of its own, so that one can be had without the others."""
+    heads = work.kv_heads if which in ("k", "v") else work.heads
+    elements = range(work.batch) if batch is None else [batch]
+    parts = []
+    for b in elements:
+        generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
+        x = torch.empty(work.seq_len, heads, work.head_dim, dtype=torch.float32, device=device)
+        parts.append(x.normal_(generator=generator).clamp_(-1, 1).to(DTYPES[work.dtype]))
+    return torch.stack(parts)
+
+
+def build(experiment: Experiment, group: Any = None) -> ContextParallel:
+    """Raises UnsupportedHere or ValueError as `attention.make` does."""
+    return attention.make(
+        experiment.variant,
+        group=group,
+        kernel=experiment.kernel,
+        transport=experiment.transport,
+        deterministic=experiment.deterministic,
+        **experiment.options,
+    )
+
+
+class AttentionWork:
+    """Sharded inputs and the two passes. Raises UnsupportedHere when the kernel cannot do the call."""
+
+    def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel):
+        work = experiment.workload
+        self.fn = fn
+        self.backward = experiment.mode == "forward_backward"
+        self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
+        self.inputs: list[Tensor] = []
+        for which in NAMES if self.backward else NAMES[:3]:
+            shard = fn.shard(global_input(work, which, experiment.seed, me.device)).detach()
+            self.inputs.append(shard.requires_grad_(self.backward and which != "dout"))
+        self.q, self.k, self.v = self.inputs[:3]
+        self.dout = self.inputs[3] if self.backward else None
+        self.options: dict[str, Any] = {"causal": work.causal, "window": work.window}
+        try:
+            self.plan = fn.plan(self.q, self.k, self.v, **self.options)
+        except ValueError as error:
+            raise UnsupportedHere(str(error)) from None
+        self.out: Tensor | None = None
+        self.gradients: tuple[Tensor, ...] = ()
+
+    def run(self, which: str) -> None:
+        if which == "forward":
+            self.out = self.fn(self.q, self.k, self.v, **self.options)
+        else:
+            self._backward(keep=False)
+
+    def repeat(self, which: str, times: int) -> None:
+        if which == "forward":
+            for _ in range(times):
+                self.run("forward")
+        else:
+            for _ in range(times):
+                self._backward(keep=True)
+            self.release()
+
+    def _backward(self, keep: bool) -> None:
+        assert self.out is not None and self.dout is not None, "backward before forward"
+        self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
+        if not keep:
+            self.out = None
+
+    def release(self) -> None:
+        """Let go of results, so that they do not count as the next stretch's memory."""
+        self.out, self.gradients = None, ()

@@ -1,0 +1,134 @@
+"""Plain softmax attention in fp64 with autograd, and the comparison of a kernel with it."""
+
+import torch
+from torch import Tensor
+
+from attention.kernels import Call, Kernel
+from attention.masks import Mask
+
+# relative L2 of (out and lse, gradients)
+TOLERANCES = {
+    torch.float64: (1e-12, 1e-11),
+    torch.float32: (1e-6, 1e-5),
+    torch.bfloat16: (5e-3, 1e-2),
+    torch.float16: (1e-3, 5e-3),
+}
+
+
+def kept(mask: Mask, sq: int, sk: int, device: torch.device | str = "cpu") -> Tensor:
+    """The pairs that a bottom-right aligned mask keeps, bool `[sq, sk]`."""
+    first = torch.arange(sq, device=device)[:, None] + sk - sq
+    key = torch.arange(sk, device=device)[None]
+    keep = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    if mask.left >= 0:
+        keep &= first - mask.left <= key
+    if mask.right >= 0:
+        keep &= key <= first + mask.right
+    return keep
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, keep `[Sq, Sk]` to out `[B, Sq, H, D]` and lse `[B, H, Sq]`. A row
+    that keeps no key gives 0 and -inf."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    s = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~keep, -torch.inf)
+    lse = s.detach().logsumexp(-1)
+    p = (s - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    total = p.sum(-1, keepdim=True)  # 1, as the lse is detached its gradient counts; or 0
+    return torch.einsum("bhqk,bkhd->bqhd", p / total.masked_fill(total == 0, 1), v), lse
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv) of a kernel call, fp64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, call.scale, kept(call.mask, q.shape[1], k.shape[1], q.device))
+
+    if call.packed:
+        lengths = [list(n or ()) for n in (call.q_lengths, call.k_lengths, call.k_lengths)]
+        split = [x.unsqueeze(0).split(n, 1) for x, n in zip((q, k, v), lengths, strict=True)]
+        outs, lses = zip(*(one(*sequence) for sequence in zip(*split, strict=True)), strict=True)
+        out, lse = torch.cat(outs, 1)[0], torch.cat(lses, -1)[0]
+    else:
+        out, lse = one(q, k, v)
+    return out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout.double())
+
+
+def relative(x: Tensor, expected: Tensor) -> float:
+    """Relative L2 error; where everything expected is 0, as the dq of rows with a single key, the root mean square, since
+    inputs are of the order of 1."""
+    error, norm, one = (x.double() - expected).norm().item(), expected.norm().item(), max(1, expected.numel()) ** 0.5
+    return error / (norm if norm > 1e-14 * one else one)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.clamp_(-1, 1).to(device, dtype)
+
+
+def inputs(call_of, sizes, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"):
+    """(q, k, v, dout, call). sizes are (Sq, Sk) of a batch of two, or two lists of lengths of a pack."""
+    n_q, n_k = sizes
+    if isinstance(n_q, int):
+        leading, call = (2,), call_of()
+    else:
+        leading, call = (), call_of(n_q, n_k)
+        n_q, n_k = sum(n_q), sum(n_k)
+    shapes = [(*leading, n, h, head_dim) for n, h in ((n_q, heads), (n_k, kv_heads), (n_k, kv_heads), (n_q, heads))]
+    return *(normal(*shape, dtype=dtype, seed=i, device=device) for i, shape in enumerate(shapes)), call
+
+
+def assert_lse(lse: Tensor, expected: Tensor, tolerance: float) -> None:
+    finite = expected.isfinite()
+    assert torch.equal(lse[~finite].double(), expected[~finite]), "rows without keys"
+    assert relative(lse[finite], expected[finite]) < tolerance
+
+
+def assert_matches(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> None:
+    """Forward and backward of a kernel within the tolerances of its dtype."""
+    forward, backward = TOLERANCES[q.dtype]
+    out, lse = kernel.forward(q, k, v, call)
+    grads = kernel.backward(dout, q, k, v, out, lse, call)
+    expected_out, expected_lse, *expected_grads = reference(q, k, v, dout, call)
+    assert out.dtype == q.dtype and out.shape == q.shape
+    assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    assert lse.shape == expected_lse.shape
+    assert relative(out, expected_out) < forward
+    assert_lse(lse, expected_lse, forward)
+    for name, x, grad, expected in zip(("dq", "dk", "dv"), (q, k, v), grads, expected_grads, strict=True):
+        assert grad.dtype == x.dtype and grad.shape == x.shape, name
+        assert relative(grad, expected) < backward, name
+
+
+def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[int]) -> None:
+    """Parts over slices of the keys merge to the whole; with the final out and lse, dq sums over the parts and dk, dv
+    are each part's own."""
+    from attention.masks import tile
+    from attention.merge import Accumulator
+
+    forward, backward = TOLERANCES[q.dtype]
+    shift = k.shape[1] - q.shape[1]
+    parts = []
+    for c, d in zip(cuts, cuts[1:], strict=False):
+        piece = tile(call.mask, (shift, q.shape[1] + shift), (c, d))
+        if piece is not None:
+            (a, b), keys, mask = piece
+            parts.append((slice(a - shift, b - shift), slice(*keys), Call(call.scale, mask)))
+    total = Accumulator(q)
+    for rows, keys, part in parts:
+        total.add(rows.start, rows.stop, *kernel.forward(q[:, rows], k[:, keys], v[:, keys], part))
+    out, lse = total.result()
+    expected_out, expected_lse, *expected_grads = reference(q, k, v, dout, call)
+    assert relative(out, expected_out) < forward
+    assert_lse(lse, expected_lse, forward)
+    sums = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v)]
+    for rows, keys, part in parts:
+        at = rows, keys, keys
+        args = (x[:, rows] for x in (dout, q)), (x[:, keys] for x in (k, v))
+        grads = kernel.backward(*args[0], *args[1], out[:, rows], lse[..., rows], part)
+        for x, where, grad in zip(sums, at, grads, strict=True):
+            x[:, where] += grad
+    for name, grad, expected in zip(("dq", "dk", "dv"), sums, expected_grads, strict=True):
+        assert relative(grad, expected) < backward, name

@@ -1,0 +1,180 @@
+"""Merging: any split of the keys gives the whole, parts without keys change nothing, and the Triton kernel agrees."""
+
+import random
+
+import pytest
+import torch
+from naive import attention, normal
+
+from attention.merge import Accumulator, empty_result, merge_, merge_eager_
+
+torch.set_num_threads(1)
+
+B, SQ, SK, H, D = 2, 12, 30, 4, 8
+ROWS = slice(None), slice(3, 9)
+
+
+def qkv(dtype=torch.float64):
+    return [normal(B, n, H, D, dtype=dtype, seed=i) for i, n in enumerate((SQ, SK, SK))]
+
+
+def over(q, k, v, keys):
+    """Attention of all queries over some of the keys."""
+    k, v = k[:, keys], v[:, keys]
+    return attention(q, k, v, D**-0.5, torch.ones(q.shape[1], k.shape[1], dtype=torch.bool))
+
+
+def close(x, expected, tolerance=1e-12):
+    torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_split_of_the_keys_merges_to_the_whole(seed):
+    q, k, v = qkv()
+    parts = random.Random(seed).randint(1, 9)
+    owner = torch.randint(parts, (SK,), generator=torch.Generator().manual_seed(seed))
+    out, lse = empty_result(q)
+    for p in range(parts + 1):  # the last part has no key, others may have none
+        merge_(out, lse, *over(q, k, v, (owner == p).nonzero()[:, 0]))
+    whole, whole_lse = over(q, k, v, torch.arange(SK))
+    close(out, whole)
+    close(lse, whole_lse)
+
+
+def test_merging_does_not_depend_on_the_order():
+    q, k, v = qkv()
+    one, other = (over(q, k, v, torch.arange(a, b)) for a, b in ((0, 7), (7, SK)))
+    there, back = [x.clone() for x in one], [x.clone() for x in other]
+    merge_(*there, *other)
+    merge_(*back, *one)
+    close(there[0], back[0])
+    close(there[1], back[1])
+
+
+def test_a_part_without_keys_changes_nothing_on_either_side():
+    q, k, v = qkv()
+    part = over(q, k, v, torch.arange(SK))
+    left, right = [x.clone() for x in part], list(empty_result(q))
+    merge_(*left, *empty_result(q))
+    merge_(*right, *part)
+    for merged in (left, right):
+        assert torch.equal(merged[0], part[0]) and torch.equal(merged[1], part[1])
+
+
+def test_two_parts_without_keys_give_zero_and_minus_infinity():
+    out, lse = empty_result(qkv()[0])
+    assert out.shape == (B, SQ, H, D) and lse.shape == (B, H, SQ)
+    merge_(out, lse, *empty_result(qkv()[0]))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_parts_of_very_different_weight_neither_overflow_nor_vanish():
+    for offset in (-1e4, -200.0, 200.0, 1e4):
+        out, part = torch.ones(1, 2, 1, 4), torch.full((1, 2, 1, 4), 3.0)
+        lse, part_lse = torch.full((1, 1, 2), 5000.0), torch.full((1, 1, 2), 5000.0 + offset)
+        merge_(out, lse, part, part_lse)
+        assert torch.equal(out, torch.full_like(out, 3.0 if offset > 0 else 1.0))
+        assert torch.equal(lse, torch.full_like(lse, 5000.0 + max(offset, 0)))
+
+
+def rectangles(draw: random.Random, n_q: int, n_k: int) -> list[tuple[int, int, int, int]]:
+    """A random division of a rectangle of queries and keys, in random order."""
+    found = []
+    cuts = [0, *sorted(draw.sample(range(1, n_q), draw.randint(0, 4))), n_q]
+    for a, b in zip(cuts, cuts[1:], strict=False):
+        keys = [0, *sorted(draw.sample(range(1, n_k), draw.randint(0, 4))), n_k]
+        found += [(a, b, c, d) for c, d in zip(keys, keys[1:], strict=False)]
+    draw.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_an_accumulator_sums_parts_over_any_rows(seed, packed):
+    q, k, v = qkv()
+    whole, whole_lse = over(q, k, v, torch.arange(SK))
+    view = (lambda x: x[0]) if packed else (lambda x: x)
+    total = Accumulator(view(q))
+    for a, b, c, d in rectangles(random.Random(seed), SQ, SK):
+        out, lse = over(q[:, a:b], k, v, torch.arange(c, d))
+        total.add(a, b, view(out), view(lse))
+    out, lse = total.result()
+    close(out, view(whole))
+    close(lse, view(whole_lse))
+
+
+def test_rows_that_an_accumulator_never_sees_are_zero_and_minus_infinity():
+    q, k, v = qkv()
+    total = Accumulator(q)
+    for x, shape in zip(total.result(), ((B, SQ, H, D), (B, H, SQ)), strict=True):
+        assert x.shape == shape
+    assert (total.result()[0] == 0).all() and (total.result()[1] == -torch.inf).all()
+    total = Accumulator(q)
+    total.add(4, 9, *over(q[:, 4:9], k, v, torch.arange(SK)))
+    out, lse = total.result()
+    whole, whole_lse = over(q, k, v, torch.arange(SK))
+    close(out[:, 4:9], whole[:, 4:9])
+    close(lse[..., 4:9], whole_lse[..., 4:9])
+    for rows in (slice(0, 4), slice(9, SQ)):
+        assert (out[:, rows] == 0).all() and (lse[..., rows] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("first_whole", [True, False])
+def test_half_precision_parts_accumulate_in_fp32(first_whole):
+    q, k, v = qkv(torch.bfloat16)
+    total = Accumulator(q)
+    rounded = torch.zeros(B, SQ, H, D, dtype=torch.float64)
+    whole, whole_lse = over(*(x.double() for x in (q, k, v)), torch.arange(SK))
+    for a in range(0, SK, 3) if first_whole else range(SK - 3, -1, -3):
+        for rows in ((slice(0, SQ),) if first_whole else (slice(0, 5), slice(5, SQ))):
+            out, lse = over(*(x.double() for x in (q[:, rows], k, v)), torch.arange(a, a + 3))
+            total.add(rows.start, rows.stop, out.bfloat16(), lse.float())
+            share = (lse - whole_lse[..., rows]).exp().transpose(1, 2).unsqueeze(-1)
+            rounded[:, rows] += out.bfloat16().double() * share
+    out, lse = total.result()
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    # only the parts and the result are rounded to bf16, not what is summed in between
+    assert ((out.double() - rounded).abs() <= rounded.abs() * 2.0**-8 + 1e-6).all()
+    close(lse.double(), whole_lse, 1e-5)
+
+
+def merge_case(packed: bool, dtype: torch.dtype, head_dim: int, device: str = "cpu", wide: torch.dtype = torch.float32):
+    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key."""
+    out, part = (normal(2, 50, 3, head_dim, dtype=torch.float64, seed=i) for i in (0, 1))
+    lse, part_lse = (4 * normal(2, 3, 50, dtype=torch.float64, seed=i) for i in (2, 3))
+    for o, x, rows in ((out, lse, slice(10, 20)), (part, part_lse, slice(15, 40))):
+        o[:, rows], x[..., rows] = 0, -torch.inf
+    case = [x.to(device, d) for x, d in ((out, wide), (lse, wide), (part, dtype), (part_lse, wide))]
+    return [x[0] for x in case] if packed else case
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_kernels_gpu.py")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
+def test_the_triton_kernel_merges_as_eager_does(packed, dtype, head_dim, rows):
+    from attention.kernels.triton_merge import merge_cuda_
+
+    start, n = rows[0], rows[1] - rows[0]
+    results = []
+    for merge in (merge_cuda_, merge_eager_):
+        out, lse, part, part_lse = merge_case(packed, dtype, head_dim)
+        dim = out.dim() - 3
+        merge(*(x.narrow(d, start, n) for x, d in ((out, dim), (lse, -1), (part, dim), (part_lse, -1))))
+        results.append((out, lse))
+    (out, lse), (expected, expected_lse) = results
+    assert out.isfinite().all() and not lse.isnan().any()
+    close(out, expected, 1e-6)
+    close(lse, expected_lse, 1e-6)
+    before = merge_case(packed, dtype, head_dim)[0]
+    assert torch.equal(out.narrow(dim, 0, start), before.narrow(dim, 0, start))
+    assert n == 0 or not torch.equal(out, before)
+
+
+def test_the_triton_kernel_refuses_a_strided_head_dim():
+    from attention.kernels.triton_merge import merge_cuda_
+
+    out, lse, part, part_lse = merge_case(False, torch.float32, 64)
+    with pytest.raises(ValueError, match="head dim contiguous"):
+        merge_cuda_(out, lse, part.transpose(-1, -2).contiguous().transpose(-1, -2), part_lse)
