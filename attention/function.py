@@ -130,14 +130,14 @@ class ContextParallel:
         when the kernel can't."""
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
-        plan = self._plan(q, k, v, causal, scale, tuple(window), cu_seqlens)
+        plan = self._plan(q, k, v, causal, scale, (window[0], window[1]), cu_seqlens)
         out, lse = _Attention.apply(q, k, v, plan)
         return (out, lse) if return_lse else out
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
         """What a call with these arguments will do: the schedule bound to this rank, its kernel and its transport."""
         causal, scale = options.get("causal", False), options.get("scale")
-        return self._plan(q, k, v, causal, scale, tuple(options.get("window", (-1, -1))), options.get("cu_seqlens"))
+        return self._plan(q, k, v, causal, scale, options.get("window", (-1, -1)), options.get("cu_seqlens"))
 
     def _plan(
         self,

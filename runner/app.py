@@ -79,7 +79,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """Run the experiment and return its result, whatever became of it; writes the run's other files."""
     name = run_name(cfg)
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
-    about = {"key": identity(cfg), "name": name, "config": plain}
+    about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": plain}
     try:
         gpus = 0 if cfg.hardware.name == "cpu" else _usable_gpus()
         spec = experiment(cfg, gpus, fresh_seed())

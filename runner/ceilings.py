@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ def ceilings(me: Rank, dtype: str) -> dict[str, float]:
     return found
 
 
-def _best_s(me: Rank, run, repeats: int, inner: int) -> float:
+def _best_s(me: Rank, run: Callable[[], object], repeats: int, inner: int) -> float:
     """The least time of one call, in seconds, over `repeats` marks around `inner` calls."""
     together = me.world > 1
     watch = (

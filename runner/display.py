@@ -10,8 +10,16 @@ from rich.table import Table
 
 from runner import results
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge
+    return console
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
 LONG_S = 60.0
 
 
@@ -71,9 +79,9 @@ def run_table(value: dict[str, Any]) -> None:
     if not timing:
         return
     baseline = value["baseline"] or {}
-    table = Table(title="Time (the slowest rank of each iteration)", title_justify="left")
-    for column in ("pass", "median ms", "p10", "p90", "IQR", "n", "tokens/s", "TFLOP/s a device", "of limit", "single ms", "speedup", "efficiency"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "pass" else "right")
+    table = Table(title="Time, the slowest rank of each iteration", title_justify="left")
+    for column in ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single ms", "speedup", "eff."):
+        table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
     for which, s in timing["passes"].items():
         m = metrics["passes"][which]
         single = baseline.get("passes", {}).get(which)
@@ -81,18 +89,18 @@ def run_table(value: dict[str, Any]) -> None:
         table.add_row(
             which,
             f"{s['median']:.3f}",
-            f"{s['p10']:.3f}",
-            f"{s['p90']:.3f}",
-            f"{s['iqr_over_median']:.1%}" + (" noisy" if s["noisy"] else ""),
-            str(s["n"]),
+            f"{s['iqr_over_median']:.1%}{'!' if s['noisy'] else ''}",
             f"{m['tokens_per_s']:,.0f}",
             f"{m['tflops_per_device']:.3g}",
-            f"{m['sol']:.0%} {m['limited_by']}" if m.get("sol") else "",
+            f"{m['sol']:.0%} {m['limited_by'][:4]}" if m.get("sol") else "",
             f"{single:.3f}{mark}" if single else "",
             f"{baseline['speedup'][which]:.2f}" if single else "",
             f"{baseline['efficiency'][which]:.0%}" if single else "",
         )
     out.print(table)
+    noisy = "; ! means noisy" if any(s["noisy"] for s in timing["passes"].values()) else ""
+    n = timing["passes"]["forward"]["n"]
+    out.print(f"ms is the median of {n}, TFLOP/s are those of one device{noisy}")
     if baseline.get("extrapolated"):
         out.print(f"* extrapolated by FLOPs from {baseline['measured_seq_len']:,} tokens, which fit one device")
     if baseline.get("unsupported"):
@@ -122,12 +130,13 @@ def _correctness(found: dict[str, Any]) -> None:
 
 
 def _phase_table(which: str, entry: dict[str, Any]) -> None:
-    title = (
-        f"Phases, {which}: {entry['total_ms']:.3f} ms on rank {entry['rank']}, compute {entry['compute_share']:.0%}, "
+    out.print(
+        f"Phases of {which} on rank {entry['rank']}: {entry['total_ms']:.3f} ms, compute {entry['compute_share']:.0%}, "
         f"exposed communication {entry['exposed_communication_ms']:.3f} ms ({entry['communication_share']:.0%}), "
-        f"skew {entry['skew']:.0%}"
+        f"skew {entry['skew']:.0%}",
+        soft_wrap=True,
     )
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in ("phase", "ms", "share", "by rank, ms"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for name, p in entry["phases"].items():
@@ -156,9 +165,15 @@ def run_line(value: dict[str, Any]) -> str:
 
 
 def sweep_table(rows: list[dict[str, Any]]) -> None:
+    """What differs between the rows, beside what was measured."""
     table = Table()
-    for key, title, _ in results.SHOWN:
-        table.add_column(title, justify="left" if key in ("attention", "config", "kernel", "status") else "right")
-    for entry in rows:
-        table.add_row(*results.cells(entry))
+    filled = [results.cells(entry) for entry in rows]
+    same = [len(rows) > 1 and len({row[i] for row in filled}) == 1 for i in range(len(results.SHOWN))]
+    shown = [i for i, (key, _, _) in enumerate(results.SHOWN) if not same[i] or key in ("attention", "status")]
+    for i in shown:
+        key, title, _ = results.SHOWN[i]
+        left = key in ("attention", "config", "kernel", "status")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    for row in filled:
+        table.add_row(*(row[i] for i in shown))
     out.print(table)

@@ -192,6 +192,10 @@ class Experiment:
         return Experiment(**{**plain, "workload": Workload(**workload)})
 
 
+def _plain(node: Any) -> dict[str, Any]:
+    return {str(k): v for k, v in OmegaConf.to_container(node, resolve=True).items()}  # type: ignore[union-attr]
+
+
 def _choice(key: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise InvalidConfig(f"{key}={value}: {nearest(value, known)}")
@@ -211,9 +215,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     if name not in VARIANTS:
         raise InvalidConfig(f"attention={name}: not a variant; {nearest(name, VARIANTS)}")
     chosen = variant(name)
-    options = {
-        key: value for key, value in OmegaConf.to_container(cfg.attention, resolve=True).items() if key != "name"
-    }  # type: ignore[union-attr]
+    options = {k: v for k, v in _plain(cfg.attention).items() if k != "name"}
     for option in options:
         if option not in chosen.options:
             known = ", ".join(chosen.options) or "none"
@@ -234,23 +236,23 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
     _check_fault(cfg.launch.fault, world)
-    timing = dict(OmegaConf.to_container(cfg.timing, resolve=True))  # type: ignore[arg-type]
+    timing = _plain(cfg.timing)
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["warmup_ms"] is None:
         timing["warmup_ms"] = 200.0 if device == "cuda" else 0.0
     return Experiment(
         variant=name,
-        options=options,  # type: ignore[arg-type]
+        options=options,
         workload=workload,
         world_size=world,
         device=device,
         kernel=cfg.kernel.name,
         transport=cfg.transport.name,
-        dtype=dict(OmegaConf.to_container(cfg.dtype, resolve=True)),  # type: ignore[arg-type]
+        dtype=_plain(cfg.dtype),
         timing=timing,
-        check=dict(OmegaConf.to_container(cfg.check, resolve=True)),  # type: ignore[arg-type]
-        launch=dict(OmegaConf.to_container(cfg.launch, resolve=True)),  # type: ignore[arg-type]
+        check=_plain(cfg.check),
+        launch=_plain(cfg.launch),
         seed=seed if cfg.seed is None else cfg.seed,
         mode=cfg.mode,
         baseline=cfg.baseline,

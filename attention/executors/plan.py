@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from attention.kernels import Call, Kernel
-from attention.masks import Mask
+from attention.masks import Interval, Mask
 from attention.schedules import SEQUENCE, Block, Problem, Step, steps
 from attention.transfers import Intervals, Route, step_route
 from attention.transports import Transport
 from attention.variants import Variant
+
+Place = Callable[[Interval], Interval]
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,14 @@ def plan_steps(
     return tuple(planned)
 
 
-def _identity(interval: tuple[int, int]) -> tuple[int, int]:
+def _identity(interval: Interval) -> Interval:
     return interval
 
 
-def _within(keys: Intervals):
+def _within(keys: Intervals) -> Place:
     """Where an interval of the owner's tokens lies when the intervals `keys` are put side by side."""
 
-    def place(interval: tuple[int, int]) -> tuple[int, int]:
+    def place(interval: Interval) -> Interval:
         at = 0
         for start, stop in keys:
             if start <= interval[0] and interval[1] <= stop:
@@ -93,7 +96,9 @@ def _within(keys: Intervals):
     return place
 
 
-def _calls(step: Step, where, scale: float, packed: bool, deterministic: bool, device: torch.device):
+def _calls(
+    step: Step, where: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
+) -> Iterator[LocalCall]:
     if not packed:
         for block in step.blocks:
             yield LocalCall((block.q,), (where(block.k),), Call(scale, block.mask, deterministic=deterministic))
@@ -108,7 +113,7 @@ def _calls(step: Step, where, scale: float, packed: bool, deterministic: bool, d
         yield LocalCall(_joined(b.q for b in blocks), _joined(where(b.k) for b in blocks), call)
 
 
-def _joined(intervals) -> Intervals:
+def _joined(intervals: Iterable[Interval]) -> Intervals:
     """Neighbouring intervals as one, in the given order."""
     merged: list[tuple[int, int]] = []
     for start, stop in intervals:

@@ -59,7 +59,7 @@ class _CpuRectangles:
             *_bhsd(dout, q, k_, v_, out), lse, 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
         )
         dq, dk, dv = _bhsd(dq, dk, dv)
-        return dq, *(_sum_groups(g, groups) for g in (dk, dv))
+        return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
 
 
 class _CudnnRectangles:
@@ -185,7 +185,7 @@ class _EfficientRectangles:
             False,
             scale=scale,
         )
-        return dq, *(_sum_groups(g, groups) for g in (dk, dv))
+        return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
 
 
 class SdpaEfficient:

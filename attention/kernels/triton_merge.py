@@ -11,7 +11,7 @@ ROWS = 32
 
 
 @triton.jit
-def _merge(
+def _merge(  # type: ignore[no-untyped-def]
     out,
     lse,
     part,

@@ -1,10 +1,13 @@
 """Plain softmax attention in fp64 with autograd, and the comparison of a kernel with it."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from attention.kernels import Call, Kernel
-from attention.masks import Mask
+from attention.masks import Mask, tile
+from attention.merge import Accumulator
 
 # relative L2 of (out and lse, gradients)
 TOLERANCES = {
@@ -105,13 +108,10 @@ def assert_matches(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[int]) -> None:
     """Parts over slices of the keys merge to the whole; with the final out and lse, dq sums over the parts and dk, dv
     are each part's own."""
-    from attention.masks import tile
-    from attention.merge import Accumulator
-
     forward, backward = TOLERANCES[q.dtype]
     shift = k.shape[1] - q.shape[1]
     parts = []
-    for c, d in zip(cuts, cuts[1:], strict=False):
+    for c, d in pairwise(cuts):
         piece = tile(call.mask, (shift, q.shape[1] + shift), (c, d))
         if piece is not None:
             (a, b), keys, mask = piece
@@ -132,3 +132,13 @@ def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[i
             x[:, where] += grad
     for name, grad, expected in zip(("dq", "dk", "dv"), sums, expected_grads, strict=True):
         assert relative(grad, expected) < backward, name
+
+
+def merge_case(packed: bool, dtype: torch.dtype, head_dim: int, device: str = "cpu", wide: torch.dtype = torch.float32):
+    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key."""
+    out, part = (normal(2, 50, 3, head_dim, dtype=torch.float64, seed=i) for i in (0, 1))
+    lse, part_lse = (4 * normal(2, 3, 50, dtype=torch.float64, seed=i) for i in (2, 3))
+    for o, x, rows in ((out, lse, slice(10, 20)), (part, part_lse, slice(15, 40))):
+        o[:, rows], x[..., rows] = 0, -torch.inf
+    case = [x.to(device, d) for x, d in ((out, wide), (lse, wide), (part, dtype), (part_lse, wide))]
+    return [x[0] for x in case] if packed else case

@@ -143,7 +143,7 @@ def test_a_kernel_asked_for_by_name_is_that_kernel():
 
 
 def test_an_unknown_kernel_is_refused_with_the_nearest_or_all():
-    with pytest.raises(ValueError, match="kernel='sdpa_flsh' is not a kernel; did you mean .*sdpa_flash"):
+    with pytest.raises(ValueError, match=r"kernel='sdpa_flsh' is not a kernel; did you mean .*sdpa_flash"):
         select("sdpa_flsh", shape(), (FULL,))
     with pytest.raises(ValueError) as error:
         select("?", shape(), (FULL,))

@@ -113,7 +113,7 @@ def test_a_length_that_does_not_divide_is_refused_with_one_that_does(name, world
 @pytest.mark.parametrize("name", [name for name, x in LAYOUTS.items() if x.per_sequence and not x.replicated])
 def test_the_sequence_of_a_pack_that_does_not_divide_is_named(name):
     layout, world = LAYOUTS[name], 4
-    with pytest.raises(ValueError, match="a sequence of the pack has length=17: .* 16 would work"):
+    with pytest.raises(ValueError, match=r"a sequence of the pack has length=17: .* 16 would work"):
         layout.check(cumulated((16, 32, 17, 16)), world)
     layout.check(cumulated((16, 32, 16, 16)), world)
 

@@ -1,17 +1,17 @@
 """Merging: any split of the keys gives the whole, parts without keys change nothing, and the Triton kernel agrees."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
-from naive import attention, normal
+from naive import attention, merge_case, normal
 
 from attention.merge import Accumulator, empty_result, merge_, merge_eager_
 
 torch.set_num_threads(1)
 
 B, SQ, SK, H, D = 2, 12, 30, 4, 8
-ROWS = slice(None), slice(3, 9)
 
 
 def qkv(dtype=torch.float64):
@@ -81,9 +81,9 @@ def rectangles(draw: random.Random, n_q: int, n_k: int) -> list[tuple[int, int, 
     """A random division of a rectangle of queries and keys, in random order."""
     found = []
     cuts = [0, *sorted(draw.sample(range(1, n_q), draw.randint(0, 4))), n_q]
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in pairwise(cuts):
         keys = [0, *sorted(draw.sample(range(1, n_k), draw.randint(0, 4))), n_k]
-        found += [(a, b, c, d) for c, d in zip(keys, keys[1:], strict=False)]
+        found += [(a, b, c, d) for c, d in pairwise(keys)]
     draw.shuffle(found)
     return found
 
@@ -124,9 +124,9 @@ def test_half_precision_parts_accumulate_in_fp32(first_whole):
     q, k, v = qkv(torch.bfloat16)
     total = Accumulator(q)
     rounded = torch.zeros(B, SQ, H, D, dtype=torch.float64)
-    whole, whole_lse = over(*(x.double() for x in (q, k, v)), torch.arange(SK))
+    _, whole_lse = over(*(x.double() for x in (q, k, v)), torch.arange(SK))
     for a in range(0, SK, 3) if first_whole else range(SK - 3, -1, -3):
-        for rows in ((slice(0, SQ),) if first_whole else (slice(0, 5), slice(5, SQ))):
+        for rows in (slice(0, SQ),) if first_whole else (slice(0, 5), slice(5, SQ)):
             out, lse = over(*(x.double() for x in (q[:, rows], k, v)), torch.arange(a, a + 3))
             total.add(rows.start, rows.stop, out.bfloat16(), lse.float())
             share = (lse - whole_lse[..., rows]).exp().transpose(1, 2).unsqueeze(-1)
@@ -136,16 +136,6 @@ def test_half_precision_parts_accumulate_in_fp32(first_whole):
     # only the parts and the result are rounded to bf16, not what is summed in between
     assert ((out.double() - rounded).abs() <= rounded.abs() * 2.0**-8 + 1e-6).all()
     close(lse.double(), whole_lse, 1e-5)
-
-
-def merge_case(packed: bool, dtype: torch.dtype, head_dim: int, device: str = "cpu", wide: torch.dtype = torch.float32):
-    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key."""
-    out, part = (normal(2, 50, 3, head_dim, dtype=torch.float64, seed=i) for i in (0, 1))
-    lse, part_lse = (4 * normal(2, 3, 50, dtype=torch.float64, seed=i) for i in (2, 3))
-    for o, x, rows in ((out, lse, slice(10, 20)), (part, part_lse, slice(15, 40))):
-        o[:, rows], x[..., rows] = 0, -torch.inf
-    case = [x.to(device, d) for x, d in ((out, wide), (lse, wide), (part, dtype), (part_lse, wide))]
-    return [x[0] for x in case] if packed else case
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_kernels_gpu.py")

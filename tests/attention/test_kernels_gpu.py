@@ -1,0 +1,148 @@
+"""The kernels of a GPU against plain fp64 attention, and the merge kernel against the eager one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from naive import assert_matches, assert_split_matches, inputs, merge_case
+
+from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
+from attention.masks import CAUSAL, FULL, Mask
+from attention.merge import merge_, merge_eager_
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("without_tf32"),
+]
+
+MASKS = [FULL, CAUSAL, Mask(128, 0), Mask(0, 0), Mask(100, 50), Mask(-1, 64), Mask(64, -1)]
+PACK = ((1, 300, 129, 512), (1, 512, 129, 700))
+
+every_kernel = pytest.mark.parametrize("name", KERNELS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
+every_mask = pytest.mark.parametrize("mask", MASKS, ids=Mask.describe)
+
+
+@pytest.fixture
+def without_tf32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def case(mask: Mask, sizes, dtype: torch.dtype, head_dim: int = 64, scale: float = 0.125):
+    """(q, k, v, dout, call) on the GPU, 8 heads over 2 KV heads."""
+
+    def call_of(q_lengths=None, k_lengths=None) -> Call:
+        if q_lengths is None:
+            return Call(scale, mask)
+        return Call.of_packed(scale, mask, q_lengths, k_lengths, torch.device("cuda"))
+
+    return inputs(call_of, sizes, 8, 2, head_dim, dtype, "cuda")
+
+
+def able(name: str, q, k, *masks: Mask) -> Kernel:
+    """The kernel, or a skip when it does not do such a call here."""
+    for mask in masks:
+        reason = refusal(KERNELS[name], replace(Shape.of(q, k), backward=True), mask)
+        if reason:
+            pytest.skip(f"{name}: {reason}")
+    return KERNELS[name]
+
+
+@every_kernel
+@every_dtype
+@every_mask
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_a_kernel_matches_plain_attention(name, dtype, mask, head_dim):
+    for sizes in ((512, 512), (515, 1021)):
+        q, k, v, dout, call = case(mask, sizes, dtype, head_dim, head_dim**-0.5)
+        assert_matches(able(name, q, k, mask), q, k, v, dout, call)
+
+
+@every_kernel
+@every_dtype
+@every_mask
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_a_kernel_keeps_the_sequences_of_a_pack_apart(name, dtype, mask, head_dim):
+    q, k, v, dout, call = case(mask, PACK, dtype, head_dim)
+    assert_matches(able(name, q, k, mask), q, k, v, dout, call)
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("mask", [FULL, Mask(700, 600), Mask(-1, 520), Mask(10, 1000)], ids=Mask.describe)
+def test_more_queries_than_keys_match_plain_attention(name, dtype, mask):
+    q, k, v, dout, call = case(mask, (1024, 512), dtype)
+    assert_matches(able(name, q, k, mask), q, k, v, dout, call)
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(128, 0), Mask(100, 50)], ids=Mask.describe)
+def test_rows_without_keys_have_no_output_and_no_gradient(name, dtype, mask):
+    q, k, v, dout, call = case(mask, (1000, 600), dtype)
+    kernel = able(name, q, k, mask)
+    out, lse = kernel.forward(q, k, v, call)
+    dq, *_ = kernel.backward(dout, q, k, v, out, lse, call)
+    empty = 1000 - 600 - mask.right
+    assert (out[:, :empty] == 0).all() and (dq[:, :empty] == 0).all()
+    assert (lse[..., :empty] == -torch.inf).all() and lse[..., empty:].isfinite().all()
+    assert_matches(kernel, q, k, v, dout, call)
+
+
+@every_kernel
+@every_dtype
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(50, 0)], ids=Mask.describe)
+def test_sequences_of_a_pack_without_queries_or_keys_match_plain_attention(name, dtype, mask):
+    q, k, v, dout, call = case(mask, ((0, 40, 200, 3), (5, 0, 128, 7)), dtype)
+    assert_matches(able(name, q, k, mask), q, k, v, dout, call)
+
+
+@every_kernel
+@every_dtype
+@every_mask
+def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name, dtype, mask):
+    """The parts are views of the whole, as the ring's are."""
+    for sizes, cuts in (((768, 768), [0, 256, 300, 768]), ((512, 1000), [0, 1, 488, 744, 1000])):
+        q, k, v, dout, call = case(mask, sizes, dtype)
+        assert_split_matches(able(name, q, k, mask), q, k, v, dout, call, cuts)
+
+
+@every_dtype
+@pytest.mark.parametrize("packed", [False, True])
+@every_mask
+def test_auto_takes_a_kernel_that_matches_plain_attention(dtype, packed, mask):
+    q, k, v, dout, call = case(mask, PACK if packed else (512, 700), dtype)
+    kernel = select("auto", Shape.of(q, k), (mask,))
+    assert refusal(kernel, Shape.of(q, k), mask) is None
+    assert_matches(kernel, q, k, v, dout, call)
+
+
+def test_cudnn_refuses_a_window_naming_those_that_can():
+    shape = Shape("cuda", torch.bfloat16, 8, 2, 64)
+    if KERNELS["sdpa_cudnn"].missing("cuda"):
+        pytest.skip("this PyTorch has no cuDNN")
+    with pytest.raises(UnsupportedCall, match=r"kernel=sdpa_cudnn: window=\(5, 0\): .* kernels that can: .*flash2"):
+        select("sdpa_cudnn", shape, (CAUSAL, Mask(5, 0)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
+def test_the_merge_kernel_merges_as_eager_does(packed, dtype, head_dim, rows):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    start, n = rows[0], rows[1] - rows[0]
+    results = []
+    for merge in (merge_, merge_eager_):
+        out, lse, part, part_lse = merge_case(packed, dtype, head_dim, "cuda", wide)
+        dim = out.dim() - 3
+        merge(*(x.narrow(d, start, n) for x, d in ((out, dim), (lse, -1), (part, dim), (part_lse, -1))))
+        results.append((out, lse))
+    tolerance = 1e-12 if wide == torch.float64 else 1e-6
+    for x, expected in zip(*results, strict=True):
+        assert not x.isnan().any()
+        torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
