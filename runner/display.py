@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -21,6 +22,10 @@ def _console(stderr: bool) -> Console:
 out = _console(stderr=False)
 err = _console(stderr=True)
 LONG_S = 60.0
+
+
+def new_table(title: str | None = None) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def seconds(s: float) -> str:
@@ -79,8 +84,8 @@ def run_table(value: dict[str, Any]) -> None:
     if not timing:
         return
     baseline = value["baseline"] or {}
-    table = Table(title="Time, the slowest rank of each iteration", title_justify="left")
-    for column in ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single ms", "speedup", "eff."):
+    table = new_table("Time, the slowest rank of each iteration")
+    for column in ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single", "speedup", "eff."):
         table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
     for which, s in timing["passes"].items():
         m = metrics["passes"][which]
@@ -118,7 +123,7 @@ def run_table(value: dict[str, Any]) -> None:
 
 def _correctness(found: dict[str, Any]) -> None:
     verdict = "[green]passed[/]" if found["passed"] else "[red]failed[/]"
-    table = Table(title=f"Correctness {verdict} (against {found['reference']})", title_justify="left")
+    table = new_table(f"Correctness {verdict} (against {found['reference']})")
     for column in ("tensor", "rel L2", "max abs", "local call's rel L2", "ratio"):
         table.add_column(column, justify="left" if column == "tensor" else "right")
     for name, t in found["tensors"].items():
@@ -136,7 +141,7 @@ def _phase_table(which: str, entry: dict[str, Any]) -> None:
         f"skew {entry['skew']:.0%}",
         soft_wrap=True,
     )
-    table = Table()
+    table = new_table()
     for column in ("phase", "ms", "share", "by rank, ms"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for name, p in entry["phases"].items():
@@ -166,7 +171,7 @@ def run_line(value: dict[str, Any]) -> str:
 
 def sweep_table(rows: list[dict[str, Any]]) -> None:
     """What differs between the rows, beside what was measured."""
-    table = Table()
+    table = new_table()
     filled = [results.cells(entry) for entry in rows]
     same = [len(rows) > 1 and len({row[i] for row in filled}) == 1 for i in range(len(results.SHOWN))]
     shown = [i for i, (key, _, _) in enumerate(results.SHOWN) if not same[i] or key in ("attention", "status")]

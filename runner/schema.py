@@ -57,6 +57,7 @@ class TimingConf:
     warmup_ms: float | None = None  # and this long at least; null: 200 on a GPU, 0 on a CPU
     timing_runs: int = 10
     flush_l2: bool = False  # overwrite the L2 cache before every sample
+    do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
     time_cap_s: float = 60.0  # adaptive
     profile_runs: int = 3  # profiler
@@ -228,23 +229,25 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         _positive(f"timing.{key}", cfg.timing[key])
     _positive("timing.warmup_runs", cfg.timing.warmup_runs, 0)
     device = cfg.hardware.name if cfg.hardware.name != "auto" else ("cuda" if gpus else "cpu")
-    workload = _workload(cfg, device)
+    work = workload(cfg, device)
     world = _world_size(cfg, device, gpus)
     try:
-        check_heads(workload.heads, workload.kv_heads)
-        chosen.problem(workload.cu_seqlens, world, workload.mask)
+        check_heads(work.heads, work.kv_heads)
+        chosen.problem(work.cu_seqlens, world, work.mask)
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
     _check_fault(cfg.launch.fault, world)
     timing = _plain(cfg.timing)
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
+    if timing["do_bench"] and (device != "cuda" or world > 1):
+        raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
     if timing["warmup_ms"] is None:
         timing["warmup_ms"] = 200.0 if device == "cuda" else 0.0
     return Experiment(
         variant=name,
         options=options,
-        workload=workload,
+        workload=work,
         world_size=world,
         device=device,
         kernel=cfg.kernel.name,
@@ -261,7 +264,8 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     )
 
 
-def _workload(cfg: DictConfig, device: str) -> Workload:
+def workload(cfg: DictConfig, device: str) -> Workload:
+    """The sizes of a composed configuration; those left open are filled in for `device`. Raises InvalidConfig."""
     sizes = {
         key: _positive(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
         for key in ("batch", "heads", "kv_heads", "head_dim", "seq_len")
@@ -271,12 +275,12 @@ def _workload(cfg: DictConfig, device: str) -> Workload:
     window = list(cfg.window)
     if len(window) != 2:
         raise InvalidConfig(f"window={window}: must be [left,right], for instance window=[512,0]")
-    workload = Workload(**sizes, causal=cfg.causal, window=(window[0], window[1]), dtype=cfg.dtype.name)
+    found = Workload(**sizes, causal=cfg.causal, window=(window[0], window[1]), dtype=cfg.dtype.name)
     try:
-        _ = workload.mask
+        _ = found.mask
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
-    return workload
+    return found
 
 
 def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:

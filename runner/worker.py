@@ -186,9 +186,22 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
+            "do_bench": _do_bench(work) if options["do_bench"] else None,
             **note,
         },
     }
+
+
+def _do_bench(work: AttentionWork) -> dict[str, float]:
+    """The same passes by triton.testing.do_bench, medians in ms: whether our timing agrees with it."""
+    from triton.testing import do_bench
+
+    found = {"forward": do_bench(lambda: work.run("forward"), warmup=200, rep=1000, return_mode="median")}
+    if work.backward:
+        work.run("forward")
+        found["backward"] = do_bench(work.again, warmup=200, rep=1000, return_mode="median")
+    work.release()
+    return found
 
 
 def _phases(me: Rank, work: AttentionWork, watch: Stopwatch) -> list[dict[str, Any]]:

@@ -75,8 +75,12 @@ class AttentionWork:
                 self.run("forward")
         else:
             for _ in range(times):
-                self._backward(keep=True)
+                self.again()
             self.release()
+
+    def again(self) -> None:
+        """The last forward's backward, which can then be had again."""
+        self._backward(keep=True)
 
     def _backward(self, keep: bool) -> None:
         assert self.out is not None and self.dout is not None, "backward before forward"

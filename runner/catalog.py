@@ -1,0 +1,137 @@
+"""`python -m runner.catalog [attention|config|kernel|transport|timing|dtype|hardware|experiment]`: the lists, with their
+numbers, what works on this machine, and why the rest does not."""
+
+from __future__ import annotations
+
+import sys
+from importlib import resources
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from rich.table import Table
+
+from attention import costs
+from attention.variants import VARIANTS, nearest
+from runner import display, overrides, schema
+
+
+def attention() -> Table:
+    table = _table("Variants: attention=NAME", "name", "what it is", "when to use it", "can", "options", "source")
+    for v in VARIANTS.values():
+        can = ["causal"] + ([] if v.causal_only else ["not causal", *(["window"] if v.windows else [])])
+        can += ["packs"] if v.packs else []
+        options = ", ".join(f"{key}={value}" for key, value in v.options.items())
+        table.add_row(v.name, v.summary, v.use, ", ".join(can), options, v.source)
+    return table
+
+
+def config() -> Table:
+    table = _table("Workloads: config=NAME", "category", "name", "batch", "heads", "head dim", "tokens", "mask", "dtype", "forward", "q+k+v")  # fmt: skip
+    entries = []
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        for name in overrides.groups()["config"]:
+            cfg = compose("config", overrides=[f"config={name}"])
+            if cfg.seq_len is None:
+                table.add_row("default", name, *[""] * 4, "by hardware: see DEFAULT_SIZES in runner/schema.py")
+                continue
+            entries.append(cfg)
+    order = list(dict.fromkeys(e.category for e in sorted(entries, key=lambda e: ORDER.index(e.category))))
+    for cfg in sorted(entries, key=lambda e: (order.index(e.category), e.seq_len, e.batch * e.heads)):
+        work = schema.workload(cfg, "cpu")
+        sizes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
+        flops = costs.forward_flops(sizes, costs.global_pairs(work.cu_seqlens, work.mask))
+        elements = work.batch * work.seq_len * work.head_dim * (work.heads + 2 * work.kv_heads)
+        heads = f"{work.heads}:{work.kv_heads}" if work.heads != work.kv_heads else f"{work.heads}"
+        table.add_row(
+            cfg.category, cfg.config, f"{work.batch}", heads, f"{work.head_dim}", f"{work.seq_len:,}",
+            work.mask.describe(), work.dtype, display.flop(flops), display.gib(2 * elements),
+        )  # fmt: skip
+    return table
+
+
+ORDER = ["small", "medium", "large", "gqa", "zigzag", "model", "long", "decode"]
+
+
+def kernel() -> Table:
+    from attention.kernels import FASTEST, KERNELS
+
+    device = _device()
+    table = _table(f"Kernels on this machine ({device}): kernel=NAME", "name", "works here", "what it is")
+    table.add_row("auto", "yes", f"the fastest that does the call, tried in this order: {', '.join(FASTEST[device])}")
+    for k in KERNELS.values():
+        table.add_row(k.name, _works(k.missing(device)), k.summary)
+    return table
+
+
+def transport() -> Table:
+    from attention.transports import SUMMARIES, missing
+
+    device = _device()
+    table = _table(f"Transports on this machine ({device}): transport=NAME", "name", "works here", "what it is")
+    table.add_row("auto", "yes", "nccl on GPUs, gloo on a CPU")
+    for name, summary in SUMMARIES.items():
+        table.add_row(name, _works(missing(name, device)), summary)
+    return table
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _works(reason: str | None) -> str:
+    return "yes" if reason is None else f"no: {reason}"
+
+
+def _group(name: str) -> Table:
+    """A group whose files speak for themselves: each one's first comment and its values."""
+    table = _table(f"{name}=NAME", "name", "what it is", "values")
+    root = resources.files("runner.conf") / name
+    for choice in overrides.groups()[name]:
+        text = (root / f"{choice}.yaml").read_text()
+        comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+        values: Any = OmegaConf.to_container(OmegaConf.create(text))
+        shown = {k: v for k, v in (values or {}).items() if k not in ("name", "method", "defaults", "hydra")}
+        if "hydra" in (values or {}):
+            shown |= values["hydra"]["sweeper"]["params"]
+        table.add_row(choice, " ".join(comments), ", ".join(f"{k}={v}" for k, v in shown.items()))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = display.new_table(title)
+    numbers = ("batch", "heads", "head dim", "tokens", "forward", "q+k+v")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column == "name")
+    return table
+
+
+LISTS = {
+    "attention": attention,
+    "config": config,
+    "kernel": kernel,
+    "transport": transport,
+    "timing": lambda: _group("timing"),
+    "dtype": lambda: _group("dtype"),
+    "experiment": lambda: _group("experiment"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    schema.register()
+    for name in arguments:
+        if name in ("-h", "--help"):
+            print(__doc__)
+            return 0
+        if name not in LISTS:
+            print(f"{name}: not a list; {nearest(name, LISTS)}", file=sys.stderr)
+            return 2
+    for name in arguments or LISTS:
+        display.out.print(LISTS[name]())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
