@@ -52,6 +52,8 @@ def _terminated(*_: Any) -> None:
 
 
 def main() -> int:
+    # Hydra's parser wants -m before or behind all overrides; here it may stand anywhere
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))
     arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
     reason = overrides.problem(arguments)
     if reason is not None:

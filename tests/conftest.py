@@ -1,8 +1,33 @@
-"""Without a GPU, Triton kernels run under Triton's interpreter: to be chosen before triton is imported."""
+"""Real worlds for the tests, kept warm through the session."""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: our kernels run on a CPU
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+from runner.launch import Outcome, Pool, WorldSpec  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def pool():
+    with Pool(limit=5) as pool:
+        yield pool
+
+
+@pytest.fixture
+def in_world(pool):
+    """Run a job of tests/jobs.py in a living world; its result comes back."""
+
+    def call(job, world_size, device="cpu", timeout_s=120.0, **arguments):
+        outcome: Outcome = pool.get(WorldSpec(world_size, device)).call(f"tests.jobs:{job}", arguments, timeout_s)
+        assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
+        return outcome.result
+
+    return call

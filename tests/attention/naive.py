@@ -67,7 +67,7 @@ def relative(x: Tensor, expected: Tensor) -> float:
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return x.clamp_(-1, 1).to(device, dtype)
 
 
@@ -125,20 +125,21 @@ def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[i
     assert_lse(lse, expected_lse, forward)
     sums = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v)]
     for rows, keys, part in parts:
-        at = rows, keys, keys
-        args = (x[:, rows] for x in (dout, q)), (x[:, keys] for x in (k, v))
-        grads = kernel.backward(*args[0], *args[1], out[:, rows], lse[..., rows], part)
-        for x, where, grad in zip(sums, at, grads, strict=True):
+        grads = kernel.backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[..., rows], part)
+        for x, where, grad in zip(sums, (rows, keys, keys), grads, strict=True):
             x[:, where] += grad
     for name, grad, expected in zip(("dq", "dk", "dv"), sums, expected_grads, strict=True):
         assert relative(grad, expected) < backward, name
 
 
-def merge_case(packed: bool, dtype: torch.dtype, head_dim: int, device: str = "cpu", wide: torch.dtype = torch.float32):
-    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key."""
+def merge_case(packed: bool, heads_first: bool, dtype: torch.dtype, head_dim: int, device="cpu", wide=torch.float32):
+    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key. With `heads_first` the outs lie
+    in memory as `[B, H, S, D]` and the lses as `[B, S, H]`."""
     out, part = (normal(2, 50, 3, head_dim, dtype=torch.float64, seed=i) for i in (0, 1))
     lse, part_lse = (4 * normal(2, 3, 50, dtype=torch.float64, seed=i) for i in (2, 3))
     for o, x, rows in ((out, lse, slice(10, 20)), (part, part_lse, slice(15, 40))):
         o[:, rows], x[..., rows] = 0, -torch.inf
     case = [x.to(device, d) for x, d in ((out, wide), (lse, wide), (part, dtype), (part_lse, wide))]
+    if heads_first:
+        case = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in case]
     return [x[0] for x in case] if packed else case

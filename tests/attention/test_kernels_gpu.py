@@ -130,15 +130,16 @@ def test_cudnn_refuses_a_window_naming_those_that_can():
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=name_of)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
-def test_the_merge_kernel_merges_as_eager_does(packed, dtype, head_dim, rows):
+def test_the_merge_kernel_merges_as_eager_does(packed, heads_first, dtype, head_dim, rows):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     start, n = rows[0], rows[1] - rows[0]
     results = []
     for merge in (merge_, merge_eager_):
-        out, lse, part, part_lse = merge_case(packed, dtype, head_dim, "cuda", wide)
+        out, lse, part, part_lse = merge_case(packed, heads_first, dtype, head_dim, "cuda", wide)
         dim = out.dim() - 3
         merge(*(x.narrow(d, start, n) for x, d in ((out, dim), (lse, -1), (part, dim), (part_lse, -1))))
         results.append((out, lse))

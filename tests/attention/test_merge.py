@@ -140,16 +140,17 @@ def test_half_precision_parts_accumulate_in_fp32(first_whole):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_kernels_gpu.py")
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
-def test_the_triton_kernel_merges_as_eager_does(packed, dtype, head_dim, rows):
+def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head_dim, rows):
     from attention.kernels.triton_merge import merge_cuda_
 
     start, n = rows[0], rows[1] - rows[0]
     results = []
     for merge in (merge_cuda_, merge_eager_):
-        out, lse, part, part_lse = merge_case(packed, dtype, head_dim)
+        out, lse, part, part_lse = merge_case(packed, heads_first, dtype, head_dim)
         dim = out.dim() - 3
         merge(*(x.narrow(d, start, n) for x, d in ((out, dim), (lse, -1), (part, dim), (part_lse, -1))))
         results.append((out, lse))
@@ -157,7 +158,7 @@ def test_the_triton_kernel_merges_as_eager_does(packed, dtype, head_dim, rows):
     assert out.isfinite().all() and not lse.isnan().any()
     close(out, expected, 1e-6)
     close(lse, expected_lse, 1e-6)
-    before = merge_case(packed, dtype, head_dim)[0]
+    before = merge_case(packed, heads_first, dtype, head_dim)[0]
     assert torch.equal(out.narrow(dim, 0, start), before.narrow(dim, 0, start))
     assert n == 0 or not torch.equal(out, before)
 
@@ -165,6 +166,6 @@ def test_the_triton_kernel_merges_as_eager_does(packed, dtype, head_dim, rows):
 def test_the_triton_kernel_refuses_a_strided_head_dim():
     from attention.kernels.triton_merge import merge_cuda_
 
-    out, lse, part, part_lse = merge_case(False, torch.float32, 64)
+    out, lse, part, part_lse = merge_case(False, False, torch.float32, 64)
     with pytest.raises(ValueError, match="head dim contiguous"):
         merge_cuda_(out, lse, part.transpose(-1, -2).contiguous().transpose(-1, -2), part_lse)

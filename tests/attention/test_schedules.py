@@ -122,7 +122,8 @@ def test_gathered_queries_make_one_call_a_chunk():
 
 def test_union_merges_what_meets_and_drops_what_is_empty():
     assert union([(4, 6), (0, 2), (6, 9), (3, 3), (1, 2)]) == ((0, 2), (4, 9))
-    assert length(union([(4, 6), (0, 2), (6, 9), (3, 3), (1, 2)])) == 7
+    assert union([(0, 10), (2, 3), (20, 21)]) == ((0, 10), (20, 21))
+    assert length(union([(0, 10), (2, 3), (20, 21)])) == 11
 
 
 def refusal(chosen: Variant, cu_seqlens: tuple[int, ...], world: int, mask: Mask) -> str:

@@ -1,0 +1,168 @@
+"""Jobs that the tests run inside real worlds."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import attention
+from attention.kernels import KERNELS, Call
+from attention.masks import Mask
+from runner.rank import Rank
+from runner.schema import UnsupportedHere
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def rel(x: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((x.double() - reference.double()).norm() / reference.double().norm())
+
+
+def compare(
+    me: Rank,
+    name: str,
+    options: dict[str, Any],
+    cases: list[dict[str, Any]],
+    dtype: str = "fp32",
+    kernel: str = "auto",
+) -> list[dict[str, Any]]:
+    """For each case, the relative L2 errors of out, dq, dk, dv against fp64, and those of one local call of the same
+    kernel."""
+    fn = attention.make(name, kernel=kernel, **options)
+    found = []
+    for number, case in enumerate(cases):
+        causal, window, packs = case["causal"], tuple(case.get("window", (-1, -1))), case.get("packs")
+        heads, kv_heads, dim, tokens = case["heads"], case["kv_heads"], case["head_dim"], case["tokens"]
+        lead = (tokens,) if packs else (case.get("batch", 2), tokens)
+        generator = torch.Generator().manual_seed(number)
+        q, k, v, dout = (
+            torch.randn(*lead, h, dim, generator=generator).to(me.device, DTYPES[dtype])
+            for h in (heads, kv_heads, kv_heads, heads)
+        )
+        call = _call(Mask.of(causal, window), packs, dim, me.device)
+        exact = _by_kernel("math", call, *(x.double() for x in (q, k, v, dout)))
+        shards = [fn.shard(x, packs).requires_grad_() for x in (q, k, v)]
+        out, lse = fn(*shards, causal=causal, window=window, cu_seqlens=packs, return_lse=True)
+        gradients = torch.autograd.grad(out, shards, fn.shard(dout, packs))
+        plan = fn.plan(*shards, causal=causal, window=window, cu_seqlens=packs)
+        alone = _by_kernel(plan.kernel.name, call, q, k, v, dout)
+        ours = [fn.unshard(x, packs) for x in (out, *gradients)]
+        found.append({
+            "case": case,
+            "errors": [rel(a, b) for a, b in zip(ours, exact, strict=True)],
+            "local": [rel(a, b) for a, b in zip(alone, exact, strict=True)],
+            "kernel": plan.kernel.name,
+            "lse_wide": lse.dtype == torch.float32 and lse.shape[-1] == shards[0].shape[-3],
+        })  # fmt: skip
+    return found
+
+
+def _call(mask: Mask, packs: list[int] | None, dim: int, device: torch.device) -> Call:
+    if packs is None:
+        return Call(dim**-0.5, mask)
+    lengths = [b - a for a, b in zip(packs, packs[1:], strict=False)]
+    return Call.of_packed(dim**-0.5, mask, lengths, lengths, device)
+
+
+def _by_kernel(name: str, call: Call, q: Any, k: Any, v: Any, dout: Any) -> tuple[torch.Tensor, ...]:
+    kernel = KERNELS[name]
+    out, lse = kernel.forward(q, k, v, call)
+    return out, *kernel.backward(dout, q, k, v, out, lse, call)
+
+
+def round_trip(me: Rank, name: str, packs: list[int] | None, tokens: int) -> bool:
+    """unshard(shard(x)) == x, and the gradient of it is what it should be."""
+    fn = attention.make(name)
+    shape = (tokens, 3, 4) if packs else (2, tokens, 3, 4)
+    x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32, device=me.device).view(shape)
+    local = fn.shard(x, packs).requires_grad_()
+    back = fn.unshard(local, packs)
+    (gradient,) = torch.autograd.grad(back, local, x)
+    return bool(torch.equal(back, x) and torch.equal(gradient, local))
+
+
+def checkpointed(me: Rank, name: str) -> float:
+    """Largest difference of the gradients with and without activation checkpointing."""
+    from torch.utils.checkpoint import checkpoint
+
+    fn = attention.make(name)
+    torch.manual_seed(0)
+    q, k, v = (fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3))
+    plain = torch.autograd.grad(fn(q, k, v, causal=True).square().sum(), (q, k, v))
+    out = checkpoint(lambda *x: fn(*x, causal=True), q, k, v, use_reentrant=False)
+    again = torch.autograd.grad(out.square().sum(), (q, k, v))
+    return max(float((a - b).abs().max()) for a, b in zip(plain, again, strict=True))
+
+
+def subgroup(me: Rank, name: str) -> float:
+    """The function inside a process group of the even (or odd) ranks only: its error on rank 0's group."""
+    groups = [dist.new_group(list(range(i, me.world, 2))) for i in range(2)]
+    fn = attention.make(name, group=groups[me.rank % 2])
+    generator = torch.Generator().manual_seed(me.rank % 2)
+    q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator) for _ in range(3))
+    out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
+    return max(me.gather(rel(out, exact)))
+
+
+def counted(me: Rank, name: str, causal: bool, window: list[int], tokens: int, batch: int) -> list[dict[str, Any]]:
+    """Bytes that the transport counted into each rank, forward and backward."""
+    fn = attention.make(name)
+    q, k, v = (fn.shard(torch.randn(batch, tokens, h, 16)).requires_grad_() for h in (4, 2, 2))
+    options: dict[str, Any] = {"causal": causal, "window": tuple(window)}
+    counter = fn.plan(q, k, v, **options).transport.bytes_received
+    counter.clear()
+    out = fn(q, k, v, **options)
+    forward = dict(counter)
+    counter.clear()
+    out.sum().backward()
+    return me.gather({"forward": forward, "backward": dict(counter)})
+
+
+def phase_names(me: Rank, name: str) -> list[str]:
+    from attention.phases import Recorder, recording
+
+    fn = attention.make(name)
+    q, k, v = (fn.shard(torch.randn(1, 16 * me.world, 4, 16)).requires_grad_() for _ in range(3))
+    with recording(Recorder(me.device)) as recorder:
+        fn(q, k, v, causal=True).sum().backward()
+    return sorted({row[0] for row in recorder.take()})
+
+
+def echo(me: Rank, value: Any) -> list[Any]:
+    return me.gather(value)
+
+
+def pids(me: Rank) -> list[int]:
+    return me.gather(os.getpid())
+
+
+def refuse(me: Rank) -> None:
+    raise UnsupportedHere("not here")
+
+
+def fail_on(me: Rank, rank: int) -> None:
+    me.say("working")
+    if me.rank == rank:
+        raise RuntimeError("the disk of this rank fell over")
+    me.barrier()
+
+
+def sleep_on(me: Rank, rank: int, seconds: float) -> None:
+    me.say("working")
+    if me.rank == rank:
+        time.sleep(seconds)
+    me.barrier()
+
+
+def hoard(me: Rank, gigabytes: float) -> None:
+    from runner.rank import memory_limit
+
+    me.say("working")
+    with memory_limit(me, gigabytes):
+        kept = [torch.ones(1 << 28, dtype=torch.uint8) for _ in range(int(4 * gigabytes) + 4)]
+        me.gather(len(kept))

@@ -1,0 +1,248 @@
+"""The main job through its command line, in real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from runner import results
+
+SMALL = [
+    "seq_len=128",
+    "batch=1",
+    "heads=2",
+    "kv_heads=2",
+    "head_dim=32",
+    "timing.timing_runs=3",
+    "timing.warmup_runs=1",
+]
+
+
+def environment(tmp_path):
+    return {**os.environ, "TEST_OUTPUT": str(tmp_path)}
+
+
+def run(tmp_path, *arguments, small=True, timeout=120):
+    command = [sys.executable, "-m", "runner", f"output={tmp_path}", *(SMALL if small else []), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(tmp_path))
+
+
+def results_in(tmp_path):
+    return {p.parent.name: json.loads(p.read_text()) for p in sorted(Path(tmp_path).glob("**/result.json"))}
+
+
+def only(tmp_path):
+    (value,) = results_in(tmp_path).values()
+    return value
+
+
+def started_by(tmp_path):
+    """Living processes that a program run with `output=tmp_path` started: they inherit its environment."""
+    mark = f"TEST_OUTPUT={tmp_path}".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes():
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_run_is_checked_timed_and_recorded(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    value = only(tmp_path)
+    assert value["status"] == "ok"
+    assert set(results.FIELDS) == set(value)
+    assert value["correctness"]["passed"] is True
+    assert set(value["correctness"]["tensors"]) == {"out", "dq", "dk", "dv"}
+    assert set(value["timing"]["passes"]) == {"forward", "backward", "total"}
+    assert value["experiment"]["variant"] == "zigzag"
+    assert value["experiment"]["world_size"] == 2
+    assert value["baseline"]["speedup"]["total"] > 0
+    assert value["memory"]["by_rank"][1]["peak_resident"] > 0
+    folder = next(Path(tmp_path).glob("runs/*/*"))
+    samples = pd.read_parquet(folder / "samples.parquet")
+    assert len(samples) == 2 * 2 * 3  # ranks, passes, samples
+    assert set(samples["pass"]) == {"forward", "backward"}
+    phases = pd.read_csv(folder / "phases.csv")
+    assert {"comp_block", "comm_kv", "wait_kv"} <= set(phases["phase"])
+    assert (folder / ".hydra" / "config.yaml").exists()
+    assert (folder / "run.log").exists()
+    for word in ("Correctness", "forward", "tokens/s", "TFLOP/s", "speedup", "Phases", "Peak memory", str(folder)):
+        assert word in done.stdout
+
+
+def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
+    # raises, hangs and the rest are provoked in one rank each; runs after them get a fresh world
+    done = run(
+        tmp_path, "-m", "attention=zigzag,ring", "causal=true,false",
+        "launch.fault=null,1:timing:raise,0:check_variant:kill", "launch.timeout_s=60",
+        "hydra.sweep.dir=" + str(tmp_path / "sweep"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = results_in(tmp_path / "sweep")
+    assert len(found) == 12
+    by_kind = {}
+    for value in found.values():
+        config = value["config"]
+        key = (config["attention"]["name"], config["causal"], config["launch"]["fault"])
+        by_kind[key] = value
+    for (name, causal, fault), value in by_kind.items():
+        if name == "zigzag" and not causal:
+            assert value["status"] == "invalid"
+            assert "causal=true" in value["reason"]
+        elif fault is None:
+            assert value["status"] == "ok"
+        else:
+            assert value["status"] == "crash"
+            assert value["timing"] is None
+            rank, phase, kind = fault.split(":")
+            assert (value["failure"]["rank"], value["failure"]["phase"]) == (int(rank), phase)
+            assert ("SIGKILL" if kind == "kill" else "provoked") in value["reason"]
+    summary = pd.read_csv(tmp_path / "sweep" / "summary.csv")
+    assert sorted(summary["status"]) == sorted(v["status"] for v in found.values())
+    assert (tmp_path / "sweep" / "summary.parquet").exists()
+    assert (tmp_path / "sweep" / "summary.md").read_text().count("\n") > 12
+    assert not started_by(tmp_path)
+
+
+def test_a_hang_is_a_timeout_with_the_stack_in_the_log(tmp_path):
+    done = run(tmp_path, "launch.fault=1:timing:hang", "launch.timeout_s=2")
+    assert done.returncode == 1
+    value = only(tmp_path)
+    assert value["status"] == "timeout"
+    assert value["failure"]["phase"] == "timing"
+    log = next(Path(tmp_path).glob("runs/*/*/run.log")).read_text()
+    assert "_provoke" in log
+
+
+def test_too_little_memory_is_oom(tmp_path):
+    done = run(tmp_path, "launch.memory_limit_gb=0.3", "seq_len=8192", "batch=4", "heads=8", "kv_heads=8", "head_dim=64",
+               small=False)  # fmt: skip
+    assert done.returncode == 1
+    value = only(tmp_path)
+    assert value["status"] == "oom", value["reason"]
+    assert value["failure"]["phase"]
+
+
+def test_invalid_values_say_value_rule_and_way_out(tmp_path):
+    done = run(tmp_path, "seq_len=130")
+    assert done.returncode == 2
+    value = only(tmp_path)
+    assert value["status"] == "invalid"
+    assert value["timing"] is None
+    for word in ("seq_len=130", "multiple", "= 4", "128"):
+        assert word in done.stderr
+
+
+def test_what_this_machine_cannot_do_is_unsupported(tmp_path):
+    done = run(tmp_path, "kernel=flash2")
+    assert done.returncode == 1
+    value = only(tmp_path)
+    assert value["status"] == "unsupported"
+    assert "sdpa_flash" in value["reason"]
+
+
+def test_a_result_that_fails_the_check_has_no_timing(tmp_path):
+    done = run(tmp_path, "dtype.rel_l2=1e-9")
+    assert done.returncode == 1
+    value = only(tmp_path)
+    assert value["status"] == "incorrect"
+    assert value["timing"] is None
+    assert value["correctness"]["passed"] is False
+    assert "rel L2" in value["reason"]
+
+
+@pytest.mark.parametrize("method", ("simple", "adaptive", "profiler"))
+def test_every_timing_method_runs_on_a_cpu(tmp_path, method):
+    done = run(tmp_path, f"timing={method}", "timing.time_cap_s=2")
+    assert done.returncode == 0, done.stderr
+    value = only(tmp_path)
+    assert value["timing"]["method"] == method
+    if method == "simple":
+        assert value["timing"]["passes"]["forward"]["n"] == 1
+    if method == "profiler":
+        folder = next(Path(tmp_path).glob("runs/*/*"))
+        assert {"trace_rank0.json.gz", "trace_rank1.json.gz", "kernels.csv"} <= {p.name for p in folder.iterdir()}
+        for profile in value["profile"]:
+            assert profile["compute_ms"] > 0
+            assert profile["communication_ms"] > 0
+            assert profile["exposed_communication_ms"] <= profile["communication_ms"]
+
+
+def test_forward_only(tmp_path):
+    assert run(tmp_path, "mode=forward", "attention=ring_allgather").returncode == 0
+    value = only(tmp_path)
+    assert set(value["timing"]["passes"]) == {"forward"}
+    assert set(value["correctness"]["tensors"]) == {"out"}
+
+
+def test_resume_keeps_what_is_ok(tmp_path):
+    arguments = ["-m", "attention=dense,ring", f"hydra.sweep.dir={tmp_path / 's'}", "resume=true", "seed=1"]
+    run(tmp_path, *arguments)
+    times = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
+    broken = next(iter(times))
+    broken.write_text(broken.read_text().replace('"status": "ok"', '"status": "crash"'))
+    done = run(tmp_path, *arguments)
+    assert done.stdout.count("kept from before") == 1
+    again = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
+    assert again.keys() == times.keys()
+    assert {p for p in times if again[p] == times[p]} == set(times) - {broken}
+
+
+def test_an_output_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run(tmp_path / "file")
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "cannot write" in line
+    assert "output=" in line
+
+
+def test_interrupting_a_sweep_keeps_what_is_finished_and_leaves_no_process(tmp_path):
+    command = [sys.executable, "-m", "runner", "-m", f"output={tmp_path}", *SMALL, "seed=1",
+               "attention=dense,ring,zigzag,ring_allgather", "timing.timing_runs=200"]  # fmt: skip
+    program = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment(tmp_path),
+    )
+    deadline = time.time() + 60
+    while not results_in(tmp_path) and time.time() < deadline:
+        time.sleep(0.05)
+    os.killpg(program.pid, signal.SIGINT)
+    program.communicate(timeout=30)
+    assert program.returncode == 130
+    found = results_in(tmp_path)
+    assert 1 <= len(found) < 4
+    assert all(value["status"] == "ok" for value in found.values())
+    time.sleep(0.5)
+    assert not started_by(tmp_path)
+
+
+def test_a_long_workload_says_so_and_goes_on(tmp_path):
+    # one small iteration, but many of them: the estimate counts all
+    done = run(tmp_path, "timing.timing_runs=5", "launch.fault=0:timing:raise", "seq_len=8192", "batch=8", "heads=8",
+               "check.enabled=false", small=False)  # fmt: skip
+    assert "FLOP" in done.stderr
+    assert "going on" in done.stderr
+
+
+def test_twenty_tiny_runs_take_less_than_a_minute(tmp_path):
+    start = time.time()
+    done = run(tmp_path, "-m", "attention=dense,ring,zigzag,ring_allgather", "seed=1,2,3,4,5", "config=tiny", "seq_len=256",
+               small=False)  # fmt: skip
+    assert done.returncode == 0
+    assert len(results_in(tmp_path)) == 20
+    assert time.time() - start < 60

@@ -1,0 +1,135 @@
+"""Worlds: warm, and whatever can happen to a rank comes back as an outcome with nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.launch import Pool, World, WorldSpec
+
+
+@pytest.fixture
+def world():
+    world = World(WorldSpec(2, "cpu"))
+    yield world
+    world.close()
+
+
+def alive(pids):
+    return [
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    ]
+
+
+def gone(pids, within_s=5.0):
+    deadline = time.time() + within_s
+    while time.time() < deadline:
+        if not alive(pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_world_is_reused_and_a_job_in_it_costs_little(pool):
+    spec = WorldSpec(2, "cpu")
+    first = pool.get(spec).call("tests.jobs:pids", {}).result
+    start = time.time()
+    for _ in range(5):
+        assert pool.get(spec).call("tests.jobs:pids", {}).result == first
+    assert (time.time() - start) / 5 < 0.2
+
+
+def test_fresh_replaces_the_world():
+    with Pool() as pool:
+        first = pool.get(WorldSpec(1, "cpu")).call("tests.jobs:pids", {}).result
+        second = pool.get(WorldSpec(1, "cpu"), fresh=True).call("tests.jobs:pids", {}).result
+        assert first != second
+        assert gone(first)
+    assert gone(second)
+
+
+def test_a_refusal_leaves_the_world_alive(pool):
+    world = pool.get(WorldSpec(2, "cpu"))
+    outcome = world.call("tests.jobs:refuse", {})
+    assert (outcome.status, outcome.reason) == ("unsupported", "not here")
+    assert world.call("tests.jobs:echo", {"value": 3}).result == [3, 3]
+
+
+def test_a_raising_rank_is_a_crash_with_rank_phase_and_log(world):
+    pids = world.call("tests.jobs:pids", {}).result
+    outcome = world.call("tests.jobs:fail_on", {"rank": 1})
+    assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working")
+    assert "the disk of this rank fell over" in outcome.reason
+    assert any("the disk of this rank fell over" in line for line in outcome.log_tail)
+    assert gone(pids)
+    assert not world.folder.exists()
+
+
+def test_a_killed_rank_is_a_crash_that_names_the_signal(world):
+    pids = world.call("tests.jobs:pids", {}).result
+    threading.Timer(0.5, lambda: os.kill(pids[1], signal.SIGKILL)).start()
+    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60})
+    assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working")
+    assert "SIGKILL" in outcome.reason
+    assert gone(pids)
+
+
+def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
+    pids = world.call("tests.jobs:pids", {}).result
+    start = time.time()
+    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=1.0)
+    assert time.time() - start < 10
+    assert outcome.status == "timeout"
+    assert outcome.phase == "working"
+    assert outcome.rank in (0, 1)  # both are silent; their stacks say which one sleeps
+    assert any("jobs.py" in line for line in outcome.log_tail)
+    assert gone(pids)
+
+
+def test_memory_over_the_limit_is_oom(world):
+    pids = world.call("tests.jobs:pids", {}).result
+    outcome = world.call("tests.jobs:hoard", {"gigabytes": 0.5})
+    assert (outcome.status, outcome.phase) == ("oom", "working")
+    assert gone(pids)
+
+
+def test_the_ranks_die_with_the_program():
+    code = (
+        "import sys, time\nfrom runner.launch import World, WorldSpec\n"
+        "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs:pids', {}).result, w.agent.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in program.stdout.readline().split()]
+    assert len(alive(pids)) == 3
+    program.kill()
+    program.wait()
+    assert gone(pids)
+
+
+def test_two_agents_make_one_world_over_two_nodes(tmp_path):
+    """The second node's agent is started as a user would: with the first one's endpoint."""
+    import json
+    from dataclasses import asdict
+
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    spec = WorldSpec(2, "cpu", nodes=2, endpoint=f"localhost:{port}")
+    world = World(spec)
+    other = subprocess.Popen([sys.executable, "-m", "runner.agent", str(tmp_path), json.dumps(asdict(spec))])
+    try:
+        assert world.call("tests.jobs:echo", {"value": 1}).result == [1, 1]
+    finally:
+        world.close()
+        other.terminate()
+        other.wait(10)
