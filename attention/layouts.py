@@ -33,7 +33,9 @@ class Layout:
         for length in lengths:
             if length % divisor:
                 near = max(divisor, round(length / divisor) * divisor)
-                what = "seq_len" if len(lengths) == 1 else "a sequence of the pack has length"
+                what = "seq_len" if len(cu_seqlens) == 2 else "a sequence of the pack has length"
+                if not self.per_sequence and len(cu_seqlens) > 2:
+                    what = "the pack's total"
                 times = f"{self.chunks} * world_size" if self.chunks > 1 else "world_size"
                 raise ValueError(
                     f"{what}={length}: the {self.name} layout needs a multiple of {times} = {divisor}; "

@@ -34,8 +34,8 @@ def merge_eager_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> No
 
 
 class Accumulator:
-    """The running merge over one rank's queries. The first part that covers all queries is kept as it is; only a second
-    one makes a wide copy, so a single call costs nothing."""
+    """The running merge over one rank's queries, which takes over the parts it is given. A first part that covers all
+    queries is kept as it is; only a second one makes it wide, so a single call costs nothing."""
 
     def __init__(self, q: Tensor, dtype: torch.dtype | None = None):
         self.q = q

@@ -50,7 +50,7 @@ class Variant:
         if len(cu_seqlens) > 2 and not self.packs:
             raise ValueError(f"cu_seqlens of {len(cu_seqlens) - 1} sequences: {self.name} takes single sequences only")
         q_layout = self.q_layout if self.q_layout and mask.causal else self.layout
-        for layout in {self.layout, q_layout}:
+        for layout in sorted({self.layout, q_layout}, key=lambda layout: -layout.chunks):  # the strictest speaks first
             layout.check(cu_seqlens, world)
         return Problem(cu_seqlens, world, mask, self.layout, q_layout)
 

@@ -42,11 +42,15 @@ class Rank:
     phase: str = "start"
     fault: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # said once, repeated with every state of the job
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of the job that each phase took
+    entered: float = 0.0
 
     def say(self, phase: str, expected_s: float = 0.0, note: str | None = None, **facts: Any) -> None:
         """Announce the phase this rank is in: the launcher shows it, and knows from it what a hang is."""
         self.facts |= facts
-        self.phase = phase
+        now = time.perf_counter()
+        self.stages[self.phase] = self.stages.get(self.phase, 0.0) + now - self.entered
+        self.phase, self.entered = phase, now
         state = {
             "rank": self.rank,
             "pid": os.getpid(),
@@ -118,7 +122,7 @@ def _work(me: Rank) -> None:
         message = me.agree(message)
         if message["target"] == "stop":
             return
-        me.job, me.facts = message["job"], {}
+        me.job, me.facts, me.stages = message["job"], {}, {}
         reply = _one(me, message["target"], message["arguments"])
         me.fault = None
         me.say("idle")

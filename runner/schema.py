@@ -26,6 +26,12 @@ DEFAULT_SIZES = {
 }
 
 
+TIMING_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "timing_runs": 5},
+    "cuda": {"warmup_runs": 3, "warmup_ms": 200.0, "timing_runs": 20},
+}
+
+
 class InvalidConfig(ValueError):
     """A value that breaks a rule: the message gives the value, the rule and the way out."""
 
@@ -53,9 +59,9 @@ class DtypeConf:
 @dataclass
 class TimingConf:
     method: str = MISSING
-    warmup_runs: int = 3  # iterations before the first sample, at least
+    warmup_runs: int | None = None  # iterations before the first sample, at least; null: 3 on a GPU, 1 on a CPU
     warmup_ms: float | None = None  # and this long at least; null: 200 on a GPU, 0 on a CPU
-    timing_runs: int = 10
+    timing_runs: int | None = None  # samples; null: 20 on a GPU, 5 on a CPU
     flush_l2: bool = False  # overwrite the L2 cache before every sample
     do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
@@ -225,9 +231,6 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     _choice("mode", cfg.mode, MODES)
     _choice("baseline", cfg.baseline, BASELINES)
     _choice("hardware", cfg.hardware.name, ("auto", "cpu", "cuda"))
-    for key in ("timing_runs", "profile_runs"):
-        _positive(f"timing.{key}", cfg.timing[key])
-    _positive("timing.warmup_runs", cfg.timing.warmup_runs, 0)
     device = cfg.hardware.name if cfg.hardware.name != "auto" else ("cuda" if gpus else "cpu")
     work = workload(cfg, device)
     world = _world_size(cfg, device, gpus)
@@ -237,13 +240,13 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
     _check_fault(cfg.launch.fault, world)
-    timing = _plain(cfg.timing)
+    timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
+    for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0)):
+        _positive(f"timing.{key}", timing[key], least)
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["do_bench"] and (device != "cuda" or world > 1):
         raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
-    if timing["warmup_ms"] is None:
-        timing["warmup_ms"] = 200.0 if device == "cuda" else 0.0
     return Experiment(
         variant=name,
         options=options,

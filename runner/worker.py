@@ -23,7 +23,8 @@ from runner.statistics import summarize
 from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
 from runner.workpiece import AttentionWork, build
 
-PHASE_RUNS = 5
+PHASE_RUNS = 5  # at most; a slow run records fewer
+PHASES_S = 0.2
 BASELINE_RUNS = 5
 BASELINE_CAP_S = 20.0  # a baseline is sampled at most this long, but once at least
 L2_BYTES = 256 << 20
@@ -67,7 +68,8 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     result["metrics"] = metrics.compute(spec, {which: s["median"] for which, s in slowest.items()}, limits)
     if spec.phases:
         me.say("phases", iteration_s)
-        rows = _phases(me, work, watch)
+        total_ms = sum(slowest[which]["median"] for which in work.passes)
+        rows = _phases(me, work, watch, max(1, min(PHASE_RUNS, int(PHASES_S * 1e3 / total_ms))))
         result["phase_rows"] = rows
         result["phases"] = phases.summarize(rows, me.world)
         result["comm"] = _received(me, work)
@@ -81,6 +83,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         work.release()
         result["baseline"] = _baseline(me, spec, result["metrics"])
     me.say("finish")
+    result["environment"]["stage_seconds"] = dict(me.stages)
     return result
 
 
@@ -204,12 +207,12 @@ def _do_bench(work: AttentionWork) -> dict[str, float]:
     return found
 
 
-def _phases(me: Rank, work: AttentionWork, watch: Stopwatch) -> list[dict[str, Any]]:
+def _phases(me: Rank, work: AttentionWork, watch: Stopwatch, runs: int) -> list[dict[str, Any]]:
     """A pass of its own with the recorder active."""
     recorder = Recorder(me.device)
     rows = []
     with timing.undisturbed():
-        for iteration in range(PHASE_RUNS + 1):
+        for iteration in range(-1 if me.device.type == "cuda" else 0, runs):
             for which in work.passes:
                 watch.align()
                 start = watch.mark()
@@ -217,8 +220,8 @@ def _phases(me: Rank, work: AttentionWork, watch: Stopwatch) -> list[dict[str, A
                     work.run(which)
                 stop = watch.mark()
                 watch.settle()
-                if iteration:  # the first one warms the recorder
-                    here = {"iteration": iteration - 1, "rank": me.rank, "pass": which}
+                if iteration >= 0:  # on CUDA a first one warms the recorder
+                    here = {"iteration": iteration, "rank": me.rank, "pass": which}
                     rows.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(start, stop)})
                     rows += [{**here, "phase": p, "step": s, "ms": ms} for p, s, ms in recorder.take()]
                 else:

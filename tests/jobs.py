@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def compare(
 def _call(mask: Mask, packs: list[int] | None, dim: int, device: torch.device) -> Call:
     if packs is None:
         return Call(dim**-0.5, mask)
-    lengths = [b - a for a, b in zip(packs, packs[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(packs)]
     return Call.of_packed(dim**-0.5, mask, lengths, lengths, device)
 
 

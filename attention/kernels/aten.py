@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.kernels import decompose
 from attention.kernels.interface import Call, Shape
 from attention.masks import Mask
+from attention.tensors import wide
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -270,7 +271,34 @@ def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
     return (call.max_q, call.max_k) if call.packed else (q.shape[1], k.shape[1])
 
 
+class _Flash2Rectangles:
+    banded = True
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+        return flash2_forward(q, k, v, Call(scale, mask))
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return flash2_backward(dout, q, k, v, out, lse, Call(scale, mask))
+
+
+def _bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
+    """FlashAttention-2 takes a window bound of Sk and more for unbounded; with more queries than keys it may bind."""
+    return not call.packed and q.shape[1] > k.shape[1] and max(call.mask.left, call.mask.right) >= k.shape[1]
+
+
+def _some_row_without_keys(q: Tensor, k: Tensor, call: Call) -> bool:
+    lengths = [(q.shape[1], k.shape[1])]
+    if call.q_lengths is not None and call.k_lengths is not None:
+        lengths = list(zip(call.q_lengths, call.k_lengths, strict=True))
+    mask = call.mask
+    return any(sk == 0 or (mask.right >= 0 and sk - sq + mask.right < 0) for sq, sk in lengths)
+
+
 def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    if _bound_lost(q, k, call):
+        return decompose.forward(_Flash2Rectangles(), q, k, v, call)
     out, lse, *_ = aten._flash_attention_forward(
         q,
         k,
@@ -284,12 +312,16 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
         scale=call.scale,
         **_flash2_window(call.mask),
     )
+    if _some_row_without_keys(q, k, call):
+        lse.masked_fill_(lse == torch.inf, -torch.inf)  # FlashAttention-2 says +inf there
     return out, lse
 
 
 def flash2_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _bound_lost(q, k, call):
+        return decompose.backward(_Flash2Rectangles(), dout, q, k, v, out, lse, call)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     with _deterministic(call.deterministic):
         return aten._flash_attention_backward(
@@ -332,7 +364,7 @@ def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _sum_groups(x: Tensor, groups: int) -> Tensor:
-    return x.unflatten(2, (-1, groups)).sum(3, dtype=torch.float32).to(x.dtype) if groups > 1 else x
+    return x.unflatten(2, (-1, groups)).sum(3, dtype=wide(x.dtype)).to(x.dtype) if groups > 1 else x
 
 
 def _explicit(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:

@@ -46,8 +46,9 @@ def parts(mask: Mask, sq: int, sk: int) -> list[Part]:
         return [((0, sq), (0, shift), FULL), square] if shift else [square]
     found = []
     shift = sk - sq
-    for start in range(0, sq, WINDOW_CHUNK):
-        stop = min(start + WINDOW_CHUNK, sq)
+    rows = min(WINDOW_CHUNK, sk)
+    for start in range(0, sq, rows):
+        stop = min(start + rows, sq)
         piece = tile(mask, (start + shift, stop + shift), (0, sk))
         if piece is not None:
             (a, b), (c, d), band = piece

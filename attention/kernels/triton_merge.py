@@ -52,13 +52,13 @@ def _merge(  # type: ignore[no-untyped-def]
     out_at = out + b * out_b + t[:, None] * out_t + h * out_h + d[None, :]
     part_at = part + b * part_b + t[:, None] * part_t + h * part_h + d[None, :]
     x = tl.load(out_at, mask=mask, other=0.0)
-    y = tl.load(part_at, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(part_at, mask=mask, other=0.0).to(x.dtype)
     tl.store(out_at, x * (w_old / norm)[:, None] + y * (w_new / norm)[:, None], mask=mask)
     tl.store(lse_at, tl.where(total == 0.0, float("-inf"), safe + tl.log(norm)), mask=live)
 
 
 def merge_cuda_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """As `attention.merge.merge_`, on CUDA (or on a CPU under Triton's interpreter); out and lse are fp32."""
+    """As `attention.merge.merge_`, on CUDA (or on a CPU under Triton's interpreter); out and lse are fp32 (fp64 for fp64)."""
     if out.dim() == 3:
         out, part, lse, part_lse = (x.unsqueeze(0) for x in (out, part, lse, part_lse))
     if out.stride(-1) != 1 or part.stride(-1) != 1:

@@ -1,6 +1,5 @@
 """What the tests of the configuration share: composing as the program does, and its command line."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from omegaconf import DictConfig
 
 from runner import schema
 
-ROOT = Path(__file__).resolve().parents[2]
 schema.register()
 
 
@@ -23,13 +21,6 @@ def resolved(*overrides: str, gpus: int = 0, seed: int = 7) -> schema.Experiment
     return schema.experiment(composed(*overrides), gpus, seed)
 
 
-def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own in the folder `cwd`, with the packages of this checkout."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A Python of its own in the folder `cwd`; conftest puts this checkout on its path."""
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60)

@@ -83,13 +83,13 @@ def test_a_run_is_checked_timed_and_recorded(tmp_path):
 def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
     # raises, hangs and the rest are provoked in one rank each; runs after them get a fresh world
     done = run(
-        tmp_path, "-m", "attention=zigzag,ring", "causal=true,false",
+        tmp_path, "-m", "attention=zigzag,ring", "causal=false",
         "launch.fault=null,1:timing:raise,0:check_variant:kill", "launch.timeout_s=60",
         "hydra.sweep.dir=" + str(tmp_path / "sweep"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = results_in(tmp_path / "sweep")
-    assert len(found) == 12
+    assert len(found) == 6
     by_kind = {}
     for value in found.values():
         config = value["config"]
@@ -110,7 +110,7 @@ def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
     summary = pd.read_csv(tmp_path / "sweep" / "summary.csv")
     assert sorted(summary["status"]) == sorted(v["status"] for v in found.values())
     assert (tmp_path / "sweep" / "summary.parquet").exists()
-    assert (tmp_path / "sweep" / "summary.md").read_text().count("\n") > 12
+    assert (tmp_path / "sweep" / "summary.md").read_text().count("\n") > 6
     assert not started_by(tmp_path)
 
 

@@ -117,9 +117,8 @@ def test_the_ranks_die_with_the_program():
 def test_two_agents_make_one_world_over_two_nodes(tmp_path):
     """The second node's agent is started as a user would: with the first one's endpoint."""
     import json
-    from dataclasses import asdict
-
     import socket
+    from dataclasses import asdict
 
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

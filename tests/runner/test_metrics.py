@@ -107,8 +107,8 @@ def test_gradients_go_back_to_where_the_keys_came_from():
     assert dkv("zigzag", 8, 2, CAUSAL) == [2, 4]
     # from earlier ranks come all 4 tokens, from later ones the first 2
     assert dkv("zigzag", 16, 4, CAUSAL) == [6, 4 + 4, 8 + 2, 12]
-    # chunk pairs 0 7, 2 5, 4 3, 6 1 need the first 16, 12, 10 and 14 tokens: of the last shard two are needed by rank 3
-    # itself, the rest by rank 0 only
+    # chunk pairs 0 7, 2 5, 4 3, 6 1 need the first 16, 12, 10 and 14 tokens: the last shard's are needed by its own rank
+    # and by rank 0, all others by every rank
     assert dkv("ring_allgather", 16, 4, CAUSAL) == [12, 12, 12, 4]
 
 

@@ -1,0 +1,36 @@
+"""The variants on real GPUs over NCCL, in bf16: at most twice the error of one GPU's kernel."""
+
+import pytest
+import torch
+
+from attention.variants import VARIANTS
+from runner.environment import gpu_count
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
+WORLDS = [pytest.param(w, marks=pytest.mark.skipif(gpu_count() < w, reason=f"needs {w} GPUs")) for w in (1, 2, 4, 8)]
+
+
+def cases(world, causal_only):
+    tokens = 512 * world
+    base = {"tokens": tokens, "heads": 8, "kv_heads": 8, "head_dim": 128, "causal": True}
+    packs = [0, 64 * world, 320 * world, 512 * world]
+    found = [base, base | {"kv_heads": 1}, base | {"kv_heads": 2, "packs": packs}, base | {"head_dim": 80, "batch": 3}]
+    if not causal_only:
+        found += [base | {"causal": False}, base | {"window": (300, 0)}, base | {"window": (700, 0), "packs": packs}]
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kernel", ("auto", "flash2", "sdpa_cudnn"))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_error_stays_within_twice_that_of_one_gpu(in_world, name, kernel, world):
+    chosen = [c for c in cases(world, VARIANTS[name].causal_only) if kernel != "sdpa_cudnn" or "window" not in c]
+    for found in in_world("compare", world, "cuda", name=name, options={}, cases=chosen, dtype="bf16", kernel=kernel):
+        for ours, local in zip(found["errors"], found["local"], strict=True):
+            assert ours < 2 * local + 1e-6, found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_unshard_inverts_shard(in_world, name, world):
+    assert in_world("round_trip", world, "cuda", name=name, packs=None, tokens=12 * world)

@@ -1,0 +1,60 @@
+"""The main job on GPUs, through its command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.environment import gpu_count
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
+SMALL = ["seq_len=2048", "heads=8", "kv_heads=2", "head_dim=128", "timing.timing_runs=3"]
+
+
+def run(tmp_path, *arguments):
+    command = [sys.executable, "-m", "runner", f"output={tmp_path}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return done, [json.loads(p.read_text()) for p in sorted(Path(tmp_path).glob("**/result.json"))]
+
+
+def test_the_default_takes_all_gpus_and_nccl(tmp_path):
+    done, (value,) = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert value["experiment"]["device"] == "cuda"
+    assert value["experiment"]["world_size"] == gpu_count()
+    assert value["experiment"]["workload"]["seq_len"] == 32768
+    assert value["environment"]["gpus_before"]
+    assert value["timing"]["overhead_share"] < 0.01
+
+
+def test_every_timing_method_runs(tmp_path):
+    done, values = run(
+        tmp_path, "-m", *SMALL, "timing=simple,warmup,adaptive,cudagraph,profiler", "timing.time_cap_s=5"
+    )
+    assert done.returncode == 0, done.stderr
+    assert {v["timing"]["method"]: v["status"] for v in values} == dict.fromkeys(
+        ("simple", "warmup", "adaptive", "cudagraph", "profiler"), "ok"
+    )
+
+
+def test_more_ranks_than_gpus_is_unsupported(tmp_path):
+    done, (value,) = run(tmp_path, *SMALL, f"world_size={2 * gpu_count()}", "hardware=cuda")
+    assert done.returncode == 1
+    assert value["status"] == "unsupported"
+    assert str(gpu_count()) in value["reason"]
+
+
+def test_too_little_memory_is_oom_and_the_sweep_goes_on(tmp_path):
+    done, values = run(tmp_path, "-m", *SMALL, "launch.memory_limit_gb=0.05,null", "batch=16")
+    assert done.returncode == 0, done.stderr
+    assert sorted(v["status"] for v in values) == ["ok", "oom"]
+
+
+def test_our_timing_agrees_with_do_bench(tmp_path):
+    done, (value,) = run(tmp_path, "attention=dense", "config=large", "batch=1", "world_size=1", "timing.do_bench=true")
+    assert done.returncode == 0, done.stderr
+    for which, ms in value["timing"]["do_bench"].items():
+        assert ms == pytest.approx(value["timing"]["passes"][which]["median"], rel=0.02)

@@ -1,0 +1,161 @@
+"""Phases: the recorder that the executors call, and the table that its rows become."""
+
+import time
+
+import pytest
+import torch
+
+from attention.phases import Recorder, phase, recording
+from runner.phases import summarize
+
+CPU = torch.device("cpu")
+
+
+def rows(rank: int, which: str, iteration: int, **ms: float | list[float]) -> list[dict]:
+    """One iteration's rows on one rank; a list gives a phase's steps."""
+    return [
+        {"iteration": iteration, "rank": rank, "pass": which, "phase": name, "step": step, "ms": value}
+        for name, steps in ms.items()
+        for step, value in enumerate(steps if isinstance(steps, list) else [steps])
+    ]
+
+
+def adds_up(entry: dict) -> bool:
+    parts = entry["compute_ms"] + entry["exposed_communication_ms"] + entry["other_ms"]
+    return parts == pytest.approx(entry["total_ms"])
+
+
+STEADY = [
+    row
+    for i in range(3)
+    for row in (
+        *rows(0, "forward", i, **{"pass": 10.0}, comp_block=[3.0, 2.0], comp_merge=0.5, wait_kv=2.5, comm_kv=4.0),
+        *rows(1, "forward", i, **{"pass": 8.0}, comp_block=[2.0, 1.0], comp_merge=1.0, wait_kv=1.0, comm_kv=6.0),
+    )
+]
+
+
+def test_the_slowest_ranks_phases_and_their_shares():
+    found = summarize(STEADY, 2)["forward"]
+    assert (found["rank"], found["total_ms"]) == (0, 10)
+    phases = found["phases"]
+    assert set(phases) == {"comp_block", "comp_merge", "wait_kv", "comm_kv"}
+    assert phases["comp_block"] == {"median_ms": 5, "share": 0.5, "by_rank_ms": [5, 3]}  # steps of an iteration summed
+    assert phases["wait_kv"] == {"median_ms": 2.5, "share": 0.25, "by_rank_ms": [2.5, 1]}
+
+
+def test_compute_exposed_communication_and_the_rest_are_the_whole_and_transfers_run_beside():
+    found = summarize(STEADY, 2)["forward"]
+    assert (found["compute_ms"], found["exposed_communication_ms"], found["other_ms"]) == (5.5, 2.5, 2)
+    assert adds_up(found)
+    assert (found["compute_share"], found["communication_share"]) == (0.55, 0.25)
+    assert found["transfer_ms"] == 4
+    assert found["compute_by_rank_ms"] == [5.5, 4]
+    assert found["exposed_by_rank_ms"] == [2.5, 1]
+
+
+def test_phases_are_medians_over_the_iterations():
+    found = summarize(
+        [
+            *rows(0, "forward", 0, **{"pass": 10.0}, comp_block=[1.0, 1.0]),
+            *rows(0, "forward", 1, **{"pass": 12.0}, comp_block=[90.0, 1.0]),
+            *rows(0, "forward", 2, **{"pass": 50.0}, comp_block=[2.0, 3.0]),
+        ],
+        1,
+    )["forward"]
+    assert found["total_ms"] == 12
+    assert found["phases"]["comp_block"]["median_ms"] == 5  # of 2, 91 and 5
+
+
+def test_the_table_adds_up_when_the_iterations_differ():
+    # compute and waiting trade places from one iteration to the next, within every pass
+    found = summarize(
+        [
+            *rows(0, "forward", 0, **{"pass": 8.0}, comp_block=1.0, wait_kv=6.0),
+            *rows(0, "forward", 1, **{"pass": 8.0}, comp_block=6.0, wait_kv=1.0),
+            *rows(0, "forward", 2, **{"pass": 13.0}, comp_block=6.0, wait_kv=6.0),
+        ],
+        1,
+    )["forward"]
+    assert adds_up(found)
+    assert found["compute_share"] + found["communication_share"] <= 1
+
+
+def test_passes_are_summarized_apart():
+    backward = rows(0, "backward", 0, **{"pass": 30.0}, comp_block=20.0, wait_dkv=4.0)
+    found = summarize(STEADY + backward + rows(1, "backward", 0, **{"pass": 31.0}, comp_block=25.0), 2)
+    assert list(found) == ["forward", "backward"]
+    assert (found["backward"]["rank"], found["backward"]["total_ms"]) == (1, 31)
+    assert found["backward"]["phases"].keys() == {"comp_block"}  # of the slowest rank, which never waits
+    assert adds_up(found["backward"])
+
+
+def of_compute(*by_rank: float) -> dict:
+    return summarize(
+        [row for rank, ms in enumerate(by_rank) for row in rows(rank, "forward", 0, **{"pass": 20.0}, comp_block=ms)],
+        len(by_rank),
+    )["forward"]
+
+
+def test_skew_is_the_range_of_compute_over_its_median():
+    assert of_compute(8.0, 10.0, 12.0)["skew"] == pytest.approx(0.4)
+    assert of_compute(10.0, 10.0)["skew"] == 0
+    assert of_compute(9.0, 11.0)["skew"] == pytest.approx(0.2)
+
+
+def test_stragglers_compute_more_than_ten_percent_over_the_median():
+    assert of_compute(10.0, 10.0, 11.0)["stragglers"] == []
+    assert of_compute(10.0, 11.5, 10.0, 9.0, 14.0)["stragglers"] == [1, 4]  # of a median of 10
+    assert of_compute(0.0, 0.0)["stragglers"] == []
+
+
+def test_nothing_is_recorded_without_a_recorder():
+    recorder = Recorder(CPU)
+    with phase("comp_block", 0):
+        pass
+    with recording(recorder):
+        pass
+    with phase("comp_block", 1):
+        pass
+    assert recorder.take() == []
+
+
+def test_spans_come_in_the_order_in_which_they_ended_and_are_taken_once():
+    recorder = Recorder(CPU)
+    with recording(recorder):
+        with phase("comp_block", 3):
+            pass
+        with phase("comm_kv"):
+            pass
+    assert [(name, step) for name, step, _ in recorder.take()] == [("comp_block", 3), ("comm_kv", -1)]
+    assert recorder.take() == []
+
+
+def test_a_nested_recording_gives_back_to_the_outer_one():
+    outer, inner = Recorder(CPU), Recorder(CPU)
+    with recording(outer):
+        with phase("comp_a"):
+            pass
+        with recording(inner), phase("comp_b"):
+            pass
+        with pytest.raises(RuntimeError), recording(inner):
+            raise RuntimeError
+        with phase("comp_c"):
+            pass
+    with phase("comp_d"):
+        pass
+    assert [name for name, *_ in outer.take()] == ["comp_a", "comp_c"]
+    assert [name for name, *_ in inner.take()] == ["comp_b"]
+
+
+def test_a_span_measures_a_sleep_also_when_it_ends_in_an_error():
+    recorder = Recorder(CPU)
+    with recording(recorder):
+        with phase("comp_block"):
+            time.sleep(0.005)
+        with pytest.raises(RuntimeError), phase("wait_kv"):
+            time.sleep(0.01)
+            raise RuntimeError
+    (_, _, block), (_, _, wait) = recorder.take()
+    assert 5 <= block < 100
+    assert 10 <= wait < 100

@@ -1,0 +1,142 @@
+"""The profile: intervals by hand, traces made by hand, and one real trace of a CPU."""
+
+import gzip
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from attention.phases import phase
+from runner.profile import analyse, covered, merged, overlap, profile
+from runner.rank import Rank
+from runner.timing import CpuStopwatch
+
+
+def test_merged_intervals_are_disjoint_and_in_order():
+    assert merged([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert merged([(0, 10), (2, 3)]) == [(0, 10)]
+    assert merged([]) == []
+
+
+def test_covered_counts_nothing_twice():
+    assert covered([(0, 4), (2, 6), (8, 9), (8, 9)]) == 7
+    assert covered([]) == 0
+
+
+def test_overlap_is_where_both_are_busy():
+    assert overlap([(0, 10), (20, 30)], [(5, 25)]) == 10
+    assert overlap([(0, 10)], [(2, 4), (3, 6), (9, 12)]) == 5
+    assert overlap([(0, 10)], [(10, 20)]) == 0
+    assert overlap([], [(0, 1)]) == 0
+
+
+def event(category: str, name: str, start: float, stop: float) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": stop - start}
+
+
+CUDA = [
+    event("kernel", "flash_fwd_kernel", 1000, 11_000),
+    event("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 6000, 21_000),
+    event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 19_000, 25_000),
+    event("kernel", "flash_fwd_kernel", 31_000, 37_000),
+    event("gpu_memset", "Memset (Device)", 37_000, 41_000),
+    # none of these occupies the device
+    event("cpu_op", "aten::mm", 0, 90_000),
+    event("cuda_runtime", "cudaLaunchKernel", 0, 90_000),
+    event("gpu_user_annotation", "comp_block", 0, 90_000),
+    event("user_annotation", "comm_kv", 0, 90_000),
+    {"ph": "i", "cat": "kernel", "name": "instant", "ts": 80_000},
+    {"ph": "M", "name": "process_name", "args": {}},
+]
+
+
+def test_a_cuda_trace_tells_compute_from_communication():
+    found = analyse(CUDA, "cuda")
+    assert found["stretch_ms"] == 40  # 1 to 41
+    assert found["compute_ms"] == 20  # 10 + 6 + 4
+    assert found["communication_ms"] == 19  # 6 to 25, NCCL and the copy between devices overlapping
+    assert found["overlapped_ms"] == 5  # 6 to 11
+    assert found["overlapped_share"] == pytest.approx(5 / 19)
+    assert found["exposed_communication_ms"] == 14
+    assert found["idle_ms"] == 6  # 25 to 31
+
+
+def test_a_cuda_kernel_table_has_what_ran_on_the_device_the_longest_first():
+    table = analyse(CUDA, "cuda")["kernels"]
+    assert [(row["kernel"][:6], row["calls"], row["total_ms"], row["mean_us"]) for row in table] == [
+        ("flash_", 2, 16, 8000),
+        ("ncclDe", 1, 15, 15_000),
+        ("Memcpy", 1, 6, 6000),
+        ("Memset", 1, 4, 4000),
+    ]
+
+
+def test_copies_within_a_device_are_compute():
+    found = analyse([event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 1000)], "cuda")
+    assert (found["compute_ms"], found["communication_ms"], found["overlapped_share"]) == (1, 0, None)
+
+
+def test_a_cpu_trace_goes_by_the_phases():
+    found = analyse(
+        [
+            event("user_annotation", "comp_block", 0, 10_000),
+            event("user_annotation", "comm_kv", 4000, 16_000),
+            event("user_annotation", "wait_kv", 10_000, 16_000),
+            event("user_annotation", "comp_merge", 18_000, 20_000),
+            event("cpu_op", "aten::mm", 0, 9000),
+            event("cpu_op", "aten::add", 18_000, 19_000),
+            event("python_function", "run", 0, 50_000),
+        ],
+        "cpu",
+    )
+    assert found["compute_ms"] == 12
+    assert found["communication_ms"] == 12
+    assert found["overlapped_ms"] == 6
+    assert found["exposed_communication_ms"] == 6
+    assert (found["stretch_ms"], found["idle_ms"]) == (20, 2)
+    assert {row["kernel"] for row in found["kernels"]} == {
+        "comp_block", "comm_kv", "comp_merge", "aten::mm", "aten::add",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_empty_trace_is_all_zeros(device):
+    found = analyse([], device)
+    assert found.pop("kernels") == []
+    assert found.pop("overlapped_share") is None
+    assert set(found.values()) == {0}
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """The only rank of a world in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    folder = tmp_path / "world"
+    folder.mkdir()
+    yield Rank(0, 1, torch.device("cpu"), folder, dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(alone, tmp_path):
+    class Sleeps:
+        passes = ("forward",)
+
+        def run(self, which: str) -> None:
+            with phase("comp_block", 0):
+                torch.ones(8).add_(1)
+                time.sleep(0.02)
+            with phase("comm_kv", 0):
+                time.sleep(0.01)
+
+    found, files = profile(alone, Sleeps(), CpuStopwatch(None), 2, tmp_path)
+    assert 20 <= found["compute_ms"] < 200
+    assert 10 <= found["communication_ms"] < 100
+    assert found["overlapped_ms"] == pytest.approx(0, abs=0.01)
+    assert found["runs"] == 2
+    assert files == ["trace_rank0.json.gz"]
+    with gzip.open(tmp_path / files[0], "rt") as trace:
+        names = [e["name"] for e in json.load(trace)["traceEvents"]]
+    assert names.count("comp_block") == names.count("comm_kv") == 2
+    assert list(alone.folder.iterdir()) == []

@@ -1,0 +1,214 @@
+"""Results: the schema, files that appear whole or not at all, and a sweep's summary."""
+
+import json
+import os
+import sys
+
+import pandas as pd
+import pytest
+from composing import python, resolved
+
+from runner import metrics, results
+from runner.statistics import summarize
+
+NAN, INF = float("nan"), float("inf")
+
+
+def refused(name: str, status: str, reason: str) -> dict:
+    return results.result(status=status, reason=reason, key="0", name=name, config={"attention": {"name": "ring"}})
+
+
+def measured(name: str, seq_len: int = 1024) -> dict:
+    """A run that went well: 4 ms forward, 10 ms backward."""
+    spec = resolved(f"seq_len={seq_len}")
+    passes = {"forward": [4.0] * 10, "backward": [10.0] * 10, "total": [14.0] * 10}
+    summaries = {which: summarize(ms) for which, ms in passes.items()}
+    return results.result(
+        status="ok",
+        key="0",
+        name=name,
+        config={"config": "default", "attention": {"name": spec.variant}},
+        experiment=spec.plain(),
+        chosen={"kernel": "sdpa_flash", "transport": "gloo"},
+        correctness={"passed": True, "tensors": {"out": {"rel_l2": 2e-3}}},
+        timing={"passes": {which: s.plain() for which, s in summaries.items()}},
+        metrics=metrics.compute(spec, {which: s.median for which, s in summaries.items()}, None),
+        memory={"by_rank": [{"peak_resident": 100}, {"peak_resident": 300}]},
+        baseline={"speedup": {"total": 1.5}, "efficiency": {"total": 0.75}},
+        phases={"forward": {"exposed_communication_ms": 0.25}},
+    )
+
+
+def files(folder) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def strict(text: str):
+    """JSON as the standard has it: NaN and Infinity are errors."""
+
+    def refuse(constant: str):
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_result_has_every_field_and_none_where_there_is_nothing_to_say():
+    value = results.result(status="oom", reason="too large")
+    assert set(value) == set(results.FIELDS)
+    assert value["schema_version"] == results.SCHEMA_VERSION
+    assert {key for key, x in value.items() if x is not None} == {"schema_version", "status", "reason"}
+
+
+@pytest.mark.parametrize("fields", [{"status": "ok", "speed": 3}, {"status": "fine"}])
+def test_unknown_fields_and_statuses_are_refused(fields):
+    with pytest.raises(AssertionError):
+        results.result(**fields)
+
+
+def test_a_result_is_read_back_as_written(tmp_path):
+    folder = tmp_path / "deep" / "run"
+    value = measured("a")
+    results.write_result(folder, value)
+    assert results.read_result(folder) == json.loads(json.dumps(value))
+    assert files(folder) == {"result.json"}
+
+
+def test_a_later_result_replaces_an_earlier_one(tmp_path):
+    results.write_result(tmp_path, refused("a", "crash", "rank 1"))
+    results.write_result(tmp_path, measured("a"))
+    assert results.read_result(tmp_path)["status"] == "ok"
+    assert files(tmp_path) == {"result.json"}
+
+
+def test_nan_and_infinity_become_null_at_any_depth(tmp_path):
+    value = results.result(status="incorrect", correctness={"a": NAN, "b": [1.5, INF, {"c": (-INF, 2)}]}, comm=NAN)
+    results.write_result(tmp_path, value)
+    found = strict((tmp_path / "result.json").read_text())
+    assert found["correctness"] == {"a": None, "b": [1.5, None, {"c": [None, 2]}]}
+    assert found["comm"] is None
+
+
+def test_a_missing_or_broken_result_reads_as_none(tmp_path):
+    assert results.read_result(tmp_path) is None
+    (tmp_path / "result.json").write_text('{"status": "ok"')
+    assert results.read_result(tmp_path) is None
+
+
+# each writes far more than the 4096 bytes that are left for a file; b"..." stands for what was there before
+WRITERS = {
+    "result.json": "results.write_result(folder, results.result(status='ok', reason='x' * 100_000))",
+    "samples.parquet": "results.write_samples(folder / 'samples.parquet', [{'forward': [i / 7 for i in range(9999)]}])",
+    "phases.csv": "results.write_csv(folder / 'phases.csv', [{'ms': i / 7} for i in range(9999)], ['ms'])",
+    "summary.parquet": "results._write_parquet(folder / 'summary.parquet', [{'ms': i / 7} for i in range(9999)])",
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX's")
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_an_error_that_leaves_the_earlier_file_and_nothing_else(tmp_path, name):
+    (tmp_path / name).write_bytes(b"as it was")
+    program = f"""
+import resource, sys
+from pathlib import Path
+import pyarrow.parquet
+from runner import results
+folder = Path({str(tmp_path)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # Python ignores SIGXFSZ: writing beyond it gives EFBIG
+try:
+    {WRITERS[name]}
+except OSError as error:
+    sys.exit(f"refused: {{error.errno}}")
+"""
+    done = python("-c", program, cwd=tmp_path)
+    assert done.stderr.startswith("refused"), done.stderr
+    assert (tmp_path / name).read_bytes() == b"as it was"
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_samples_have_a_row_for_every_iteration_of_every_rank_and_pass(tmp_path):
+    by_rank = [{"forward": [1.5, 2.5, 3.5], "backward": [7, 8, 9]}, {"forward": [4, 5, 6], "backward": [1, 1, 2.25]}]
+    results.write_samples(tmp_path / "samples.parquet", by_rank)
+    found = pd.read_parquet(tmp_path / "samples.parquet")
+    assert list(found.columns) == ["iteration", "rank", "pass", "ms"]
+    assert found["ms"].dtype == "float64"
+    for rank, passes in enumerate(by_rank):
+        for which, ms in passes.items():
+            rows = found[(found["rank"] == rank) & (found["pass"] == which)]
+            assert list(rows["iteration"]) == [0, 1, 2]
+            assert list(rows["ms"]) == ms
+    assert len(found) == 12
+    assert files(tmp_path) == {"samples.parquet"}
+
+
+def test_a_table_is_written_as_csv_with_the_asked_columns(tmp_path):
+    rows = [{"phase": "comp, block", "ms": 1.25, "more": 1}, {"phase": "wait_kv", "ms": None}]
+    results.write_csv(tmp_path / "phases.csv", rows, ["phase", "ms"])
+    assert (tmp_path / "phases.csv").read_text().splitlines() == ["phase,ms", '"comp, block",1.25', "wait_kv,"]
+
+
+def test_a_row_of_the_summary_is_the_last_pass_of_the_slowest_rank():
+    row = results.row(measured("a", 2048))
+    assert tuple(row) == results.COLUMNS
+    expected = {
+        "name": "a", "status": "ok", "reason": None, "attention": "zigzag", "config": "default", "world_size": 2,
+        "device": "cpu", "kernel": "sdpa_flash", "transport": "gloo", "batch": 2, "seq_len": 2048, "heads": 8,
+        "kv_heads": 8, "head_dim": 64, "causal": True, "window": "-1,-1", "dtype": "bf16", "timing": "warmup",
+        "forward_ms": 4, "backward_ms": 10, "total_ms": 14, "forward_iqr": 0, "backward_iqr": 0, "sol": None,
+        "speedup": 1.5, "efficiency": 0.75, "exposed_forward_ms": 0.25, "exposed_backward_ms": None,
+        "peak_bytes": 300, "rel_l2_out": 2e-3,
+    }  # fmt: skip
+    assert {key: row[key] for key in expected} == expected
+    assert row["tokens_per_s"] == pytest.approx(2 * 2048 / 14e-3)
+    # 4 B H D S (S + 1) / 2 pairs, three and a half times, on 2 devices in 14 ms
+    assert row["tflops_per_device"] == pytest.approx(4 * 2 * 8 * 64 * 2048 * 2049 / 2 * 3.5 / 2 / 14e-3 / 1e12)
+
+
+def test_a_sweeps_summary_has_a_row_for_every_run_the_failed_ones_with_their_reason(tmp_path):
+    results.write_result(tmp_path / "a", measured("a"))
+    results.write_result(tmp_path / "b", refused("b", "oom", "rank 1 in phase timing: out of memory, 3 GiB asked"))
+    rows = results.summarize_sweep(tmp_path)
+    assert [row["name"] for row in rows] == ["a", "b"]
+    for table in (pd.read_csv(tmp_path / "summary.csv"), pd.read_parquet(tmp_path / "summary.parquet")):
+        assert list(table.columns) == list(results.COLUMNS)
+        assert list(table["status"]) == ["ok", "oom"]
+        assert table["reason"][1] == "rank 1 in phase timing: out of memory, 3 GiB asked"
+        assert table["total_ms"][0] == 14 and pd.isna(table["total_ms"][1])
+    text = (tmp_path / "summary.md").read_text()
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 4  # the heading, its rule, two runs
+    assert "14.000" in table[2] and "1,024" in table[2] and "oom" in table[3]
+    assert len({line.count("|") for line in table}) == 1
+    assert "- `b`: oom: rank 1 in phase timing: out of memory, 3 GiB asked" in text.splitlines()
+    assert files(tmp_path) == {"result.json", "summary.csv", "summary.parquet", "summary.md"}
+
+
+def test_a_summary_picks_up_new_runs_and_passes_over_unfinished_ones(tmp_path):
+    assert results.summarize_sweep(tmp_path) == []
+    assert files(tmp_path) == set()
+    results.write_result(tmp_path / "b", refused("b", "crash", "rank 0"))
+    results.summarize_sweep(tmp_path)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "result.json").write_text('{"status":')
+    results.write_result(tmp_path / "a", measured("a"))
+    results.write_result(tmp_path / "b", measured("b", 4096))
+    results.summarize_sweep(tmp_path)
+    found = pd.read_parquet(tmp_path / "summary.parquet")
+    assert list(found["name"]) == ["a", "b"]
+    assert list(found["status"]) == ["ok", "ok"]
+    assert list(found["seq_len"]) == [1024, 4096]
+    assert "crash" not in (tmp_path / "summary.md").read_text()
+
+
+def test_a_summary_of_failures_only_can_be_written(tmp_path):
+    value = results.result(status="invalid", reason="seq_len=x", key="0", name="a", config={"overrides": ["seq_len=x"]})
+    results.write_result(tmp_path / "a", value)
+    results.summarize_sweep(tmp_path)
+    assert list(pd.read_parquet(tmp_path / "summary.parquet")["status"]) == ["invalid"]
+
+
+def test_a_reason_of_several_lines_stays_one_entry_of_the_summary(tmp_path):
+    results.write_result(tmp_path / "a", refused("a", "crash", "first\n| second |"))
+    results.summarize_sweep(tmp_path)
+    assert pd.read_csv(tmp_path / "summary.csv")["reason"][0] == "first\n| second |"
+    assert not any(line.startswith("| second") for line in (tmp_path / "summary.md").read_text().splitlines())

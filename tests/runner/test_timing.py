@@ -1,0 +1,288 @@
+"""Timing methods on a simulated clock, so that every duration is known; and one real measurement of a sleep."""
+
+import gc
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runner import timing
+from runner.timing import CpuStopwatch, adaptive, enough, overhead_ms, sample, simple, slowest, warm
+
+
+class Clock:
+    """Simulated time in ms, and what happened in it."""
+
+    def __init__(self):
+        self.ms = 0.0
+        self.log: list[str] = []
+
+    def perf_counter(self) -> float:
+        return self.ms / 1e3
+
+
+class Work:
+    """Each run of a pass takes the next of its durations, the last one from then on."""
+
+    def __init__(self, clock: Clock, **durations: list[float]):
+        self.clock = clock
+        self.passes = tuple(durations)
+        self.left = {which: list(ms) for which, ms in durations.items()}
+
+    def run(self, which: str) -> None:
+        self.clock.log.append(which)
+        left = self.left[which]
+        self.clock.ms += left.pop(0) if len(left) > 1 else left[0]
+
+    def repeat(self, which: str, times: int) -> None:
+        for _ in range(times):
+            self.run(which)
+
+
+class Watch:
+    """Aligning and settling take long: neither may show in a sample. A mark costs what is in `costs`."""
+
+    def __init__(self, clock: Clock, costs: tuple[float, ...] = ()):
+        self.clock, self.costs = clock, list(costs)
+        self.settled = True
+
+    def align(self) -> None:
+        self.clock.log.append("align")
+        self.clock.ms += 1000
+
+    def mark(self) -> float:
+        self.settled = False
+        now = self.clock.ms
+        self.clock.ms += self.costs.pop(0) if self.costs else 0
+        return now
+
+    def elapsed(self, start: float, stop: float) -> float:
+        assert self.settled, "read before it happened"
+        return stop - start
+
+    def settle(self) -> None:
+        self.clock.log.append("settle")
+        self.clock.ms += 1000
+        self.settled = True
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """Also the host's clock, for the methods that look at it."""
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+def test_simple_is_the_mean_of_the_runs_after_one_untimed_call(clock):
+    work = Work(clock, forward=[500, 1, 2, 6], backward=[700, 10, 20, 60])
+    assert simple(work, Watch(clock), 3) == {"forward": [3], "backward": [30]}
+    assert [entry for entry in clock.log if entry != "settle"] == [
+        "forward", "backward", "align", "forward", "forward", "forward", "align", "backward", "backward", "backward",
+    ]  # fmt: skip
+
+
+def test_sample_keeps_every_duration_in_order(clock):
+    work = Work(clock, forward=[3, 1, 2], backward=[30, 10, 20])
+    assert sample(work, Watch(clock), 3) == {"forward": [3, 1, 2], "backward": [30, 10, 20]}
+
+
+def test_sample_aligns_before_every_pass_and_settles_once_at_the_end(clock):
+    sample(Work(clock, forward=[1], backward=[2]), Watch(clock), 3)
+    assert clock.log == ["align", "forward", "align", "backward"] * 3 + ["settle"]
+
+
+def test_sample_flushes_before_every_pass_outside_its_marks(clock):
+    cache = torch.ones(4)
+    seen = []
+
+    class Dirties(Work):
+        def run(self, which: str) -> None:
+            seen.append(float(cache.sum()))
+            cache.fill_(1)
+            super().run(which)
+
+    sample(Dirties(clock, forward=[1], backward=[2]), Watch(clock), 2, flush=cache)
+    assert seen == [0, 0, 0, 0]
+
+
+def test_sample_says_that_it_lives_once_an_iteration_outside_the_marks(clock):
+    def beat() -> None:
+        clock.log.append("beat")
+        clock.ms += 1000
+
+    assert sample(Work(clock, forward=[1, 2]), Watch(clock), 2, beat=beat) == {"forward": [1, 2]}
+    assert clock.log == ["align", "forward", "beat"] * 2 + ["settle"]
+
+
+def warmed(clock: Clock, runs: int, at_least_ms: float, agree=lambda enough: enough) -> int:
+    """Iterations of 30 ms in each of two passes, with 1000 ms for the settling of each look at the clock."""
+    work = Work(clock, forward=[10], backward=[20])
+    done = warm(work, Watch(clock), runs, at_least_ms, agree)
+    assert [entry for entry in clock.log if entry != "settle"] == ["forward", "backward"] * done
+    return done
+
+
+def test_warm_runs_at_least_so_often(clock):
+    assert warmed(clock, runs=4, at_least_ms=0) == 4
+
+
+def test_warm_lasts_at_least_so_long(clock):
+    assert warmed(clock, runs=2, at_least_ms=2500) == 4  # 2 runs and settling: 1060 ms, then 2090 ms, then 3120 ms
+
+
+def test_warm_needs_both_limits(clock):
+    assert warmed(clock, runs=5, at_least_ms=1) == 5
+
+
+def test_warm_without_limits_does_nothing(clock):
+    assert warmed(clock, runs=0, at_least_ms=0) == 0
+
+
+def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
+    opinions = []
+
+    def rank_zero(mine: bool) -> bool:
+        opinions.append(mine)
+        return len(opinions) == 3
+
+    assert warmed(clock, runs=2, at_least_ms=0, agree=rank_zero) == 4
+    assert opinions == [True, True, True]
+    clock.log.clear()
+    assert warmed(clock, runs=1, at_least_ms=1e9, agree=lambda mine: True) == 1
+
+
+def settle_or_cap(least: int, precision: float, cap_s: float):
+    """As the worker decides, in a world of one."""
+    return lambda so_far, seconds: enough(slowest([so_far]), least, precision) or seconds > cap_s
+
+
+def adapt(clock: Clock, least: int, cap_s: float, **durations: list[float]):
+    decide = settle_or_cap(least, 0.01, cap_s)
+    return adaptive(Work(clock, **durations), Watch(clock), least, 0.01, cap_s, decide)
+
+
+def test_adaptive_stops_at_the_least_number_when_settled(clock):
+    samples, met = adapt(clock, 30, 1e9, forward=[5.0])
+    assert samples == {"forward": [5.0] * 30}
+    assert met
+
+
+def test_adaptive_goes_on_until_settled_and_keeps_what_was_unsettled(clock):
+    # 15 samples of 1 ms and 15 of 9 ms, then always 5: of 40 samples the fives are ranks 16 to 25 and the interval 14 to
+    # 27; of 50 they are ranks 16 to 35 and the interval 18 to 33
+    wild = [1.0, 9.0] * 15
+    samples, met = adapt(clock, 10, 1e9, forward=[*wild, 5.0])
+    assert met
+    assert samples["forward"][:30] == wild
+    assert samples["forward"][30:] == [5.0] * 20
+
+
+def test_adaptive_needs_every_pass_settled(clock):
+    wild = [1.0, 9.0] * 15
+    samples, met = adapt(clock, 10, 1e9, forward=[5.0], backward=[*wild, 5.0])
+    assert met
+    assert [len(ms) for ms in samples.values()] == [50, 50]
+
+
+def test_adaptive_stops_at_the_time_cap_and_says_so(clock):
+    # 20 runs aligned for 1000 ms each and a settling: 21 s a batch, over 50 s after the third
+    samples, met = adapt(clock, 1000, 50, forward=[1.0, 9.0] * 500, backward=[1.0])
+    assert [len(ms) for ms in samples.values()] == [30, 30]
+    assert not met
+
+
+def test_adaptive_says_that_precision_was_met_also_when_the_last_batch_passed_the_cap(clock):
+    samples, met = adapt(clock, 10, 5, forward=[5.0])
+    assert samples == {"forward": [5.0] * 10}
+    assert met
+
+
+def test_adaptive_leaves_the_decision_to_rank_zero(clock):
+    looked = []
+
+    def decide(so_far, seconds) -> bool:
+        looked.append((len(so_far["forward"]), seconds))
+        return len(looked) == 2
+
+    samples, _ = adaptive(Work(clock, forward=[5.0]), Watch(clock), 10, 0.01, 1e9, decide)
+    assert len(samples["forward"]) == 20
+    # ten aligned runs and a settling: 10 * 1005 + 1000 ms
+    assert looked == [(10, pytest.approx(11.05)), (20, pytest.approx(22.1))]
+
+
+def test_an_iteration_takes_as_long_as_its_slowest_rank():
+    by_rank = [{"forward": [1, 5], "backward": [10, 2]}, {"forward": [3, 4], "backward": [6, 7]}]
+    found = slowest(by_rank)
+    assert found["forward"] == [3, 5]
+    assert found["backward"] == [10, 7]
+    # rank 0: 11 and 7, rank 1: 9 and 11; no rank took 3 + 10
+    assert found["total"] == [11, 11]
+
+
+def test_a_single_pass_has_no_total():
+    assert slowest([{"forward": [1, 5]}, {"forward": [3, 4]}]) == {"forward": [3, 5]}
+
+
+def test_ranks_with_different_numbers_of_samples_are_an_error():
+    with pytest.raises(ValueError):
+        slowest([{"forward": [1, 5]}, {"forward": [3]}])
+
+
+def test_overhead_is_the_least_of_what_empty_regions_measure(clock):
+    # the cost of the mark that opens a region is in it, that of the closing one is not
+    assert overhead_ms(Watch(clock, costs=(0.5, 9, 0.2, 9, 0.3, 9, 0.4, 9, 0.6, 9))) == pytest.approx(0.2)
+
+
+@pytest.fixture
+def collecting():
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("method", [sample, simple])
+def test_no_garbage_is_collected_while_timing(clock, collecting, before, method):
+    states = []
+
+    class Looks(Work):
+        def run(self, which: str) -> None:
+            super().run(which)
+            states.append(gc.isenabled())
+
+    (gc.enable if before else gc.disable)()
+    method(Looks(clock, forward=[1]), Watch(clock), 2)
+    assert states[-2:] == [False, False]
+    assert gc.isenabled() == before
+
+
+def test_collection_comes_back_after_a_failure(clock, collecting):
+    class Fails(Work):
+        def run(self, which: str) -> None:
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        sample(Fails(clock, forward=[1]), Watch(clock), 1)
+    assert gc.isenabled()
+
+
+def test_a_real_stopwatch_measures_a_sleep():
+    class Sleeps:
+        passes = ("forward", "backward")
+
+        def run(self, which: str) -> None:
+            time.sleep(0.002 if which == "forward" else 0.006)
+
+        def repeat(self, which: str, times: int) -> None:
+            for _ in range(times):
+                self.run(which)
+
+    watch = CpuStopwatch(None)
+    found = sample(Sleeps(), watch, 9)
+    assert [len(ms) for ms in found.values()] == [9, 9]
+    assert 2 <= min(found["forward"]) < 5
+    assert 6 <= min(found["backward"]) < 12
+    assert 0 <= overhead_ms(watch) < 1
+    (mean,) = simple(Sleeps(), watch, 5)["forward"]
+    assert 2 <= mean < 20
