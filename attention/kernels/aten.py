@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention.kernels import decompose
 from attention.kernels.interface import Call, Shape
+from attention.kernels.math import PlainRectangles
 from attention.masks import Mask
 from attention.tensors import wide
 
@@ -64,11 +65,14 @@ class _CpuRectangles:
 
 
 class _CudnnRectangles:
-    """cuDNN's fused attention: causal is top-left, so squares only."""
+    """cuDNN's fused attention: causal is top-left, so squares only. It refuses a single query with a single key, which
+    the plain kernel does instead."""
 
     banded = False
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+        if q.shape[1] == k.shape[1] == 1:
+            return PlainRectangles().rectangle(q, k, v, scale, mask)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *_bhsd(q, k, v), None, True, 0.0, mask.causal, False, scale=scale
         )
@@ -77,6 +81,8 @@ class _CudnnRectangles:
     def rectangle_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.shape[1] == k.shape[1] == 1:
+            return PlainRectangles().rectangle_backward(dout, q, k, v, out, lse, scale, mask)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *_bhsd(dout, q, k, v, out),
@@ -283,17 +289,25 @@ class _Flash2Rectangles:
         return flash2_backward(dout, q, k, v, out, lse, Call(scale, mask))
 
 
+def _lengths(q: Tensor, k: Tensor, call: Call) -> list[tuple[int, int]]:
+    """(queries, keys) of each sequence."""
+    if call.q_lengths is None or call.k_lengths is None:
+        return [(q.shape[1], k.shape[1])]
+    return list(zip(call.q_lengths, call.k_lengths, strict=True))
+
+
 def _bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
-    """FlashAttention-2 takes a window bound of Sk and more for unbounded; with more queries than keys it may bind."""
-    return not call.packed and q.shape[1] > k.shape[1] and max(call.mask.left, call.mask.right) >= k.shape[1]
+    """FlashAttention-2 takes a window's missing bound for Sk, and a bound of Sk and more for missing; with more queries
+    than keys either can be wrong. Chunks of at most Sk queries are safe."""
+    mask = call.mask
+    if not mask.windowed or all(sq <= sk for sq, sk in _lengths(q, k, call)):
+        return False
+    return mask.right < 0 or max(mask.left, mask.right) >= min(sk for _, sk in _lengths(q, k, call))
 
 
 def _some_row_without_keys(q: Tensor, k: Tensor, call: Call) -> bool:
-    lengths = [(q.shape[1], k.shape[1])]
-    if call.q_lengths is not None and call.k_lengths is not None:
-        lengths = list(zip(call.q_lengths, call.k_lengths, strict=True))
-    mask = call.mask
-    return any(sk == 0 or (mask.right >= 0 and sk - sq + mask.right < 0) for sq, sk in lengths)
+    right = call.mask.right
+    return any(sk == 0 or (right >= 0 and sk - sq + right < 0) for sq, sk in _lengths(q, k, call))
 
 
 def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

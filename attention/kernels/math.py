@@ -26,15 +26,15 @@ class Math:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return decompose.forward(_Rectangles(), q, k, v, call)
+        return decompose.forward(PlainRectangles(), q, k, v, call)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call)
+        return decompose.backward(PlainRectangles(), dout, q, k, v, out, lse, call)
 
 
-class _Rectangles:
+class PlainRectangles:
     banded = True
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:

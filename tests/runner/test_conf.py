@@ -1,0 +1,129 @@
+"""The configuration groups: every file composes and resolves, and each group is what the code knows."""
+
+import csv
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from composing import composed, resolved
+from omegaconf import OmegaConf
+
+from attention.kernels import KERNELS
+from attention.transports import SUMMARIES
+from attention.variants import VARIANTS
+from runner.overrides import groups
+from runner.schema import TIMING_METHODS
+from runner.workpiece import DTYPES
+
+HERE = Path(__file__).parent
+ORIGINAL = Path("/work/shared/workloads.csv")
+CONF = HERE.parents[1] / "conf"
+
+with (HERE / "workloads.csv").open() as file:
+    WORKLOADS = {row["name"]: row for row in csv.DictReader(file)}
+
+CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
+
+
+def plain(node) -> dict:
+    return OmegaConf.to_container(node, resolve=True)
+
+
+def test_every_file_of_every_group_is_a_choice():
+    assert set(groups()) == {
+        "attention", "config", "dtype", "experiment", "hardware", "kernel", "timing", "transport",
+    }  # fmt: skip
+    for group, choices in groups().items():
+        assert choices == sorted(path.stem for path in (CONF / group).iterdir())
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes_and_makes_an_experiment(group, choice):
+    here = f"+experiment={choice}" if group == "experiment" else f"{group}={choice}"
+    able = [] if group == "attention" else ["attention=ring"]  # not every workload is causal
+    spec = resolved(here, *able, gpus=2)
+    assert spec.workload.seq_len > 0
+    chosen = {
+        "attention": spec.variant,
+        "dtype": spec.dtype["name"],
+        "kernel": spec.kernel,
+        "timing": spec.timing["method"],
+        "transport": spec.transport,
+        "config": composed(here, *able).config,
+        "hardware": {"cpu": "cpu"}.get(choice, "cuda") == spec.device and choice,
+    }
+    assert chosen.get(group, choice) == choice
+
+
+@pytest.mark.parametrize("name", groups()["experiment"])
+def test_every_run_of_an_experiment_is_one(name):
+    params = plain(composed(f"+experiment={name}", return_hydra_config=True).hydra.sweeper.params)
+    swept = [[f"{key}={value}" for value in values.split(",")] for key, values in params.items()]
+    runs = [resolved(f"+experiment={name}", *overrides, gpus=8) for overrides in itertools.product(*swept)]
+    assert len({json.dumps(run.plain()) for run in runs}) == len(runs) > 1  # no run twice
+
+
+def test_the_help_composes():
+    hydra = composed("hydra/help=runner", return_hydra_config=True).hydra
+    assert "python -m runner" in hydra.help.template
+
+
+def test_the_workloads_are_those_of_the_table():
+    assert len(WORKLOADS) == 31
+    assert set(groups()["config"]) == {*WORKLOADS, "default"}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_has_its_rows_values(name):
+    cfg = composed(f"config={name}")
+    row = WORKLOADS[name]
+    assert {key: str(cfg[key]) for key in ("category", "batch", "heads", "kv_heads", "head_dim", "seq_len")} == {
+        key: row[key] for key in ("category", "batch", "heads", "kv_heads", "head_dim", "seq_len")
+    }
+    assert (cfg.config, cfg.dtype.name) == (name, row["dtype"])
+    assert cfg.causal is (row["causal"] == "true")
+    assert list(cfg.window) == [int(row["window_left"]), int(row["window_right"])]
+
+
+@pytest.mark.skipif(not ORIGINAL.exists(), reason=f"no {ORIGINAL} on this machine")
+def test_the_table_is_a_copy_of_the_original():
+    assert (HERE / "workloads.csv").read_text() == ORIGINAL.read_text()
+
+
+@pytest.mark.parametrize("name", ["medium", "decode_1m", "small_fp16"])
+def test_anything_of_a_workload_may_be_overridden(name):
+    cfg = composed(f"config={name}", "dtype=fp32", "seq_len=640", "causal=false", "window=[3,4]")
+    assert (cfg.dtype.name, cfg.seq_len, cfg.causal, list(cfg.window)) == ("fp32", 640, False, [3, 4])
+
+
+def test_every_variant_has_its_file_with_its_options():
+    assert set(groups()["attention"]) == set(VARIANTS)
+    for name, variant in VARIANTS.items():
+        assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options}
+
+
+def test_every_kernel_and_transport_has_its_file():
+    assert set(groups()["kernel"]) == {"auto", *KERNELS}
+    assert set(groups()["transport"]) == {"auto", *SUMMARIES}
+    for group in ("kernel", "transport", "hardware"):
+        for name in groups()[group]:
+            assert plain(composed(f"{group}={name}")[group]) == {"name": name}
+
+
+def test_every_timing_method_has_its_file():
+    assert set(groups()["timing"]) == set(TIMING_METHODS)
+    for name in TIMING_METHODS:
+        assert composed(f"timing={name}").timing.method == name
+    assert composed("timing=adaptive").timing.timing_runs == 30  # at least so many
+
+
+def test_every_dtype_is_one_that_runs_and_has_its_tolerances():
+    assert set(groups()["dtype"]) <= set(DTYPES)
+    # atol with one KV head a query head, atol under GQA, relative L2 of the output
+    expected = {"bf16": (2.5e-2, 3.5e-2, 5e-3), "fp16": (5e-3, 5e-3, 1e-3), "fp32": (1e-5, 1e-5, 1e-6)}
+    for name in groups()["dtype"]:
+        found = composed(f"dtype={name}").dtype
+        assert (found.atol, found.gqa_atol, found.rel_l2) == expected[name]
+    assert composed("dtype=bf16").dtype.grad_rel_l2 == 1e-2
+    assert composed("dtype=fp32").dtype.grad_atol == 1e-4

@@ -1,0 +1,150 @@
+"""Bad overrides: one clear line, at once, with a result of its own and without torch."""
+
+import json
+import time
+
+import pytest
+from composing import python
+
+from runner.overrides import problem
+
+# overrides, then what the line must say: what was given, and the nearest names or the rule
+BAD = [
+    (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
+    (["attention=flash"], "attention=flash", "known are dense, ring, ring_allgather, zigzag"),
+    (["config=qwen3_4"], "config=qwen3_4", "qwen3_4b"),
+    (["timing=warmpu"], "timing=warmpu", "warmup"),
+    (["kernel=sdpa"], "kernel=sdpa", "sdpa_flash"),
+    (["dtype=fp23"], "dtype=fp23", "fp32"),
+    (["attention=ring,zigzga"], "attention=zigzga", "zigzag"),
+    (["attention=choice(ring,zigzga)"], "attention=zigzga", "zigzag"),
+    (["+experiment=tiny_variant"], "experiment=tiny_variant", "tiny_variants"),
+    (["experiment=tiny_variants"], "+experiment=tiny_variants"),
+    (["seqlen=1024"], "seqlen", "seq_len"),
+    (["seqlen=1024,2048"], "seqlen", "seq_len"),
+    (["atention=ring"], "atention", "attention"),
+    (["timing.timing_run=3"], "timing.timing_run", "timing.timing_runs"),
+    (["chekc.enabled=false"], "chekc.enabled", "check.enabled"),
+    (["seq_len=abc"], "seq_len=abc", "Integer"),
+    (["seq_len=1024,abc"], "seq_len=abc", "Integer"),
+    (["batch=1.5"], "batch=1.5", "Integer"),
+    (["causal=maybe"], "causal=maybe", "bool"),
+    (["timing.precision=fine"], "timing.precision=fine", "Float"),
+    (["timing.timing_runs=null"], "timing.timing_runs=None"),
+    (["window=512"], "window=512", "list"),
+    (["window=[512,none]"], "window=[512, 'none']", "Integer"),
+    (["attention=ring", "attention.heads_k_stride=1"], "attention.heads_k_stride", "attention=ring", "options: none"),
+    (["attention=ring_allgather", "attention.heads_stride=1"], "heads_stride", "ring_allgather", "heads_k_stride"),
+    (["attention.heads_k_stride=1"], "attention.heads_k_stride", "attention=zigzag", "options: none"),
+    (["ring"], "ring", "key=value"),
+    (["seq_len=[1024"], "seq_len=[1024", "key=value"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
+def test_a_bad_override_is_one_line_that_names_it_and_helps(case):
+    overrides, *parts = case
+    found = problem(overrides)
+    assert found is not None
+    for part in parts:
+        assert part in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_bad_override_is_found_among_good_ones(place):
+    overrides = ["attention=ring", "seq_len=2048"]
+    overrides.insert(place, "seqlen=1024")
+    assert "seq_len" in problem(overrides)
+
+
+@pytest.mark.parametrize("override", ["+seqlen=1024", "++seqlen=1024", "+timing.timing_run=3"])
+def test_a_key_that_nothing_reads_cannot_be_added(override):
+    assert "seq_len" in (problem([override]) or "") or "timing_runs" in (problem([override]) or "")
+
+
+def test_an_option_is_checked_against_every_variant_of_a_sweep():
+    for variants in ("ring,ring_allgather", "ring_allgather,ring"):
+        found = problem([f"attention={variants}", "attention.heads_k_stride=1"])
+        assert found is not None and "attention=ring " in found
+
+
+GOOD = [
+    [],
+    ["attention=ring"],
+    ["attention=ring,zigzag", "config=medium", "seq_len=8192,16384", "world_size=2,4"],
+    ["attention=choice(ring,zigzag)", "seq_len=range(1024,4096,1024)"],
+    ["attention=glob(ring*)"],
+    ["attention=ring_allgather", "attention.heads_k_stride=2"],
+    ["attention=ring_allgather", "attention.heads_k_stride=null,1,2"],
+    ["+experiment=tiny_variants", "seq_len=256"],
+    ["config=tiny", "window=[512,0]", "causal=false"],
+    ["window=[512,0],[256,0]"],
+    ["world_size=auto,2", "seed=null", "batch=null"],
+    ["timing.warmup_ms=50", "timing.precision=0.05", "check.max_tflop=null"],
+    ["launch.fault='1:timing:raise'", "launch.memory_limit_gb=0.5"],
+    ["mode=forward", "baseline=none", "phases=false", "resume=true", "output=/some/where"],
+    ["hydra.sweep.dir=/some/where", "hydra/launcher=basic"],
+    ["~phases"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", GOOD, ids=" ".join)
+def test_good_overrides_have_no_problem(overrides):
+    assert problem(overrides) is None
+
+
+def within(limit_s: float, *arguments: str, cwd):
+    """The same command until it takes less than `limit_s`, three times at most: the machine may be busy."""
+    for _ in range(3):
+        start = time.monotonic()
+        done = python(*arguments, cwd=cwd)
+        if time.monotonic() - start < limit_s:
+            return done
+    raise AssertionError(f"{' '.join(arguments)} takes more than {limit_s} s")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["attention=zigzga"], ["attention=zigzga", "zigzag"]),
+        (["-m", "attention=ring", "seq_len=512,abc"], ["seq_len=abc"]),
+        (["seqlen=1024"], ["seqlen", "seq_len"]),
+        (["window=[1,2,3]"], ["window=[1, 2, 3]", "[left,right]"]),
+        (["seq_len=512,1024"], ["seq_len=512,1024", "-m"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_a_bad_command_line_ends_at_once_as_invalid(tmp_path, overrides, parts):
+    done = within(2, "-m", "runner", "output=out", *overrides, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    for part in ["invalid", *parts]:
+        assert part in line
+    values = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("result.json")]
+    assert values
+    for value in values:  # one for each try
+        assert value["status"] == "invalid"
+        assert f"invalid: {value['reason']}" == line
+
+
+def test_help_comes_at_once_and_shows_commands_groups_and_keys(tmp_path):
+    done = within(2, "-m", "runner", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for part in ("python -m runner -m attention=ring,zigzag", "ring_allgather", "qwen3_4b", "world_size", "catalog"):
+        assert part in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hydras_own_flags_still_work(tmp_path):
+    done = python("-m", "runner", "--cfg", "job", "seq_len=640", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "seq_len: 640" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["attention=zigzga"], ["seq_len=1001"]])
+def test_torch_is_not_needed_to_answer(tmp_path, arguments):
+    done = python("-X", "importtime", "-m", "runner", "output=out", *arguments, cwd=tmp_path)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "hydra" in imported
+    assert "torch" not in imported

@@ -1,0 +1,197 @@
+"""The experiment that comes out of a configuration: its rules and their messages, its defaults, its identity."""
+
+import json
+import re
+
+import pytest
+from composing import composed, python, resolved
+from omegaconf import OmegaConf
+
+from attention.variants import VARIANTS
+from runner.schema import Experiment, InvalidConfig, UnsupportedHere, identity, run_name
+
+# overrides, then what the message must say: the value, the rule, the way out
+INVALID = [
+    (["attention=ring", "seq_len=1001"], "seq_len=1001", "multiple of world_size = 2", "1000 would work"),
+    (["seq_len=1002"], "seq_len=1002", "multiple of 2 * world_size = 4", "would work"),
+    (["seq_len=0"], "seq_len=0", "whole number of at least 1"),
+    (["batch=-1"], "batch=-1", "whole number of at least 1"),
+    (["heads=8", "kv_heads=3"], "heads=8, kv_heads=3", "multiple of kv_heads", "[1, 2, 4, 8]"),
+    (["heads=4", "kv_heads=8"], "heads=4, kv_heads=8", "multiple of kv_heads", "[1, 2, 4]"),
+    (["attention=zigzag", "causal=false"], "causal=false", "zigzag", "ring and ring_allgather"),
+    (["attention=zigzag", "window=[512,0]"], "window=(512, 0)", "zigzag has no sliding window", "ring_allgather"),
+    (["attention=zigzag", "causal=false", "window=[512,0]"], "window=(512, 0)", "zigzag", "ring_allgather"),
+    (["world_size=0"], "world_size=0", "auto or a whole number of at least 1"),
+    (["world_size=-1"], "world_size=-1", "auto or a whole number of at least 1"),
+    (["world_size=abc"], "world_size=abc", "auto or a whole number of at least 1"),
+    (["world_size=1.5"], "world_size=1.5", "auto or a whole number of at least 1"),
+    (["world_size=true"], "world_size=True", "auto or a whole number of at least 1"),
+    (["window=[512]"], "window=[512]", "[left,right]", "window=[512,0]"),
+    (["window=[1,2,3]"], "window=[1, 2, 3]", "[left,right]", "window=[512,0]"),
+    (["attention=ring", "window=[-2,0]"], "window=(-2, 0)", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
+    (["attention=ring", "window=[4,-3]"], "window=(4, -3)", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
+    (["mode=foward"], "mode=foward", "did you mean forward"),
+    (["mode=train"], "mode=train", "known are forward, forward_backward"),
+    (["baseline=singel"], "baseline=singel", "did you mean single"),
+    (["timing.method=warmpu"], "timing.method=warmpu", "did you mean warmup"),
+    (["hardware.name=tpu"], "hardware=tpu", "did you mean cpu"),
+    (["attention.name=zig_zag"], "attention=zig_zag", "did you mean zigzag"),
+    (["timing.timing_runs=0"], "timing.timing_runs=0", "whole number of at least 1"),
+    (["timing.warmup_runs=-1"], "timing.warmup_runs=-1", "whole number of at least 0"),
+    (["timing=profiler", "timing.profile_runs=0"], "timing.profile_runs=0", "whole number of at least 1"),
+    (["launch.fault=kill"], "launch.fault=kill", "RANK:PHASE:raise|kill|hang|oom", "1:timing:raise"),
+    (["launch.fault=1:timing:explode"], "launch.fault=1:timing:explode", "RANK:PHASE:raise|kill|hang|oom"),
+    (["launch.fault=2:timing:kill"], "launch.fault=2:timing:kill", "rank below 2"),
+    (["launch.fault=x:timing:kill"], "launch.fault=x:timing:kill", "rank below 2"),
+    (["attention=ring", "+attention.stride=2"], "attention.stride", "ring has no such option", "its options: none"),
+    (["attention=ring_allgather", "+attention.stride=2"], "attention.stride", "its options: heads_k_stride"),
+    (["attention=ring_allgather", "attention.heads_k_stride=3"], "heads_k_stride=3", "divide kv_heads=8", "[1, 2, 4, 8]"),
+    (["attention=ring_allgather", "attention.heads_k_stride=0"], "heads_k_stride=0", "divide kv_heads=8", "[1, 2, 4, 8]"),
+    (["attention=ring_allgather", "attention.heads_k_stride=two"], "heads_k_stride=two"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "parts"), [(case[0], case[1:]) for case in INVALID], ids=lambda x: " ".join(x))
+def test_a_broken_rule_is_invalid_and_says_value_rule_and_way_out(overrides, parts):
+    with pytest.raises(InvalidConfig) as refusal:
+        resolved(*overrides)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+# overrides, GPUs, then the message as above
+UNSUPPORTED = [
+    (["world_size=4"], 2, "world_size=4", "a GPU of its own and this machine has 2", "world_size=2 or hardware=cpu"),
+    (["hardware=cuda", "world_size=3"], 2, "world_size=3", "this machine has 2", "world_size=2 or hardware=cpu"),
+    (["timing=cudagraph"], 0, "timing=cudagraph", "need a GPU", "timing=warmup works"),
+    (["timing=cudagraph", "hardware=cpu"], 2, "timing=cudagraph", "need a GPU", "timing=warmup works"),
+    (["timing.do_bench=true"], 0, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
+    (["timing.do_bench=true"], 2, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED, ids=lambda case: " ".join([*case[0], f"on {case[1]} GPUs"]))
+def test_what_the_machine_lacks_is_unsupported_and_says_what_would_work(case):
+    overrides, gpus, *parts = case
+    with pytest.raises(UnsupportedHere) as refusal:
+        resolved(*overrides, gpus=gpus)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_cuda_without_gpus_does_not_suggest_fewer_ranks():
+    with pytest.raises(UnsupportedHere, match="hardware=cpu") as refusal:
+        resolved("hardware=cuda", "world_size=2", gpus=0)
+    assert "world_size=1" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if not v.layout.replicated])
+@pytest.mark.parametrize("seq_len", [5, 1000, 1003])
+@pytest.mark.parametrize("world", [3, 7])
+def test_the_length_that_a_message_suggests_works(name, seq_len, world):
+    options = [f"attention={name}", f"world_size={world}"]
+    with pytest.raises(InvalidConfig) as refusal:
+        resolved(*options, f"seq_len={seq_len}")
+    better = re.search(r"(\d+) would work", str(refusal.value))[1]
+    assert resolved(*options, f"seq_len={better}").workload.seq_len == int(better)
+
+
+@pytest.mark.parametrize("fault", ["1:timing:raise", "0:phases:kill", "1:check_variant:hang", "0:start:oom"])
+def test_a_fault_can_be_asked_of_any_rank(fault):
+    assert resolved(f"launch.fault={fault}").launch["fault"] == fault
+
+
+def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
+    spec = resolved(gpus=0)
+    assert (spec.device, spec.world_size) == ("cpu", 2)
+    work = spec.workload
+    assert (work.batch, work.heads, work.kv_heads, work.head_dim, work.seq_len) == (2, 8, 8, 64, 1024)
+    assert (work.causal, work.window, work.dtype) == (True, (-1, -1), "bf16")
+    assert (spec.variant, spec.mode, spec.baseline, spec.phases) == ("zigzag", "forward_backward", "single", True)
+    assert spec.timing["warmup_ms"] == 0
+
+
+def test_defaults_with_gpus_are_a_model_s_layer_on_all_of_them():
+    spec = resolved(gpus=4)
+    assert (spec.device, spec.world_size) == ("cuda", 4)
+    work = spec.workload
+    assert (work.batch, work.heads, work.kv_heads, work.head_dim, work.seq_len) == (1, 32, 8, 128, 32_768)
+    assert spec.timing["warmup_ms"] == 200
+    assert resolved(gpus=1).world_size == 1
+
+
+def test_hardware_cpu_leaves_gpus_alone():
+    spec = resolved("hardware=cpu", gpus=4)
+    assert (spec.device, spec.world_size, spec.workload.seq_len) == ("cpu", 2, 1024)
+
+
+def test_what_is_given_takes_precedence_over_defaults():
+    spec = resolved("seq_len=2048", "world_size=1", "timing.warmup_ms=50", "seed=3", gpus=4, seed=99)
+    assert (spec.workload.seq_len, spec.world_size, spec.timing["warmup_ms"], spec.seed) == (2048, 1, 50, 3)
+    assert spec.workload.head_dim == 128
+    assert resolved(seed=99).seed == 99
+
+
+def test_kv_heads_follow_heads_where_only_those_are_given():
+    assert resolved("heads=16", gpus=1).workload.kv_heads == 16
+    assert resolved("heads=16", "kv_heads=2", gpus=1).workload.kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["attention=ring_allgather", "attention.heads_k_stride=2", "window=[512,0]", "launch.fault=1:timing:raise"],
+        ["config=qwen3_4b", "timing=adaptive", "dtype=fp32", "mode=forward", "launch.memory_limit_gb=1.5"],
+    ],
+)
+def test_an_experiment_survives_json(overrides):
+    spec = resolved(*overrides)
+    again = Experiment.from_plain(json.loads(json.dumps(spec.plain())))
+    assert again == spec
+    assert again.workload.mask == spec.workload.mask
+    assert hash(again.workload) == hash(spec.workload)  # a key of the caches
+
+
+MEASURED = [
+    "attention=ring", "config=medium", "seq_len=512", "batch=3", "causal=false", "window=[4,0]", "dtype=fp32",
+    "world_size=4", "kernel=math", "transport=gloo", "hardware=cpu", "timing=simple", "timing.timing_runs=11",
+    "seed=1", "mode=forward", "deterministic=true", "baseline=none", "check.enabled=false", "launch.memory_limit_gb=2",
+]  # fmt: skip
+
+
+def test_identity_differs_with_everything_that_is_measured():
+    found = [identity(composed(*overrides)) for overrides in [[], *([one] for one in MEASURED)]]
+    assert len(set(found)) == len(MEASURED) + 1
+    assert all(re.fullmatch("[0-9a-f]{8}", key) for key in found)
+
+
+def test_identity_does_not_depend_on_where_results_go_or_on_resuming():
+    plain = identity(composed("attention=ring"))
+    assert identity(composed("attention=ring", "output=/elsewhere", "resume=true")) == plain
+    assert identity(composed("attention=ring", "hydra.job.name=other", return_hydra_config=True)) == plain
+
+
+def test_identity_is_that_of_the_values_and_not_of_how_they_were_given():
+    assert identity(composed("seq_len=512", "heads=4")) == identity(composed("heads=4", "seq_len=512"))
+    assert identity(composed("attention=zigzag", "causal=true")) == identity(composed())
+    assert identity(OmegaConf.create(OmegaConf.to_container(composed()))) == identity(composed())
+
+
+def test_identity_is_the_same_in_another_process(tmp_path):
+    program = (
+        "from hydra import compose, initialize_config_module as module\n"
+        "from runner import schema\n"
+        "schema.register()\n"
+        "with module('runner.conf', version_base='1.3'): print(schema.identity(compose('config', ['seq_len=512'])))\n"
+    )
+    assert python("-c", program, cwd=tmp_path).stdout.strip() == identity(composed("seq_len=512"))
+
+
+def test_a_runs_name_tells_variant_workload_sizes_and_identity():
+    cfg = composed("attention=ring", "config=medium", "world_size=4", "dtype=fp32", "timing=simple")
+    assert run_name(cfg) == f"ring_medium_s8192_w4_fp32_simple_{identity(cfg)}"
+    odd = composed("config=tiny", "world_size='../x y'")
+    assert re.fullmatch(r"[A-Za-z0-9_.-]+", run_name(odd))
