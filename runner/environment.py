@@ -68,8 +68,9 @@ def _lines(path: str) -> list[str]:
 
 def _git() -> dict[str, Any] | None:
     commit = _output("git", "rev-parse", "HEAD", cwd=ROOT)
-    if commit is None:
-        return None
+    if commit is None:  # a copy without its history may be told
+        told = os.environ.get("RUNNER_GIT_COMMIT")
+        return {"commit": told, "dirty": None} if told else None
     return {"commit": commit, "dirty": bool(_output("git", "status", "--porcelain", cwd=ROOT))}
 
 

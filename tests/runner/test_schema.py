@@ -48,6 +48,11 @@ INVALID = [
     (["attention=ring_allgather", "attention.heads_k_stride=3"], "heads_k_stride=3", "divide kv_heads=8", "[1, 2, 4, 8]"),
     (["attention=ring_allgather", "attention.heads_k_stride=0"], "heads_k_stride=0", "divide kv_heads=8", "[1, 2, 4, 8]"),
     (["attention=ring_allgather", "attention.heads_k_stride=two"], "heads_k_stride=two"),
+    (["attention.name=null"], "attention=None", "not a variant"),
+    (["launch.nodes=0"], "launch.nodes=0", "whole number of at least 1"),
+    (["launch.nodes=2", "launch.endpoint=host:29500", "world_size=3"], "world_size=3", "launch.nodes=2"),
+    (["launch.nodes=2"], "launch.nodes=2", "launch.endpoint"),
+    (["seed=99999999999999999"], "seed=99999999999999999"),
 ]  # fmt: skip
 
 
