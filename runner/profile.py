@@ -20,6 +20,7 @@ from runner.rank import Rank
 from runner.timing import Stopwatch, Workpiece
 
 Span = tuple[float, float]
+ALIGNMENT = re.compile(r"AllReduce_MinMax_[ui]8")  # the stopwatch's, see runner.timing
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm", re.IGNORECASE)
 SHOWN = 40
 
@@ -48,6 +49,7 @@ def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
 def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
     """Of one rank's trace events (Chrome format, us). ms a profiled stretch."""
     compute: list[Span] = []
+    alignment: list[Span] = []
     communication: list[Span] = []
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -57,6 +59,9 @@ def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
         span = (float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0)))
         if device == "cuda":
             if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
+                continue
+            if ALIGNMENT.search(name):
+                alignment.append(span)
                 continue
             (communication if COMMUNICATION.search(name) else compute).append(span)
         elif name.startswith("comm_"):
@@ -71,6 +76,8 @@ def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
     both = overlap(compute, communication)
     everything = merged([*compute, *communication])
     length = everything[-1][1] - everything[0][0] if everything else 0.0
+    waited = sum(stop - start for start, stop in alignment if everything and start > everything[0][0])
+    length -= waited - overlap(alignment, everything)
     table = [
         {"kernel": name, "calls": len(us), "total_ms": sum(us) / 1e3, "mean_us": sum(us) / len(us)}
         for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))
@@ -100,8 +107,7 @@ def profile(
     with torch.profiler.profile(activities=activities, **extra) as profiler, recording(recorder):
         for _ in range(runs):
             for which in work.passes:
-                watch.settle()
-                me.barrier()  # not an all-reduce on the device: it would count as communication
+                watch.align()
                 work.run(which)
         watch.settle()
     recorder.spans.clear()

@@ -130,13 +130,13 @@ def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(alone, t
             with phase("comm_kv", 0):
                 time.sleep(0.01)
 
-    found, files = profile(alone, Sleeps(), CpuStopwatch(None), 2, tmp_path)
-    assert 20 <= found["compute_ms"] < 200
-    assert 10 <= found["communication_ms"] < 100
+    found, files = profile(alone, Sleeps(), CpuStopwatch(None), 4, tmp_path)
+    assert 20 <= found["compute_ms"] < 60
+    assert 10 <= found["communication_ms"] < 30
     assert found["overlapped_ms"] == pytest.approx(0, abs=0.01)
-    assert found["runs"] == 2
+    assert found["runs"] == 4
     assert files == ["trace_rank0.json.gz"]
     with gzip.open(tmp_path / files[0], "rt") as trace:
         names = [e["name"] for e in json.load(trace)["traceEvents"]]
-    assert names.count("comp_block") == names.count("comm_kv") == 2
+    assert names.count("comp_block") == names.count("comm_kv") == 4
     assert list(alone.folder.iterdir()) == []

@@ -115,7 +115,7 @@ def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
     assert (work.batch, work.heads, work.kv_heads, work.head_dim, work.seq_len) == (2, 8, 8, 64, 1024)
     assert (work.causal, work.window, work.dtype) == (True, (-1, -1), "bf16")
     assert (spec.variant, spec.mode, spec.baseline, spec.phases) == ("zigzag", "forward_backward", "single", True)
-    assert spec.timing["warmup_ms"] == 0
+    assert [spec.timing[key] for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [1, 0, 5]
 
 
 def test_defaults_with_gpus_are_a_model_s_layer_on_all_of_them():
@@ -123,7 +123,7 @@ def test_defaults_with_gpus_are_a_model_s_layer_on_all_of_them():
     assert (spec.device, spec.world_size) == ("cuda", 4)
     work = spec.workload
     assert (work.batch, work.heads, work.kv_heads, work.head_dim, work.seq_len) == (1, 32, 8, 128, 32_768)
-    assert spec.timing["warmup_ms"] == 200
+    assert [spec.timing[key] for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [3, 200, 20]
     assert resolved(gpus=1).world_size == 1
 
 
