@@ -126,6 +126,16 @@ def variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
+def check_stride(stride: int | None, kv_heads: int) -> int:
+    """The KV heads that a gather brings at a time, all for None. Raises ValueError when they don't divide."""
+    if stride is None:
+        return kv_heads
+    if not isinstance(stride, int) or isinstance(stride, bool) or stride < 1 or kv_heads % stride:
+        divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+        raise ValueError(f"heads_k_stride={stride}: must divide kv_heads={kv_heads}; it may be {divisors}")
+    return stride
+
+
 def check_heads(heads: int, kv_heads: int) -> None:
     """Raises ValueError unless every KV head serves the same number of query heads."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:

@@ -54,8 +54,8 @@ def _terminated(*_: Any) -> None:
 def main() -> int:
     # Hydra's parser wants -m before or behind all overrides; here it may stand anywhere
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))
-    arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
-    reason = overrides.problem(arguments)
+    arguments = overrides.of(sys.argv[1:])
+    reason = overrides.problem(arguments, multirun=sys.argv[1:2] in (["-m"], ["--multirun"]))
     if reason is not None:
         return refuse(reason, arguments)
     signal.signal(signal.SIGTERM, _terminated)

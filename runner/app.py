@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from rich.markup import escape
 
 from runner import display, environment, metrics, results
 from runner.launch import Outcome, Pool, WorldSpec
@@ -57,7 +58,7 @@ def execute(cfg: DictConfig) -> None:
     else:
         if value["correctness"] and value["correctness"].get("tensors"):
             display.run_table(value)
-        display.err.print(f"[red]{value['status']}[/]: {value['reason']}", soft_wrap=True)
+        display.err.print(f"[red]{value['status']}[/]: {escape(value['reason'])}", soft_wrap=True)
     display.out.print(f"Result: {_relative(folder)}", soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
@@ -163,7 +164,7 @@ def _memory(memory: dict[str, Any]) -> None:
 def run_line(value: dict[str, Any]) -> str:
     """One run of a sweep, in a line."""
     if value["status"] != "ok":
-        return f"{value['name']}: {value['status']}: {value['reason']}"
+        return escape(f"{value['name']}: {value['status']}: {value['reason']}")
     passes = value["timing"]["passes"]
     times = ", ".join(f"{which} {s['median']:.3f}" for which, s in passes.items())
     return f"{value['name']}: ok, {times} ms"

@@ -153,7 +153,7 @@ class World:
         now = time.time()
         here = {state["rank"]: state for state in states if state["job"] == self.jobs}
         if not here:
-            limit = max(timeout_s, self.spec.start_timeout_s)
+            limit = self.spec.start_timeout_s if self.jobs == 1 else timeout_s
             return (0, "start", limit) if now - started > limit else None
         late = []
         for rank in range(self.spec.world_size):

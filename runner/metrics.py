@@ -49,7 +49,7 @@ def compute(experiment: Experiment, median_ms: dict[str, float], ceilings: dict[
             "tokens_per_s": work.batch * work.seq_len / seconds,
             "tflops_per_device": whole[which] / seconds / experiment.world_size / 1e12,
             "bytes_received_by_rank": received,
-            "algbw_gb_s": most / seconds / 1e9,
+            "received_gb_s": most / seconds / 1e9,
         }
         if ceilings:
             entry |= _limit(experiment, chosen, problem, sizes, which, max(by_rank), most, ceilings, ms)

@@ -3,17 +3,49 @@ with the nearest names, for every value of a sweep at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import resources
+from itertools import product
 from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from attention.variants import nearest
+
+# Hydra's flags that take a value
+VALUED = (
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+    "--info",
+    "-i",
+)
+
+
+def of(arguments: list[str]) -> list[str]:
+    """The overrides among a command line's arguments, without Hydra's flags and their values."""
+    found = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument.startswith("-"):
+            skip = argument in VALUED
+        else:
+            found.append(argument)
+    return found
 
 
 def groups() -> dict[str, list[str]]:
@@ -26,12 +58,13 @@ def groups() -> dict[str, list[str]]:
     return found
 
 
-def problem(arguments: list[str]) -> str | None:
+def problem(arguments: list[str], multirun: bool = True) -> str | None:
     """What is wrong with the overrides, in one line, or None."""
     parser = OverridesParser.create()
     known = groups()
-    keys = []
-    chosen = []
+    keys: list[Override] = []
+    choices: list[list[str]] = []
+    sweeps = multirun or any(a.startswith(("+experiment=", "hydra.mode=")) for a in arguments)
     for text in arguments:
         try:
             override = parser.parse_override(text)
@@ -40,45 +73,62 @@ def problem(arguments: list[str]) -> str | None:
         name = override.key_or_group
         if name.startswith("hydra") or override.is_delete():
             continue
+        if override.is_sweep_override() and not sweeps:
+            return f"{text}: several values are a sweep; add -m"
         if name in known:
-            for value in _values(override):
+            if name == "experiment" and not override.is_add():
+                return f"{text}: an experiment is added to the defaults; write +{text}"
+            values = _values(override, known[name])
+            for value in values:
                 if value not in known[name]:
                     return f"{name}={value}: not a choice of {name}; {nearest(str(value), known[name])}"
-            chosen.append(f"{'+' if override.is_add() else ''}{name}={next(iter(_values(override)))}")
+            choices.append([f"{'+' if override.is_add() else ''}{name}={value}" for value in values])
         else:
             keys.append(override)
-    return _check_keys(keys, chosen) if keys else None
+    return _check_keys(keys, choices, known) if keys else None
 
 
-def _check_keys(keys: list[Override], chosen: list[str]) -> str | None:
+def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
+    # a variant's options differ: each variant of a sweep is composed, of the other groups the first choice
+    varied = [c if c[0].startswith("attention=") else c[:1] for c in choices]
     with initialize_config_module("runner.conf", version_base="1.3"):
-        try:
-            cfg = compose("config", overrides=chosen)
-        except HydraException as error:
-            return " ".join(str(error).split())
-    known = list(_paths(OmegaConf.to_container(cfg)))
+        for chosen in product(*varied):
+            try:
+                cfg = compose("config", overrides=list(chosen))
+            except HydraException as error:
+                return " ".join(str(error).split())
+            found = _against(cfg, keys, known)
+            if found is not None:
+                return found
+    return None
+
+
+def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str | None:
+    paths = list(_paths(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
     for override in keys:
         name = override.key_or_group
-        if name not in known and not override.is_add() and not override.is_force_add():
+        if name not in paths:
             if name.startswith("attention."):
-                options = [k for k in known if k.startswith("attention.") and k != "attention.name"]
-                return f"{name}: attention={cfg.attention.name} has no such option; its options: {', '.join(options) or 'none'}"
-            return f"{name}: not a key; {nearest(name, [*known, *groups()])}"
-        for value in _values(override):
+                options = [p for p in paths if p.startswith("attention.") and p != "attention.name"]
+                said = ", ".join(options) or "none"
+                return f"{name}: attention={cfg.attention.name} has no such option; its options: {said}"
+            return f"{name}: not a key; {nearest(name, [*paths, *known])}"
+        for value in _values(override, []):
             try:
-                OmegaConf.update(cfg, name, value, force_add=True)
+                OmegaConf.update(cfg, name, value)
             except (OmegaConfBaseException, ValueError) as error:
                 return f"{name}={value}: {str(error).splitlines()[0]}"
     return None
 
 
-def _values(override: Override) -> list[Any]:
-    if override.is_sweep_override():
-        return list(override.sweep_iterator())
-    return [override.value()]
+def _values(override: Override, choices: list[str]) -> list[Any]:
+    value = override.value()
+    if isinstance(value, Glob):
+        return value.filter(choices) or [str(value)]
+    return list(override.sweep_iterator()) if override.is_sweep_override() else [value]
 
 
-def _paths(tree: Any, prefix: str = "") -> Any:
+def _paths(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict):

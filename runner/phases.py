@@ -17,57 +17,90 @@ def _median(values: list[float]) -> float:
 
 def summarize(rows: list[Row], world: int) -> dict[str, Any]:
     """`rows` as recorded; those with phase `pass` are a rank's whole pass. For each pass: every phase's median over the
-    iterations on the slowest rank, its share of the pass, compute and exposed communication, the rest (`other`, mostly
-    the host and gaps), skew between the ranks' own work and the stragglers.
+    iterations on the slowest rank and its share of the pass; of the middle iteration compute, exposed communication and
+    the rest (`other`, mostly the host and gaps), skew between the ranks' own work and the stragglers.
 
     comp_* and wait_* lie one after another on the compute stream, so with `other` they add up to the pass; comm_* runs
     beside them."""
     result: dict[str, Any] = {}
     for which in dict.fromkeys(row["pass"] for row in rows):
-        sums: dict[int, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+        by_iteration: dict[int, list[dict[str, float]]] = defaultdict(
+            lambda: [defaultdict(float) for _ in range(world)]
+        )
         for row in rows:
             if row["pass"] == which:
-                sums[row["rank"]][row["phase"]][row["iteration"]] += row["ms"]
-        by_rank = [
-            {phase: _median(list(per_iteration.values())) for phase, per_iteration in sums[rank].items()}
-            for rank in range(world)
-        ]
-        result[which] = _of_pass(by_rank)
+                by_iteration[row["iteration"]][row["rank"]][row["phase"]] += row["ms"]
+        result[which] = _of_pass(list(by_iteration.values()))
     return result
 
 
-def _of_pass(by_rank: list[dict[str, float]]) -> dict[str, Any]:
-    totals = [phases.get("pass", 0.0) for phases in by_rank]
-    slowest = max(range(len(by_rank)), key=lambda rank: totals[rank])
-    phases = {name: ms for name, ms in by_rank[slowest].items() if name != "pass"}
-    total = totals[slowest]
+def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
+    ranks = range(len(iterations[0]))
 
-    def together(rank: int, prefix: str) -> float:
-        return sum(ms for name, ms in by_rank[rank].items() if name.startswith(prefix))
+    def medians(phase: str) -> list[float]:
+        """Over the iterations in which it was seen, by rank."""
+        seen = [[ranks_[rank][phase] for ranks_ in iterations if phase in ranks_[rank]] for rank in ranks]
+        return [_median(ms) if ms else 0.0 for ms in seen]
 
-    compute = [together(rank, "comp_") for rank in range(len(by_rank))]
-    exposed = [together(rank, "wait_") for rank in range(len(by_rank))]
-    transfer = [together(rank, "comm_") for rank in range(len(by_rank))]
-    middle = _median(compute)
+    totals = medians("pass")
+    slowest = max(ranks, key=lambda rank: totals[rank])
+    # sums are those of one iteration, the middle one, or they would not add up
+    middle = sorted(iterations, key=lambda ranks_: ranks_[slowest]["pass"])[(len(iterations) - 1) // 2]
+    total = middle[slowest]["pass"]
+    names = sorted({name for ranks_ in iterations for name in ranks_[slowest]} - {"pass"})
+
+    def together(prefix: str) -> list[float]:
+        return [sum(ms for name, ms in middle[rank].items() if name.startswith(prefix)) for rank in ranks]
+
+    compute, exposed, transfer = together("comp_"), together("wait_"), together("comm_")
+    usual = _median(compute)
     return {
         "rank": slowest,
         "total_ms": total,
         "phases": {
             name: {
-                "median_ms": ms,
-                "share": ms / total if total else 0.0,
-                "by_rank_ms": [r.get(name, 0.0) for r in by_rank],
+                "median_ms": medians(name)[slowest],
+                "share": medians(name)[slowest] / total if total else 0.0,
+                "by_rank_ms": medians(name),
             }
-            for name, ms in sorted(phases.items())
+            for name in names
         },
         "compute_ms": compute[slowest],
         "exposed_communication_ms": exposed[slowest],
         "transfer_ms": transfer[slowest],
-        "other_ms": max(0.0, total - compute[slowest] - exposed[slowest]),
+        "other_ms": total - compute[slowest] - exposed[slowest],
         "compute_share": compute[slowest] / total if total else 0.0,
         "communication_share": exposed[slowest] / total if total else 0.0,
         "compute_by_rank_ms": compute,
         "exposed_by_rank_ms": exposed,
-        "skew": (max(compute) - min(compute)) / middle if middle else 0.0,
-        "stragglers": [rank for rank, ms in enumerate(compute) if middle and ms > STRAGGLER * middle],
+        "skew": (max(compute) - min(compute)) / usual if usual else 0.0,
+        "stragglers": [rank for rank, ms in enumerate(compute) if usual and ms > STRAGGLER * usual],
     }
+
+
+def bandwidths(rows: list[Row], received: list[dict[str, dict[str, int]]]) -> dict[str, Any]:
+    """For each pass and each kind of transfer, on the rank that receives most: bytes, the transfer's own ms (its
+    `comm_*` phase, peers' lateness included) and nccl-tests' bandwidths in GB/s: busbw is what arrives at a rank,
+    algbw that of the whole gathered result, busbw W / (W - 1)."""
+    world = len(received)
+    result: dict[str, Any] = {}
+    for which in received[0]:
+        for what in dict.fromkeys(key for rank in received for key in rank[which]):
+            rank = max(range(world), key=lambda r: received[r][which].get(what, 0))
+            size = received[rank][which].get(what, 0)
+            per_iteration: dict[int, float] = defaultdict(float)
+            for row in rows:
+                if (row["pass"], row["rank"], row["phase"]) == (which, rank, f"comm_{what}"):
+                    per_iteration[row["iteration"]] += row["ms"]
+            ms = _median(list(per_iteration.values())) if per_iteration else 0.0
+            if size and ms:
+                busbw = size / ms / 1e6
+                entry = {
+                    "rank": rank,
+                    "bytes": size,
+                    "ms": ms,
+                    "busbw_gb_s": busbw,
+                    "algbw_gb_s": busbw * world / (world - 1),
+                }
+                result.setdefault(which, {})[what] = entry
+    return result

@@ -13,10 +13,16 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from attention.masks import Mask
-from attention.variants import VARIANTS, check_heads, nearest, variant
+from attention.variants import VARIANTS, check_heads, check_stride, nearest, variant
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODES = ("forward", "forward_backward")
+SEEDS = 1 << 31
+# where a run may be when a fault is provoked, in this order
+PHASES = (
+    "prepare", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "phases",
+    "profiler", "baseline", "finish",
+)  # fmt: skip
 BASELINES = ("single", "none")
 
 # what config=default stands for on each kind of hardware
@@ -220,7 +226,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
     name = cfg.attention.get("name", "")
     if name not in VARIANTS:
-        raise InvalidConfig(f"attention={name}: not a variant; {nearest(name, VARIANTS)}")
+        raise InvalidConfig(f"attention={name}: not a variant; {nearest(str(name), VARIANTS)}")
     chosen = variant(name)
     options = {k: v for k, v in _plain(cfg.attention).items() if k != "name"}
     for option in options:
@@ -234,15 +240,23 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     device = cfg.hardware.name if cfg.hardware.name != "auto" else ("cuda" if gpus else "cpu")
     work = workload(cfg, device)
     world = _world_size(cfg, device, gpus)
+    _check_nodes(cfg.launch, world)
+    if cfg.seed is not None and _positive("seed", cfg.seed, 0) >= SEEDS:
+        raise InvalidConfig(f"seed={cfg.seed}: must be below 2**31 = {SEEDS}")
     try:
         check_heads(work.heads, work.kv_heads)
         chosen.problem(work.cu_seqlens, world, work.mask)
+        if "heads_k_stride" in options:
+            check_stride(options["heads_k_stride"], work.kv_heads)
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
     _check_fault(cfg.launch.fault, world)
     timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
     for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0)):
         _positive(f"timing.{key}", timing[key], least)
+    for key in ("precision", "time_cap_s"):
+        if timing[key] <= 0:
+            raise InvalidConfig(f"timing.{key}={timing[key]}: must be above 0")
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["do_bench"] and (device != "cuda" or world > 1):
@@ -295,9 +309,19 @@ def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:
     if device == "cuda" and value > gpus * cfg.launch.nodes:
         raise UnsupportedHere(
             f"world_size={value}: each rank needs a GPU of its own and this machine has {gpus}; "
-            f"world_size={max(gpus, 1)} or hardware=cpu would work"
+            + (f"world_size={gpus} or hardware=cpu would work" if gpus else "hardware=cpu would work")
         )
     return value
+
+
+def _check_nodes(launch: DictConfig, world: int) -> None:
+    nodes = _positive("launch.nodes", launch.nodes)
+    if world % nodes:
+        raise InvalidConfig(f"world_size={world}: must be a multiple of launch.nodes={nodes}")
+    if nodes > 1 and not launch.endpoint:
+        raise InvalidConfig(
+            f"launch.nodes={nodes}: the nodes meet at launch.endpoint=HOST:PORT of the first one; none is given"
+        )
 
 
 FAULTS = ("raise", "kill", "hang", "oom")
@@ -312,3 +336,4 @@ def _check_fault(fault: str | None, world: int) -> None:
             f"launch.fault={fault}: must be RANK:PHASE:{'|'.join(FAULTS)} with a rank below {world}, "
             "for instance 1:timing:raise"
         )
+    _choice("launch.fault's phase", parts[1], PHASES)

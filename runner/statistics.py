@@ -41,14 +41,13 @@ def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple
     """The narrowest symmetric pair of order statistics that holds the median with at least that confidence, from the
     binomial distribution of how many samples lie below it; None when there are too few samples."""
     n = len(ordered)
-    tail = (1 - confidence) / 2
-    below = 0.0
-    k = -1
-    while k < n:
-        more = below + math.comb(n, k + 1) * 0.5**n
-        if more > tail:
-            break
-        below, k = more, k + 1
+    # of the 2**n ways in which samples fall below or above the median, `below` have at most k below; whole numbers,
+    # for floats overflow
+    tail = int((1 - confidence) / 2 * 2**53) * 2**n >> 53
+    below, ways, k = 0, 1, -1
+    while k + 1 < n and below + ways <= tail:
+        below, k = below + ways, k + 1
+        ways = ways * (n - k) // (k + 1)
     return (ordered[k], ordered[n - 1 - k]) if k >= 0 else None
 
 

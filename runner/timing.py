@@ -158,27 +158,28 @@ def adaptive(
     work: Workpiece,
     watch: Stopwatch,
     least: int,
-    precision: float,
-    time_cap_s: float,
-    decide: Callable[[Samples, float], bool],
+    decide: Callable[[Samples, float], bool | None],
     flush: Tensor | None = None,
     beat: Callable[[], None] | None = None,
 ) -> tuple[Samples, bool]:
-    """Sample in batches until `decide(samples so far, seconds)` says enough on every rank. Returns the samples and
-    whether the precision was met rather than the time cap."""
+    """Sample in batches until `decide(samples so far, seconds)` has a verdict, the same on every rank. Returns the
+    samples and whether the precision was met."""
     samples: Samples = {which: [] for which in work.passes}
     start = time.perf_counter()
     while True:
         for which, more in sample(work, watch, min(BATCH, max(least, 1)), flush, beat).items():
             samples[which] += more
-        if decide(samples, time.perf_counter() - start):
-            met = time.perf_counter() - start < time_cap_s
+        met = decide(samples, time.perf_counter() - start)
+        if met is not None:
             return samples, met
 
 
-def enough(slowest: Samples, least: int, precision: float) -> bool:
-    """Adaptive's stopping rule, on the slowest rank's time of each iteration."""
-    return all(statistics.settled(ms, precision, least) for ms in slowest.values())
+def verdict(slowest: Samples, least: int, precision: float, seconds: float, time_cap_s: float) -> bool | None:
+    """Adaptive's stopping rule, on the slowest rank's time of each iteration: True when every pass is known precisely
+    enough, False when the time is over, None to go on."""
+    if all(statistics.settled(ms, precision, least) for ms in slowest.values()):
+        return True
+    return False if seconds > time_cap_s else None
 
 
 def slowest(by_rank: list[Samples]) -> Samples:

@@ -72,7 +72,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         rows = _phases(me, work, watch, max(1, min(PHASE_RUNS, int(PHASES_S * 1e3 / total_ms))))
         result["phase_rows"] = rows
         result["phases"] = phases.summarize(rows, me.world)
-        result["comm"] = _received(me, work)
+        result["comm"] = _received(me, work, rows)
     if spec.timing["method"] == "profiler":
         me.say("profiler", iteration_s * 10)
         mine, files = profile.profile(me, work, watch, spec.timing["profile_runs"], folder)
@@ -164,14 +164,12 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         )
         if method == "adaptive":
 
-            def decide(so_far: Samples, seconds: float) -> bool:
+            def decide(so_far: Samples, seconds: float) -> bool | None:
                 slow = timing.slowest(me.gather(so_far))
-                done = timing.enough(slow, options["timing_runs"], options["precision"])
-                return me.agree(done or seconds > options["time_cap_s"])
+                least, precision, cap_s = (options[key] for key in ("timing_runs", "precision", "time_cap_s"))
+                return me.agree(timing.verdict(slow, least, precision, seconds, cap_s))
 
-            mine, note["precision_met"] = timing.adaptive(
-                piece, watch, options["timing_runs"], options["precision"], options["time_cap_s"], decide, flush, beat
-            )
+            mine, note["precision_met"] = timing.adaptive(piece, watch, options["timing_runs"], decide, flush, beat)
         else:
             mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
     by_rank = me.gather(mine)
@@ -229,8 +227,8 @@ def _phases(me: Rank, work: AttentionWork, watch: Stopwatch, runs: int) -> list[
     return [row for rank_rows in me.gather(rows) for row in rank_rows]
 
 
-def _received(me: Rank, work: AttentionWork) -> dict[str, Any]:
-    """Bytes that the transport really moved into each rank in one iteration, by pass."""
+def _received(me: Rank, work: AttentionWork, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Bytes that the transport really moved into each rank in one iteration, by pass, and each transfer's bandwidth."""
     counter = work.plan.transport.bytes_received
     counted = {}
     for which in work.passes:
@@ -238,7 +236,12 @@ def _received(me: Rank, work: AttentionWork) -> dict[str, Any]:
         work.run(which)
         counted[which] = dict(counter)
     work.release()
-    return {"bytes_received_by_rank": me.gather(counted), "transport": work.plan.transport.name}
+    by_rank = me.gather(counted)
+    return {
+        "transport": work.plan.transport.name,
+        "bytes_received_by_rank": by_rank,
+        "bandwidth": phases.bandwidths(rows, by_rank),
+    }
 
 
 def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str, Any]:

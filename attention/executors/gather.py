@@ -15,6 +15,7 @@ from attention.phases import phase
 from attention.tensors import add_, put_, take, token_dim, wide
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps
 from attention.transports import Handle
+from attention.variants import check_stride
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,7 @@ class HeadGroup:
 
 def head_groups(heads: int, kv_heads: int, stride: int | None) -> list[HeadGroup]:
     """Raises ValueError when the stride does not divide the KV heads."""
-    stride = kv_heads if stride is None else stride
-    if stride < 1 or kv_heads % stride:
-        divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        raise ValueError(f"heads_k_stride={stride}: must divide kv_heads={kv_heads}; it may be {divisors}")
+    stride = check_stride(stride, kv_heads)
     ratio = heads // kv_heads
     return [HeadGroup(h, h + stride, h * ratio, (h + stride) * ratio) for h in range(0, kv_heads, stride)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.phases import Recorder, phase, recording
-from runner.phases import summarize
+from runner.phases import bandwidths, summarize
 
 CPU = torch.device("cpu")
 
@@ -159,3 +159,10 @@ def test_a_span_measures_a_sleep_also_when_it_ends_in_an_error():
     (_, _, block), (_, _, wait) = recorder.take()
     assert 5 <= block < 100
     assert 10 <= wait < 100
+
+
+def test_bandwidths_are_those_of_the_transfer_on_the_rank_that_receives_most():
+    received = [{"forward": {"kv": 30_000_000}}, {"forward": {"kv": 10_000_000}}, {"forward": {"kv": 20_000_000}}]
+    found = bandwidths([*rows(0, "forward", 0, comm_kv=1.5), *rows(0, "forward", 1, comm_kv=1.5)], received)
+    # 30 MB in 1.5 ms are 20 GB/s; with three ranks the gathered whole is half as much again
+    assert found == {"forward": {"kv": {"rank": 0, "bytes": 30_000_000, "ms": 1.5, "busbw_gb_s": 20, "algbw_gb_s": 30}}}

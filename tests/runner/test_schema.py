@@ -103,7 +103,7 @@ def test_the_length_that_a_message_suggests_works(name, seq_len, world):
     assert resolved(*options, f"seq_len={better}").workload.seq_len == int(better)
 
 
-@pytest.mark.parametrize("fault", ["1:timing:raise", "0:phases:kill", "1:check_variant:hang", "0:start:oom"])
+@pytest.mark.parametrize("fault", ["1:timing:raise", "0:phases:kill", "1:check_variant:hang", "0:prepare:oom"])
 def test_a_fault_can_be_asked_of_any_rank(fault):
     assert resolved(f"launch.fault={fault}").launch["fault"] == fault
 

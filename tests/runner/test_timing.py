@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runner import timing
-from runner.timing import CpuStopwatch, adaptive, enough, overhead_ms, sample, simple, slowest, warm
+from runner.timing import CpuStopwatch, adaptive, overhead_ms, sample, simple, slowest, verdict, warm
 
 
 class Clock:
@@ -155,12 +155,12 @@ def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
 
 def settle_or_cap(least: int, precision: float, cap_s: float):
     """As the worker decides, in a world of one."""
-    return lambda so_far, seconds: enough(slowest([so_far]), least, precision) or seconds > cap_s
+    return lambda so_far, seconds: verdict(slowest([so_far]), least, precision, seconds, cap_s)
 
 
 def adapt(clock: Clock, least: int, cap_s: float, **durations: list[float]):
     decide = settle_or_cap(least, 0.01, cap_s)
-    return adaptive(Work(clock, **durations), Watch(clock), least, 0.01, cap_s, decide)
+    return adaptive(Work(clock, **durations), Watch(clock), least, decide)
 
 
 def test_adaptive_stops_at_the_least_number_when_settled(clock):
@@ -202,11 +202,11 @@ def test_adaptive_says_that_precision_was_met_also_when_the_last_batch_passed_th
 def test_adaptive_leaves_the_decision_to_rank_zero(clock):
     looked = []
 
-    def decide(so_far, seconds) -> bool:
+    def decide(so_far, seconds) -> bool | None:
         looked.append((len(so_far["forward"]), seconds))
-        return len(looked) == 2
+        return True if len(looked) == 2 else None
 
-    samples, _ = adaptive(Work(clock, forward=[5.0]), Watch(clock), 10, 0.01, 1e9, decide)
+    samples, _ = adaptive(Work(clock, forward=[5.0]), Watch(clock), 10, decide)
     assert len(samples["forward"]) == 20
     # ten aligned runs and a settling: 10 * 1005 + 1000 ms
     assert looked == [(10, pytest.approx(11.05)), (20, pytest.approx(22.1))]
