@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from attention.masks import Mask
 from attention.schedules import Problem, length, steps
@@ -29,28 +31,51 @@ def forward_flops(shapes: Shapes, pairs: int) -> int:
 
 def global_pairs(cu_seqlens: tuple[int, ...], mask: Mask) -> int:
     """(query, key) pairs under the mask, all sequences."""
-    return sum(mask.pairs(b - a, b - a) for a, b in itertools.pairwise(cu_seqlens))
+    return sum(mask.pairs(b - a, b - a) for a, b in pairwise(cu_seqlens))
 
 
-def rank_pairs(variant: Variant, problem: Problem) -> list[int]:
-    """The pairs that each rank computes."""
-    return [sum(step.pairs for step in steps(variant.schedule, problem, rank)) for rank in range(problem.world)]
+def problem_pairs(problem: Problem) -> int:
+    """(query, key) pairs that the whole problem needs, each once."""
+    if problem.q_tokens is not None:
+        return problem.q_tokens * problem.cu_seqlens[-1]
+    return global_pairs(problem.cu_seqlens, problem.mask)
 
 
-def bytes_received(variant: Variant, problem: Problem, shapes: Shapes, rank: int, backward: bool) -> dict[str, int]:
-    """Bytes that a rank receives in one forward (or backward alone), by what moves: `kv`, `dkv`, `q`."""
+def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:
+    """The forward FLOPs of each rank."""
+    by_place = [sum(step.pairs for step in steps(problem, place)) for place in range(problem.world)]
+    return [
+        forward_flops(shapes, by_place[rank // problem.ulysses]) // problem.ulysses for rank in range(problem.ranks)
+    ]
+
+
+def bytes_received(
+    variant: Variant,
+    problem: Problem,
+    shapes: Shapes,
+    rank: int,
+    backward: bool,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, int]:
+    """Bytes that a rank receives in one forward (or backward alone), by what moves: `kv`, `dkv`, and by exchange `q`,
+    `out`, `qkv`, `dqkv`, or the tree's reductions."""
+    options = {**variant.options, **(options or {})}
     kv_token = 2 * shapes.batch * shapes.kv_heads * shapes.head_dim * shapes.itemsize  # k and v
     q_token = shapes.batch * shapes.heads * shapes.head_dim * shapes.itemsize
-    found = {"kv": 0}
-    if variant.exchange == "ring":
-        count = len(steps(variant.schedule, problem, rank))
-        routes = [step_route(variant.schedule, problem, rank, i) for i in range(count)]
+    if variant.exchange == "tree":
+        return tree_bytes(problem, shapes, options)
+    found: dict[str, int] = {}
+    if variant.exchange == "all_to_all":
+        found = _heads_for_sequence(problem, shapes, backward)
+        kv_token = kv_token // shapes.kv_heads * kv_heads_each(problem, shapes)
+    if variant.exchange in ("ring", "all_to_all"):
+        place = rank // problem.ulysses
+        routes = [step_route(problem, place, i) for i in range(len(steps(problem, place)))]
         found["kv"] = sum(r.received_tokens for r in routes) * kv_token
         home = sum(r.reversed().received_tokens for r in routes)
     else:
-        moving = gather_move(variant.schedule, problem, rank).route
-        shard = problem.cu_seqlens[-1] // problem.world
-        everything = (problem.world - 1) * shard
+        moving = gather_move(problem, rank).route
+        everything = (problem.world - 1) * (problem.cu_seqlens[-1] // problem.world)
         found["kv"] = (moving.received_tokens if problem.mask.windowed else everything) * kv_token
         home = moving.reversed().received_tokens
         if problem.layout != problem.q_layout:
@@ -63,14 +88,91 @@ def bytes_received(variant: Variant, problem: Problem, shapes: Shapes, rank: int
     return found
 
 
-def kernel_bytes(variant: Variant, problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:
+def kv_heads_each(problem: Problem, shapes: Shapes) -> int:
+    """KV heads of a rank while it computes: its share, or one that several ranks replicate."""
+    return max(1, shapes.kv_heads // problem.ulysses)
+
+
+def _heads_for_sequence(problem: Problem, shapes: Shapes, backward: bool) -> dict[str, int]:
+    """The all-to-all's bytes: this rank's heads of the other ranks' tokens on the way in, its tokens of the other ranks'
+    heads on the way back."""
+    others = problem.ulysses - 1
+    tokens = problem.cu_seqlens[-1] // problem.ranks
+    element = shapes.batch * shapes.head_dim * shapes.itemsize * tokens * others
+    q = shapes.heads // problem.ulysses * element
+    kv = 2 * kv_heads_each(problem, shapes) * element
+    if backward:
+        return {"dout": q, "dqkv": q + kv}
+    return {"qkv": q + kv, "out": q}
+
+
+def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> dict[str, int]:
+    """A tree reduction's bytes, all in fp32. An all-reduce of n bytes counts 2 (W-1)/W n, what a rank receives in a
+    ring all-reduce; nccl-tests' convention."""
+    world = problem.world
+    rows = shapes.batch * shapes.heads * (problem.q_tokens or 0) * 4
+    whole = rows * (shapes.head_dim + 1)
+
+    def reduced(size: int) -> int:
+        return 2 * (world - 1) * size // world
+
+    how = options["reduce"]
+    if how == "three":
+        return {"max_lse": reduced(rows), "sum_den": reduced(rows), "sum_num": reduced(rows * shapes.head_dim)}
+    if how == "two":
+        return {"max_lse": reduced(rows), "sum_num_den": reduced(whole)}
+    if how == "hierarchical":
+        node = node_size(world, options)
+        return {"node": (node - 1) * whole, "nodes": (world // node - 1) * whole}
+    return {"partials": (world - 1) * whole}
+
+
+def node_size(world: int, options: Mapping[str, Any]) -> int:
+    """Ranks of a node for the hierarchical reduction: the option, else the largest divisor of the world up to 8, but
+    never the whole world where it divides. Raises ValueError when it doesn't divide."""
+    wanted = options.get("node_size")
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    if wanted is None:
+        return max((n for n in divisors if n <= 8 and n < world), default=1)
+    if wanted not in divisors:
+        raise ValueError(f"node_size={wanted}: must divide world_size={world}; it may be {divisors}")
+    return wanted
+
+
+def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:
     """The fewest bytes of device memory that a rank's kernels move: each block's inputs and outputs once."""
     total = 0
-    for step in steps(variant.schedule, problem, rank):
+    for step in steps(problem, rank // problem.ulysses):
         q_tokens = sum(b.q[1] - b.q[0] for b in step.blocks)
-        k_tokens = length(step.keys)
-        q_bytes = q_tokens * shapes.heads * shapes.head_dim
-        k_bytes = 2 * k_tokens * shapes.kv_heads * shapes.head_dim
+        q_bytes = q_tokens * shapes.heads // problem.ulysses * shapes.head_dim
+        k_bytes = 2 * length(step.keys) * kv_heads_each(problem, shapes) * shapes.head_dim
         # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv
         total += (4 * q_bytes + 2 * k_bytes) if backward else (2 * q_bytes + k_bytes)
     return total * shapes.batch * shapes.itemsize
+
+
+def peak_bytes(
+    variant: Variant, problem: Problem, shapes: Shapes, rank: int, options: Mapping[str, Any] | None = None
+) -> int:
+    """What a rank holds at the height of a forward beside its inputs: out, lse and the keys in flight. A model, without
+    the kernels' own scratch."""
+    options = {**variant.options, **(options or {})}
+    kv_token = 2 * shapes.batch * shapes.head_dim * shapes.itemsize
+    q_tokens = problem.q_tokens or problem.cu_seqlens[-1] // problem.ranks
+    out = shapes.batch * shapes.heads * q_tokens * (shapes.head_dim * shapes.itemsize + 4)
+    if variant.exchange == "tree":
+        return out + tree_bytes(problem, shapes, options).get("partials", out)
+    if variant.exchange == "gather":
+        stride = options["heads_k_stride"] or shapes.kv_heads
+        flying = 1 if stride == shapes.kv_heads else 2
+        # what arrived, and the same in sequence order
+        return out + flying * 2 * problem.cu_seqlens[-1] * stride * kv_token
+    place = rank // problem.ulysses
+    most = max((length(step.keys) for step in steps(problem, place) if step.owner != place), default=0)
+    ring = 2 * most * kv_heads_each(problem, shapes) * kv_token
+    widened = out * 4 // shapes.itemsize if problem.world > 1 else 0  # the running merge in fp32
+    if variant.exchange == "ring":
+        return out + widened + ring
+    tokens = problem.cu_seqlens[-1] // problem.world
+    mine = tokens * (shapes.heads // problem.ulysses * kv_token + kv_heads_each(problem, shapes) * kv_token)
+    return out + widened + ring + mine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels, transports
-from attention.executors import gather, ring
+from attention.executors import EXECUTORS
 from attention.executors.plan import Plan, masks_of, plan_steps
 from attention.kernels import Shape
 from attention.layouts import CuSeqlens, Shard, size
@@ -76,38 +76,43 @@ class ContextParallel:
         self.options = options
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.layout = variant.border(self.world, options)
         self.transports: dict[torch.device, Transport] = {}
         self.plans: dict[Any, Plan] = {}
 
     def __repr__(self) -> str:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
 
-    def shard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
+    def shard(self, x: Tensor, cu_seqlens: Packs = None, role: str | None = None) -> Tensor:
         """This rank's part of a global `[B, S, H, D]` or packed `[T, H, D]`, in the variant's layout; differentiable.
 
+        role: "q" or "kv", needed for a decode, where every rank has all queries.
         Raises ValueError when the sequences do not divide."""
-        mine = self._shards(x, _host(cu_seqlens, x))[self.rank]
+        if self.variant.decode:
+            if role not in ("q", "kv"):
+                raise ValueError(
+                    f'role={role!r}: {self.variant.name} shards keys and values only; give role="q" or "kv"'
+                )
+            if role == "q":
+                return x
+        mine = self._shards(_host(cu_seqlens, x))[self.rank]
         dim = token_dim(x)
-        index: list[Any] = [slice(None)] * x.dim()
-        parts = []
-        for r in mine:
-            index[dim] = slice(r.start, r.stop, r.step)
-            parts.append(x[tuple(index)])
+        parts = [_stretch(x, dim, r) for r in mine]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
     def unshard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
-        """The global tensor from every rank's part, on every rank. Differentiable: the gradient of a rank's part is its
-        part of the gradient, so each rank should compute the same loss."""
-        if self.variant.layout.replicated or self.world == 1:
-            shards = None
-        else:
-            total = x.shape[token_dim(x)] * self.world
-            shards = self._shards(x, _host(cu_seqlens, x, total))
-        return x if shards is None else _Unshard.apply(x, self, shards)
+        """The global tensor from every rank's part, on every rank; for out and the gradients of q, k and v (a decode's
+        out is whole already). Differentiable: the gradient of a rank's part is its part of the gradient, so each rank
+        should compute the same loss."""
+        if self.layout.replicated or self.variant.decode or self.world == 1:
+            return x
+        total = x.shape[token_dim(x)] * self.world
+        return _Unshard.apply(x, self, self._shards(_host(cu_seqlens, x, total)))
 
-    def _shards(self, x: Tensor, cu_seqlens: CuSeqlens) -> tuple[Shard, ...]:
-        return self.variant.layout.shards(cu_seqlens, self.world)
+    def _shards(self, cu_seqlens: CuSeqlens) -> tuple[Shard, ...]:
+        return self.layout.shards(cu_seqlens, self.world)
 
+    @torch.compiler.disable(reason="attention: the exchange between ranks runs outside the compiled graph")
     def __call__(
         self,
         q: Tensor,
@@ -118,67 +123,77 @@ class ContextParallel:
         scale: float | None = None,
         window: tuple[int, int] = (-1, -1),
         cu_seqlens: Packs = None,
+        kv_tokens: int | None = None,
         dropout: float = 0.0,
         return_lse: bool = False,
     ) -> Any:
         """Attention of this rank's queries over the global keys.
 
         q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads. `cu_seqlens`: the global ones,
-        for packed tensors. `scale` defaults to D^-0.5. `window` (left, right) in tokens, -1 unbounded.
+        for packed tensors. `scale` defaults to D^-0.5. `window` (left, right) in tokens, -1 unbounded. `kv_tokens`: of a
+        decode, how many keys there are on all ranks; by default this rank's times the world size.
         Returns out like q; with `return_lse` also the fp32 log-sum-exp `[B, H, s]` or `[H, t]`, not differentiable.
         Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
         when the kernel can't."""
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
-        plan = self._plan(q, k, v, causal, scale, (window[0], window[1]), cu_seqlens)
+        plan = self.plan(
+            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, kv_tokens=kv_tokens,
+            return_lse=return_lse,
+        )  # fmt: skip
         out, lse = _Attention.apply(q, k, v, plan)
         return (out, lse) if return_lse else out
 
-    def plan(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Plan:
-        """What a call with these arguments will do: the schedule bound to this rank, its kernel and its transport."""
-        causal, scale = options.get("causal", False), options.get("scale")
-        return self._plan(q, k, v, causal, scale, options.get("window", (-1, -1)), options.get("cu_seqlens"))
-
-    def _plan(
+    def plan(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        causal: bool,
-        scale: float | None,
-        window: tuple[int, int],
-        cu_seqlens: Packs,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: tuple[int, int] = (-1, -1),
+        cu_seqlens: Packs = None,
+        kv_tokens: int | None = None,
+        return_lse: bool = False,
     ) -> Plan:
-        _check_shapes(q, k, v, cu_seqlens)
-        replicated = self.variant.layout.replicated
-        total = q.shape[token_dim(q)] * (1 if replicated else self.world)
-        cu = _host(cu_seqlens, q, total)
+        """What a call with these arguments will do: the schedule bound to this rank, its kernel and its transport."""
+        _check_shapes(q, k, v, cu_seqlens, self.variant.decode)
+        held = k.shape[token_dim(k)]
+        total = kv_tokens if kv_tokens is not None else held * (1 if self.layout.replicated else self.world)
+        cu = _host(cu_seqlens, k, total)
         shape = Shape.of(q, k)
-        key = (shape, cu, causal, scale, window, cu_seqlens is not None, q.device)
+        q_tokens = q.shape[token_dim(q)]
+        window = (window[0], window[1])
+        key = (shape, cu, causal, scale, window, cu_seqlens is not None, q.device, return_lse, q_tokens)
         if key not in self.plans:
             mask = Mask.of(causal, window)
-            problem = self.variant.problem(cu, self.world, mask)
-            held = size(self.variant.layout.shards(cu, self.world)[self.rank])
-            if held != q.shape[token_dim(q)]:
-                raise ValueError(
-                    f"q has {q.shape[token_dim(q)]} tokens: rank {self.rank} holds {held} of cu_seqlens' {cu[-1]}"
-                )
-            if "heads_k_stride" in self.options:
-                gather.head_groups(shape.heads, shape.kv_heads, self.options["heads_k_stride"])
-            kernel = kernels.select(self.kernel_name, shape, masks_of(self.variant, problem))
+            problem = self.variant.problem(cu, self.world, mask, self.options, q_tokens)
+            share = size(self._shards(cu)[self.rank])
+            if held != share:
+                raise ValueError(f"k has {held} tokens: rank {self.rank} of {self.world} holds {share} of {cu[-1]}")
+            self.variant.check_options(self.options, shape.heads, shape.kv_heads, self.world)
+            if self.variant.decode and shape.backward:
+                raise ValueError(f"q.requires_grad=True: {self.variant.name} has no backward; call it under no_grad")
+            kernel = kernels.select(self.kernel_name, shape, masks_of(problem))
             scale = shape.head_dim**-0.5 if scale is None else scale
             packed = cu_seqlens is not None
+            place, head = divmod(self.rank, problem.ulysses)
             self.plans[key] = Plan(
                 self.variant,
                 problem,
-                self.rank,
+                place,
+                head,
+                shape.heads,
+                shape.kv_heads,
                 scale,
                 packed,
                 self.deterministic,
+                return_lse,
                 kernel,
                 self._transport(q.device),
                 self.options,
-                plan_steps(self.variant, problem, self.rank, scale, packed, self.deterministic, q.device),
+                plan_steps(problem, place, scale, packed, self.deterministic, q.device),
             )
         return self.plans[key]
 
@@ -188,7 +203,9 @@ class ContextParallel:
         return self.transports[device]
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs, decode: bool) -> None:
+    if decode and cu_seqlens is not None:
+        raise ValueError("cu_seqlens: a decode takes a batch of single sequences, [B, Sq, H, D] and [B, N, Hk, D]")
     expected = 3 if cu_seqlens is not None else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != expected:
@@ -196,7 +213,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs) -> None:
             raise ValueError(f"{name} has shape {list(x.shape)}: it must be {form}")
     if k.shape != v.shape:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: must have the same shape")
-    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+    same = (
+        (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1])
+        if decode
+        else ((*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1]))
+    )
+    if not same:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)}: may differ in the number of heads only")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(
@@ -211,7 +233,7 @@ def _host(cu_seqlens: Packs, x: Tensor, total: int | None = None) -> CuSeqlens:
     if cu_seqlens is None:
         return (0, total)
     cu = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, Tensor) else tuple(int(c) for c in cu_seqlens)
-    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in itertools.pairwise(cu)) or cu[-1] != total:
+    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)) or cu[-1] != total:
         shown = cu if len(cu) < 9 else (*cu[:4], "...", *cu[-3:])
         raise ValueError(f"cu_seqlens={shown}: must rise from 0 to the global number of tokens, {total}")
     return cu
@@ -245,27 +267,16 @@ def _stretch(x: Tensor, dim: int, r: range) -> Tensor:
     return x[tuple(index)]
 
 
-EXECUTORS = {"ring": ring, "gather": gather}
-
-
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, out and lse (in the layout they were computed in), nothing else."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        executor = EXECUTORS[plan.variant.exchange]
-        q_inner = gather.relayout(q, plan, to_compute=True)
-        out_inner, lse = executor.forward(q_inner, k, v, plan)
-        ctx.save_for_backward(q_inner, k, v, out_inner, lse)
+        out, lse, saved = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
+        ctx.save_for_backward(*saved)
         ctx.plan = plan
-        out = gather.relayout(out_inner, plan, to_compute=False)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         plan: Plan = ctx.plan
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = gather.relayout(dout.contiguous(), plan, to_compute=True)
-        dq, dk, dv = EXECUTORS[plan.variant.exchange].backward(dout, q, k, v, out, lse, plan)
-        return gather.relayout(dq, plan, to_compute=False), dk, dv, None
+        return *EXECUTORS[plan.variant.exchange].backward(dout.contiguous(), ctx.saved_tensors, plan), None

@@ -3,10 +3,10 @@ a list of `range`s of global token positions, in the order in which the rank sto
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 Shard = tuple[range, ...]
 CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the total
@@ -15,32 +15,45 @@ CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the to
 @dataclass(frozen=True)
 class Layout:
     """`split(length, world)` gives every rank's ranges of one sequence; a length must be a multiple of
-    `chunks * world`. With `per_sequence` each sequence of a pack is split by itself, without it the packed stream is
-    split as if it were one sequence. `replicated` means that every rank holds everything."""
+    `chunks * world`, unless the shards may be `uneven`. With `per_sequence` each sequence of a pack is split by itself,
+    without it the packed stream is split as if it were one sequence. `replicated` means that every rank holds
+    everything. With `inner` > 1 the layout is that of groups of so many ranks, and each rank of a group holds an equal
+    consecutive piece of the group's shard."""
 
     name: str
     chunks: int
     split: Callable[[int, int], tuple[Shard, ...]]
     per_sequence: bool = True
     replicated: bool = False
+    uneven: bool = False
+    inner: int = 1
 
     def check(self, cu_seqlens: CuSeqlens, world: int) -> None:
         """Raises ValueError when some sequence does not divide."""
-        if self.replicated:
+        if self.replicated or self.uneven:
             return
-        divisor = self.chunks * world
+        groups = world // self.inner
         lengths = _lengths(cu_seqlens) if self.per_sequence else [cu_seqlens[-1]]
+        single = len(cu_seqlens) == 2
         for length in lengths:
-            if length % divisor:
-                near = max(divisor, round(length / divisor) * divisor)
-                what = "seq_len" if len(cu_seqlens) == 2 else "a sequence of the pack has length"
-                if not self.per_sequence and len(cu_seqlens) > 2:
-                    what = "the pack's total"
-                times = f"{self.chunks} * world_size" if self.chunks > 1 else "world_size"
-                raise ValueError(
-                    f"{what}={length}: the {self.name} layout needs a multiple of {times} = {divisor}; "
-                    f"{near} would work"
-                )
+            what = "seq_len" if single else "a sequence of the pack has length"
+            if not single and not self.per_sequence:
+                what = "the pack's total"
+            times = "world_size" if self.inner == 1 else f"(world_size / {self.inner})"
+            self._divides(length, self.chunks * groups, what, f"{self.chunks} * {times}" if self.chunks > 1 else times)
+        if self.inner > 1:  # the pieces of a group's shard
+            least = world * (self.chunks if single else 1)
+            what = "seq_len" if single else "the pack's total"
+            self._divides(
+                cu_seqlens[-1], least, what, "world_size" if least == world else f"{self.chunks} * world_size"
+            )
+
+    def _divides(self, length: int, divisor: int, what: str, rule: str) -> None:
+        if length % divisor:
+            near = max(divisor, round(length / divisor) * divisor)
+            raise ValueError(
+                f"{what}={length}: the {self.name} layout needs a multiple of {rule} = {divisor}; {near} would work"
+            )
 
     def shards(self, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, ...]:
         """For each rank the ranges of global positions it holds."""
@@ -50,17 +63,36 @@ class Layout:
 @lru_cache(maxsize=256)
 def _shards(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, ...]:
     layout.check(cu_seqlens, world)
+    groups = world // layout.inner
     if not layout.per_sequence:
-        return layout.split(cu_seqlens[-1], world)
-    per_rank: list[list[range]] = [[] for _ in range(world)]
-    for start, stop in itertools.pairwise(cu_seqlens):
-        for rank, shard in enumerate(layout.split(stop - start, world)):
-            per_rank[rank] += [range(start + r.start, start + r.stop, r.step) for r in shard]
-    return tuple(tuple(ranges) for ranges in per_rank)
+        return layout.split(cu_seqlens[-1], groups)
+    per_group: list[list[range]] = [[] for _ in range(groups)]
+    for start, stop in pairwise(cu_seqlens):
+        for group, shard in enumerate(layout.split(stop - start, groups)):
+            per_group[group] += [range(start + r.start, start + r.stop, r.step) for r in shard]
+    if layout.inner == 1:
+        return tuple(tuple(ranges) for ranges in per_group)
+    return tuple(piece for ranges in per_group for piece in _cut(tuple(ranges), layout.inner))
+
+
+def _cut(shard: Shard, n: int) -> list[Shard]:
+    """A shard as n consecutive pieces of equal size."""
+    each = size(shard) // n
+    pieces = []
+    for i in range(n):
+        piece = []
+        at = 0
+        for r in shard:
+            a, b = max(i * each - at, 0), min((i + 1) * each - at, len(r))
+            if a < b:
+                piece.append(r[a:b])
+            at += len(r)
+        pieces.append(tuple(piece))
+    return pieces
 
 
 def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
-    return [b - a for a, b in itertools.pairwise(cu_seqlens)]
+    return [b - a for a, b in pairwise(cu_seqlens)]
 
 
 def size(shard: Shard) -> int:
@@ -99,6 +131,11 @@ def _replicated(length: int, world: int) -> tuple[Shard, ...]:
     return tuple((range(length),) for _ in range(world))
 
 
+def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
+    each = -(-length // world)
+    return tuple((range(min(r * each, length), min((r + 1) * each, length)),) for r in range(world))
+
+
 CONTIGUOUS = Layout("contiguous", 1, _contiguous)
 PACKED = Layout("packed contiguous", 1, _contiguous, per_sequence=False)
 ZIGZAG = Layout("zigzag", 2, _zigzag)
@@ -107,3 +144,5 @@ STRIPE = Layout("stripe", 1, _stripe)
 # same on every rank (the inner layout of ring_allgather)
 PAIRED = Layout("paired", 2, _paired)
 REPLICATED = Layout("replicated", 1, _replicated, replicated=True)
+# the keys of a decode: equal shards but for the last ranks', which may be short or empty
+DECODE = Layout("decode", 1, _ceiled, uneven=True)

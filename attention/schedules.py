@@ -6,10 +6,11 @@ the mask exactly once, and the executors, the cost functions and the transfers a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
-from attention.layouts import CuSeqlens, Layout
+from attention.layouts import CuSeqlens, Layout, size
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
@@ -17,9 +18,12 @@ SEQUENCE = -1  # the owner of keys that were gathered into sequence order
 
 @dataclass(frozen=True, slots=True)
 class Block:
+    """`group` numbers the query chunks that attend nested prefixes of one sequence's keys."""
+
     q: Interval
     k: Interval
     mask: Mask
+    group: int = 0
 
     @property
     def pairs(self) -> int:
@@ -41,9 +45,12 @@ class Step:
         return sum(b.pairs for b in self.blocks)
 
 
+StepsOf = Callable[["Problem", int], list[Step]]
+
+
 @dataclass(frozen=True)
 class Problem:
-    """What a schedule is made for. `layout` holds the keys and values, `q_layout` the queries while they are computed
+    """What `build` makes a schedule for. `layout` holds the keys and values, `q_layout` the queries while they are computed
     on; `cu_seqlens` are the global ones, (0, S) for a batch of single sequences."""
 
     cu_seqlens: CuSeqlens
@@ -51,9 +58,13 @@ class Problem:
     mask: Mask
     layout: Layout
     q_layout: Layout
+    build: StepsOf
+    q_tokens: int | None = None  # queries of a decode, which are no part of the sequence; None: as many as keys
+    ulysses: int = 1  # ranks that share one place in the schedule, each with its part of the heads
 
-
-StepsOf = Callable[[Problem, int], list[Step]]
+    @property
+    def ranks(self) -> int:
+        return self.world * self.ulysses
 
 
 def union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
@@ -72,10 +83,10 @@ def length(intervals: tuple[Interval, ...]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def steps(build: StepsOf, problem: Problem, rank: int) -> tuple[Step, ...]:
+def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The steps of one rank, cached: peers' steps are asked for as often as one's own, since what a rank sends is what
     its peers' steps need."""
-    return tuple(build(problem, rank))
+    return tuple(problem.build(problem, rank))
 
 
 def local(problem: Problem, rank: int) -> list[Step]:
@@ -119,19 +130,53 @@ def zigzag(problem: Problem, rank: int) -> list[Step]:
     return result
 
 
+def stripe(problem: Problem, rank: int) -> list[Step]:
+    """Striped shards, causal: keys of this and earlier ranks are seen up to one's own index, keys of later ranks up to the
+    index before."""
+    result = []
+    for i in range(problem.world):
+        owner = (rank - i) % problem.world
+        blocks = []
+        for at, n in _local_sequences(problem):
+            if owner <= rank and n:
+                blocks.append(Block((at, at + n), (at, at + n), CAUSAL))
+            elif n > 1:
+                blocks.append(Block((at + 1, at + n), (at, at + n - 1), CAUSAL))
+        result.append(Step(owner, tuple(blocks)))
+    return result
+
+
 def gather(problem: Problem, rank: int) -> list[Step]:
     """All needed keys in sequence order: each of the rank's query chunks is one block against its keys."""
     blocks = []
     at = 0
+    seen = [0] * len(problem.cu_seqlens)  # chunks of each sequence so far
     for chunk in problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]:
-        if chunk.step != 1 and len(chunk) > 1:
-            raise ValueError(f"the {problem.q_layout.name} layout's chunks are not contiguous; a gather needs them so")
-        for start, stop in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
+        assert chunk.step == 1 or len(chunk) < 2, f"the {problem.q_layout.name} layout's chunks are not contiguous"
+        for number, (start, stop) in enumerate(pairwise(problem.cu_seqlens)):
             a, b = max(chunk.start, start), min(chunk.stop, stop)
             if a < b:
-                blocks += _tiles(problem.mask, (a - start, b - start), at - (a - start), (0, stop - start), start)
+                found = _tiles(problem.mask, (a - start, b - start), at - (a - start), (0, stop - start), start)
+                blocks += [replace(block, group=seen[number]) for block in found]
+                seen[number] += 1
                 at += b - a
     return [Step(SEQUENCE, tuple(blocks))]
+
+
+def tree(problem: Problem, rank: int) -> list[Step]:
+    """Decode: all queries against one's own keys; the partial results are reduced over the ranks."""
+    return [step for step in ring_decode(problem, rank) if step.owner == rank]
+
+
+def ring_decode(problem: Problem, rank: int) -> list[Step]:
+    """Decode: all queries against every rank's keys in turn."""
+    result = []
+    for i in range(problem.world):
+        owner = (rank - i) % problem.world
+        n = size(problem.layout.shards(problem.cu_seqlens, problem.world)[owner])
+        blocks = (Block((0, problem.q_tokens or 0), (0, n), FULL),) if n else ()
+        result.append(Step(owner, blocks))
+    return result
 
 
 def _local_sequences(problem: Problem) -> Iterator[tuple[int, int]]:

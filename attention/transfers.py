@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attention.layouts import Shard
 from attention.masks import Interval
-from attention.schedules import SEQUENCE, Problem, StepsOf, length, steps
+from attention.schedules import SEQUENCE, Problem, length, steps
 
 Intervals = tuple[Interval, ...]
 
@@ -28,14 +28,14 @@ class Route:
         return sum(length(intervals) for _, intervals in self.receives)
 
 
-def step_route(build: StepsOf, problem: Problem, rank: int, i: int) -> Route:
+def step_route(problem: Problem, rank: int, i: int) -> Route:
     """What moves before step `i`: the keys that this rank's step needs come from their owner, and this rank's keys go
     to every rank whose step needs them. The receive intervals are the owner's."""
-    step = steps(build, problem, rank)[i]
+    step = steps(problem, rank)[i]
     receives = ((step.owner, step.keys),) if step.owner != rank and step.keys else ()
     sends = []
     for peer in range(problem.world):
-        theirs = steps(build, problem, peer)[i]
+        theirs = steps(problem, peer)[i]
         if peer != rank and theirs.owner == rank and theirs.keys:
             sends.append((peer, theirs.keys))
     return Route(tuple(sends), receives)
@@ -81,14 +81,14 @@ def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> M
     return Move(Route(tuple(sends), tuple(receives)), tuple(overlaps(sources[rank], targets[rank])))
 
 
-def needed_keys(build: StepsOf, problem: Problem, rank: int) -> Shard:
+def needed_keys(problem: Problem, rank: int) -> Shard:
     """The global positions of the keys that a gathering rank's blocks need, as ranges in sequence order."""
-    (step,) = steps(build, problem, rank)
+    (step,) = steps(problem, rank)
     assert step.owner == SEQUENCE
     return tuple(range(*interval) for interval in step.keys)
 
 
-def gather_move(build: StepsOf, problem: Problem, rank: int) -> Move:
+def gather_move(problem: Problem, rank: int) -> Move:
     """Every rank's shard to the keys that each rank needs."""
-    needs = tuple(needed_keys(build, problem, peer) for peer in range(problem.world))
+    needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))
     return move(problem.layout.shards(problem.cu_seqlens, problem.world), needs, rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from attention import layouts, schedules
@@ -13,7 +13,10 @@ from attention.layouts import CuSeqlens, Layout
 from attention.masks import Mask
 from attention.schedules import Problem, StepsOf
 
-Exchange = Literal["ring", "gather"]
+Exchange = Literal["ring", "gather", "all_to_all", "tree"]
+GROUPINGS = ("separate", "packed", "fused")
+REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
+RINGS = ("zigzag", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -31,28 +34,102 @@ class Variant:
     q_layout: Layout | None = None
     causal_only: bool = False
     windows: bool = True
-    packs: bool = True
+    packed: bool = False  # made for packs: a benchmark of it is one
+    decode: bool = False  # few replicated queries against sharded keys; forward only, never causal
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def problem(self, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Problem:
+    def ulysses(self, world: int, options: Mapping[str, Any]) -> int:
+        """Ranks among which heads are exchanged for sequence. Raises ValueError unless they divide the world."""
+        if self.exchange != "all_to_all":
+            return 1
+        wanted = options.get("ulysses_size", world if self.name == "ulysses" else None)
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        if wanted is None:  # as near to a square as it goes, the larger half within the groups
+            return next(n for n in divisors if n * n >= world)
+        if wanted not in divisors:
+            raise ValueError(f"ulysses_size={wanted}: must divide world_size={world}; it may be {divisors}")
+        return wanted
+
+    def border(self, world: int, options: Mapping[str, Any]) -> Layout:
+        """The layout in which a rank's tensors come in and go back."""
+        outer = self._outer(options)
+        inner = self.ulysses(world, options)
+        return replace(outer, inner=inner) if inner > 1 else outer
+
+    def _outer(self, options: Mapping[str, Any]) -> Layout:
+        return layouts.CONTIGUOUS if options.get("ring") == "contiguous" else self.layout
+
+    def steps(self, options: Mapping[str, Any]) -> StepsOf:
+        """The schedule, which an option may choose."""
+        return schedules.ring if options.get("ring") == "contiguous" else self.schedule
+
+    def problem(
+        self,
+        cu_seqlens: CuSeqlens,
+        world: int,
+        mask: Mask,
+        options: Mapping[str, Any] | None = None,
+        q_tokens: int | None = None,
+    ) -> Problem:
         """Raises ValueError when the variant cannot do this mask or these lengths in this world."""
-        if self.causal_only and not mask.causal:
-            if mask.right != 0:
+        options = {**self.options, **(options or {})}
+        self._check_mask(mask, options)
+        outer, ulysses = self._outer(options), self.ulysses(world, options)
+        q_layout = outer
+        if self.decode:
+            q_layout = layouts.REPLICATED
+        elif self.q_layout and mask.causal:
+            q_layout = self.q_layout
+        border = self.border(world, options)
+        for layout in sorted({border, q_layout}, key=lambda x: -x.chunks):  # the strictest speaks first
+            layout.check(cu_seqlens, world if layout == border else world // ulysses)
+        return Problem(
+            cu_seqlens,
+            world // ulysses,
+            mask,
+            outer,
+            q_layout,
+            self.steps(options),
+            q_tokens if self.decode else None,
+            ulysses,
+        )
+
+    def _check_mask(self, mask: Mask, options: Mapping[str, Any]) -> None:
+        if self.decode:
+            if not mask.full:
                 raise ValueError(
-                    f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; "
-                    "without causality ring and ring_allgather are balanced as they are"
+                    f"{mask.describe()} mask: {self.name} is a decode, whose queries see all keys; use causal=false without "
+                    "a window"
                 )
+            return
+        zigzag = options.get("ring") == "zigzag"
+        if (self.causal_only or zigzag) and mask.right != 0:
+            others = "usp with ring=contiguous" if zigzag else "ring, ring_allgather, llama3 and ulysses"
             raise ValueError(
-                f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; ring and ring_allgather do"
+                f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; not causal use "
+                f"{others}"
             )
-        if mask.windowed and not self.windows:
-            raise ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window")
-        if len(cu_seqlens) > 2 and not self.packs:
-            raise ValueError(f"cu_seqlens of {len(cu_seqlens) - 1} sequences: {self.name} takes single sequences only")
-        q_layout = self.q_layout if self.q_layout and mask.causal else self.layout
-        for layout in sorted({self.layout, q_layout}, key=lambda layout: -layout.chunks):  # the strictest speaks first
-            layout.check(cu_seqlens, world)
-        return Problem(cu_seqlens, world, mask, self.layout, q_layout)
+        if mask.windowed and (zigzag or not self.windows):
+            others = (
+                "ring=contiguous has one" if zigzag else "ring, ring_allgather, llama3, zigzag_llama3 and ulysses do"
+            )
+            raise ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {others}")
+
+    def check_options(self, options: Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
+        """Raises ValueError for an option's value that does not go with these heads in this world."""
+        if "heads_k_stride" in options:
+            check_stride(options["heads_k_stride"], kv_heads)
+        for name, known in (("grouping", GROUPINGS), ("reduce", REDUCTIONS), ("ring", RINGS)):
+            if name in options and options[name] not in known:
+                raise ValueError(f"{name}={options[name]}: {nearest(str(options[name]), known)}")
+        ulysses = self.ulysses(world, options)
+        if heads % ulysses or (kv_heads % ulysses and ulysses % kv_heads):
+            fits = [n for n in range(1, world + 1)
+                    if world % n == 0 and heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]  # fmt: skip
+            raise ValueError(
+                f"heads={heads}, kv_heads={kv_heads}: {self.name} gives each of {ulysses} ranks the same number of heads; "
+                f"a Ulysses size of {' or '.join(map(str, fits))} would work"
+            )
 
 
 VARIANTS: dict[str, Variant] = {}
@@ -85,6 +162,15 @@ _register(
     )
 )
 _register(
+    replace(
+        VARIANTS["ring"],
+        name="ring_varlen",
+        summary="ring on packs: every sequence of the pack is cut into contiguous shards",
+        use="packs of long sequences, when each is a multiple of the world size",
+        packed=True,
+    )
+)
+_register(
     Variant(
         "zigzag",
         "ring over chunks r and 2W-1-r of 2W, so that every rank has the same causal work",
@@ -92,6 +178,28 @@ _register(
         "causal training with little memory: two KV shards at a time",
         layouts.ZIGZAG,
         schedules.zigzag,
+        "ring",
+        causal_only=True,
+        windows=False,
+    )
+)
+_register(
+    replace(
+        VARIANTS["zigzag"],
+        name="zigzag_varlen",
+        summary="zigzag on packs: every sequence of the pack is cut into 2W chunks",
+        use="causal packs of long sequences with little memory",
+        packed=True,
+    )
+)
+_register(
+    Variant(
+        "stripe",
+        "ring over tokens t with t mod W = r: balanced to within a token, every step nearly causal",
+        "Striped Attention (Brandon et al., 2023)",
+        "causal training where the data is striped anyway; its blocks are half empty triangles",
+        layouts.STRIPE,
+        schedules.stripe,
         "ring",
         causal_only=True,
         windows=False,
@@ -108,6 +216,82 @@ _register(
         "gather",
         q_layout=layouts.PAIRED,
         options={"heads_k_stride": None},
+    )
+)
+_register(
+    Variant(
+        "llama3",
+        "an equal slice of the packed stream on each rank, across sequence borders; keys gathered, one call",
+        "The Llama 3 Herd of Models, section 3.3.2 (2024); ring-flash-attention's llama3 form (Zhu, 2024)",
+        "packs of any lengths; causal it is imbalanced within long sequences",
+        layouts.PACKED,
+        schedules.gather,
+        "gather",
+        packed=True,
+        options={"heads_k_stride": 1},
+    )
+)
+_register(
+    Variant(
+        "zigzag_llama3",
+        "zigzag chunks, keys gathered: each chunk is one call against its prefix, no merges",
+        "Llama 3's gathering with zigzag balance (ring-flash-attention's zigzag_llama3, 2024)",
+        "causal training on fast links: the fastest form while the gathered KV fits",
+        layouts.ZIGZAG,
+        schedules.gather,
+        "gather",
+        causal_only=True,
+        options={"heads_k_stride": None, "grouping": "separate"},
+    )
+)
+_register(
+    Variant(
+        "ulysses",
+        "heads exchanged for sequence before and after a local call over the whole sequence",
+        "DeepSpeed-Ulysses (Jacobs et al., 2023)",
+        "many heads on few ranks: least communication when W > 1 + H / Hk",
+        layouts.CONTIGUOUS,
+        schedules.local,
+        "all_to_all",
+    )
+)
+_register(
+    Variant(
+        "usp",
+        "Ulysses within groups of ulysses_size ranks, a ring across the groups",
+        "USP: A Unified Sequence Parallelism Approach (Fang and Zhao, 2024)",
+        "more ranks than heads allow, or nodes: all-to-all on the fast links, the ring across",
+        layouts.ZIGZAG,
+        schedules.zigzag,
+        "all_to_all",
+        options={"ulysses_size": None, "ring": "zigzag"},
+    )
+)
+_register(
+    Variant(
+        "tree",
+        "decode: each rank attends its shard of the keys, the partial results are reduced over the ranks",
+        "Tree Attention (Shyam et al., 2024)",
+        "decoding over very long contexts",
+        layouts.DECODE,
+        schedules.tree,
+        "tree",
+        windows=False,
+        decode=True,
+        options={"reduce": "packed", "node_size": None},
+    )
+)
+_register(
+    Variant(
+        "ring_decode",
+        "decode: every rank's keys go round and each rank computes everything",
+        "Ring Attention (Liu et al., 2023), as Tree Attention (2024) compares with it",
+        "the comparison that the tree is made for",
+        layouts.DECODE,
+        schedules.ring_decode,
+        "ring",
+        windows=False,
+        decode=True,
     )
 )
 

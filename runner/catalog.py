@@ -19,8 +19,8 @@ from runner import display, overrides, schema
 def attention() -> Table:
     table = _table("Variants: attention=NAME", "name", "what it is", "when to use it", "can", "options", "source")
     for v in VARIANTS.values():
-        can = ["causal"] + ([] if v.causal_only else ["not causal", *(["window"] if v.windows else [])])
-        can += ["packs"] if v.packs else []
+        can = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
+        can += (["window"] if v.windows else []) + ([] if v.decode else ["packs"])
         options = ", ".join(f"{key}={value}" for key, value in v.options.items())
         table.add_row(v.name, v.summary, v.use, ", ".join(can), options, v.source)
     return table
@@ -40,8 +40,8 @@ def config() -> Table:
     for cfg in sorted(entries, key=lambda e: (order.index(e.category), e.seq_len, e.batch * e.heads)):
         work = schema.workload(cfg, "cpu")
         sizes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
-        flops = costs.forward_flops(sizes, costs.global_pairs(work.cu_seqlens, work.mask))
-        elements = work.batch * work.seq_len * work.head_dim * (work.heads + 2 * work.kv_heads)
+        flops = costs.forward_flops(sizes, work.pairs)
+        elements = work.batch * work.head_dim * (work.queries * work.heads + 2 * work.seq_len * work.kv_heads)
         heads = f"{work.heads}:{work.kv_heads}" if work.heads != work.kv_heads else f"{work.heads}"
         table.add_row(
             cfg.category, cfg.config, f"{work.batch}", heads, f"{work.head_dim}", f"{work.seq_len:,}",

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import costs
 from attention.kernels import KERNELS, Call, Shape, select
 from runner.rank import Rank
 from runner.schema import Experiment, Workload
@@ -57,7 +56,8 @@ class _Error:
 
 @dataclass
 class _Piece:
-    """One batch element's KV head with the query heads it serves, as `[1, S, G, D]` and `[1, S, 1, D]`."""
+    """One batch element's KV head with the query heads it serves, as `[1, S, G, D]` and `[1, S, 1, D]` (packed
+    `[T, G, D]` and `[T, 1, D]`)."""
 
     batch: int
     head: int
@@ -71,7 +71,7 @@ def pieces_of(work: Workload, world: int, rank: int, limit_tflop: float, backwar
     """This rank's pieces and the share of all pieces that is checked; every rank has one at least when there are
     enough."""
     everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
-    pairs = costs.global_pairs(work.cu_seqlens, work.mask)
+    pairs = work.pairs
     one = 4 * (work.heads // work.kv_heads) * work.head_dim * pairs * (3.5 if backward else 1) / 1e12
     wanted = min(len(everything), max(1, int(limit_tflop / one)))
     # spread over batch and heads
@@ -85,7 +85,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     spec, tolerance = experiment.workload, experiment.dtype
     backward = work.backward
     limit = experiment.check["max_tflop"] or MAX_TFLOP[experiment.device]
-    pairs = costs.global_pairs(spec.cu_seqlens, spec.mask)
+    pairs = spec.pairs
     tflop = 4 * spec.batch * spec.heads * spec.head_dim * pairs * (3.5 if backward else 1) / 1e12
     dtype = torch.float64 if tflop <= FP64_TFLOP[experiment.device] else torch.float32
 
@@ -96,7 +96,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     if backward:
         work.run("backward")
         results |= dict(zip(("dq", "dk", "dv"), work.gradients, strict=True))
-    results = {name: work.fn.unshard(x) for name, x in results.items()}
+    results = {name: work.fn.unshard(x, work.packs) for name, x in results.items()}
     work.release()
 
     key = (spec, experiment.seed, backward, dtype, me.world, limit)
@@ -121,7 +121,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
         for name, reference in piece.reference.items():
             heads = kv_head if name in ("dk", "dv") else q_heads
             rtol = atol if name == "out" else grad_atol
-            errors[name].add(results[name][piece.batch : piece.batch + 1, :, heads], reference, rtol)
+            errors[name].add(_part(results[name], piece.batch, heads), reference, rtol)
             local[name].add(mine_locally[name], reference, rtol)
         if sum(t.numel() * t.element_size() for t in piece.reference.values()) * len(pieces) > CACHED_BYTES:
             piece.reference = {}
@@ -134,6 +134,18 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
         "kernel": work.plan.kernel.name,
         "checked_share": share,
     })  # fmt: skip
+
+
+def _part(x: Tensor, batch: int, heads: slice) -> Tensor:
+    """A piece of `[B, S, H, D]`, or of a pack `[T, H, D]`."""
+    return x[:, heads] if x.dim() == 3 else x[batch : batch + 1, :, heads]
+
+
+def _call(spec: Workload, device: torch.device) -> Call:
+    scale = spec.head_dim**-0.5
+    if spec.seqlens is None:
+        return Call(scale, spec.mask)
+    return Call.of_packed(scale, spec.mask, spec.seqlens, spec.seqlens, device)
 
 
 def _verdict(
@@ -185,13 +197,13 @@ def _piece_inputs(spec: Workload, piece: _Piece, seed: int, device: torch.device
     for name in ("q", "k", "v", *(("dout",) if backward else ())):
         x = global_input(spec, name, seed, device, piece.batch)
         start, count = (piece.head, 1) if name in ("k", "v") else (piece.head * group, group)
-        found[name] = x[:, :, start : start + count].contiguous()
+        found[name] = x[..., start : start + count, :].contiguous()
     return found
 
 
 def _reference(inputs: dict[str, Tensor], spec: Workload, dtype: torch.dtype) -> dict[str, Tensor]:
     exact = KERNELS["math"]
-    call = Call(spec.head_dim**-0.5, spec.mask)
+    call = _call(spec, inputs["q"].device)
     with _exact_matmul():
         q, k, v = (inputs[name].to(dtype) for name in ("q", "k", "v"))
         out, lse = exact.forward(q, k, v, call)
@@ -217,7 +229,7 @@ def _local(inputs: dict[str, Tensor], spec: Workload, experiment: Experiment, wo
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     shape = Shape.of(q, k)
     kernel = select(experiment.kernel, shape, (spec.mask,)) if experiment.kernel == "auto" else work.plan.kernel
-    call = Call(spec.head_dim**-0.5, spec.mask)
+    call = _call(spec, q.device)
     out, lse = kernel.forward(q, k, v, call)
     found = {"out": out}
     if "dout" in inputs:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from attention import costs
-from attention.variants import variant
+from attention.schedules import Problem
+from attention.variants import Variant, variant
 from runner.schema import Experiment
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -19,7 +20,7 @@ def shapes(experiment: Experiment) -> costs.Shapes:
 def flops(experiment: Experiment) -> dict[str, int]:
     """Of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
     work = experiment.workload
-    forward = costs.forward_flops(shapes(experiment), costs.global_pairs(work.cu_seqlens, work.mask))
+    forward = costs.forward_flops(shapes(experiment), work.pairs)
     found = {"forward": forward}
     if experiment.mode == "forward_backward":
         found["backward"] = int(forward * costs.BACKWARD)
@@ -31,46 +32,46 @@ def compute(experiment: Experiment, median_ms: dict[str, float], ceilings: dict[
     """From the slowest rank's medians (pass to ms) and this machine's ceilings."""
     work = experiment.workload
     chosen = variant(experiment.variant)
-    problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask)
+    problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, experiment.options, work.q_len)
     sizes = shapes(experiment)
     whole = flops(experiment)
-    by_rank = [costs.forward_flops(sizes, pairs) for pairs in costs.rank_pairs(chosen, problem)]
+    by_rank = costs.rank_flops(problem, sizes)
     found: dict[str, Any] = {
-        "tokens": work.batch * work.seq_len,
+        "tokens": work.batch * work.queries,
         "flops": whole,
         "flops_forward_by_rank": by_rank,
         "passes": {},
     }
     for which, ms in median_ms.items():
         seconds = ms / 1e3
-        received = _received(chosen, problem, sizes, which)
+        received = _received(chosen, problem, sizes, which, experiment.options)
         most = max(sum(r.values()) for r in received)
         entry = {
-            "tokens_per_s": work.batch * work.seq_len / seconds,
+            "tokens_per_s": work.batch * work.queries / seconds,
             "tflops_per_device": whole[which] / seconds / experiment.world_size / 1e12,
             "bytes_received_by_rank": received,
             "received_gb_s": most / seconds / 1e9,
         }
         if ceilings:
-            entry |= _limit(experiment, chosen, problem, sizes, which, max(by_rank), most, ceilings, ms)
+            entry |= _limit(problem, sizes, which, max(by_rank), most, ceilings, ms)
         found["passes"][which] = entry
     return found
 
 
-def _received(chosen: Any, problem: Any, sizes: costs.Shapes, which: str) -> list[dict[str, int]]:
+def _received(
+    chosen: Variant, problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any]
+) -> list[dict[str, int]]:
     def one(rank: int, backward: bool) -> dict[str, int]:
-        return costs.bytes_received(chosen, problem, sizes, rank, backward)
+        return costs.bytes_received(chosen, problem, sizes, rank, backward, options)
 
     if which != "total":
-        return [one(rank, which == "backward") for rank in range(problem.world)]
-    both = [(one(rank, False), one(rank, True)) for rank in range(problem.world)]
+        return [one(rank, which == "backward") for rank in range(problem.ranks)]
+    both = [(one(rank, False), one(rank, True)) for rank in range(problem.ranks)]
     return [{key: f.get(key, 0) + b.get(key, 0) for key in {*f, *b}} for f, b in both]
 
 
 def _limit(
-    experiment: Experiment,
-    chosen: Any,
-    problem: Any,
+    problem: Problem,
     sizes: costs.Shapes,
     which: str,
     most_flops: int,
@@ -82,8 +83,7 @@ def _limit(
     times = {"forward": 1.0, "backward": costs.BACKWARD, "total": 1 + costs.BACKWARD}[which]
     passes = {"forward": [False], "backward": [True], "total": [False, True]}[which]
     moved = max(
-        sum(costs.kernel_bytes(chosen, problem, sizes, rank, backward) for backward in passes)
-        for rank in range(problem.world)
+        sum(costs.kernel_bytes(problem, sizes, rank, backward) for backward in passes) for rank in range(problem.ranks)
     )
     terms = {
         "compute": most_flops * times / ceilings["matmul_tflops"] / 1e9,

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from attention import costs
 from attention.masks import Mask
-from attention.variants import VARIANTS, check_heads, check_stride, nearest, variant
+from attention.variants import VARIANTS, Variant, check_heads, nearest, variant
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODES = ("forward", "forward_backward")
@@ -109,11 +112,15 @@ class RunConf:
     kv_heads: int | None = None
     head_dim: int | None = None
     seq_len: int | None = None
+    q_len: int | None = None  # queries of a decode, on every rank; null: 1 for a decode, else as many as keys
+    seqlens: Any = None  # lengths of a pack's sequences: [..], random, or null: what the variant is made for
+    seqlens_mean: int | None = None  # seqlens=random; null: an eighth of seq_len
+    seqlens_std: int | None = None  # null: half of the mean
     causal: bool = True
     window: list[int] = field(default_factory=lambda: [-1, -1])
     world_size: Any = "auto"
     seed: int | None = None  # null: a fresh one each invocation, recorded
-    mode: str = "forward_backward"
+    mode: str | None = None  # forward or forward_backward; null: both where there is a backward
     baseline: str = "single"
     phases: bool = True
     deterministic: bool = False
@@ -157,6 +164,8 @@ class Workload:
     causal: bool
     window: tuple[int, int]
     dtype: str
+    q_len: int | None = None  # of a decode
+    seqlens: tuple[int, ...] | None = None  # of a pack, which has batch 1 and seq_len tokens in all
 
     @property
     def mask(self) -> Mask:
@@ -164,14 +173,27 @@ class Workload:
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
-        return (0, self.seq_len)
+        return (0, *accumulate(self.seqlens)) if self.seqlens else (0, self.seq_len)
+
+    @property
+    def queries(self) -> int:
+        return self.seq_len if self.q_len is None else self.q_len
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs under the mask, of one batch element."""
+        if self.q_len is not None:
+            return self.q_len * self.seq_len
+        return costs.global_pairs(self.cu_seqlens, self.mask)
 
     def describe(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
-        return (
-            f"batch {self.batch}, {self.seq_len:,} tokens, {heads} heads of {self.head_dim}, "
-            f"{self.mask.describe()}, {self.dtype}"
-        )
+        tokens = f"{self.seq_len:,} tokens"
+        if self.q_len is not None:
+            tokens = f"{self.q_len} quer{'y' if self.q_len == 1 else 'ies'} on {self.seq_len:,} keys"
+        elif self.seqlens:
+            tokens += f" in {len(self.seqlens)} sequences"
+        return f"batch {self.batch}, {tokens}, {heads} heads of {self.head_dim}, {self.mask.describe()}, {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -202,6 +224,7 @@ class Experiment:
     def from_plain(plain: dict[str, Any]) -> Experiment:
         workload = dict(plain["workload"])
         workload["window"] = tuple(workload["window"])
+        workload["seqlens"] = tuple(workload["seqlens"]) if workload["seqlens"] else None
         return Experiment(**{**plain, "workload": Workload(**workload)})
 
 
@@ -234,20 +257,23 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
             known = ", ".join(chosen.options) or "none"
             raise InvalidConfig(f"attention.{option}: {name} has no such option; its options: {known}")
     _choice("timing.method", cfg.timing.method, TIMING_METHODS)
-    _choice("mode", cfg.mode, MODES)
+    mode = cfg.mode or ("forward" if chosen.decode else "forward_backward")
+    _choice("mode", mode, MODES)
+    if chosen.decode and mode != "forward":
+        raise InvalidConfig(f"mode={mode}: {name} is a decode and has no backward; use mode=forward")
     _choice("baseline", cfg.baseline, BASELINES)
     _choice("hardware", cfg.hardware.name, ("auto", "cpu", "cuda"))
     device = cfg.hardware.name if cfg.hardware.name != "auto" else ("cuda" if gpus else "cpu")
-    work = workload(cfg, device)
+    chosen_seed = seed if cfg.seed is None else cfg.seed
+    work = workload(cfg, device, chosen, chosen_seed)
     world = _world_size(cfg, device, gpus)
     _check_nodes(cfg.launch, world)
     if cfg.seed is not None and _positive("seed", cfg.seed, 0) >= SEEDS:
         raise InvalidConfig(f"seed={cfg.seed}: must be below 2**31 = {SEEDS}")
     try:
         check_heads(work.heads, work.kv_heads)
-        chosen.problem(work.cu_seqlens, world, work.mask)
-        if "heads_k_stride" in options:
-            check_stride(options["heads_k_stride"], work.kv_heads)
+        chosen.problem(work.cu_seqlens, world, work.mask, options, work.q_len)
+        chosen.check_options(options, work.heads, work.kv_heads, world)
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
     _check_fault(cfg.launch.fault, world)
@@ -273,16 +299,17 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         timing=timing,
         check=_plain(cfg.check),
         launch=_plain(cfg.launch),
-        seed=seed if cfg.seed is None else cfg.seed,
-        mode=cfg.mode,
+        seed=chosen_seed,
+        mode=mode,
         baseline=cfg.baseline,
         phases=cfg.phases,
         deterministic=cfg.deterministic,
     )
 
 
-def workload(cfg: DictConfig, device: str) -> Workload:
-    """The sizes of a composed configuration; those left open are filled in for `device`. Raises InvalidConfig."""
+def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: int = 0) -> Workload:
+    """The sizes of a composed configuration; those left open are filled in for `device` and the variant. Raises
+    InvalidConfig."""
     sizes = {
         key: _positive(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
         for key in ("batch", "heads", "kv_heads", "head_dim", "seq_len")
@@ -292,12 +319,60 @@ def workload(cfg: DictConfig, device: str) -> Workload:
     window = list(cfg.window)
     if len(window) != 2:
         raise InvalidConfig(f"window={window}: must be [left,right], for instance window=[512,0]")
-    found = Workload(**sizes, causal=cfg.causal, window=(window[0], window[1]), dtype=cfg.dtype.name)
+    decode = chosen is not None and chosen.decode
+    q_len = None if cfg.q_len is None else _positive("q_len", cfg.q_len)
+    if q_len is not None and chosen is not None and not decode:
+        raise InvalidConfig(
+            f"q_len={q_len}: {chosen.name} is self-attention, with as many queries as keys; q_len is for tree and "
+            "ring_decode, or give q_len=null"
+        )
+    if decode and q_len is None:
+        q_len = 1
+    lengths = None if decode else _lengths(cfg, sizes, chosen is not None and chosen.packed, seed)
+    if lengths is not None:
+        sizes |= {"batch": 1, "seq_len": sum(lengths)}
+    causal = cfg.causal and not (decode and cfg.config == "default")  # the default workload suits every variant
+    found = Workload(
+        **sizes, causal=causal, window=(window[0], window[1]), dtype=cfg.dtype.name, q_len=q_len, seqlens=lengths
+    )
     try:
         _ = found.mask
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
     return found
+
+
+def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) -> tuple[int, ...] | None:
+    """The pack's lengths: as given, drawn, or S/8, S/4, S/2, S/8 for every batch element of a variant made for packs."""
+    given = cfg.seqlens
+    seq_len, batch = sizes["seq_len"], sizes["batch"]
+    if given is None:
+        if not packed:
+            return None
+        eighth = seq_len // 8
+        if seq_len % 8:
+            raise InvalidConfig(f"seq_len={seq_len}: the default pack S/8, S/4, S/2, S/8 needs a multiple of 8")
+        return (eighth, 2 * eighth, 4 * eighth, eighth) * batch
+    if given == "random":
+        return _random_lengths(cfg, seq_len * batch, seq_len, seed)
+    if not OmegaConf.is_list(given) or not given or any(not isinstance(n, int) or n < 1 for n in given):
+        raise InvalidConfig(
+            f"seqlens={given}: must be a list of lengths, for instance seqlens=[512,1024], random or null"
+        )
+    return tuple(given)
+
+
+def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tuple[int, ...]:
+    """Normal lengths of that mean and spread in multiples of 64 that add up to the total, from the run's seed."""
+    mean = _positive("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
+    spread = _positive("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
+    draw = random.Random(seed)
+    unit = 64 if total % 64 == 0 and total > 64 else 1
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        n = max(unit, round(draw.gauss(mean, spread) / unit) * unit)
+        lengths.append(min(n, total - sum(lengths)))
+    return tuple(lengths)
 
 
 def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:

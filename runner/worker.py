@@ -130,8 +130,7 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
             seconds.append(time.perf_counter() - start)
         _rates[key] = 4 * n * n * heads * w.head_dim / min(seconds)
     shapes = metrics.shapes(spec)
-    busiest = max(costs.rank_pairs(work.plan.variant, work.plan.problem))
-    needed = costs.forward_flops(shapes, busiest) * (1 + costs.BACKWARD if work.backward else 1)
+    needed = max(costs.rank_flops(work.plan.problem, shapes)) * (1 + costs.BACKWARD if work.backward else 1)
     seconds_each = me.agree(max(me.gather(needed / _rates[key])))
     timed = spec.timing["timing_runs"] + spec.timing["warmup_runs"] + 1 + (PHASE_RUNS + 1 if spec.phases else 0)
     if spec.timing["method"] == "profiler":
@@ -266,7 +265,8 @@ def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str,
 
 
 def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
-    alone = replace(spec, variant="dense", options={}, world_size=1)
+    decode = spec.workload.q_len is not None
+    alone = replace(spec, variant="tree" if decode else "dense", options={}, world_size=1)
     whole = metrics.flops(spec)
     work_length = spec.workload.seq_len
     while True:
@@ -281,6 +281,8 @@ def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
                 raise
             _empty_caches(me)
             work_length //= 2
+        if spec.workload.seqlens:
+            return {"unsupported": "the pack does not fit one device"}
     scale = 1.0
     if work_length != spec.workload.seq_len:
         scale = whole["forward"] / metrics.flops(here)["forward"]
@@ -296,7 +298,8 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], str]:
     from attention.function import ContextParallel
     from attention.variants import variant
 
-    fn = ContextParallel(variant("dense"), None, spec.kernel, "auto", spec.deterministic, {})
+    chosen = variant(spec.variant)
+    fn = ContextParallel(chosen, None, spec.kernel, "auto", spec.deterministic, dict(chosen.options))
     fn.world, fn.rank = 1, 0
     work = AttentionWork(me, spec, fn)
     watch = _watch(me, False)

@@ -17,16 +17,17 @@ NAMES = ("q", "k", "v", "dout")
 
 
 def global_input(work: Workload, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
-    """One whole input `[B, S, H, D]` (or one batch element of it): normal, clamped to [-1, 1], the same on every rank.
-    Each batch element has a generator of its own, so that one can be had without the others."""
-    heads = work.kv_heads if which in ("k", "v") else work.heads
+    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`): normal, clamped to [-1, 1], the
+    same on every rank. Each batch element has a generator of its own, so that one can be had without the others."""
+    keys = which in ("k", "v")
+    tokens, heads = (work.seq_len, work.kv_heads) if keys else (work.queries, work.heads)
     elements = range(work.batch) if batch is None else [batch]
     parts = []
     for b in elements:
         generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
-        x = torch.empty(work.seq_len, heads, work.head_dim, dtype=torch.float32, device=device)
+        x = torch.empty(tokens, heads, work.head_dim, dtype=torch.float32, device=device)
         parts.append(x.normal_(generator=generator).clamp_(-1, 1).to(DTYPES[work.dtype]))
-    return torch.stack(parts)
+    return parts[0] if work.seqlens else torch.stack(parts)
 
 
 def build(experiment: Experiment, group: Any = None) -> ContextParallel:
@@ -49,13 +50,17 @@ class AttentionWork:
         self.fn = fn
         self.backward = experiment.mode == "forward_backward"
         self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
+        self.packs = work.cu_seqlens if work.seqlens else None
         self.inputs: list[Tensor] = []
         for which in NAMES if self.backward else NAMES[:3]:
-            shard = fn.shard(global_input(work, which, experiment.seed, me.device)).detach()
+            whole = global_input(work, which, experiment.seed, me.device)
+            shard = fn.shard(whole, self.packs, role="kv" if which in ("k", "v") else "q").detach()
             self.inputs.append(shard.requires_grad_(self.backward and which != "dout"))
         self.q, self.k, self.v = self.inputs[:3]
         self.dout = self.inputs[3] if self.backward else None
-        self.options: dict[str, Any] = {"causal": work.causal, "window": work.window}
+        self.options: dict[str, Any] = {"causal": work.causal, "window": work.window, "cu_seqlens": self.packs}
+        if work.q_len is not None:
+            self.options["kv_tokens"] = work.seq_len
         try:
             self.plan = fn.plan(self.q, self.k, self.v, **self.options)
         except ValueError as error:

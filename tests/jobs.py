@@ -57,9 +57,15 @@ def compare(
             "errors": [rel(a, b) for a, b in zip(ours, exact, strict=True)],
             "local": [rel(a, b) for a, b in zip(alone, exact, strict=True)],
             "kernel": plan.kernel.name,
-            "lse_wide": lse.dtype == torch.float32 and lse.shape[-1] == shards[0].shape[-3],
+            "lse": _lse_error(fn, lse, call, packs, *(x.double() for x in (q, k, v))),
         })  # fmt: skip
     return found
+
+
+def _lse_error(fn: Any, lse: torch.Tensor, call: Call, packs: Any, q: Any, k: Any, v: Any) -> float:
+    exact = KERNELS["math"].forward(q, k, v, call)[1]
+    ours = fn.unshard(lse.transpose(-1, -2).unsqueeze(-1).contiguous(), packs).squeeze(-1).transpose(-1, -2)
+    return float((ours.double() - exact).abs().max())
 
 
 def _call(mask: Mask, packs: list[int] | None, dim: int, device: torch.device) -> Call:
@@ -73,6 +79,47 @@ def _by_kernel(name: str, call: Call, q: Any, k: Any, v: Any, dout: Any) -> tupl
     kernel = KERNELS[name]
     out, lse = kernel.forward(q, k, v, call)
     return out, *kernel.backward(dout, q, k, v, out, lse, call)
+
+
+def decode(
+    me: Rank, name: str, options: dict[str, Any], cases: list[dict[str, Any]], dtype: str = "fp32", kernel: str = "auto"
+) -> list[dict[str, Any]]:
+    """For each case, the relative L2 error of out and the largest of lse on any rank, that of one local call, the bytes
+    counted, the phases seen and how many keys each rank holds."""
+    from attention.phases import Recorder, recording
+
+    fn = attention.make(name, kernel=kernel, **options)
+    found = []
+    for number, case in enumerate(cases):
+        generator = torch.Generator().manual_seed(number)
+        shapes = ((case["queries"], case["heads"]), (case["keys"], case["kv_heads"]), (case["keys"], case["kv_heads"]))
+        q, k, v = (
+            torch.randn(case["batch"], tokens, heads, case["head_dim"], generator=generator).to(
+                me.device, DTYPES[dtype]
+            )
+            for tokens, heads in shapes
+        )
+        call = _call(Mask(), None, case["head_dim"], me.device)
+        exact, exact_lse = KERNELS["math"].forward(q.double(), k.double(), v.double(), call)
+        local = (fn.shard(q, role="q"), fn.shard(k, role="kv"), fn.shard(v, role="kv"))
+        plan = fn.plan(*local, kv_tokens=case["keys"])
+        plan.transport.bytes_received.clear()
+        with recording(Recorder(me.device)) as recorder:
+            out, lse = fn(*local, kv_tokens=case["keys"], return_lse=True)
+        me.synchronize()
+        alone = plan.kernel.forward(q, k, v, call)[0]
+        lse_error = float((lse.double() - exact_lse).abs().max())
+        found.append({
+            "case": case,
+            "error": max(me.gather(rel(out, exact))),
+            "lse": max(me.gather(lse_error)),
+            "local": rel(alone, exact),
+            "bytes": me.gather(dict(plan.transport.bytes_received)),
+            "phases": sorted({row[0] for row in recorder.take()}),
+            "held": me.gather(local[1].shape[1]),
+            "storage": me.gather(local[1].untyped_storage().nbytes() // local[1].element_size()),
+        })  # fmt: skip
+    return found
 
 
 def round_trip(me: Rank, name: str, packs: list[int] | None, tokens: int) -> bool:
@@ -110,14 +157,24 @@ def subgroup(me: Rank, name: str) -> float:
     return max(me.gather(rel(out, exact)))
 
 
-def counted(me: Rank, name: str, causal: bool, window: list[int], tokens: int, batch: int) -> list[dict[str, Any]]:
+def counted(
+    me: Rank,
+    name: str,
+    options: dict[str, Any],
+    causal: bool,
+    window: list[int],
+    tokens: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+) -> list[dict[str, Any]]:
     """Bytes that the transport counted into each rank, forward and backward."""
-    fn = attention.make(name)
-    q, k, v = (fn.shard(torch.randn(batch, tokens, h, 16)).requires_grad_() for h in (4, 2, 2))
-    options: dict[str, Any] = {"causal": causal, "window": tuple(window)}
-    counter = fn.plan(q, k, v, **options).transport.bytes_received
+    fn = attention.make(name, **options)
+    q, k, v = (fn.shard(torch.randn(batch, tokens, h, 16)).requires_grad_() for h in (heads, kv_heads, kv_heads))
+    mask: dict[str, Any] = {"causal": causal, "window": tuple(window)}
+    counter = fn.plan(q, k, v, **mask).transport.bytes_received
     counter.clear()
-    out = fn(q, k, v, **options)
+    out = fn(q, k, v, **mask)
     forward = dict(counter)
     counter.clear()
     out.sum().backward()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.executors import grouping
 from attention.executors.plan import Plan
 from attention.merge import empty_result
 from attention.phases import phase
@@ -35,7 +36,25 @@ def head_groups(heads: int, kv_heads: int, stride: int | None) -> list[HeadGroup
     return [HeadGroup(h, h + stride, h * ratio, (h + stride) * ratio) for h in range(0, kv_heads, stride)]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+Saved = tuple[Tensor, ...]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
+    """q, k, v: this rank's shards. The queries move to the layout they are computed in, where it is another one."""
+    q = relayout(q, plan, to_compute=True)
+    out, lse = _forward(q, k, v, plan)
+    border_lse = relayout(lse.transpose(-1, -2).unsqueeze(-1), plan, to_compute=False) if plan.want_lse else None
+    returned = lse if border_lse is None else border_lse.squeeze(-1).transpose(-1, -2)
+    return relayout(out, plan, to_compute=False), returned, (q, k, v, out, lse)
+
+
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
+    dq, dk, dv = _backward(relayout(dout, plan, to_compute=True), q, k, v, out, lse, plan)
+    return relayout(dq, plan, to_compute=False), dk, dv
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """q in the schedule's q layout, k and v this rank's shards. Returns (out, lse) for q."""
     step = plan.steps[0]
     groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"])
@@ -49,17 +68,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
         if i + 1 < len(groups):
             incoming = _Gather(k, v, plan, groups[i + 1], i + 1)
         heads = slice(group.q_start, group.q_stop)
-        for each in step.calls:
-            with phase("comp_block", i):
-                o, part_lse = plan.kernel.forward(
-                    take(q[..., heads, :], each.q), take(keys, each.k), take(values, each.k), each.call
-                )
-                put_(out[..., heads, :], each.q, o)
-                put_(lse[..., heads, :], each.q, part_lse, -1)
+        with phase("comp_block", i):
+            for where, o, part_lse in grouping.forward(q[..., heads, :], keys, values, step.calls, plan):
+                put_(out[..., heads, :], where, o)
+                put_(lse[..., heads, :], where, part_lse, -1)
     return out, lse
 
 
-def backward(
+def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout, q, out and lse in the schedule's q layout. Returns dq in that layout, dk and dv of this rank's shards."""
@@ -113,7 +129,7 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
         return x
     border, inner = (x_.shards(problem.cu_seqlens, problem.world) for x_ in (problem.layout, problem.q_layout))
     moving = move(border, inner, plan.rank) if to_compute else move(inner, border, plan.rank)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _Redistribution(moving, [x], [out], plan, "q", 0).wait()
     return out
 
@@ -164,7 +180,7 @@ class _Gather:
         self.keys = [mine[0].new_empty(shape) for _ in mine]
         self.staged: Tensor | None = None
         if plan.problem.mask.windowed or plan.problem.world == 1:
-            moving = gather_move(plan.variant.schedule, plan.problem, plan.rank)
+            moving = gather_move(plan.problem, plan.rank)
             self.moves = _Redistribution(moving, mine, self.keys, plan, "kv", step)
             return
         both = torch.stack(mine)
@@ -182,7 +198,7 @@ class _Gather:
 
     def _place(self, staged: Tensor) -> None:
         problem = self.plan.problem
-        needs = needed_keys(self.plan.variant.schedule, problem, self.plan.rank)
+        needs = needed_keys(problem, self.plan.rank)
         for peer, shard in enumerate(problem.layout.shards(problem.cu_seqlens, problem.world)):
             for source, target in overlaps(shard, needs):
                 for i, keys in enumerate(self.keys):
@@ -194,7 +210,7 @@ class _Scatter:
 
     def __init__(self, sums: list[Tensor], k: Tensor, plan: Plan, group: HeadGroup, step: int):
         self.group, self.step = group, step
-        moving = gather_move(plan.variant.schedule, plan.problem, plan.rank)
+        moving = gather_move(plan.problem, plan.rank)
         route = moving.route.reversed()
         sends = [(peer, take(x, where).contiguous()) for peer, where in route.sends for x in sums]
         shape = list(k.shape)

@@ -40,40 +40,46 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Plan:
+    """`rank` is this rank's place in the schedule, which with Ulysses groups of `problem.ulysses` ranks share, `head`
+    its number within the group."""
+
     variant: Variant
     problem: Problem
     rank: int
+    head: int
+    heads: int
+    kv_heads: int
     scale: float
     packed: bool
     deterministic: bool
+    want_lse: bool
     kernel: Kernel
     transport: Transport
     options: dict[str, Any]
     steps: tuple[PlannedStep, ...]
 
+    def peer(self, place: int) -> int:
+        """The rank that a ring's place is reached at."""
+        return place * self.problem.ulysses + self.head
 
-def masks_of(variant: Variant, problem: Problem) -> tuple[Mask, ...]:
+
+def masks_of(problem: Problem) -> tuple[Mask, ...]:
     """All masks that any rank's blocks have, so that every rank picks the same kernel."""
-    found = {
-        block.mask
-        for rank in range(problem.world)
-        for step in steps(variant.schedule, problem, rank)
-        for block in step.blocks
-    }
+    found = {b.mask for rank in range(problem.world) for step in steps(problem, rank) for b in step.blocks}
     return tuple(sorted(found, key=lambda m: (m.left, m.right)))
 
 
 def plan_steps(
-    variant: Variant, problem: Problem, rank: int, scale: float, packed: bool, deterministic: bool, device: torch.device
+    problem: Problem, rank: int, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> tuple[PlannedStep, ...]:
     planned = []
-    for i, step in enumerate(steps(variant.schedule, problem, rank)):
+    for i, step in enumerate(steps(problem, rank)):
         mine = step.owner == rank
         keys = step.keys
         # one's own keys are used in place, others' arrive as the needed intervals side by side
         where = _identity if mine else _within(keys)
         calls = tuple(_calls(step, where, scale, packed, deterministic, device))
-        route = step_route(variant.schedule, problem, rank, i) if step.owner != SEQUENCE else Route((), ())
+        route = step_route(problem, rank, i) if step.owner != SEQUENCE else Route((), ())
         planned.append(PlannedStep(step.owner, keys, sum(b - a for a, b in keys), calls, route))
     return tuple(planned)
 
@@ -99,14 +105,15 @@ def _within(keys: Intervals) -> Place:
 def _calls(
     step: Step, where: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> Iterator[LocalCall]:
+    """Dense, a call a block. Packed, a call for all sequences' blocks that have the same mask and group."""
     if not packed:
         for block in step.blocks:
             yield LocalCall((block.q,), (where(block.k),), Call(scale, block.mask, deterministic=deterministic))
         return
-    by_mask: dict[Mask, list[Block]] = {}
+    alike: dict[tuple[Mask, int], list[Block]] = {}
     for block in step.blocks:
-        by_mask.setdefault(block.mask, []).append(block)
-    for mask, blocks in by_mask.items():
+        alike.setdefault((block.mask, block.group), []).append(block)
+    for (mask, _), blocks in alike.items():
         q_lengths = [b.q[1] - b.q[0] for b in blocks]
         k_lengths = [b.k[1] - b.k[0] for b in blocks]
         call = Call.of_packed(scale, mask, q_lengths, k_lengths, device, deterministic)
@@ -115,7 +122,7 @@ def _calls(
 
 def _joined(intervals: Iterable[Interval]) -> Intervals:
     """Neighbouring intervals as one, in the given order."""
-    merged: list[tuple[int, int]] = []
+    merged: list[Interval] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:
             merged[-1] = (merged[-1][0], stop)

@@ -14,8 +14,10 @@ from attention.tensors import add_, take, token_dim, wide
 from attention.transfers import Intervals, Route
 from attention.transports import Handle
 
+Saved = tuple[Tensor, ...]
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
     """q, k, v: this rank's shards. Returns (out, lse) for this rank's queries."""
     total = Accumulator(q)
     incoming = _Fetch(k, v, plan, 0)
@@ -34,13 +36,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
                     total.add(start, stop, out.narrow(dim, at, n), lse.narrow(-1, at, n))
                     at += n
     with phase("comp_merge", len(plan.steps)):
-        return total.result()
+        out, lse = total.result()
+    return out, lse, (q, k, v, out, lse)
 
 
-def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's shards. out and lse are the final ones."""
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's shards, from the final out and lse."""
+    q, k, v, out, lse = saved
     if len(plan.steps) == 1 and len(plan.steps[0].calls) == 1:
         each = plan.steps[0].calls[0]
         if each.q == ((0, q.shape[token_dim(q)]),) and each.k == ((0, k.shape[token_dim(k)]),):
@@ -110,9 +112,9 @@ class _Fetch:
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, i: int):
         step = plan.steps[i]
         self.own = (k, v) if step.owner == plan.rank else None
-        sends = [(peer, _message(x, keys)) for peer, keys in step.route.sends for x in (k, v)]
+        sends = [(plan.peer(place), _message(x, keys)) for place, keys in step.route.sends for x in (k, v)]
         self.received = [_room(x, step.n_keys) for x in (k, v)] if step.route.receives else []
-        receives = [(peer, x) for peer, _ in step.route.receives for x in self.received]
+        receives = [(plan.peer(place), x) for place, _ in step.route.receives for x in self.received]
         self.handle: Handle = plan.transport.exchange(sends, receives, "kv", i)
         self.empty = (k, v)
 
@@ -131,13 +133,15 @@ class _Return:
     def __init__(self, outgoing: list[Tensor], k: Tensor, v: Tensor, plan: Plan, i: int):
         self.route: Route = plan.steps[i].route.reversed()
         self.step = i
-        sends = [(peer, x.contiguous()) for peer, _ in self.route.sends for x in outgoing]
+        sends = [(plan.peer(place), x.contiguous()) for place, _ in self.route.sends for x in outgoing]
         self.received = [
             (intervals, [_room(x, sum(b - a for a, b in intervals)) for x in (k, v)])
             for _, intervals in self.route.receives
         ]
         receives = [
-            (peer, x) for (peer, _), (_, pair) in zip(self.route.receives, self.received, strict=True) for x in pair
+            (plan.peer(place), x)
+            for (place, _), (_, pair) in zip(self.route.receives, self.received, strict=True)
+            for x in pair
         ]
         self.handle = plan.transport.exchange(sends, receives, "dkv", i)
 

@@ -32,6 +32,12 @@ class Transport(Protocol):
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         """into: `[world, *x.shape]`, contiguous; x: contiguous, the same shape on every rank."""
 
+    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
+        """In place over all ranks; op: "max" or "sum"."""
+
+
+OPERATIONS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+
 
 class _Done:
     def wait(self) -> None: ...
@@ -51,6 +57,9 @@ class Nothing:
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         into[0].copy_(x)
+        return _Done()
+
+    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
         return _Done()
 
 
@@ -91,6 +100,21 @@ class Host:
                 dist.all_gather([_bytes(row) for row in into.unbind(0)], _bytes(x), group=self.group)
 
         return _HostHandle(self.thread.submit(run), what, step)
+
+    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
+        _count_reduced(self.bytes_received, what, x, self.group)
+
+        def run() -> None:
+            with phase(f"comm_{what}", step):
+                dist.all_reduce(x, OPERATIONS[op], group=self.group)
+
+        return _HostHandle(self.thread.submit(run), what, step)
+
+
+def _count_reduced(counter: dict[str, int], what: str, x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """What a rank receives in a ring all-reduce, nccl-tests' convention."""
+    world = dist.get_world_size(group)
+    counter[what] = counter.get(what, 0) + 2 * (world - 1) * x.numel() * x.element_size() // world
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -138,6 +162,10 @@ class Cuda:
             what,
             step,
         )
+
+    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
+        _count_reduced(self.bytes_received, what, x, self.group)
+        return self._issue(lambda: dist.all_reduce(x, OPERATIONS[op], group=self.group), [x], what, step)
 
     def _issue(self, run: Callable[[], object], tensors: list[Tensor], what: str, step: int) -> Handle:
         caller = torch.cuda.current_stream()

@@ -49,7 +49,7 @@ def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, wor
     for problem in problems(VARIANTS[name], world):
         shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, world)]
         for i in range(len(steps(build, problem, 0))):
-            routes = [step_route(build, problem, rank, i) for rank in range(world)]
+            routes = [step_route(problem, rank, i) for rank in range(world)]
             assert_agreed(routes, tokens_of_receiver_known=False)
             for rank, route in enumerate(routes):
                 step = steps(build, problem, rank)[i]
@@ -66,7 +66,7 @@ def test_the_way_back_brings_every_gradient_to_the_key_it_belongs_to(name, world
     for problem in problems(VARIANTS[name], world):
         shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, world)]
         for i in range(len(steps(build, problem, 0))):
-            there = [step_route(build, problem, rank, i) for rank in range(world)]
+            there = [step_route(problem, rank, i) for rank in range(world)]
             back = [route.reversed() for route in there]
             assert [route.reversed() for route in back] == there
             assert_agreed(back, tokens_of_receiver_known=False)
@@ -134,13 +134,12 @@ def test_overlaps_are_the_shared_tokens_in_global_order():
 @pytest.mark.parametrize("name", GATHERS)
 @every_world
 def test_a_gather_brings_exactly_the_needed_keys_in_sequence_order(name, world):
-    build = VARIANTS[name].schedule
     for problem in problems(VARIANTS[name], world):
         sources = problem.layout.shards(problem.cu_seqlens, world)
-        moves = [gather_move(build, problem, rank) for rank in range(world)]
+        moves = [gather_move(problem, rank) for rank in range(world)]
         assert_agreed([m.route for m in moves], tokens_of_receiver_known=True)
         wanted = [needed(problem, rank, np.arange(problem.cu_seqlens[-1])) for rank in range(world)]
-        assert [positions(needed_keys(build, problem, rank)) for rank in range(world)] == wanted, problem
+        assert [positions(needed_keys(problem, rank)) for rank in range(world)] == wanted, problem
         assert played(sources, moves, [len(keys) for keys in wanted]) == wanted, problem
 
 
@@ -152,7 +151,7 @@ def test_a_causal_window_receives_only_the_tokens_before_the_shard_within_it(lef
     for rank in range(world):
         tokens = min(left, rank * SHARD)
         problem = ring.problem(cu, world, mask)
-        routes = [step_route(ring.schedule, problem, rank, i) for i in range(world)]
+        routes = [step_route(problem, rank, i) for i in range(world)]
         assert sum(route.received_tokens for route in routes) == tokens
-        route = gather_move(gather.schedule, gather.problem(cu, world, mask), rank).route
+        route = gather_move(gather.problem(cu, world, mask), rank).route
         assert route.received_tokens == tokens

@@ -1,0 +1,107 @@
+"""The all-to-all executor (Ulysses, USP): within a group of ranks heads are exchanged for sequence, so that each rank has
+its share of the heads over the group's whole shard; across the groups the ring executor does the rest (a ring of one is a
+local call); then back. With fewer KV heads than ranks in the group, a KV head goes to several of them and their
+gradients are summed in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.executors import ring
+from attention.executors.plan import Plan
+from attention.phases import phase
+from attention.tensors import token_dim, wide
+
+Saved = tuple[Tensor, ...]
+Heads = list[slice]  # of each rank in the group
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
+    """q, k, v: this rank's shards. Returns (out, lse) of this rank's tokens, all heads; lse so only where wanted."""
+    own, kv = shares(plan.heads, plan), shares(plan.kv_heads, plan)
+    q, k, v = _to_heads([q, k, v], [own, kv, kv], plan, "qkv")
+    out, lse, saved = ring.forward(q, k, v, plan)
+    (result,) = _to_tokens([out], [own], plan, "out")
+    if plan.want_lse:
+        (turned,) = _to_tokens([lse.transpose(-1, -2).unsqueeze(-1)], [own], plan, "lse")
+        lse = turned.squeeze(-1).transpose(-1, -2)
+    return result, lse, saved
+
+
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    own, kv = shares(plan.heads, plan), shares(plan.kv_heads, plan)
+    (dout,) = _to_heads([dout], [own], plan, "dout")
+    dq, dk, dv = _to_tokens(list(ring.backward(dout, saved, plan)), [own, kv, kv], plan, "dqkv")
+    return dq, dk, dv
+
+
+def shares(heads: int, plan: Plan) -> Heads:
+    """The heads that each rank of the group computes: an equal share, or one KV head that several of them have."""
+    n = plan.problem.ulysses
+    if heads % n == 0:
+        return [slice(i * heads // n, (i + 1) * heads // n) for i in range(n)]
+    return [slice(i * heads // n, i * heads // n + 1) for i in range(n)]
+
+
+def _group(plan: Plan) -> list[int]:
+    """The ranks of this rank's group, in the order of their tokens."""
+    first = plan.rank * plan.problem.ulysses
+    return list(range(first, first + plan.problem.ulysses))
+
+
+def _to_heads(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> list[Tensor]:
+    """`[..., s, heads, D]` of this rank's tokens to `[..., n * s, share, D]` of the group's."""
+    me, group = plan.head, _group(plan)
+    if len(group) == 1:
+        return xs
+    sends, receives, pieces = [], [], []
+    for x, share in zip(xs, heads, strict=True):
+        by_rank = []
+        for i, peer in enumerate(group):
+            if i == me:
+                by_rank.append(x[..., share[me], :])
+                continue
+            sends.append((peer, x[..., share[i], :].contiguous()))
+            by_rank.append(torch.empty_like(x[..., share[me], :], memory_format=torch.contiguous_format))
+            receives.append((peer, by_rank[-1]))
+        pieces.append(by_rank)
+    plan.transport.exchange(sends, receives, what, 0).wait()
+    with phase("comp_place"):
+        return [torch.cat(by_rank, token_dim(x)) for x, by_rank in zip(xs, pieces, strict=True)]
+
+
+def _to_tokens(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> list[Tensor]:
+    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`; what several ranks have of one head is summed."""
+    me, group = plan.head, _group(plan)
+    n = len(group)
+    if n == 1:
+        return xs
+    sends, receives, pieces = [], [], []
+    for x in xs:
+        dim = token_dim(x)
+        by_token = x.chunk(n, dim)
+        by_rank = []
+        for i, peer in enumerate(group):
+            if i == me:
+                by_rank.append(by_token[me])
+                continue
+            sends.append((peer, by_token[i].contiguous()))
+            by_rank.append(torch.empty_like(by_token[me], memory_format=torch.contiguous_format))
+            receives.append((peer, by_rank[-1]))
+        pieces.append(by_rank)
+    plan.transport.exchange(sends, receives, what, 0).wait()
+    with phase("comp_place"):
+        return [_assemble(by_rank, share) for by_rank, share in zip(pieces, heads, strict=True)]
+
+
+def _assemble(by_rank: list[Tensor], share: Heads) -> Tensor:
+    total = share[-1].stop
+    first = by_rank[0]
+    if total == sum(s.stop - s.start for s in share):
+        return torch.cat(by_rank, -2)
+    shape = (*first.shape[:-2], total, first.shape[-1])
+    sums = torch.zeros(shape, dtype=wide(first.dtype), device=first.device)
+    for x, heads in zip(by_rank, share, strict=True):
+        sums[..., heads, :] += x
+    return sums.to(first.dtype)

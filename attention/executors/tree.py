@@ -1,0 +1,123 @@
+"""The tree executor (decode): every rank attends its own keys, the partial results are reduced over the ranks. Forward
+only. A rank without keys contributes out 0 and lse -inf.
+
+Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse, comm_sum_den,
+comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.costs import node_size
+from attention.executors.plan import Plan
+from attention.merge import empty_result
+from attention.phases import phase
+from attention.tensors import take, wide
+
+Saved = tuple[Tensor, ...]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
+    """q `[B, Sq, H, D]` the same on every rank, k and v this rank's keys."""
+    with phase("comp_shard_kv"):
+        calls = plan.steps[0].calls if plan.steps else ()
+        keys, values = (take(x, calls[0].k) if calls else x for x in (k, v))
+    with phase("comp_local_attention"):
+        if calls:
+            out, lse = plan.kernel.forward(q, keys, values, calls[0].call)
+        else:
+            out, lse = empty_result(q)
+    if plan.transport.name != "none":
+        out, lse = REDUCTIONS[plan.options["reduce"]](out.to(wide(q.dtype)), lse, plan)
+    return out.to(q.dtype), lse, ()
+
+
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("a decode has no backward")
+
+
+def _weights(lse: Tensor) -> Tensor:
+    """`[B, H, Sq]` to what multiplies `[B, Sq, H, D]`."""
+    return lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _share(lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """The maximum of lse over the ranks and this rank's denominator under it."""
+    lse = lse.contiguous()  # ranks without keys have another memory order, and an all-reduce sees memory only
+    top = lse.clone()
+    plan.transport.all_reduce(top, "max", "max_lse", 0).wait()
+    with phase("comp_num_den"):
+        safe = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+        return safe, (lse - safe).exp()
+
+
+def _final(num: Tensor, den: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    with phase("comp_final_output"):
+        weight = _weights(den)
+        out = num / torch.where(weight == 0, torch.ones_like(weight), weight)
+        return out, top + den.log()
+
+
+def three(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """The paper's form: all-reduce the maximum, the denominators, the numerators."""
+    top, den = _share(lse, plan)
+    with phase("comp_num_den"):
+        num = (out * _weights(den)).contiguous()
+    summing = plan.transport.all_reduce(den, "sum", "sum_den", 1)
+    summing.wait()
+    plan.transport.all_reduce(num, "sum", "sum_num", 2).wait()
+    return _final(num, den, top)
+
+
+def two(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator in one tensor, one sum."""
+    top, den = _share(lse, plan)
+    with phase("comp_num_den"):
+        weight = _weights(den)
+        both = torch.cat([out * weight, weight], -1)
+    plan.transport.all_reduce(both, "sum", "sum_num_den", 1).wait()
+    return _final(both[..., :-1], both[..., -1].transpose(1, 2), top)
+
+
+def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """One all-gather of `[out, lse]`, merged by every rank."""
+    with phase("comp_num_den"):
+        mine = torch.cat([out, _weights(lse)], -1)
+        everyone = mine.new_empty((plan.problem.world, *mine.shape))
+    plan.transport.all_gather(everyone, mine, "partials", 0).wait()
+    with phase("comp_final_output"):
+        return merge_all(everyone[..., :-1], everyone[..., -1].transpose(2, 3))
+
+
+def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Packed within each node, then across the nodes between the ranks that have the same place in theirs."""
+    node = node_size(plan.problem.world, plan.options)
+    first, place = plan.rank // node * node, plan.rank % node
+    within = [rank for rank in range(first, first + node) if rank != plan.rank]
+    across = [rank for rank in range(place, plan.problem.world, node) if rank != plan.rank]
+    for step, (peers, what) in enumerate(((within, "node"), (across, "nodes"))):
+        with phase("comp_num_den", step):
+            mine = torch.cat([out, _weights(lse)], -1)
+            everyone = [torch.empty_like(mine) for _ in peers]
+        plan.transport.exchange(
+            [(peer, mine) for peer in peers], list(zip(peers, everyone, strict=True)), what, step
+        ).wait()
+        with phase("comp_final_output", step):
+            # in rank order, so that all ranks get the same sum
+            ordered = [
+                x for _, x in sorted([*zip(peers, everyone, strict=True), (plan.rank, mine)], key=lambda x: x[0])
+            ]
+            stacked = torch.stack(ordered)
+            out, lse = merge_all(stacked[..., :-1], stacked[..., -1].transpose(2, 3))
+    return out, lse
+
+
+def merge_all(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The n-way merge. parts `[n, B, S, H, D]`, lses `[n, B, H, S]`."""
+    from attention.kernels.triton_merge_n import merge_n
+
+    return merge_n(parts, lses, parts.dtype)
+
+
+REDUCTIONS = {"three": three, "two": two, "packed": packed, "hierarchical": hierarchical}

@@ -1,0 +1,239 @@
+"""`decode`: flash-decoding, for few queries against a long KV. One query gives a flash kernel as many programs as there
+are heads; here the keys are split, each program takes one split of one KV head for all the queries that share it, and
+`triton_merge_n` merges the splits. Forward only.
+
+Source: Dao et al., "Flash-Decoding for long-context inference" (2023)."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.aten import HALF, name_of
+from attention.kernels.interface import Call, Shape, UnsupportedCall
+from attention.kernels.triton_merge_n import merge_n_triton, on_device_of
+from attention.masks import Mask
+from attention.merge import empty_result
+
+MAX_ROWS = 64  # queries a program takes: above it the accumulator costs the occupancy that hides the loads
+STAGE_BYTES = 32768  # of K and V together: 3 stages in flight leave room for two programs on an SM's 227 KiB
+STAGES = 3
+SHORTEST_SPLIT = 256  # keys: below it writing and merging the partial results outweighs the parallelism
+PROGRAMS_PER_SM = 4
+LOG2E = 1.4426950408889634
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _split(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    v,
+    out,
+    lse,
+    scale_log2,
+    n_rows,
+    n_keys,
+    split_keys,
+    row_blocks,
+    q_b,
+    q_t,
+    q_h,
+    k_b,
+    k_n,
+    k_h,
+    v_b,
+    v_n,
+    v_h,
+    out_p,
+    out_b,
+    out_t,
+    out_h,
+    lse_p,
+    lse_b,
+    lse_h,
+    lse_t,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # KV heads vary fastest: programs that run together read the neighbouring heads of the same keys
+    kv_head = (tl.program_id(0) // row_blocks).to(tl.int64)
+    split = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    row = (tl.program_id(0) % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    live = row < n_rows
+    kept = live[:, None] & (d < HEAD_DIM)[None, :]
+    t = (row // GROUP).to(tl.int64)
+    h = kv_head * GROUP + row % GROUP
+    q_ = tl.load(q + b * q_b + t[:, None] * q_t + h[:, None] * q_h + d[None, :], mask=kept, other=0.0)
+
+    start = split * split_keys
+    stop = tl.minimum(start + split_keys, n_keys)
+    key = tl.arange(0, BLOCK_N)
+    first = start.to(tl.int64)
+    k_at = k + b * k_b + kv_head * k_h + first * k_n + key[:, None].to(tl.int64) * k_n + d[None, :]
+    v_at = v + b * v_b + kv_head * v_h + first * v_n + key[:, None].to(tl.int64) * v_n + d[None, :]
+    step = tl.full([], BLOCK_N, tl.int64)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for at in range(start, stop, BLOCK_N):
+        inside = at + key < stop
+        tile = inside[:, None] & (d < HEAD_DIM)[None, :]
+        k_ = tl.load(k_at, mask=tile, other=0.0)
+        s = tl.dot(q_, tl.trans(k_), input_precision=PRECISION) * scale_log2
+        s = tl.where(inside[None, :], s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))  # finite: every tile of a split has a key
+        p = tl.exp2(s - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(p, 1)
+        v_ = tl.load(v_at, mask=tile, other=0.0)
+        acc = tl.dot(p.to(v_.dtype), v_, acc * shrink[:, None], input_precision=PRECISION)
+        top = higher
+        k_at += step * k_n
+        v_at += step * v_n
+
+    out_at = out + split.to(tl.int64) * out_p + b * out_b + t[:, None] * out_t + h[:, None] * out_h + d[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    lse_at = lse + split.to(tl.int64) * lse_p + b * lse_b + h * lse_h + t * lse_t
+    tl.store(lse_at, (top + tl.log2(total)) * LN2, mask=live)
+
+
+def missing(device: str) -> str | None:
+    """Why Triton kernels cannot run on `device`, or None."""
+    if device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return "needs a CUDA GPU, or TRITON_INTERPRET=1 set before the start to run it slowly on a CPU"
+
+
+class Decode:
+    name = "decode"
+    summary = "flash-decoding in Triton: KV split among programs, for few queries; forward only"
+
+    def missing(self, device: str) -> str | None:
+        return missing(device)
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        if not mask.full:
+            return f"mask={mask.describe()}: full only"
+        if shape.packed:
+            return "packed: dense calls only"
+        if shape.backward:
+            return "backward: forward only, for decoding without gradients"
+        if shape.dtype not in (*HALF, torch.float32):
+            return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
+        return None if shape.head_dim <= 256 else f"head_dim={shape.head_dim}: up to 256 only"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if call.packed or not call.mask.full:
+            what = "packed" if call.packed else f"mask={call.mask.describe()}"
+            raise UnsupportedCall(f"kernel=decode: {what}: dense full calls only; take another kernel")
+        return decode(q, k, v, call.scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise UnsupportedCall("kernel=decode: forward only; for gradients take another kernel, or kernel=auto")
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype | None = None, splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of all queries over all keys.
+
+    q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up
+    to 256. Gives (out `[B, Sq, H, D]` in `dtype`, by default q's; lse fp32 `[B, H, Sq]`, natural log). Over no keys out
+    is 0 and lse -inf. `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU.
+
+    Raises ValueError for what the kernel does not do."""
+    _check(q, k, v)
+    batch, n_queries, heads, head_dim = q.shape
+    n_keys, kv_heads = k.shape[1:3]
+    dtype = dtype or q.dtype
+    if n_keys == 0 or q.numel() == 0:
+        out, lse = empty_result(q)
+        return out.to(dtype), lse
+    group = heads // kv_heads
+    rows = n_queries * group
+    block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
+    row_blocks = triton.cdiv(rows, block_m)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_n = min(128, max(16, STAGE_BYTES // (2 * block_d * q.element_size())))
+    if splits is None:
+        splits = split_count(n_keys, batch * kv_heads * row_blocks, multiprocessors(q.device))
+    split_keys = triton.cdiv(triton.cdiv(n_keys, splits), block_n) * block_n
+    splits = triton.cdiv(n_keys, split_keys)  # none is empty
+    part_dtype = dtype if splits == 1 else torch.float32
+    parts = torch.empty((splits, *q.shape), dtype=part_dtype, device=q.device)
+    lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
+    with on_device_of(q):
+        _split[(kv_heads * row_blocks, splits, batch)](
+            q,
+            k,
+            v,
+            parts,
+            lses,
+            scale * LOG2E,
+            rows,
+            n_keys,
+            split_keys,
+            row_blocks,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *parts.stride()[:4],
+            *lses.stride(),
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # read for fp32 inputs only
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            num_warps=4,
+            num_stages=STAGES,
+        )
+    return (parts[0], lses[0]) if splits == 1 else merge_n_triton(parts, lses, dtype)
+
+
+def partials(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `decode`, with out in fp32: a rank's partial result, to be merged with the other ranks'."""
+    return decode(q, k, v, scale, torch.float32)
+
+
+def split_count(n_keys: int, programs: int, n_sm: int) -> int:
+    """How many pieces to cut `n_keys` keys into, where every piece is `programs` programs on a GPU of `n_sm` SMs."""
+    return max(1, min(PROGRAMS_PER_SM * n_sm // programs, n_keys // SHORTEST_SPLIT))
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a GPU; 1 under the interpreter, which runs program after program."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dtype not in (*HALF, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        given = ", ".join(name_of(x.dtype) for x in (q, k, v))
+        raise ValueError(f"dtypes {given}: q, k and v must all be bf16, fp16 or fp32; cast them, or take kernel=math")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}: must be q [B, Sq, H, D], k and v [B, N, Hk, D] "
+            "with H a multiple of Hk"
+        )
+    if q.shape[3] > 256:
+        raise ValueError(f"head_dim={q.shape[3]}: up to 256 only; take kernel=math")
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):
+        raise ValueError(
+            f"strides {q.stride()}, {k.stride()}, {v.stride()}: the head dim must be contiguous; call .contiguous()"
+        )

@@ -1,0 +1,180 @@
+"""One kernel that merges n partial attentions over disjoint keys (ALGORITHMS section 1), where `triton_merge` merges two
+in place. A program takes a few tokens of one head and all their parts, many at a time: decoding has few rows and many
+parts, and would otherwise wait for them one after the other."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.tensors import wide
+
+TILE = 4096  # fp32 elements a program holds of [rows, parts, head dim]: 32 registers a thread with 4 warps
+
+
+@triton.jit
+def _merge_n(  # type: ignore[no-untyped-def]
+    parts,
+    lses,
+    out,
+    lse,
+    n,
+    n_tokens,
+    head_dim,
+    parts_n,
+    parts_b,
+    parts_t,
+    parts_h,
+    lses_n,
+    lses_b,
+    lses_h,
+    lses_t,
+    out_b,
+    out_t,
+    out_h,
+    lse_b,
+    lse_h,
+    lse_t,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    live = t < n_tokens
+    t = t.to(tl.int64)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    lses_at = lses + b * lses_b + h * lses_h + t[:, None] * lses_t
+    parts_at = parts + b * parts_b + h * parts_h + t[:, None, None] * parts_t + d[None, None, :]
+    for first in range(0, n, PARTS):
+        p = first + tl.arange(0, PARTS)
+        here = live[:, None] & (p < n)[None, :]
+        p = p.to(tl.int64)
+        x = tl.load(lses_at + p[None, :] * lses_n, mask=here, other=float("-inf"))
+        y = tl.load(
+            parts_at + p[None, :, None] * parts_n, mask=here[:, :, None] & (d < head_dim)[None, None, :], other=0.0
+        )
+        higher = tl.maximum(top, tl.max(x, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - safe)
+        w = tl.exp(x - safe[:, None])
+        acc = acc * kept[:, None] + tl.sum(y.to(tl.float32) * w[:, :, None], 1)
+        total = total * kept + tl.sum(w, 1)
+        top = higher
+    norm = tl.where(total == 0.0, 1.0, total)
+    out_at = out + b * out_b + t[:, None] * out_t + h * out_h + d[None, :]
+    result = (acc / norm[:, None]).to(out.dtype.element_ty)
+    tl.store(out_at, result, mask=live[:, None] & (d < head_dim)[None, :])
+    tl.store(lse + b * lse_b + h * lse_h + t * lse_t, tl.where(total == 0.0, top, top + tl.log(norm)), mask=live)
+
+
+def merge_n(
+    parts: Tensor,
+    lses: Tensor,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merge n partial results over disjoint keys; a part without keys has lse -inf and out 0.
+
+    parts: `[n, B, S, H, D]`; lses: `[n, B, H, S]`, fp32 (fp64 for fp64 parts), natural log.
+    Gives (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). `dtype` is that of a new out, by default the
+    parts'; a given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
+
+    Raises ValueError for shapes that do not belong together."""
+    if parts.is_cuda and parts.dtype != torch.float64:
+        return merge_n_triton(parts, lses, dtype, out, lse)
+    return merge_n_eager(parts, lses, dtype, out, lse)
+
+
+def merge_n_eager(
+    parts: Tensor,
+    lses: Tensor,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `merge_n`, in plain PyTorch on any device."""
+    out, lse = _results(parts, lses, dtype, out, lse)
+    total = torch.logsumexp(lses, 0)
+    # where every part is empty the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
+    safe = total.masked_fill(total == -torch.inf, 0)
+    weights = (lses - safe).exp().transpose(-1, -2).unsqueeze(-1)
+    out.copy_((parts.to(wide(parts.dtype)) * weights).sum(0))
+    lse.copy_(total)
+    return out, lse
+
+
+def merge_n_triton(
+    parts: Tensor,
+    lses: Tensor,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `merge_n`, in one kernel on CUDA, or on a CPU under Triton's interpreter. Sums in fp32."""
+    out, lse = _results(parts, lses, dtype, out, lse)
+    if parts.stride(-1) != 1 or out.stride(-1) != 1:
+        raise ValueError(
+            f"strides {parts.stride()}, {out.stride()}: the merge needs the head dim contiguous; call .contiguous()"
+        )
+    n, batch, n_tokens, heads, head_dim = parts.shape
+    if out.numel() == 0:
+        return out, lse
+    block_d = triton.next_power_of_2(head_dim)
+    at_once = min(triton.next_power_of_2(max(n, 1)), max(1, TILE // block_d))
+    rows = min(triton.next_power_of_2(n_tokens), max(1, TILE // (block_d * at_once)))
+    with on_device_of(parts):
+        _merge_n[(triton.cdiv(n_tokens, rows), heads, batch)](
+            parts,
+            lses,
+            out,
+            lse,
+            n,
+            n_tokens,
+            head_dim,
+            *parts.stride()[:4],
+            *lses.stride(),
+            *out.stride()[:3],
+            *lse.stride(),
+            ROWS=rows,
+            PARTS=at_once,
+            BLOCK_D=block_d,
+        )
+    return out, lse
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device; this makes it x's."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _results(
+    parts: Tensor, lses: Tensor, dtype: torch.dtype | None, out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if parts.dim() != 5:
+        raise ValueError(f"parts {list(parts.shape)}: must be [n, B, S, H, D]; unsqueeze what is missing")
+    n, batch, n_tokens, heads, head_dim = parts.shape
+    if lses.shape != (n, batch, heads, n_tokens):
+        raise ValueError(
+            f"lses {list(lses.shape)}: must be [n, B, H, S] = {[n, batch, heads, n_tokens]} as parts {list(parts.shape)}"
+        )
+    if out is None:
+        out = torch.empty((batch, n_tokens, heads, head_dim), dtype=dtype or parts.dtype, device=parts.device)
+    elif dtype not in (None, out.dtype):
+        raise ValueError(f"dtype={dtype}: the given out is {out.dtype}; leave dtype out, or let out be made")
+    if lse is None:
+        lse = torch.empty((batch, heads, n_tokens), dtype=lses.dtype, device=lses.device)
+    if out.shape != parts.shape[1:] or lse.shape != lses.shape[1:]:
+        raise ValueError(
+            f"out {list(out.shape)}, lse {list(lse.shape)}: must be {list(parts.shape[1:])}, {list(lses.shape[1:])}"
+        )
+    return out, lse

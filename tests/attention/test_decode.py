@@ -1,0 +1,59 @@
+"""Tree and ring decode over real gloo worlds: KV really sharded, uneven and empty shards, GQA, speculative queries."""
+
+import pytest
+
+from attention import costs
+from attention.masks import FULL
+from attention.variants import VARIANTS
+
+REDUCTIONS = ("three", "two", "packed", "hierarchical")
+BASE = {"batch": 2, "queries": 1, "keys": 48, "heads": 8, "kv_heads": 1, "head_dim": 64}
+CASES = [
+    BASE,
+    BASE | {"queries": 4, "kv_heads": 8},
+    BASE | {"keys": 37, "head_dim": 80},  # the last shard is short
+    BASE | {"keys": 5, "kv_heads": 2, "head_dim": 96},  # in larger worlds the last shard is empty
+    BASE | {"keys": 1, "batch": 1, "queries": 3},  # all shards but the first are
+]
+TREES = [("tree", {"reduce": how}) for how in REDUCTIONS]
+
+
+@pytest.mark.parametrize("world", (1, 2, 3, 4))
+@pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
+def test_decode_matches_fp64(in_world, name, options, world):
+    for found in in_world("decode", world, name=name, options=options, cases=CASES):
+        assert found["error"] < 1e-6, found
+        assert found["lse"] < 1e-5, found
+
+
+@pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
+def test_decode_matches_fp64_in_a_world_of_eight(in_world, name, options):
+    for found in in_world("decode", 8, name=name, options=options, cases=CASES[2:4]):
+        assert found["error"] < 1e-6, found
+
+
+def test_every_rank_allocates_its_own_keys_only(in_world):
+    (found,) = in_world("decode", 4, name="tree", options={}, cases=[BASE | {"keys": 42}])
+    assert found["held"] == [11, 11, 11, 9]
+    each = BASE["batch"] * BASE["kv_heads"] * BASE["head_dim"]
+    assert found["storage"] == [n * each for n in found["held"]]
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
+def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, world):
+    variant = VARIANTS[name]
+    (found,) = in_world("decode", world, name=name, options=options, cases=[BASE])
+    problem = variant.problem((0, BASE["keys"]), world, FULL, options, BASE["queries"])
+    shapes = costs.Shapes(BASE["batch"], BASE["heads"], BASE["kv_heads"], BASE["head_dim"], 4)
+    for rank, counted in enumerate(found["bytes"]):
+        said = costs.bytes_received(variant, problem, shapes, rank, False, options)
+        assert {k: v for k, v in counted.items() if v} == {k: v for k, v in said.items() if v}
+
+
+def test_the_phases_are_those_of_the_paper(in_world):
+    (found,) = in_world("decode", 2, name="tree", options={"reduce": "three"}, cases=[BASE])
+    assert set(found["phases"]) == {
+        *("comp_shard_kv", "comp_local_attention", "comp_num_den", "comp_final_output"),
+        *("comm_max_lse", "comm_sum_den", "comm_sum_num", "wait_max_lse", "wait_sum_den", "wait_sum_num"),
+    }
