@@ -158,7 +158,8 @@ def peak_bytes(
     the kernels' own scratch."""
     options = {**variant.options, **(options or {})}
     kv_token = 2 * shapes.batch * shapes.head_dim * shapes.itemsize
-    q_tokens = problem.q_tokens or problem.cu_seqlens[-1] // problem.ranks
+    ranks = 1 if problem.layout.replicated else problem.ranks
+    q_tokens = problem.q_tokens or problem.cu_seqlens[-1] // ranks
     out = shapes.batch * shapes.heads * q_tokens * (shapes.head_dim * shapes.itemsize + 4)
     if variant.exchange == "tree":
         return out + tree_bytes(problem, shapes, options).get("partials", out)

@@ -175,7 +175,7 @@ class ContextParallel:
             self.variant.check_options(self.options, shape.heads, shape.kv_heads, self.world)
             if self.variant.decode and shape.backward:
                 raise ValueError(f"q.requires_grad=True: {self.variant.name} has no backward; call it under no_grad")
-            kernel = kernels.select(self.kernel_name, shape, masks_of(problem))
+            kernel = kernels.select(self.kernel_name, shape, masks_of(problem), self.variant.decode)
             scale = shape.head_dim**-0.5 if scale is None else scale
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)

@@ -136,6 +136,16 @@ def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
     return tuple((range(min(r * each, length), min((r + 1) * each, length)),) for r in range(world))
 
 
+@lru_cache
+def chunked(n: int) -> Layout:
+    """Everything on every rank, in n chunks: how queries lie that are computed chunk by chunk."""
+
+    def split(length: int, world: int) -> tuple[Shard, ...]:
+        return tuple(tuple(_chunk(length, n, i) for i in range(n)) for _ in range(world))
+
+    return Layout(f"replicated in {n} chunks", n, split, replicated=True)
+
+
 CONTIGUOUS = Layout("contiguous", 1, _contiguous)
 PACKED = Layout("packed contiguous", 1, _contiguous, per_sequence=False)
 ZIGZAG = Layout("zigzag", 2, _zigzag)

@@ -72,3 +72,22 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return out, torch.full(shape, -torch.inf, dtype=wide(q.dtype), device=q.device)
+
+
+def merge_n(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The merge of n partial results over disjoint keys, at once.
+
+    parts: `[n, B, S, H, D]`; lses: fp32 (fp64 for fp64) `[n, B, H, S]`. Returns out `[B, S, H, D]` in the parts' dtype and
+    lse `[B, H, S]`. A part without keys has lse -inf."""
+    if parts.is_cuda and parts.dtype != torch.float64:
+        from attention.kernels.triton_merge_n import merge_n_triton
+
+        return merge_n_triton(parts, lses)
+    return merge_n_eager(parts, lses)
+
+
+def merge_n_eager(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.logsumexp(lses, 0)
+    safe = total.masked_fill(total == -torch.inf, 0)
+    weights = (lses - safe).exp().transpose(-1, -2).unsqueeze(-1)
+    return (parts.to(wide(parts.dtype)) * weights).sum(0).to(parts.dtype), total

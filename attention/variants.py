@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from attention import layouts, schedules
@@ -76,7 +77,9 @@ class Variant:
         self._check_mask(mask, options)
         outer, ulysses = self._outer(options), self.ulysses(world, options)
         q_layout = outer
-        if self.decode:
+        if self.name == "grouped":
+            q_layout = _grouped_layout(options, cu_seqlens, world)
+        elif self.decode:
             q_layout = layouts.REPLICATED
         elif self.q_layout and mask.causal:
             q_layout = self.q_layout
@@ -246,6 +249,20 @@ _register(
 )
 _register(
     Variant(
+        "grouped",
+        "causal attention on one rank, its queries in n_groups chunks that attend nested prefixes of the keys",
+        "what zigzag_llama3 computes on a rank, for any number of chunks",
+        "measuring the groupings against each other",
+        layouts.REPLICATED,
+        schedules.gather,
+        "gather",
+        causal_only=True,
+        windows=False,
+        options={"n_groups": 2, "grouping": "separate", "heads_k_stride": None},
+    )
+)
+_register(
+    Variant(
         "ulysses",
         "heads exchanged for sequence before and after a local call over the whole sequence",
         "DeepSpeed-Ulysses (Jacobs et al., 2023)",
@@ -294,6 +311,18 @@ _register(
         decode=True,
     )
 )
+
+
+def _grouped_layout(options: Mapping[str, Any], cu_seqlens: CuSeqlens, world: int) -> Layout:
+    n = options["n_groups"]
+    if not isinstance(n, int) or not 1 <= n <= 8:
+        raise ValueError(f"n_groups={n}: must be 1 to 8")
+    if world > 1:
+        raise ValueError(f"world_size={world}: grouped is one rank's share of a gathered attention; use world_size=1")
+    lengths = [b - a for a, b in pairwise(cu_seqlens)]
+    if any(length % n for length in lengths):
+        raise ValueError(f"lengths {lengths[:4]}: each must be a multiple of n_groups={n}")
+    return layouts.chunked(n)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

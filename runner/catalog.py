@@ -1,5 +1,6 @@
-"""`python -m runner.catalog [attention|config|kernel|transport|timing|dtype|hardware|experiment]`: the lists, with their
-numbers, what works on this machine, and why the rest does not."""
+"""`python -m runner.catalog [attention|config|kernel|transport|timing|dtype|experiment]`: the lists, with their numbers,
+what works on this machine, and why the rest does not. `python -m runner.catalog cost config=llama3_70b world_size=64`:
+what each variant costs, before it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from attention import costs
 from attention.variants import VARIANTS, nearest
-from runner import display, overrides, schema
+from runner import display, metrics, overrides, schema
 
 
 def attention() -> Table:
@@ -51,6 +52,51 @@ def config() -> Table:
 
 
 ORDER = ["small", "medium", "large", "gqa", "zigzag", "model", "long", "decode"]
+
+
+def cost(arguments: list[str]) -> Table:
+    """What each variant costs before it runs, for a workload and a world of any size."""
+    given = [a for a in arguments if a.startswith("attention=")]
+    rest = [a for a in arguments if not a.startswith("attention=")]
+    table = _table(
+        f"Costs: {' '.join(arguments) or 'the default workload'}; the busiest rank's, the peak without q, k, v and scratch",
+        "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward", "by what",
+    )  # fmt: skip
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        for name in VARIANTS:
+            if given and name not in given[0].partition("=")[2].split(","):
+                continue
+            cfg = compose("config", overrides=["hardware=cuda", *rest, f"attention={name}"])
+            try:
+                spec = schema.experiment(cfg, 1 << 20, 0)
+            except (schema.InvalidConfig, schema.UnsupportedHere) as error:
+                table.add_row(name, *[""] * 5, str(error))
+                continue
+            table.add_row(name, *_cost_cells(spec))
+    return table
+
+
+def _cost_cells(spec: schema.Experiment) -> list[str]:
+    work, v, shapes = spec.workload, VARIANTS[spec.variant], metrics.shapes(spec)
+    problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, spec.options, work.q_len)
+    by_rank = costs.rank_flops(problem, shapes)
+    whole = costs.forward_flops(shapes, work.pairs)
+    forward, backward = (
+        [costs.bytes_received(v, problem, shapes, rank, which, spec.options) for rank in range(problem.ranks)]
+        for which in (False, True)
+    )
+    most = max(forward, key=lambda found: sum(found.values()))
+    back = "none" if v.decode else display.gib(max(sum(found.values()) for found in backward))
+    peak = max(costs.peak_bytes(v, problem, shapes, rank, spec.options) for rank in range(problem.ranks))
+    parts = ", ".join(f"{what} {display.gib(n)}" for what, n in most.items() if n)
+    return [
+        display.flop(max(by_rank)),
+        f"{max(by_rank) * problem.ranks / whole:.2f}",
+        display.gib(sum(most.values())),
+        back,
+        display.gib(peak),
+        parts,
+    ]
 
 
 def kernel() -> Table:
@@ -102,7 +148,19 @@ def _group(name: str) -> Table:
 
 def _table(title: str, *columns: str) -> Table:
     table = display.new_table(title)
-    numbers = ("batch", "heads", "head dim", "tokens", "forward", "q+k+v")
+    numbers = (
+        "FLOP forward",
+        "of even share",
+        "received forward",
+        "received backward",
+        "peak forward",
+        "batch",
+        "heads",
+        "head dim",
+        "tokens",
+        "forward",
+        "q+k+v",
+    )
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column == "name")
     return table
@@ -121,6 +179,13 @@ LISTS = {
 
 def main(arguments: list[str]) -> int:
     schema.register()
+    if arguments[:1] == ["cost"]:
+        reason = overrides.problem(arguments[1:])
+        if reason is not None:
+            print(reason, file=sys.stderr)
+            return 2
+        display.out.print(cost(arguments[1:]))
+        return 0
     for name in arguments:
         if name in ("-h", "--help"):
             print(__doc__)

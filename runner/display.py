@@ -43,6 +43,8 @@ def flop(n: float) -> str:
 
 
 def gib(n: float) -> str:
+    if n < 2**20:
+        return f"{n / 2**10:.0f} KiB"
     return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"
 
 

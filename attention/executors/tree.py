@@ -11,9 +11,11 @@ from torch import Tensor
 
 from attention.costs import node_size
 from attention.executors.plan import Plan
-from attention.merge import empty_result
+from attention.kernels import UnsupportedCall
+from attention.merge import empty_result, merge_n
 from attention.phases import phase
 from attention.tensors import take, wide
+from attention.transports.collective import Cuda
 
 Saved = tuple[Tensor, ...]
 
@@ -113,11 +115,27 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def fused(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Partial results in symmetric memory; one kernel reads all ranks' and merges them."""
+    if not isinstance(plan.transport, Cuda):
+        raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
+    from attention.kernels.triton_tree import merge_peers
+
+    slots = plan.transport.symmetric((*out.shape[:-1], out.shape[-1] + 1), torch.float32)
+    with phase("comp_num_den"):
+        mine, offset = slots.next()
+        mine[..., :-1].copy_(out)
+        mine[..., -1].copy_(lse.transpose(1, 2))
+    with phase("wait_partials"):
+        slots.handle.barrier(channel=0)
+    plan.transport.count("partials", (plan.problem.world - 1) * mine.numel() * 4)
+    with phase("comp_final_output"):
+        return merge_peers(slots.handle.buffer_ptrs_dev, offset, plan.problem.world, out)
+
+
 def merge_all(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """The n-way merge. parts `[n, B, S, H, D]`, lses `[n, B, H, S]`."""
-    from attention.kernels.triton_merge_n import merge_n
-
-    return merge_n(parts, lses, parts.dtype)
+    return merge_n(parts, lses)
 
 
-REDUCTIONS = {"three": three, "two": two, "packed": packed, "hierarchical": hierarchical}
+REDUCTIONS = {"three": three, "two": two, "packed": packed, "fused": fused, "hierarchical": hierarchical}

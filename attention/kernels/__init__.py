@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
 from attention.kernels.interface import Call, Kernel, Shape, UnsupportedCall
 from attention.kernels.math import Math
@@ -10,9 +12,43 @@ from attention.variants import nearest
 
 __all__ = ["KERNELS", "Call", "Kernel", "Shape", "UnsupportedCall", "name_of", "names", "select"]
 
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (Math(), SdpaFlash(), SdpaCudnn(), SdpaEfficient(), Flash2())
-}
+
+class Absent:
+    """A kernel whose package is not installed."""
+
+    def __init__(self, name: str, summary: str, reason: str):
+        self.name, self.summary, self.reason = name, summary, reason
+
+    def missing(self, device: str) -> str | None:
+        return self.reason
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        return self.reason
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        raise UnsupportedCall(self.reason)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise UnsupportedCall(self.reason)
+
+
+def _ours() -> list[Kernel]:
+    try:
+        from attention.kernels.triton_decode import Decode
+        from attention.kernels.triton_flash import TritonFlash
+    except ImportError:
+        reason = "needs the package triton: pip install triton"
+        return [
+            Absent("triton", "our Triton flash attention", reason),
+            Absent("decode", "our split-KV Triton kernel for few queries", reason),
+        ]
+    return [TritonFlash(), Decode()]
+
+
+_ALL: list[Kernel] = [Math(), SdpaFlash(), SdpaCudnn(), SdpaEfficient(), Flash2(), *_ours()]
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 
 # fastest first, by measured forward and backward rates on each kind of device
 FASTEST = {
@@ -30,12 +66,14 @@ def refusal(kernel: Kernel, shape: Shape, mask: Mask) -> str | None:
     return kernel.missing(shape.device) or kernel.refuses(shape, mask)
 
 
-def select(name: str, shape: Shape, masks: tuple[Mask, ...]) -> Kernel:
-    """The kernel of that name, or for `auto` the fastest that does all of a schedule's masks.
+def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> Kernel:
+    """The kernel of that name, or for `auto` the fastest that does all of a schedule's masks; `decode`: with few queries.
 
     Raises ValueError for an unknown name, UnsupportedCall when the kernel can't do the call, naming those that can."""
     if name == "auto":
         order = FASTEST.get(shape.device, FASTEST["cpu"])
+        if decode and shape.device == "cuda":
+            order = ("decode", *order)
         for candidate in order:
             if not any(refusal(KERNELS[candidate], shape, mask) for mask in masks):
                 if candidate == "sdpa_cudnn" and shape.packed:

@@ -21,6 +21,7 @@ from attention.masks import Mask
 from attention.merge import empty_result
 
 MAX_ROWS = 64  # queries a program takes: above it the accumulator costs the occupancy that hides the loads
+MAX_ROWS_FP32 = 16  # without tensor cores the operands are in registers too
 STAGE_BYTES = 32768  # of K and V together: 3 stages in flight leave room for two programs on an SM's 227 KiB
 STAGES = 3
 SHORTEST_SPLIT = 256  # keys: below it writing and merging the partial results outweighs the parallelism
@@ -117,6 +118,18 @@ def missing(device: str) -> str | None:
     return "needs a CUDA GPU, or TRITON_INTERPRET=1 set before the start to run it slowly on a CPU"
 
 
+def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
+    """Why a dot of `dtype` is not done on `device`, or None. Triton's interpreter (3.6 to 3.9) multiplies the bits of
+    bf16 as integers."""
+    if device == "cuda":
+        return None if dtype in (*HALF, torch.float32) else f"dtype={name_of(dtype)}: bf16, fp16 and fp32 only"
+    return (
+        None
+        if dtype in (torch.float16, torch.float32)
+        else f"dtype={name_of(dtype)}: under Triton's interpreter fp16 and fp32 only"
+    )
+
+
 class Decode:
     name = "decode"
     summary = "flash-decoding in Triton: KV split among programs, for few queries; forward only"
@@ -131,8 +144,9 @@ class Decode:
             return "packed: dense calls only"
         if shape.backward:
             return "backward: forward only, for decoding without gradients"
-        if shape.dtype not in (*HALF, torch.float32):
-            return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
+        wrong = dtype_rule(shape.dtype, shape.device)
+        if wrong:
+            return wrong
         return None if shape.head_dim <= 256 else f"head_dim={shape.head_dim}: up to 256 only"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -166,7 +180,8 @@ def decode(
         return out.to(dtype), lse
     group = heads // kv_heads
     rows = n_queries * group
-    block_m = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
+    fp32 = q.dtype == torch.float32
+    block_m = min(MAX_ROWS_FP32 if fp32 else MAX_ROWS, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_m)
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_n = min(128, max(16, STAGE_BYTES // (2 * block_d * q.element_size())))
@@ -196,11 +211,11 @@ def decode(
             *lses.stride(),
             GROUP=group,
             HEAD_DIM=head_dim,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # read for fp32 inputs only
+            PRECISION="ieee" if fp32 else "tf32",  # read for fp32 inputs only
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_D=block_d,
-            num_warps=4,
+            num_warps=8 if fp32 else 4,
             num_stages=STAGES,
         )
     return (parts[0], lses[0]) if splits == 1 else merge_n_triton(parts, lses, dtype)
@@ -223,9 +238,12 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in (*HALF, torch.float32) or not q.dtype == k.dtype == v.dtype:
+    if not q.dtype == k.dtype == v.dtype:
         given = ", ".join(name_of(x.dtype) for x in (q, k, v))
-        raise ValueError(f"dtypes {given}: q, k and v must all be bf16, fp16 or fp32; cast them, or take kernel=math")
+        raise ValueError(f"dtypes {given}: q, k and v must have one; cast them")
+    wrong = dtype_rule(q.dtype, q.device.type)
+    if wrong:
+        raise ValueError(f"{wrong}; cast q, k and v, or take kernel=math")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}: must be q [B, Sq, H, D], k and v [B, N, Hk, D] "

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.aten import HALF, name_of
+from attention.kernels.aten import name_of
+from attention.kernels.triton_decode import dtype_rule
 from attention.kernels.triton_merge_n import on_device_of
 from attention.merge import empty_result
 
@@ -46,7 +47,7 @@ class Tiling:
 def tiling(groups: int, head_dim: int, itemsize: int) -> Tiling:
     """The default: at most 256 rows by head dim 128 of fp32 accumulators over all sets, 128 registers a thread."""
     if itemsize > 2:  # no tensor cores: small, for tests
-        return Tiling(pack=1 if groups <= MAX_SETS else 2, rows=16, keys=32, warps=4, stages=2)
+        return Tiling(pack=1 if groups <= MAX_SETS else 2, rows=16, keys=16, warps=8, stages=2)
     sets = 2 if head_dim > 64 else MAX_SETS
     pack = 1
     while pack * sets < groups:
@@ -246,7 +247,7 @@ def _grouped(  # type: ignore[no-untyped-def]
         q3, seen3, top3, total3, acc3 = _set(q, q_t, chunk, block, ends, GROUPS, 3, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
 
     # phase P ends where set P does: first the tiles that all its rows see whole, as do the longer sets', then its border
-    at = tl.program_id(0) * 0
+    at = 0
     for P in tl.static_range(SETS):
         whole, stop = _bounds(chunk, block, ends, P, PACK, PAD, ROWS, KEYS, CAUSAL)
         top0, top1, top2, top3, total0, total1, total2, total3, acc0, acc1, acc2, acc3 = _walk(
@@ -355,12 +356,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], scale: float) -
     if not 1 <= len(given) <= MAX_GROUPS:
         raise ValueError(f"{len(given)} groups: 1 to {MAX_GROUPS} only; make fewer groups, or take grouping=separate")
     if q.shape[1] % len(given):
-        raise ValueError(f"{q.shape[1]} queries in {len(given)} groups: must be a multiple; pad the chunks to one length")
+        raise ValueError(
+            f"{q.shape[1]} queries in {len(given)} groups: must be a multiple; pad the chunks to one length"
+        )
     if given[0] < 0 or given != sorted(given) or given[-1] > k.shape[1]:
-        raise ValueError(f"ends={given}: must ascend from 0 to at most the {k.shape[1]} keys; order the groups by prefix")
-    if q.dtype not in (*HALF, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"ends={given}: must ascend from 0 to at most the {k.shape[1]} keys; order the groups by prefix"
+        )
+    if not q.dtype == k.dtype == v.dtype:
         dtypes = ", ".join(name_of(x.dtype) for x in (q, k, v))
-        raise ValueError(f"dtypes {dtypes}: q, k and v must all be bf16, fp16 or fp32; cast them")
+        raise ValueError(f"dtypes {dtypes}: q, k and v must have one; cast them")
+    wrong = dtype_rule(q.dtype, q.device.type)
+    if wrong:
+        raise ValueError(f"{wrong}; cast q, k and v, or take grouping=separate")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}: must be q [B, G * c, H, D], k and v "

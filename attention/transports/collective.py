@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.phases import phase
+from attention.transports.symmetric import Exchangeable, exchangeable
 
 Message = tuple[int, Tensor]  # (rank in the group, contiguous tensor)
 
@@ -138,8 +139,22 @@ class Cuda:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         self.group = group
         self.name = "nccl"
+        self.device = device
         self.bytes_received: dict[str, int] = {}
         self.stream = torch.cuda.Stream(device)
+        self.symmetric_slots: dict[tuple[tuple[int, ...], torch.dtype], Exchangeable] = {}
+
+    def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> Exchangeable:
+        """Slots of symmetric memory of that shape, made at the first call on all ranks and reused. Raises
+        UnsupportedCall where there is none."""
+        key = (shape, dtype)
+        if key not in self.symmetric_slots:
+            self.symmetric_slots[key] = exchangeable(shape, dtype, self.device, self.group or dist.group.WORLD)
+        return self.symmetric_slots[key]
+
+    def count(self, what: str, size: int) -> None:
+        """Bytes that a kernel of ours reads from peers by itself."""
+        self.bytes_received[what] = self.bytes_received.get(what, 0) + size
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str, step: int) -> Handle:
         if not sends and not receives:

@@ -1,0 +1,60 @@
+"""`triton`: dense flash attention as the grouped kernel with a single group, so that separate calls and the fused call
+of the grouped experiment (ALGORITHMS section 3) run the same inner loop."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention.kernels import decompose
+from attention.kernels.aten import HALF, flash2_backward
+from attention.kernels.interface import Call, Shape, UnsupportedCall
+from attention.kernels.math import PlainRectangles
+from attention.kernels.triton_decode import dtype_rule, missing
+from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
+from attention.masks import Mask
+
+
+class TritonFlash:
+    name = "triton"
+    summary = "our own flash forward in Triton, FlashAttention-2's backward; packs go sequence by sequence"
+
+    def missing(self, device: str) -> str | None:
+        return missing(device)
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        if mask.windowed:
+            return f"window=({mask.left}, {mask.right}): no sliding window"
+        if shape.head_dim not in HEAD_DIMS:
+            return f"head_dim={shape.head_dim}: 64 and 128 only"
+        return dtype_rule(shape.dtype, shape.device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if call.mask.windowed:
+            raise UnsupportedCall(f"kernel=triton: {call.mask.describe()}: no sliding window; take another kernel")
+        if call.packed:
+            return decompose.forward(_Rectangles(), q, k, v, call)
+        return flash_forward(q, k, v, call.scale, call.mask.causal)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.is_cuda and q.dtype in HALF:
+            return flash2_backward(dout, q, k, v, out, lse, call)
+        return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call)
+
+
+class _Rectangles(PlainRectangles):
+    """The backward of fp32, and of a CPU, is the plain one."""
+
+    banded = False
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+        return flash_forward(q, k, v, scale, mask.causal)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, tiles: Tiling | None = None
+) -> tuple[Tensor, Tensor]:
+    """q: `[B, Sq, H, D]`; k, v: `[B, Sk, Hk, D]`, any lengths, D 64 or 128; causal is aligned bottom-right. Gives
+    (out like q, lse fp32 `[B, H, Sq]`); rows without keys give 0, -inf. Raises ValueError as `grouped_forward`."""
+    return grouped_forward(q, k, v, (k.shape[1],), scale, causal, tiles)
