@@ -186,20 +186,41 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
-            "do_bench": _do_bench(work) if options["do_bench"] else None,
+            "do_bench": _do_bench(work, watch, flush) if options["do_bench"] else None,
             **note,
         },
     }
 
 
-def _do_bench(work: AttentionWork) -> dict[str, float]:
-    """The same passes by triton.testing.do_bench, medians in ms: whether our timing agrees with it."""
+class _OnePass:
+    """A pass by itself, over and over, as do_bench runs it."""
+
+    def __init__(self, work: AttentionWork, which: str):
+        self.passes: tuple[str, ...] = (which,)
+        self.call = work.again if which == "backward" else lambda: work.run(which)
+
+    def run(self, which: str) -> None:
+        self.call()
+
+    def repeat(self, which: str, times: int) -> None:
+        for _ in range(times):
+            self.call()
+
+
+def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None) -> dict[str, dict[str, float]]:
+    """Each pass by triton.testing.do_bench and by our sampling under the same conditions (that pass alone, without a
+    pause, the same L2 flush), medians in ms. The headline interleaves forward and backward, as training does, at other
+    clocks."""
     from triton.testing import do_bench
 
-    found = {"forward": do_bench(lambda: work.run("forward"), warmup=200, rep=1000, return_mode="median")}
-    if work.backward:
+    found = {}
+    for which in work.passes:
         work.run("forward")
-        found["backward"] = do_bench(work.again, warmup=200, rep=1000, return_mode="median")
+        alone = _OnePass(work, which)
+        theirs = do_bench(alone.call, warmup=500, rep=1000, return_mode="median")
+        timing.warm(alone, watch, 1, 500.0, lambda enough: enough)
+        ours = summarize(timing.sample(alone, watch, max(10, int(1000 / theirs)), flush)[which]).median
+        found[which] = {"do_bench_ms": theirs, "ours_ms": ours, "ratio": ours / theirs}
     work.release()
     return found
 

@@ -149,7 +149,9 @@ class Cuda:
         UnsupportedCall where there is none."""
         key = (shape, dtype)
         if key not in self.symmetric_slots:
-            self.symmetric_slots[key] = exchangeable(shape, dtype, self.device, self.group or dist.distributed_c10d._get_default_group())
+            self.symmetric_slots[key] = exchangeable(
+                shape, dtype, self.device, self.group or dist.distributed_c10d._get_default_group()
+            )
         return self.symmetric_slots[key]
 
     def count(self, what: str, size: int) -> None:

@@ -1,7 +1,9 @@
-"""What the schedule and transfer tests share: problems of every kind, and masks pair by pair."""
+"""What the tests of the geometry share: problems of every kind, and masks pair by pair."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -18,32 +20,66 @@ WINDOWS = [
     for sides in ((0, 0), (3, 0), (SHARD, 0), (11, 0), (20, 0), (2, 4), (SHARD, SHARD), (13, 7), (-1, 5), (7, -1))
 ]
 MASKS = [FULL, CAUSAL, *WINDOWS]
+CAUSAL_ONLY = {"zigzag", "zigzag_varlen", "stripe", "zigzag_llama3", "grouped"}
+WITHOUT_WINDOW = {"zigzag", "zigzag_varlen", "stripe", "grouped"}
+DECODES = {"tree", "ring_decode"}  # neither causal nor windowed
+ANY_LENGTHS = {"dense", "llama3"}  # of a pack's sequences
 
 
 def cumulated(lengths) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))
 
 
-def does(variant: Variant, mask: Mask) -> bool:
-    return not (variant.causal_only and not mask.causal) and not (mask.windowed and not variant.windows)
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def packs(variant: Variant, world: int) -> list[tuple[int, ...]]:
+def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
+    """Every choice of the options that make another schedule; none where the variant has no such world."""
+    if variant.name == "usp":
+        return [{"ring": ring, "ulysses_size": n} for ring in ("zigzag", "contiguous") for n in divisors(world)]
+    if variant.name == "grouped":
+        return [{"n_groups": n} for n in range(1, 9)] if world == 1 else []
+    return [{}]
+
+
+def does(variant: Variant, mask: Mask, options: Mapping[str, Any] | None = None) -> bool:
+    if variant.name in DECODES:
+        return mask.full
+    zigzag = variant.name == "usp" and {**variant.options, **(options or {})}["ring"] == "zigzag"
+    if (zigzag or variant.name in CAUSAL_ONLY) and mask.right != 0:
+        return False
+    return not (mask.windowed and (zigzag or variant.name in WITHOUT_WINDOW))
+
+
+def packs(variant: Variant, world: int, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """cu_seqlens that the variant takes: one sequence, and packs of different lengths, an empty one among them."""
-    unit = 2 * world
-    found = [(SHARD * world,)]
-    if variant.packs:
-        found += [(unit, 4 * unit, 2 * unit), (3 * unit, 0, unit)]
-        if not variant.layout.per_sequence or variant.layout.replicated:
-            found += [(1, 5 * unit - 4, 3), (5 * unit - 1, 1)]
+    if variant.name in DECODES:  # as many keys as ranks, fewer, and last shards that are short or empty
+        return [(0, n) for n in sorted({1, 2, world, world + 1, 2 * world + 1, SHARD * world - 1, SHARD * world})]
+    chunks = options.get("n_groups", world)
+    unit = 2 * chunks
+    found = [(SHARD * chunks,), (unit, 4 * unit, 2 * unit), (3 * unit, 0, unit)]
+    if variant.name in ANY_LENGTHS:
+        found += [(1, 5 * unit - 4, 3), (5 * unit - 1, 1), (1,) * unit, *_any(world)]
     return [cumulated(lengths) for lengths in found]
 
 
+def _any(world: int) -> list[tuple[int, ...]]:
+    """Two packs of a total that divides, cut at random places: sequences of any lengths across the ranks' borders."""
+    draw = random.Random(world)
+    total = SHARD * world
+    cuts = [sorted(draw.sample(range(1, total), n)) for n in (1, 4)]
+    return [tuple(b - a for a, b in zip([0, *cut], [*cut, total], strict=True)) for cut in cuts]
+
+
 def problems(variant: Variant, world: int) -> Iterator[Problem]:
-    for cu_seqlens in packs(variant, world):
-        for mask in MASKS:
-            if does(variant, mask):
-                yield variant.problem(cu_seqlens, world, mask)
+    for options in settings(variant, world):
+        for cu_seqlens in packs(variant, world, options):
+            for mask in MASKS:
+                if not does(variant, mask, options):
+                    continue
+                for q_tokens in (1, 3) if variant.name in DECODES else (None,):
+                    yield variant.problem(cu_seqlens, world, mask, options, q_tokens)
 
 
 def band(mask: Mask, sq: int, sk: int) -> np.ndarray:
@@ -58,16 +94,20 @@ def band(mask: Mask, sq: int, sk: int) -> np.ndarray:
 
 
 def global_pairs(problem: Problem) -> np.ndarray:
-    """All pairs of the mask, sequence by sequence, `[T, T]`."""
+    """All pairs of the mask, sequence by sequence, `[T, T]`; of a decode all, `[queries, T]`."""
     total = problem.cu_seqlens[-1]
+    if problem.q_tokens is not None:
+        return np.ones((problem.q_tokens, total), dtype=bool)
     keep = np.zeros((total, total), dtype=bool)
     for a, b in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
         keep[a:b, a:b] = band(problem.mask, b - a, b - a)
     return keep
 
 
-def query_positions(problem: Problem, rank: int) -> np.ndarray:
-    return np.array(positions(problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]), dtype=int)
+def query_positions(problem: Problem, place: int) -> np.ndarray:
+    if problem.q_tokens is not None:
+        return np.arange(problem.q_tokens)
+    return np.array(positions(problem.q_layout.shards(problem.cu_seqlens, problem.world)[place]), dtype=int)
 
 
 def key_positions(problem: Problem, step: Step) -> np.ndarray:

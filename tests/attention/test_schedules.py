@@ -3,26 +3,49 @@
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from geometry import MASKS, SHARD, WINDOWS, WORLDS, band, does, global_pairs, key_positions, problems, query_positions
+from geometry import (
+    ANY_LENGTHS,
+    DECODES,
+    MASKS,
+    SHARD,
+    WINDOWS,
+    WORLDS,
+    band,
+    cumulated,
+    divisors,
+    does,
+    global_pairs,
+    key_positions,
+    packs,
+    problems,
+    query_positions,
+    settings,
+)
 
 import attention
+from attention.layouts import CONTIGUOUS, positions
 from attention.masks import CAUSAL, FULL, Mask
-from attention.schedules import Problem, length, steps, union
+from attention.schedules import SEQUENCE, Problem, length, steps, union
+from attention.transfers import needed_keys
 from attention.variants import VARIANTS, Variant, check_heads, variant
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_world = pytest.mark.parametrize("world", WORLDS)
+SHARDED = [v.name for v in VARIANTS.values() if not v.layout.replicated]
+RINGS = [v.name for v in VARIANTS.values() if v.exchange == "ring" and not v.layout.replicated]
 
 
-def covered(chosen: Variant, problem: Problem, rank: int) -> np.ndarray:
-    """How often a rank's blocks compute each global pair, `[T, T]`."""
-    count = np.zeros((problem.cu_seqlens[-1],) * 2, dtype=int)
-    q_at = query_positions(problem, rank)
-    for step in steps(chosen.schedule, problem, rank):
+def covered(problem: Problem, place: int) -> np.ndarray:
+    """How often the blocks of a place compute each global pair."""
+    q_at = query_positions(problem, place)
+    count = np.zeros(global_pairs(problem).shape, dtype=int)
+    for step in steps(problem, place):
         k_at = key_positions(problem, step)
         for block in step.blocks:
             assert 0 <= block.q[0] <= block.q[1] <= len(q_at) and 0 <= block.k[0] <= block.k[1] <= len(k_at)
@@ -33,18 +56,17 @@ def covered(chosen: Variant, problem: Problem, rank: int) -> np.ndarray:
     return count
 
 
-def total_pairs(chosen: Variant, problem: Problem) -> list[int]:
-    return [sum(step.pairs for step in steps(chosen.schedule, problem, r)) for r in range(problem.world)]
+def total_pairs(problem: Problem) -> list[int]:
+    return [sum(step.pairs for step in steps(problem, place)) for place in range(problem.world)]
 
 
 @every_variant
 @every_world
 def test_every_pair_of_the_mask_is_computed_exactly_once(name, world):
-    chosen = VARIANTS[name]
-    for problem in problems(chosen, world):
+    for problem in problems(VARIANTS[name], world):
         expected = global_pairs(problem)
-        counts = [covered(chosen, problem, rank) for rank in range(world)]
-        if problem.layout.replicated:
+        counts = [covered(problem, place) for place in range(problem.world)]
+        if problem.layout.replicated or name == "ring_decode":  # once by every rank
             assert all((count == expected).all() for count in counts), problem
         else:
             assert (sum(counts) == expected).all(), problem
@@ -53,26 +75,37 @@ def test_every_pair_of_the_mask_is_computed_exactly_once(name, world):
 @every_variant
 @every_world
 def test_all_ranks_have_as_many_steps(name, world):
-    chosen = VARIANTS[name]
-    for problem in problems(chosen, world):
-        assert len({len(steps(chosen.schedule, problem, rank)) for rank in range(world)}) == 1
+    for problem in problems(VARIANTS[name], world):
+        assert problem.ranks == world
+        assert len({len(steps(problem, place)) for place in range(problem.world)}) == 1
 
 
-@pytest.mark.parametrize("name", ["zigzag", "ring_allgather"])
+@pytest.mark.parametrize("name", ["zigzag", "zigzag_varlen", "zigzag_llama3", "ring_allgather", "usp"])
 @every_world
 def test_balanced_variants_give_every_rank_the_same_causal_work(name, world):
-    chosen = VARIANTS[name]
-    for problem in problems(chosen, world):
-        if problem.mask.causal:
-            assert set(total_pairs(chosen, problem)) == {int(global_pairs(problem).sum()) // world}, problem
+    for problem in problems(VARIANTS[name], world):
+        if problem.mask.causal and (name != "usp" or problem.layout.name == "zigzag"):
+            assert set(total_pairs(problem)) == {int(global_pairs(problem).sum()) // problem.world}, problem
 
 
 @every_world
-def test_zigzag_ranks_do_the_same_work_at_every_step(world):
-    chosen = VARIANTS["zigzag"]
-    for problem in problems(chosen, world):
-        work = [[step.pairs for step in steps(chosen.schedule, problem, rank)] for rank in range(world)]
-        assert all(ranks == work[0] for ranks in work), problem
+def test_stripe_is_balanced_to_within_a_tokens_worth(world):
+    for problem in problems(VARIANTS["stripe"], world):
+        totals = total_pairs(problem)
+        n = problem.cu_seqlens[-1] // world
+        # each token of rank r sees one key more than its neighbour on rank r - 1
+        assert totals == [totals[0] + rank * n for rank in range(world)]
+        assert max(totals) - min(totals) == n * (world - 1) < problem.cu_seqlens[-1]
+
+
+@pytest.mark.parametrize("name", ["zigzag", "zigzag_varlen", "usp"])
+@every_world
+def test_zigzag_ranks_do_the_same_work_at_every_step(name, world):
+    for problem in problems(VARIANTS[name], world):
+        if problem.layout.name != "zigzag":
+            continue
+        work = [[step.pairs for step in steps(problem, place)] for place in range(problem.world)]
+        assert all(places == work[0] for places in work), problem
 
 
 @every_world
@@ -81,21 +114,34 @@ def test_the_causal_ring_is_imbalanced_as_the_table_says(world):
     for rank in range(world):
         own, full = SHARD * (SHARD + 1) // 2, SHARD * SHARD
         expected = [own] + [full] * rank + [0] * (world - 1 - rank)
-        assert [step.pairs for step in steps(VARIANTS["ring"].schedule, problem, rank)] == expected
-    totals = total_pairs(VARIANTS["ring"], problem)
+        assert [step.pairs for step in steps(problem, rank)] == expected
+    totals = total_pairs(problem)
     assert totals == sorted(totals) and len(set(totals)) == world
 
 
-@pytest.mark.parametrize(
-    "name", [v.name for v in VARIANTS.values() if v.exchange == "ring" and not v.layout.replicated]
-)
+@pytest.mark.parametrize("name", [*RINGS, "usp"])
 @every_world
 def test_the_ring_walks_all_owners_backwards_from_itself(name, world):
-    chosen = VARIANTS[name]
-    problem = chosen.problem((0, SHARD * world), world, CAUSAL)
+    for problem in problems(VARIANTS[name], world):
+        for place in range(problem.world):
+            owners = [step.owner for step in steps(problem, place)]
+            assert owners == [(place - i) % problem.world for i in range(problem.world)]
+
+
+@every_world
+def test_stripe_blocks_are_causal_and_shifted_by_a_token_for_later_ranks(world):
+    problem = VARIANTS["stripe"].problem((0, SHARD * world), world, CAUSAL)
     for rank in range(world):
-        owners = [step.owner for step in steps(chosen.schedule, problem, rank)]
-        assert owners == [(rank - i) % world for i in range(world)]
+        for step in steps(problem, rank):
+            (block,) = step.blocks
+            expected = ((0, SHARD), (0, SHARD)) if step.owner <= rank else ((1, SHARD), (0, SHARD - 1))
+            assert (block.q, block.k, block.mask) == (*expected, CAUSAL)
+
+
+def test_striped_shards_of_a_single_token_see_nothing_of_later_ranks():
+    problem = VARIANTS["stripe"].problem((0, 4), 4, CAUSAL)
+    for rank in range(4):
+        assert {step.owner for step in steps(problem, rank) if step.blocks} == set(range(rank + 1))
 
 
 @pytest.mark.parametrize("mask", WINDOWS, ids=Mask.describe)
@@ -103,7 +149,7 @@ def test_the_ring_walks_all_owners_backwards_from_itself(name, world):
 def test_a_windowed_ring_computes_only_with_owners_within_the_window(mask, world):
     problem = VARIANTS["ring"].problem((0, SHARD * world), world, mask)
     for rank in range(world):
-        for step in steps(VARIANTS["ring"].schedule, problem, rank):
+        for step in steps(problem, rank):
             before = (rank - step.owner - 1) * SHARD + 1  # from the first query to the owner's last key
             after = (step.owner - rank - 1) * SHARD + 1
             near = (mask.left < 0 or before <= mask.left) and (mask.right < 0 or after <= mask.right)
@@ -111,13 +157,123 @@ def test_a_windowed_ring_computes_only_with_owners_within_the_window(mask, world
 
 
 def test_gathered_queries_make_one_call_a_chunk():
-    chosen = VARIANTS["ring_allgather"]
-    problem = chosen.problem((0, 48), 4, CAUSAL)
+    problem = VARIANTS["ring_allgather"].problem((0, 48), 4, CAUSAL)
     for rank in range(4):
-        (step,) = steps(chosen.schedule, problem, rank)
+        (step,) = steps(problem, rank)
         early, late = 2 * rank, 7 - 2 * rank
         assert [(b.q, b.k) for b in step.blocks] == [((0, 6), (0, 6 * (early + 1))), ((6, 12), (0, 6 * (late + 1)))]
         assert all(b.mask.causal for b in step.blocks)
+
+
+@every_world
+def test_zigzag_chunks_make_one_call_each_against_their_prefix_of_every_sequence(world):
+    lengths = (2 * world, 6 * world)
+    problem = VARIANTS["zigzag_llama3"].problem(cumulated(lengths), world, CAUSAL)
+    for r in range(world):
+        (step,) = steps(problem, r)
+        assert step.owner == SEQUENCE
+        expected, at, start = [], 0, 0
+        for n in lengths:
+            c = n // (2 * world)
+            expected.append(((at, at + c), (start, start + (r + 1) * c), 0))
+            expected.append(((at + c, at + 2 * c), (start, start + (2 * world - r) * c), 1))
+            at, start = at + 2 * c, start + n
+        assert [(b.q, b.k, b.group) for b in step.blocks] == expected
+
+
+@pytest.mark.parametrize("name", ["zigzag_llama3", "grouped"])
+@every_world
+def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
+    for problem in problems(VARIANTS[name], world):
+        if not problem.mask.causal:
+            continue
+        for rank in range(world):
+            (step,) = steps(problem, rank)
+            for start in set(problem.cu_seqlens[:-1]):
+                own = [b for b in step.blocks if b.k[0] == start]
+                assert [b.group for b in own] == list(range(len(own)))
+                ends = [b.k[1] for b in own]
+                assert ends == sorted(ends), (problem, rank)
+
+
+@every_world
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=Mask.describe)
+def test_llama3_needs_the_sequences_that_meet_its_slice_up_to_its_end_or_theirs(mask, world):
+    chosen = VARIANTS["llama3"]
+    for cu in packs(chosen, world, {}):
+        problem = chosen.problem(cu, world, mask)
+        for rank, (slice_,) in enumerate(problem.layout.shards(cu, world)):
+            meets = [(a, b) for a, b in pairwise(cu) if a < slice_.stop and b > slice_.start and a < b]
+            last = slice_.stop if mask.causal else meets[-1][1]
+            assert positions(needed_keys(problem, rank)) == list(range(meets[0][0], last)), (cu, rank)
+            (step,) = steps(problem, rank)
+            clipped = [(max(a, slice_.start), min(b, slice_.stop)) for a, b in meets]
+            assert [(b.q[0] + slice_.start, b.q[1] + slice_.start) for b in step.blocks] == clipped
+
+
+@pytest.mark.parametrize("name", ["ulysses", "usp"])
+@every_world
+def test_the_border_holds_consecutive_pieces_of_the_shards_that_the_groups_compute_on(name, world):
+    chosen = VARIANTS[name]
+    for options in settings(chosen, world):
+        for cu in packs(chosen, world, options):
+            problem = chosen.problem(cu, world, CAUSAL, options)
+            held = [positions(s) for s in chosen.border(world, {**chosen.options, **options}).shards(cu, world)]
+            assert len(held) == problem.ranks == world and len({len(x) for x in held}) == 1
+            for place, shard in enumerate(problem.q_layout.shards(cu, problem.world)):
+                group = held[place * problem.ulysses : (place + 1) * problem.ulysses]
+                assert [t for piece in group for t in piece] == positions(shard), (cu, options, place)
+
+
+@every_world
+def test_ulysses_computes_whole_sequences_and_meets_them_in_contiguous_shards(world):
+    chosen, cu = VARIANTS["ulysses"], (0, SHARD * world)
+    problem = chosen.problem(cu, world, CAUSAL)
+    assert (problem.world, problem.ulysses) == (1, world)
+    assert [step.owner for step in steps(problem, 0)] == [0]
+    assert chosen.border(world, chosen.options).shards(cu, world) == CONTIGUOUS.shards(cu, world)
+
+
+@every_world
+def test_usp_is_as_near_to_a_square_as_it_goes_unless_told(world):
+    chosen = VARIANTS["usp"]
+    for n in divisors(world):
+        problem = chosen.problem((0, 2 * world), world, CAUSAL, {"ulysses_size": n})
+        assert (problem.ulysses, problem.world) == (n, world // n)
+    problem = chosen.problem((0, 2 * world), world, CAUSAL)
+    assert problem.ulysses * problem.world == world
+    assert problem.ulysses == min(n for n in divisors(world) if n >= world // n)
+
+
+@every_world
+def test_a_ulysses_size_that_does_not_divide_the_world_is_refused_with_those_that_do(world):
+    for wanted in range(-1, 2 * world + 2):
+        if wanted in divisors(world):
+            continue
+        with pytest.raises(ValueError) as error:
+            VARIANTS["usp"].problem((0, 2 * world), world, CAUSAL, {"ulysses_size": wanted})
+        text = str(error.value)
+        assert text.startswith(f"ulysses_size={wanted}:") and f"divide world_size={world}" in text
+        assert str(divisors(world)) in text
+
+
+@every_world
+@pytest.mark.parametrize("keys", [1, 2, 7, 40, 41])
+def test_a_tree_rank_attends_its_own_keys_only_and_an_empty_shard_has_no_block(keys, world):
+    problem = VARIANTS["tree"].problem((0, keys), world, FULL, q_tokens=2)
+    for rank, shard in enumerate(problem.layout.shards((0, keys), world)):
+        (step,) = steps(problem, rank)
+        n = sum(len(r) for r in shard)
+        assert step.owner == rank
+        assert [(b.q, b.k, b.mask) for b in step.blocks] == ([((0, 2), (0, n), FULL)] if n else [])
+
+
+@pytest.mark.parametrize("name", DECODES)
+@every_world
+def test_a_decode_has_no_balance_to_keep_and_takes_every_number_of_keys(name, world):
+    for n in range(1, 30):
+        problem = VARIANTS[name].problem((0, n), world, FULL, q_tokens=1)
+        assert sum(total_pairs(problem)) == (n if name == "tree" else n * world)
 
 
 def test_union_merges_what_meets_and_drops_what_is_empty():
@@ -126,65 +282,87 @@ def test_union_merges_what_meets_and_drops_what_is_empty():
     assert length(union([(0, 10), (2, 3), (20, 21)])) == 11
 
 
-def refusal(chosen: Variant, cu_seqlens: tuple[int, ...], world: int, mask: Mask) -> str:
+def refusal(chosen: Variant, cu_seqlens: tuple[int, ...], world: int, mask: Mask, options: Any = None) -> str:
     with pytest.raises(ValueError) as error:
-        chosen.problem(cu_seqlens, world, mask)
+        chosen.problem(cu_seqlens, world, mask, options)
     return str(error.value)
 
 
 @every_variant
-def test_masks_that_a_variant_lacks_are_refused_with_variants_that_have_them(name):
+def test_masks_that_a_variant_lacks_are_refused_with_a_way_out_that_works(name):
     chosen = VARIANTS[name]
-    for mask in MASKS:
-        if does(chosen, mask):
-            chosen.problem((0, 48), 4, mask)
-            continue
-        text = refusal(chosen, (0, 48), 4, mask)
-        value = f"window=({mask.left}, {mask.right})" if mask.right == 0 else "causal=false"
-        assert text.startswith(value) and name in text
-        ways_out = set(re.findall(r"\w+", text.removeprefix(value))) & set(VARIANTS) - {name}
-        assert ways_out
-        for other in ways_out:
-            VARIANTS[other].problem((0, 48), 4, mask)
-
-
-@every_variant
-def test_packs_that_a_variant_lacks_are_refused_with_variants_that_take_them(name):
-    chosen, cu = VARIANTS[name], (0, 16, 48)
-    if chosen.packs:
-        chosen.problem(cu, 4, CAUSAL)
-        return
-    text = refusal(chosen, cu, 4, CAUSAL)
-    assert "cu_seqlens of 2 sequences" in text and name in text
-    ways_out = set(re.findall(r"\w+", text)) & set(VARIANTS) - {name}
-    assert ways_out and all(VARIANTS[other].packs for other in ways_out)
-
-
-@pytest.mark.parametrize("name", sorted(VARIANTS.keys() & {"zigzag", "stripe", "zigzag_varlen", "zigzag_llama3"}))
-def test_variants_that_balance_the_causal_mask_refuse_others(name):
-    assert "causal=true only" in refusal(VARIANTS[name], (0, 48), 4, FULL)
-
-
-@pytest.mark.parametrize("name", [v.name for v in VARIANTS.values() if not v.layout.replicated])
-@every_world
-def test_a_length_that_does_not_divide_is_refused_with_one_that_works(name, world):
-    chosen = VARIANTS[name]
-    for mask in (FULL, CAUSAL):
-        if not does(chosen, mask):
-            continue
-        refused = 0
-        for n in range(1, 50):
-            try:
-                problem = chosen.problem((0, n), world, mask)
-                assert n % world == 0 and problem.cu_seqlens == (0, n)
+    world = 1 if name == "grouped" else 4
+    for options in settings(chosen, world):
+        cu = (0, 840)
+        for mask in MASKS:
+            if does(chosen, mask, options):
+                chosen.problem(cu, world, mask, options)
                 continue
-            except ValueError as error:
-                text = str(error)
-            refused += 1
-            assert f"seq_len={n}:" in text and "needs a multiple of" in text
-            (offer,) = re.findall(r"(\d+) would work", text)
-            chosen.problem((0, int(offer)), world, mask)
-        assert refused or world == 1
+            text = refusal(chosen, cu, world, mask, options)
+            assert name in text
+            if name in DECODES:
+                assert text.startswith(f"{mask.describe()} mask:") and "causal=false without a window" in text
+                continue
+            value = f"window=({mask.left}, {mask.right})" if mask.right == 0 else "causal=false"
+            assert text.startswith(value)
+            if name == "usp":
+                assert "ring=contiguous" in text
+                chosen.problem(cu, world, mask, {**options, "ring": "contiguous"})
+                continue
+            ways_out = set(re.findall(r"\w+", text.removeprefix(value))) & set(VARIANTS) - {name}
+            assert ways_out
+            for other in ways_out:
+                VARIANTS[other].problem(cu, world, mask)
+
+
+@pytest.mark.parametrize("name", ["zigzag", "stripe", "zigzag_varlen", "zigzag_llama3", "usp", "grouped"])
+def test_variants_that_balance_the_causal_mask_refuse_others(name):
+    assert "causal=true only" in refusal(VARIANTS[name], (0, 48), 1 if name == "grouped" else 4, FULL)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in DECODES | {"grouped"}])
+@every_world
+def test_every_variant_takes_packs_and_those_made_for_them_say_so(name, world):
+    chosen = VARIANTS[name]
+    assert chosen.packed == (name in {"ring_varlen", "zigzag_varlen", "llama3"})
+    cu = cumulated((2 * world, 8 * world, 4 * world))
+    assert chosen.problem(cu, world, CAUSAL).cu_seqlens == cu
+    if name in ANY_LENGTHS:
+        chosen.problem(cumulated((1, 2 * world - 1, world)), world, CAUSAL)
+
+
+@pytest.mark.parametrize("name", [name for name in SHARDED if name not in DECODES])
+@every_world
+def test_a_length_that_does_not_divide_is_refused_with_a_true_rule_and_one_that_works(name, world):
+    chosen = VARIANTS[name]
+    for options in settings(chosen, world):
+        for mask in (FULL, CAUSAL):
+            if not does(chosen, mask, options):
+                continue
+            refused = 0
+            for n in range(1, 50):
+                try:
+                    problem = chosen.problem((0, n), world, mask, options)
+                    assert n % world == 0 and problem.cu_seqlens == (0, n)
+                    continue
+                except ValueError as error:
+                    text = str(error)
+                refused += 1
+                found = re.fullmatch(r"seq_len=(\d+): .* needs a multiple of (.*) = (\d+); (\d+) would work", text)
+                assert found and int(found[1]) == n, text
+                assert eval(found[2], {"world_size": world}) == int(found[3]), text
+                assert n % int(found[3])
+                chosen.problem((0, int(found[4])), world, mask, options)
+            assert refused or world == 1
+
+
+def test_the_chunks_of_grouped_must_divide_and_stay_on_one_rank():
+    chosen = VARIANTS["grouped"]
+    text = refusal(chosen, (0, 48), 2, CAUSAL)
+    assert text.startswith("world_size=2:") and "use world_size=1" in text
+    assert "n_groups=9" in refusal(chosen, (0, 72), 1, CAUSAL, {"n_groups": 9})
+    assert "n_groups=0" in refusal(chosen, (0, 72), 1, CAUSAL, {"n_groups": 0})
+    assert "n_groups=3" in refusal(chosen, (0, 70), 1, CAUSAL, {"n_groups": 3})
 
 
 def test_an_unknown_variant_is_refused_with_the_nearest_or_all():
@@ -208,6 +386,44 @@ def test_query_heads_must_be_a_multiple_of_kv_heads():
             for offer in offers:
                 check_heads(heads, int(offer))
             assert len(offers) == sum(heads % h == 0 for h in range(1, heads + 1))
+
+
+@every_world
+def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(world):
+    usp = VARIANTS["usp"]
+    for heads in range(1, 17):
+        for kv_heads in divisors(heads):
+            for n in divisors(world):
+                options = {**usp.options, "ulysses_size": n}
+                if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0):
+                    usp.check_options(options, heads, kv_heads, world)
+                    continue
+                with pytest.raises(ValueError, match=f"heads={heads}, kv_heads={kv_heads}: ") as error:
+                    usp.check_options(options, heads, kv_heads, world)
+                offers = re.findall(r"\d+", str(error.value).split("size of")[1])
+                assert offers and str(n) not in offers
+                for offer in offers:
+                    usp.check_options({**usp.options, "ulysses_size": int(offer)}, heads, kv_heads, world)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values"),
+    [
+        ("zigzag_llama3", "grouping", ("separate", "packed", "fused")),
+        ("tree", "reduce", ("three", "two", "packed", "fused", "hierarchical")),
+        ("usp", "ring", ("zigzag", "contiguous")),
+    ],
+)
+def test_an_option_takes_the_values_of_the_table_and_refuses_others_with_the_nearest(name, option, values):
+    chosen = VARIANTS[name]
+    for value in values:
+        chosen.check_options({**chosen.options, option: value}, 8, 8, 2)
+        typo = value[:-1] + "_"
+        with pytest.raises(ValueError, match=f"{option}={typo}: did you mean .*{value}"):
+            chosen.check_options({**chosen.options, option: typo}, 8, 8, 2)
+    with pytest.raises(ValueError) as error:
+        chosen.check_options({**chosen.options, option: "?"}, 8, 8, 2)
+    assert all(value in str(error.value) for value in values)
 
 
 def test_the_geometry_imports_without_torch():

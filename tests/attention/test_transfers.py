@@ -13,9 +13,10 @@ from attention.schedules import Problem, steps
 from attention.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_route
 from attention.variants import VARIANTS
 
-RINGS = [v.name for v in VARIANTS.values() if v.exchange == "ring"]
+# an all-to-all has a ring across its groups
+RINGS = [v.name for v in VARIANTS.values() if v.exchange in ("ring", "all_to_all")]
 GATHERS = [v.name for v in VARIANTS.values() if v.exchange == "gather"]
-UNIT_STEPS = [x for x in vars(layouts).values() if isinstance(x, Layout) and x is not layouts.STRIPE]
+UNIT_STEPS = [x for x in vars(layouts).values() if isinstance(x, Layout) and x is not layouts.STRIPE and not x.uneven]
 every_world = pytest.mark.parametrize("world", WORLDS)
 
 
@@ -45,14 +46,13 @@ def needed(problem: Problem, rank: int, keys: np.ndarray) -> list[int]:
 @pytest.mark.parametrize("name", RINGS)
 @every_world
 def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, world):
-    build = VARIANTS[name].schedule
     for problem in problems(VARIANTS[name], world):
-        shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, world)]
-        for i in range(len(steps(build, problem, 0))):
-            routes = [step_route(problem, rank, i) for rank in range(world)]
+        shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, problem.world)]
+        for i in range(len(steps(problem, 0))):
+            routes = [step_route(problem, place, i) for place in range(problem.world)]
             assert_agreed(routes, tokens_of_receiver_known=False)
             for rank, route in enumerate(routes):
-                step = steps(build, problem, rank)[i]
+                step = steps(problem, rank)[i]
                 sent = [taken(shards[step.owner], x) for peer, x in routes[step.owner].sends if peer == rank]
                 wanted = needed(problem, rank, key_positions(problem, step))
                 assert sent == ([wanted] if wanted and step.owner != rank else []), (problem, rank, i)
@@ -62,17 +62,16 @@ def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, wor
 @pytest.mark.parametrize("name", RINGS)
 @every_world
 def test_the_way_back_brings_every_gradient_to_the_key_it_belongs_to(name, world):
-    build = VARIANTS[name].schedule
     for problem in problems(VARIANTS[name], world):
-        shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, world)]
-        for i in range(len(steps(build, problem, 0))):
-            there = [step_route(problem, rank, i) for rank in range(world)]
+        shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, problem.world)]
+        for i in range(len(steps(problem, 0))):
+            there = [step_route(problem, place, i) for place in range(problem.world)]
             back = [route.reversed() for route in there]
             assert [route.reversed() for route in back] == there
             assert_agreed(back, tokens_of_receiver_known=False)
             for rank, route in enumerate(back):
                 for peer, places in route.receives:
-                    step = steps(build, problem, peer)[i]
+                    step = steps(problem, peer)[i]
                     assert step.owner == rank
                     wanted = needed(problem, peer, key_positions(problem, step))
                     assert taken(shards[rank], places) == wanted

@@ -234,8 +234,7 @@ GROUPS = [  # (queries a group, ends)
 ]
 
 
-@every_dtype
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype, head_dim", [(torch.float32, 64), (torch.float16, 64), (torch.float16, 128)], ids=str)
 @pytest.mark.parametrize("chunk, ends", GROUPS, ids=str)
 def test_grouped_attention_matches_each_groups_own(dtype, head_dim, chunk, ends):
     q, k, v = qkv(chunk * len(ends), ends[-1] + 2, 8, 1, head_dim, dtype, batch=1)
@@ -314,11 +313,11 @@ def test_bytes_of_nested_prefixes_follow_the_model():
 
 
 @every_dtype
-@pytest.mark.parametrize("heads", [(8, 1, 64), (4, 2, 128)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 1, 64), (2, 2, 128)], ids=str)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Mask.describe)
 def test_the_triton_kernel_matches_plain_attention(dtype, heads, mask):
     pack = ((1, 19, 4, 0), (1, 33, 0, 12))
-    for sizes in ((70, 70), (17, 130), (50, 17), (1, 65), (5, 0), pack):
+    for sizes in ((33, 33), (17, 70), (50, 17), (1, 65), (5, 0), pack):
 
         def call_of(q_lengths=None, k_lengths=None):
             if q_lengths is None:

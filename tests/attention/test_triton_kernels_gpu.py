@@ -37,7 +37,8 @@ def assert_close(result, expected, dtype):
     (out, lse), (expected_out, expected_lse) = result, expected
     assert out.isfinite().all() and not lse.isnan().any()
     assert (out[(expected_lse == -torch.inf).transpose(1, 2)] == 0).all(), "rows without keys"
-    assert relative(out, expected_out) < TOLERANCES[dtype][0]
+    # a GPU's exp2 is an approximation to 2 ulp
+    assert relative(out, expected_out) < (3e-6 if dtype == torch.float32 else TOLERANCES[dtype][0])
     assert_lse(lse, expected_lse, 1e-5)
 
 

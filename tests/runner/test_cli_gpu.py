@@ -54,7 +54,8 @@ def test_too_little_memory_is_oom_and_the_sweep_goes_on(tmp_path):
 
 
 def test_our_timing_agrees_with_do_bench(tmp_path):
-    done, (value,) = run(tmp_path, "attention=dense", "config=large", "batch=1", "world_size=1", "timing.do_bench=true")
+    done, (value,) = run(tmp_path, "attention=dense", "config=large", "batch=1", "world_size=1", "timing.do_bench=true",
+                         "timing.flush_l2=true")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for which, ms in value["timing"]["do_bench"].items():
-        assert ms == pytest.approx(value["timing"]["passes"][which]["median"], rel=0.02)
+    for found in value["timing"]["do_bench"].values():
+        assert found["ratio"] == pytest.approx(1, rel=0.01)

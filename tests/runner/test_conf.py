@@ -26,6 +26,11 @@ with (HERE / "workloads.csv").open() as file:
 CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
 
 
+def able_to(workload: str) -> list[str]:
+    """A variant that does the workload: not every one is causal, and some are decodes."""
+    return ["attention=ring" if composed(f"config={workload}").q_len is None else "attention=tree"]
+
+
 def plain(node) -> dict:
     return OmegaConf.to_container(node, resolve=True)
 
@@ -41,8 +46,9 @@ def test_every_file_of_every_group_is_a_choice():
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_makes_an_experiment(group, choice):
     here = f"+experiment={choice}" if group == "experiment" else f"{group}={choice}"
-    able = [] if group == "attention" else ["attention=ring"]  # not every workload is causal
-    spec = resolved(here, *able, gpus=2)
+    able = able_to(choice) if group == "config" else []
+    alone = choice == "grouped" and group == "attention"
+    spec = resolved(here, *able, gpus=1 if alone else 2)
     assert spec.workload.seq_len > 0
     chosen = {
         "attention": spec.variant,
@@ -54,6 +60,15 @@ def test_every_choice_composes_and_makes_an_experiment(group, choice):
         "hardware": {"cpu": "cpu"}.get(choice, "cuda") == spec.device and choice,
     }
     assert chosen.get(group, choice) == choice
+
+
+@pytest.mark.parametrize("name", [name for name, row in WORKLOADS.items() if row["category"] == "decode"])
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.decode])
+def test_decode_workloads_are_one_query_on_all_keys(name, variant):
+    spec = resolved(f"config={name}", f"attention={variant}", gpus=4)
+    work = spec.workload
+    assert (spec.mode, work.q_len, work.queries, work.causal, work.seqlens) == ("forward", 1, 1, False, None)
+    assert work.pairs == work.seq_len == int(WORKLOADS[name]["seq_len"])
 
 
 @pytest.mark.parametrize("name", groups()["experiment"])

@@ -14,7 +14,8 @@ FLOP = 512
 KV = 256
 Q = 256
 SIZES = ("batch=2", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=8")
-SHARDED = [name for name, v in VARIANTS.items() if not v.layout.replicated]
+DECODES = [name for name, v in VARIANTS.items() if v.decode]
+SHARDED = [name for name, v in VARIANTS.items() if not v.layout.replicated and not v.decode]
 
 
 def small(name: str, *more: str):
@@ -57,22 +58,11 @@ def test_backward_is_two_and_a_half_forwards():
     assert found["total"] == 3.5 * found["forward"]
 
 
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_the_ranks_of_a_sharded_variant_share_the_whole_work(name, world):
-    chosen = VARIANTS[name]
-    for mask in (CAUSAL, FULL, Mask(5, 0), Mask(3, 4)):
-        if (chosen.causal_only and not mask.causal) or (mask.windowed and not chosen.windows):
-            continue
-        problem = chosen.problem((0, 48), world, mask)
-        assert sum(costs.rank_pairs(chosen, problem)) == costs.global_pairs((0, 48), mask)
-
-
 def test_every_rank_of_dense_does_the_whole_work():
     chosen = variant("dense")
     for mask in (CAUSAL, FULL, Mask(5, 0)):
         problem = chosen.problem((0, 48), 3, mask)
-        assert costs.rank_pairs(chosen, problem) == [costs.global_pairs((0, 48), mask)] * 3
+        assert costs.rank_flops(problem, SHAPES) == [FLOP * costs.global_pairs((0, 48), mask)] * 3
 
 
 def test_causal_work_by_rank():
@@ -137,6 +127,8 @@ def test_dense_and_a_world_of_one_receive_nothing():
     assert all(set(r.values()) == {0} for r in received("dense", 16, 4, CAUSAL, True))
     for name in SHARDED:
         assert all(set(r.values()) == {0} for r in received(name, 16, 1, CAUSAL, True))
+    for name in DECODES:
+        assert all(set(r.values()) == {0} for r in received(name, 16, 1, FULL, False))
 
 
 def test_rates_follow_from_the_slowest_ranks_median():
@@ -153,6 +145,71 @@ def test_rates_follow_from_the_slowest_ranks_median():
     assert total["bytes_received_by_rank"] == [{"kv": 8 * KV, "dkv": 2 * KV}, {"kv": 4 * KV, "dkv": 4 * KV}]
     assert forward["received_gb_s"] == pytest.approx(4 * KV / 2e-3 / 1e9)  # the rank that receives most
     assert "sol" not in forward
+
+
+def test_a_decode_counts_its_queries_and_every_key():
+    # 10 keys on 4 ranks, 3, 3, 3 and 1, and 2 queries in each of 2 batch elements
+    spec = resolved("attention=tree", *SIZES, "seq_len=10", "world_size=4", "q_len=2")
+    assert metrics.flops(spec) == {"forward": FLOP * 2 * 10}
+    found = metrics.compute(spec, {"forward": 2.0}, None)
+    assert found["tokens"] == 2 * 2
+    assert found["flops_forward_by_rank"] == [FLOP * 2 * n for n in (3, 3, 3, 1)]
+    forward = found["passes"]["forward"]
+    assert forward["tokens_per_s"] == pytest.approx(4 / 2e-3)
+    assert forward["tflops_per_device"] == pytest.approx(FLOP * 20 / 2e-3 / 4 / 1e12)
+    # partial results of 3 others: 2 * 2 * 4 rows of D + 1 fp32
+    assert forward["bytes_received_by_rank"] == [{"partials": 3 * 16 * 17 * 4}] * 4
+    assert forward["received_gb_s"] == pytest.approx(3 * 16 * 17 * 4 / 2e-3 / 1e9)
+
+
+def test_a_ring_decode_has_the_trees_flops_and_computes_them_on_every_rank():
+    spec = resolved("attention=ring_decode", *SIZES, "seq_len=10", "world_size=4", "q_len=2")
+    assert metrics.flops(spec) == {"forward": FLOP * 20}
+    found = metrics.compute(spec, {"forward": 1.0}, None)
+    assert found["flops_forward_by_rank"] == [FLOP * 20] * 4
+    assert found["passes"]["forward"]["bytes_received_by_rank"] == [{"kv": n * KV} for n in (7, 7, 7, 9)]
+
+
+def test_the_options_of_a_run_are_those_of_its_bytes():
+    spec = resolved("attention=tree", *SIZES, "seq_len=10", "world_size=4", "attention.reduce=three")
+    (found, *_) = metrics.compute(spec, {"forward": 1.0}, None)["passes"]["forward"]["bytes_received_by_rank"]
+    assert set(found) == {"max_lse", "sum_den", "sum_num"}
+
+
+def test_a_pack_counts_the_pairs_of_its_sequences():
+    # 3 pairs of the sequence of two, 21 of that of six; a pack has batch 1, which halves the FLOP of a pair
+    spec = resolved("attention=llama3", *SIZES, "world_size=2", "seqlens=[2,6]")
+    assert metrics.flops(spec)["forward"] == FLOP // 2 * 24
+    found = metrics.compute(spec, {"forward": 2.0, "backward": 5.0, "total": 8.0}, None)
+    assert found["tokens"] == 8
+    # tokens 0 1 and the first two of six see 1 + 2 + 1 + 2 keys, the others 3 + 4 + 5 + 6
+    assert found["flops_forward_by_rank"] == [FLOP // 2 * 6, FLOP // 2 * 18]
+    assert found["passes"]["total"]["tokens_per_s"] == pytest.approx(8 / 8e-3)
+
+
+@pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "llama3"])
+def test_a_default_pack_has_as_many_tokens_as_the_batch_it_stands_for(name):
+    # 4, 8, 16 and 4 tokens for each of two batch elements: 10 + 36 + 136 + 10 pairs
+    spec = resolved(f"attention={name}", *SIZES, "seq_len=32", "world_size=2")
+    assert metrics.flops(spec)["forward"] == FLOP // 2 * 2 * 192
+    found = metrics.compute(spec, {"forward": 1.0}, None)
+    assert found["tokens"] == 64
+    assert sum(found["flops_forward_by_rank"]) == metrics.flops(spec)["forward"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_variant_has_metrics_in_every_world(name, world):
+    if name == "grouped":
+        world = 1
+    spec = resolved(f"attention={name}", f"world_size={world}")
+    ceilings = {"matmul_tflops": 1.0, "copy_gb_s": 1.0, "link_gb_s": 1.0}
+    passes = dict.fromkeys(metrics.flops(spec), 1.0)
+    found = metrics.compute(spec, passes, ceilings)
+    for entry in found["passes"].values():
+        assert len(entry["bytes_received_by_rank"]) == len(found["flops_forward_by_rank"]) == world
+        assert entry["limit_ms"] > 0 and entry["tflops_per_device"] > 0
+        assert bool(entry["received_gb_s"]) == (world > 1 and name != "dense")
 
 
 def limits(ms: dict[str, float], **ceilings: float) -> dict[str, dict]:

@@ -11,7 +11,7 @@ from runner.overrides import problem
 # overrides, then what the line must say: what was given, and the nearest names or the rule
 BAD = [
     (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
-    (["attention=flash"], "attention=flash", "known are dense, ring, ring_allgather, zigzag"),
+    (["attention=flash"], "attention=flash", "known are dense, grouped, llama3, ring, ring_allgather"),
     (["config=qwen3_4"], "config=qwen3_4", "qwen3_4b"),
     (["timing=warmpu"], "timing=warmpu", "warmup"),
     (["kernel=sdpa"], "kernel=sdpa", "sdpa_flash"),
@@ -36,6 +36,11 @@ BAD = [
     (["attention=ring", "attention.heads_k_stride=1"], "attention.heads_k_stride", "attention=ring", "options: none"),
     (["attention=ring_allgather", "attention.heads_stride=1"], "heads_stride", "ring_allgather", "heads_k_stride"),
     (["attention.heads_k_stride=1"], "attention.heads_k_stride", "attention=zigzag", "options: none"),
+    (["attention=tree", "attention.reduction=two"], "attention.reduction", "attention=tree", "attention.reduce"),
+    (["attention=ulysses", "attention.ulysses_size=2"], "attention.ulysses_size", "attention=ulysses", "options: none"),
+    (["qlen=4"], "qlen", "q_len"),
+    (["seqlens_men=4"], "seqlens_men", "seqlens_mean"),
+    (["q_len=abc"], "q_len=abc", "Integer"),
     (["ring"], "ring", "key=value"),
     (["seq_len=[1024"], "seq_len=[1024", "key=value"),
 ]  # fmt: skip
@@ -83,6 +88,10 @@ GOOD = [
     ["+experiment=tiny_variants", "seq_len=256"],
     ["config=tiny", "window=[512,0]", "causal=false"],
     ["window=[512,0],[256,0]"],
+    ["attention=llama3,ring_varlen", "seqlens=[512,1024]", "mode=null"],
+    ["attention=llama3", "seqlens=random", "seqlens_mean=128", "seqlens_std=0"],
+    ["attention=tree", "attention.reduce=three,two,packed", "config=decode_128k", "q_len=1,4"],
+    ["attention=usp", "attention.ulysses_size=2", "attention.ring=contiguous"],
     ["world_size=auto,2", "seed=null", "batch=null"],
     ["timing.warmup_ms=50", "timing.precision=0.05", "check.max_tflop=null"],
     ["launch.fault='1:timing:raise'", "launch.memory_limit_gb=0.5"],

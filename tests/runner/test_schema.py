@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 
 import pytest
 from composing import composed, python, resolved
@@ -18,7 +19,13 @@ INVALID = [
     (["batch=-1"], "batch=-1", "whole number of at least 1"),
     (["heads=8", "kv_heads=3"], "heads=8, kv_heads=3", "multiple of kv_heads", "[1, 2, 4, 8]"),
     (["heads=4", "kv_heads=8"], "heads=4, kv_heads=8", "multiple of kv_heads", "[1, 2, 4]"),
-    (["attention=zigzag", "causal=false"], "causal=false", "zigzag", "ring and ring_allgather"),
+    (["attention=zigzag", "causal=false"], "causal=false", "zigzag", "ring, ring_allgather, llama3 and ulysses"),
+    (["attention=zigzag_varlen", "causal=false"], "causal=false", "zigzag_varlen", "ring, ring_allgather, llama3"),
+    (["attention=stripe", "causal=false"], "causal=false", "stripe", "ring, ring_allgather, llama3 and ulysses"),
+    (["attention=stripe", "window=[512,0]"], "window=(512, 0)", "stripe has no sliding window", "zigzag_llama3"),
+    (["attention=zigzag_llama3", "causal=false"], "causal=false", "zigzag_llama3", "ring_allgather, llama3"),
+    (["attention=usp", "causal=false"], "causal=false", "usp", "usp with ring=contiguous"),
+    (["attention=usp", "window=[512,0]"], "window=(512, 0)", "usp has no sliding window", "ring=contiguous"),
     (["attention=zigzag", "window=[512,0]"], "window=(512, 0)", "zigzag has no sliding window", "ring_allgather"),
     (["attention=zigzag", "causal=false", "window=[512,0]"], "window=(512, 0)", "zigzag", "ring_allgather"),
     (["world_size=0"], "world_size=0", "auto or a whole number of at least 1"),
@@ -52,6 +59,51 @@ INVALID = [
     (["launch.nodes=0"], "launch.nodes=0", "whole number of at least 1"),
     (["launch.nodes=2", "launch.endpoint=host:29500", "world_size=3"], "world_size=3", "launch.nodes=2"),
     (["launch.nodes=2"], "launch.nodes=2", "launch.endpoint"),
+    # decodes
+    (["attention=ring", "q_len=4"], "q_len=4", "ring is self-attention", "tree and ring_decode", "q_len=null"),
+    (["attention=llama3", "q_len=4"], "q_len=4", "llama3 is self-attention", "q_len=null"),
+    (["attention=tree", "q_len=0"], "q_len=0", "whole number of at least 1"),
+    (["attention=ring_decode", "q_len=-1"], "q_len=-1", "whole number of at least 1"),
+    (["attention=tree", "mode=forward_backward"], "mode=forward_backward", "tree", "no backward", "mode=forward"),
+    (["attention=ring_decode", "mode=forward_backward"], "mode=forward_backward", "ring_decode", "mode=forward"),
+    (["attention=tree", "config=tiny"], "causal mask", "queries see all keys", "causal=false without a window"),
+    (["attention=tree", "window=[4,4]"], "window (4, 4)", "queries see all keys", "causal=false without a window"),
+    (["attention=tree", "seqlens=[512,512]"], "seqlens=[512, 512]", "tree", "seqlens=null"),
+    (["attention=ring_decode", "seqlens=random"], "seqlens=random", "ring_decode", "seqlens=null"),
+    # packs
+    (["attention=llama3", "seqlens=[]"], "seqlens=[]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,0]"], "seqlens=[512, 0]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,-2]"], "seqlens=[512, -2]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,1.5]"], "seqlens=[512, 1.5]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,true]"], "seqlens=[512, True]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=512"], "seqlens=512", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=rand"], "seqlens=rand", "list of lengths", "random or null"),
+    (["attention=llama3", "seqlens=random", "seqlens_mean=0"], "seqlens_mean=0", "whole number of at least 1"),
+    (["attention=llama3", "seqlens=random", "seqlens_std=-1"], "seqlens_std=-1", "whole number of at least 0"),
+    (["attention=llama3", "seqlens=[3,4]"], "the pack's total=7", "multiple of world_size = 2", "would work"),
+    (["attention=ring_varlen", "seqlens=[4,5,6]"], "length=5", "multiple of world_size = 2", "4 would work"),
+    (["attention=zigzag_varlen", "seqlens=[4,6]"], "length=6", "multiple of 2 * world_size = 4", "8 would work"),
+    (["attention=llama3", "seq_len=1001"], "seq_len=1001", "multiple of 8", "1000 would work"),
+    (["attention=ring_varlen", "seq_len=4"], "seq_len=4", "multiple of 8", "8 would work"),
+    # options
+    (["attention=usp", "world_size=4", "attention.ulysses_size=3"],
+     "ulysses_size=3", "divide world_size=4", "[1, 2, 4]"),
+    (["attention=usp", "attention.ulysses_size=0"], "ulysses_size=0", "divide world_size=2", "[1, 2]"),
+    (["attention=usp", "attention.ulysses_size=two"], "ulysses_size=two", "divide world_size=2", "[1, 2]"),
+    (["attention=usp", "attention.ring=zigzg"], "ring=zigzg", "did you mean zigzag"),
+    (["attention=zigzag_llama3", "attention.grouping=fuse"], "grouping=fuse", "did you mean fused"),
+    (["attention=zigzag_llama3", "attention.grouping=null"], "grouping=None", "fused, packed, separate"),
+    (["attention=tree", "attention.reduce=tow"], "reduce=tow", "did you mean two"),
+    (["attention=tree", "attention.reduce=hierarchical", "attention.node_size=3", "world_size=4"],
+     "node_size=3", "divide world_size=4", "[1, 2, 4]"),
+    (["attention=llama3", "attention.heads_k_stride=3"], "heads_k_stride=3", "divide kv_heads=8", "[1, 2, 4, 8]"),
+    (["attention=ulysses", "world_size=4", "heads=6"],
+     "heads=6, kv_heads=6", "each of 4 ranks the same number of heads", "1 or 2 would work"),
+    (["attention=ulysses", "world_size=4", "heads=12", "kv_heads=6"], "heads=12, kv_heads=6", "1 or 2 would work"),
+    (["attention=usp", "world_size=4", "heads=9"], "heads=9, kv_heads=9", "each of 2 ranks", "1 would work"),
+    (["attention=grouped"], "world_size=2", "one rank's share", "world_size=1"),
+    (["attention=grouped", "world_size=1", "attention.n_groups=9"], "n_groups=9", "1 to 8"),
+    (["attention=grouped", "world_size=1", "attention.n_groups=3"], "1024", "multiple of n_groups=3"),
     (["seed=99999999999999999"], "seed=99999999999999999"),
 ]  # fmt: skip
 
@@ -92,15 +144,90 @@ def test_cuda_without_gpus_does_not_suggest_fewer_ranks():
     assert "world_size=1" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if not v.layout.replicated])
-@pytest.mark.parametrize("seq_len", [5, 1000, 1003])
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if not v.layout.replicated and not v.decode])
+@pytest.mark.parametrize("length", [5, 1000, 1003])
 @pytest.mark.parametrize("world", [3, 7])
-def test_the_length_that_a_message_suggests_works(name, seq_len, world):
-    options = [f"attention={name}", f"world_size={world}"]
+def test_the_length_that_a_message_suggests_works(name, length, world):
+    options = [f"attention={name}", f"world_size={world}", "heads=21"]
+    sized = "seqlens=[{}]" if VARIANTS[name].packed else "seq_len={}"
     with pytest.raises(InvalidConfig) as refusal:
-        resolved(*options, f"seq_len={seq_len}")
+        resolved(*options, sized.format(length))
     better = re.search(r"(\d+) would work", str(refusal.value))[1]
-    assert resolved(*options, f"seq_len={better}").workload.seq_len == int(better)
+    assert resolved(*options, sized.format(better)).workload.seq_len == int(better)
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.decode])
+def test_a_decode_takes_every_number_of_keys_and_queries(name):
+    for keys, queries, world in ((1, 1, 3), (5, 2, 8), (1003, 7, 4)):
+        work = resolved(f"attention={name}", f"seq_len={keys}", f"q_len={queries}", f"world_size={world}").workload
+        assert (work.seq_len, work.q_len, work.queries, work.pairs) == (keys, queries, queries, keys * queries)
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.decode])
+def test_a_decode_is_by_default_the_forward_of_one_query_that_sees_all_keys(name):
+    spec = resolved(f"attention={name}")
+    work = spec.workload
+    assert (spec.mode, work.q_len, work.causal, work.seqlens, work.seq_len) == ("forward", 1, False, None, 1024)
+    assert work.mask.full and work.cu_seqlens == (0, 1024)
+    assert "1 query on 1,024 keys" in work.describe()
+    assert "3 queries on" in resolved(f"attention={name}", "q_len=3").workload.describe()
+    assert resolved(f"attention={name}", "mode=forward").mode == "forward"
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if not v.decode])
+def test_where_there_is_a_backward_it_runs_by_default_and_queries_are_as_many_as_keys(name):
+    spec = resolved(f"attention={name}", "world_size=1")
+    assert (spec.mode, spec.workload.q_len) == ("forward_backward", None)
+    assert spec.workload.queries == spec.workload.seq_len
+    assert resolved(f"attention={name}", "world_size=1", "mode=forward").mode == "forward"
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.packed])
+def test_the_default_pack_is_an_eighth_a_quarter_a_half_and_an_eighth_of_every_batch_element(name):
+    work = resolved(f"attention={name}", "batch=2", "seq_len=64").workload
+    assert work.seqlens == (8, 16, 32, 8) * 2
+    assert (work.batch, work.seq_len) == (1, 128)
+    assert work.cu_seqlens == (0, 8, 24, 56, 64, 72, 88, 120, 128)
+    assert work.pairs == 2 * (36 + 136 + 528 + 36)
+    assert "128 tokens in 8 sequences" in work.describe()
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if not v.packed and not v.decode])
+def test_other_variants_take_packs_only_when_asked(name):
+    assert resolved(f"attention={name}", "world_size=1").workload.seqlens is None
+    work = resolved(f"attention={name}", "world_size=1", "seqlens=[32,8,24]").workload
+    assert (work.seqlens, work.batch, work.seq_len, work.cu_seqlens) == ((32, 8, 24), 1, 64, (0, 32, 40, 64))
+
+
+def drawn(*overrides: str, seed: int = 7) -> tuple[int, ...]:
+    work = resolved("attention=llama3", "seqlens=random", "batch=2", "seq_len=524288", *overrides, seed=seed).workload
+    assert work.seqlens is not None and sum(work.seqlens) == work.seq_len == 1 << 20
+    return work.seqlens
+
+
+def test_a_random_pack_follows_the_seed():
+    assert drawn(seed=7) == drawn(seed=7) == drawn("seed=7", seed=99)
+    assert drawn(seed=7) != drawn(seed=8)
+
+
+def test_a_random_pack_has_the_asked_mean_and_spread_in_multiples_of_64():
+    # some 512 lengths: their mean is within 5% and their spread within 15% of what is asked
+    found = drawn("seqlens_mean=2048", "seqlens_std=512")
+    assert all(n > 0 and n % 64 == 0 for n in found)
+    assert statistics.mean(found[:-1]) == pytest.approx(2048, rel=0.05)
+    assert statistics.stdev(found[:-1]) == pytest.approx(512, rel=0.15)
+    assert drawn("seqlens_mean=4096", "seqlens_std=0") == (4096,) * 256
+
+
+def test_a_random_pack_has_sequences_of_an_eighth_unless_told():
+    lengths = [n for seed in range(20) for n in drawn(seed=seed)[:-1]]
+    assert statistics.mean(lengths) == pytest.approx(524_288 / 8, rel=0.1)
+
+
+@pytest.mark.parametrize("seq_len", [10, 63, 64, 1000, 1001])
+def test_a_random_pack_of_any_size_sums_to_it(seq_len):
+    work = resolved("attention=llama3", "world_size=1", "seqlens=random", f"seq_len={seq_len}", "batch=1").workload
+    assert sum(work.seqlens) == work.seq_len == seq_len and min(work.seqlens) > 0
 
 
 @pytest.mark.parametrize("fault", ["1:timing:raise", "0:phases:kill", "1:check_variant:hang", "0:prepare:oom"])
@@ -149,6 +276,8 @@ def test_kv_heads_follow_heads_where_only_those_are_given():
     [
         [],
         ["attention=ring_allgather", "attention.heads_k_stride=2", "window=[512,0]", "launch.fault=1:timing:raise"],
+        ["attention=llama3", "seqlens=[512,1024]"],
+        ["attention=tree", "q_len=3", "attention.reduce=hierarchical"],
         ["config=qwen3_4b", "timing=adaptive", "dtype=fp32", "mode=forward", "launch.memory_limit_gb=1.5"],
     ],
 )
@@ -163,6 +292,7 @@ def test_an_experiment_survives_json(overrides):
 MEASURED = [
     "attention=ring", "config=medium", "seq_len=512", "batch=3", "causal=false", "window=[4,0]", "dtype=fp32",
     "world_size=4", "kernel=math", "transport=gloo", "hardware=cpu", "timing=simple", "timing.timing_runs=11",
+    "seqlens=[512,512]", "seqlens=random", "seqlens_mean=64", "seqlens_std=3", "q_len=2",
     "seed=1", "mode=forward", "deterministic=true", "baseline=none", "check.enabled=false", "launch.memory_limit_gb=2",
 ]  # fmt: skip
 
