@@ -10,7 +10,7 @@ from typing import Any
 from attention.masks import Mask
 from attention.schedules import Problem, length, steps
 from attention.transfers import gather_move, move, step_route
-from attention.variants import Variant
+from attention.variants import Variant, node_size
 
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
@@ -125,18 +125,6 @@ def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> 
         node = node_size(world, options)
         return {"node": (node - 1) * whole, "nodes": (world // node - 1) * whole}
     return {"partials": (world - 1) * whole}
-
-
-def node_size(world: int, options: Mapping[str, Any]) -> int:
-    """Ranks of a node for the hierarchical reduction: the option, else the largest divisor of the world up to 8, but
-    never the whole world where it divides. Raises ValueError when it doesn't divide."""
-    wanted = options.get("node_size")
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
-    if wanted is None:
-        return max((n for n in divisors if n <= 8 and n < world), default=1)
-    if wanted not in divisors:
-        raise ValueError(f"node_size={wanted}: must divide world_size={world}; it may be {divisors}")
-    return wanted
 
 
 def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:

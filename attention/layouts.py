@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import lcm
 
 Shard = tuple[range, ...]
 CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the total
@@ -35,22 +36,26 @@ class Layout:
         groups = world // self.inner
         lengths = _lengths(cu_seqlens) if self.per_sequence else [cu_seqlens[-1]]
         single = len(cu_seqlens) == 2
+        if self.inner > 1 and single:  # the pieces of a group's shard lie within a chunk, which implies the rest
+            self._divides(lengths[0], self.chunks * world, "seq_len", self._times("world_size"))
+            return
         for length in lengths:
             what = "seq_len" if single else "a sequence of the pack has length"
             if not single and not self.per_sequence:
                 what = "the pack's total"
             times = "world_size" if self.inner == 1 else f"(world_size / {self.inner})"
-            self._divides(length, self.chunks * groups, what, f"{self.chunks} * {times}" if self.chunks > 1 else times)
+            self._divides(length, self.chunks * groups, what, self._times(times))
         if self.inner > 1:  # the pieces of a group's shard
-            least = world * (self.chunks if single else 1)
-            what = "seq_len" if single else "the pack's total"
-            self._divides(
-                cu_seqlens[-1], least, what, "world_size" if least == world else f"{self.chunks} * world_size"
-            )
+            self._divides(cu_seqlens[-1], world, "the pack's total", "world_size", lcm(world, self.chunks * groups))
 
-    def _divides(self, length: int, divisor: int, what: str, rule: str) -> None:
+    def _times(self, what: str) -> str:
+        return f"{self.chunks} * {what}" if self.chunks > 1 else what
+
+    def _divides(self, length: int, divisor: int, what: str, rule: str, unit: int | None = None) -> None:
+        """`unit`: what the offered length must be a multiple of, where other rules hold too."""
         if length % divisor:
-            near = max(divisor, round(length / divisor) * divisor)
+            unit = unit or divisor
+            near = max(unit, round(length / unit) * unit)
             raise ValueError(
                 f"{what}={length}: the {self.name} layout needs a multiple of {rule} = {divisor}; {near} would work"
             )

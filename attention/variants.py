@@ -84,8 +84,9 @@ class Variant:
         elif self.q_layout and mask.causal:
             q_layout = self.q_layout
         border = self.border(world, options)
-        for layout in sorted({border, q_layout}, key=lambda x: -x.chunks):  # the strictest speaks first
-            layout.check(cu_seqlens, world if layout == border else world // ulysses)
+        # the strictest speaks first; of groups the border, whose rule holds the computed layout's
+        for layout in [border] if ulysses > 1 else sorted({border, q_layout}, key=lambda x: -x.chunks):
+            layout.check(cu_seqlens, world)
         return Problem(
             cu_seqlens,
             world // ulysses,
@@ -125,13 +126,15 @@ class Variant:
         for name, known in (("grouping", GROUPINGS), ("reduce", REDUCTIONS), ("ring", RINGS)):
             if name in options and options[name] not in known:
                 raise ValueError(f"{name}={options[name]}: {nearest(str(options[name]), known)}")
+        if "node_size" in options:
+            node_size(world, options)
         ulysses = self.ulysses(world, options)
         if heads % ulysses or (kv_heads % ulysses and ulysses % kv_heads):
             fits = [n for n in range(1, world + 1)
                     if world % n == 0 and heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]  # fmt: skip
             raise ValueError(
                 f"heads={heads}, kv_heads={kv_heads}: {self.name} gives each of {ulysses} ranks the same number of heads; "
-                f"a Ulysses size of {' or '.join(map(str, fits))} would work"
+                f"usp with ulysses_size {' or '.join(map(str, fits))} would work"
             )
 
 
@@ -321,7 +324,8 @@ def _grouped_layout(options: Mapping[str, Any], cu_seqlens: CuSeqlens, world: in
         raise ValueError(f"world_size={world}: grouped is one rank's share of a gathered attention; use world_size=1")
     lengths = [b - a for a, b in pairwise(cu_seqlens)]
     if any(length % n for length in lengths):
-        raise ValueError(f"lengths {lengths[:4]}: each must be a multiple of n_groups={n}")
+        near = max(n, round(lengths[0] / n) * n)
+        raise ValueError(f"seq_len={lengths[0]}: must be a multiple of n_groups={n}; {near} would work")
     return layouts.chunked(n)
 
 
@@ -337,6 +341,18 @@ def variant(name: str) -> Variant:
     if name not in VARIANTS:
         raise ValueError(f"attention={name!r} is not a variant; {nearest(name, VARIANTS)}")
     return VARIANTS[name]
+
+
+def node_size(world: int, options: Mapping[str, Any]) -> int:
+    """Ranks of a node for the hierarchical reduction: the option, else the largest divisor of the world up to 8, but
+    never the whole world where it divides. Raises ValueError when it doesn't divide."""
+    wanted = options.get("node_size")
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    if wanted is None:
+        return max((n for n in divisors if n <= 8 and n < world), default=1)
+    if wanted not in divisors:
+        raise ValueError(f"node_size={wanted}: must divide world_size={world}; it may be {divisors}")
+    return wanted
 
 
 def check_stride(stride: int | None, kv_heads: int) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.02
+STOP_S = 3.0
 TAIL_LINES = 20
 Progress = Callable[[list[dict[str, Any]]], None]
 
@@ -233,22 +234,30 @@ class World:
         path = self.folder / f"rank{rank}.log"
         return path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path.exists() else []
 
+    def ask_to_stop(self) -> None:
+        """Idle ranks end by themselves; several worlds can do so at once."""
+        if self.alive:
+            with contextlib.suppress(OSError):
+                os.write(self.pipe, b'{"job": 0, "target": "stop"}\n')
+
     def close(self) -> None:
         """End every process of this world and remove its folder. Safe to call twice."""
         if not self.alive:
             return
-        self.alive = False
         pids = self.pids()
-        with contextlib.suppress(OSError):
-            os.write(self.pipe, b'{"job": 0, "target": "stop"}\n')
-        if self.agent.poll() is None and not self._idle():
-            self._kill(pids)
         try:
-            self.agent.wait(5)
+            self.ask_to_stop()
+            if self._idle():
+                self.agent.wait(STOP_S)
         except subprocess.TimeoutExpired:
+            pass
+        finally:  # also when Ctrl-C comes in here
+            self.alive = False
             self._kill(pids)
-            self.agent.wait()
-        self._kill(pids)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self.agent.wait()
         for descriptor in (self.pipe, self.replies):
             os.close(descriptor)
         self.log.close()
@@ -299,6 +308,8 @@ class Pool:
         return world
 
     def close(self) -> None:
+        for world in self.worlds.values():
+            world.ask_to_stop()
         while self.worlds:
             self.worlds.popitem()[1].close()
 

@@ -109,10 +109,11 @@ def live(folder: str, device_type: str) -> None:
         control = dist.new_group(backend="gloo", timeout=FOREVER)
     me = Rank(rank, world, device, Path(folder), control)
     me.say("idle")
-    try:
-        _work(me)
-    finally:
-        dist.destroy_process_group()
+    _work(me)
+    me.barrier()  # nobody leaves while another still listens to it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # tearing NCCL down in order takes seconds and gives nothing back
 
 
 def _work(me: Rank) -> None:

@@ -328,6 +328,8 @@ def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: 
         )
     if decode and q_len is None:
         q_len = 1
+    if decode and chosen is not None and cfg.seqlens is not None:
+        raise InvalidConfig(f"seqlens={cfg.seqlens}: {chosen.name} is a decode of single sequences; use seqlens=null")
     lengths = None if decode else _lengths(cfg, sizes, chosen is not None and chosen.packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}
@@ -351,11 +353,18 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
             return None
         eighth = seq_len // 8
         if seq_len % 8:
-            raise InvalidConfig(f"seq_len={seq_len}: the default pack S/8, S/4, S/2, S/8 needs a multiple of 8")
+            raise InvalidConfig(
+                f"seq_len={seq_len}: the default pack S/8, S/4, S/2, S/8 needs a multiple of 8; "
+                f"{max(8, round(seq_len / 8) * 8)} would work"
+            )
         return (eighth, 2 * eighth, 4 * eighth, eighth) * batch
     if given == "random":
         return _random_lengths(cfg, seq_len * batch, seq_len, seed)
-    if not OmegaConf.is_list(given) or not given or any(not isinstance(n, int) or n < 1 for n in given):
+    if (
+        not OmegaConf.is_list(given)
+        or not given
+        or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in given)
+    ):
         raise InvalidConfig(
             f"seqlens={given}: must be a list of lengths, for instance seqlens=[512,1024], random or null"
         )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.costs import node_size
 from attention.executors.plan import Plan
 from attention.kernels import UnsupportedCall
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
 from attention.tensors import take, wide
 from attention.transports.collective import Cuda
+from attention.variants import node_size
 
 Saved = tuple[Tensor, ...]
 
