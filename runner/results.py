@@ -104,7 +104,7 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: list[str]) ->
 
 
 COLUMNS = (
-    "name", "status", "attention", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
+    "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
     "kv_heads", "head_dim", "causal", "window", "dtype", "timing", "forward_ms", "forward_iqr", "backward_ms",
     "backward_iqr", "total_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
     "exposed_forward_ms", "exposed_backward_ms", "peak_bytes", "rel_l2_out", "reason",
@@ -119,8 +119,9 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
     found["attention"] = (config.get("attention") or {}).get("name") if isinstance(config, dict) else None
     if experiment:
         work = experiment["workload"]
-        found |= {key: work[key] for key in work if key != "window"}
+        found |= {key: value for key, value in work.items() if key not in ("window", "seqlens")}
         found["window"] = "{},{}".format(*work["window"])
+        found["options"] = " ".join(f"{k}={v}" for k, v in experiment["options"].items() if v is not None)
         found |= {"world_size": experiment["world_size"], "device": experiment["device"]}
         found |= {"kernel": experiment["kernel"], "transport": experiment["transport"]}
         found["timing"] = experiment["timing"]["method"]
@@ -171,6 +172,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 SHOWN = (
     ("attention", "attention", "{}"),
+    ("options", "options", "{}"),
     ("config", "config", "{}"),
     ("world_size", "W", "{}"),
     ("seq_len", "tokens", "{:,}"),

@@ -400,7 +400,7 @@ def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(
                     continue
                 with pytest.raises(ValueError, match=f"heads={heads}, kv_heads={kv_heads}: ") as error:
                     usp.check_options(options, heads, kv_heads, world)
-                offers = re.findall(r"\d+", str(error.value).split("size of")[1])
+                offers = re.findall(r"\d+", str(error.value).split("ulysses_size ")[1])
                 assert offers and str(n) not in offers
                 for offer in offers:
                     usp.check_options({**usp.options, "ulysses_size": int(offer)}, heads, kv_heads, world)
