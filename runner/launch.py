@@ -161,6 +161,8 @@ class World:
             state = here.get(rank)
             since = state["since"] if state else started
             limit = max(timeout_s, 10 * state["expected_s"]) if state else timeout_s
+            if self.jobs == 1 and (state is None or state["phase"] == "start"):
+                limit = self.spec.start_timeout_s  # a rank's first job imports what it needs
             if now - since > limit:
                 late.append((since, rank, state["phase"] if state else "start", limit))
         if not late:

@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def rel(x: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((x.double() - reference.double()).norm() / reference.double().norm())
+    return float((x.detach().double() - reference.double()).norm() / reference.double().norm())
 
 
 def compare(
@@ -155,6 +155,35 @@ def subgroup(me: Rank, name: str) -> float:
     out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
     exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
     return max(me.gather(rel(out, exact)))
+
+
+def mesh(me: Rank, name: str) -> float:
+    """The function inside the context-parallel dimension of a 2-d DeviceMesh: the largest error."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    grid = init_device_mesh("cpu", (2, me.world // 2), mesh_dim_names=("data", "context"))
+    fn = attention.make(name, group=grid["context"].get_group())
+    generator = torch.Generator().manual_seed(grid["data"].get_local_rank())
+    q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator) for _ in range(3))
+    out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
+    return max(me.gather(rel(out, exact)))
+
+
+def compiled(me: Rank, name: str) -> float:
+    """Largest difference of out and gradients between a compiled model around the function and the same model eager."""
+    fn = attention.make(name)
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return fn(q * 2, k.tanh(), v, causal=True).relu() + 1
+
+    torch.manual_seed(0)
+    q, k, v = (fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3))
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        out = run(q, k, v)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    return max(float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True))
 
 
 def counted(

@@ -13,7 +13,7 @@ from attention.masks import CAUSAL, FULL, Mask
 
 torch.set_num_threads(1)
 
-ON_CPU = [name for name, kernel in KERNELS.items() if not kernel.missing("cpu")]
+ON_CPU = ["math", "sdpa_flash"]  # our Triton kernels, under the interpreter, have tests of their own
 MASKS = [FULL, CAUSAL, Mask(7, 0), Mask(0, 0), Mask(5, 9), Mask(-1, 4), Mask(6, -1), Mask(40, 45)]
 HEADS = [(4, 4, 64), (16, 2, 80), (5, 1, 96), (8, 1, 128)]  # (heads, KV heads, head dim)
 SIZES = [(33, 33), (17, 50), (50, 17), (1, 21), (21, 1)]

@@ -123,6 +123,26 @@ def test_works_inside_a_subgroup(in_world, name):
     assert in_world("subgroup", 4, name=name) < 1e-6
 
 
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "usp"))
+def test_works_inside_a_dimension_of_a_device_mesh(in_world, name):
+    assert in_world("mesh", 4, name=name) < 1e-6
+
+
+@pytest.mark.parametrize("name", ("zigzag", "ring_allgather", "ulysses"))
+def test_a_compiled_model_around_it_gives_the_same(in_world, name):
+    assert in_world("compiled", 2, name=name) < 1e-5
+
+
+def test_dropout_is_refused_with_the_way_out():
+    import torch
+
+    import attention
+
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"dropout=0.1: not supported; use dropout=0"):
+        attention.make("ring")(x, x, x, dropout=0.1)
+
+
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (9, 0)), (False, (3, 11)))
 
 
