@@ -47,7 +47,7 @@ def host() -> dict[str, Any]:
         "memory_bytes": memory,
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "git": _git(),
-        "argv": sys.argv,
+        "argv": ["-m", "runner", *sys.argv[1:]],
         "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k) and not SECRET.search(k)},
     }
 
