@@ -139,6 +139,17 @@ def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) ->
     return total * shapes.batch * shapes.itemsize
 
 
+def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) -> int:
+    """Bytes of keys and values that a rank's grouped forward reads, by the model: a prefix once for each chunk that
+    attends it, or with grouping=fused once for all of them."""
+    found = steps(problem, rank)
+    if grouping == "fused":
+        tokens = sum(length(step.keys) for step in found)
+    else:
+        tokens = sum(block.k[1] - block.k[0] for step in found for block in step.blocks)
+    return 2 * tokens * shapes.batch * shapes.kv_heads * shapes.head_dim * shapes.itemsize
+
+
 def peak_bytes(
     variant: Variant, problem: Problem, shapes: Shapes, rank: int, options: Mapping[str, Any] | None = None
 ) -> int:

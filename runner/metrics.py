@@ -42,6 +42,11 @@ def compute(experiment: Experiment, median_ms: dict[str, float], ceilings: dict[
         "flops_forward_by_rank": by_rank,
         "passes": {},
     }
+    if "grouping" in experiment.options:
+        how = experiment.options["grouping"]
+        found["kv_bytes_read_by_rank"] = [
+            costs.kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)
+        ]
     for which, ms in median_ms.items():
         seconds = ms / 1e3
         received = _received(chosen, problem, sizes, which, experiment.options)

@@ -235,3 +235,13 @@ def test_an_empty_shard_of_a_decode_moves_and_computes_nothing():
     problem = made("tree", 5, 4, FULL, 1)
     assert costs.kernel_bytes(problem, SHAPES, 3, False) == 0
     assert costs.rank_flops(problem, SHAPES)[3] == 0
+
+
+def test_fused_chunks_read_each_prefix_once_and_separate_ones_as_often_as_it_is_attended():
+    # 4 chunks of 32 tokens read prefixes of 32, 64, 96 and 128: 320 tokens against 128, a saving of 1 - 2 / (4 + 1)
+    problem = VARIANTS["grouped"].problem((0, 128), 1, CAUSAL, {"n_groups": 4})
+    shapes = costs.Shapes(3, 8, 2, 64, 2)
+    token = 3 * 2 * 64 * 2 * 2  # batch, KV heads, head dim, bytes, k and v
+    assert costs.kv_bytes_read(problem, shapes, 0, "separate") == 320 * token
+    assert costs.kv_bytes_read(problem, shapes, 0, "packed") == 320 * token
+    assert costs.kv_bytes_read(problem, shapes, 0, "fused") == 128 * token
