@@ -74,20 +74,63 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.full(shape, -torch.inf, dtype=wide(q.dtype), device=q.device)
 
 
-def merge_n(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The merge of n partial results over disjoint keys, at once.
+def merge_n(
+    parts: Tensor,
+    lses: Tensor,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merge n partial results over disjoint keys; a part without keys has lse -inf and out 0.
 
-    parts: `[n, B, S, H, D]`; lses: fp32 (fp64 for fp64) `[n, B, H, S]`. Returns out `[B, S, H, D]` in the parts' dtype and
-    lse `[B, H, S]`. A part without keys has lse -inf."""
+    parts: `[n, B, S, H, D]`; lses: `[n, B, H, S]`, fp32 (fp64 for fp64 parts), natural log.
+    Gives (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). `dtype` is that of a new out, by default the
+    parts'; a given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
+
+    Raises ValueError for shapes that do not belong together."""
     if parts.is_cuda and parts.dtype != torch.float64:
         from attention.kernels.triton_merge_n import merge_n_triton
 
-        return merge_n_triton(parts, lses)
-    return merge_n_eager(parts, lses)
+        return merge_n_triton(parts, lses, dtype, out, lse)
+    return merge_n_eager(parts, lses, dtype, out, lse)
 
 
-def merge_n_eager(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merge_n_eager(
+    parts: Tensor,
+    lses: Tensor,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `merge_n`, in plain PyTorch on any device."""
+    out, lse = result_tensors(parts, lses, dtype, out, lse)
     total = torch.logsumexp(lses, 0)
+    # where every part is empty the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
     safe = total.masked_fill(total == -torch.inf, 0)
     weights = (lses - safe).exp().transpose(-1, -2).unsqueeze(-1)
-    return (parts.to(wide(parts.dtype)) * weights).sum(0).to(parts.dtype), total
+    out.copy_((parts.to(wide(parts.dtype)) * weights).sum(0))
+    lse.copy_(total)
+    return out, lse
+
+
+def result_tensors(
+    parts: Tensor, lses: Tensor, dtype: torch.dtype | None, out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if parts.dim() != 5:
+        raise ValueError(f"parts {list(parts.shape)}: must be [n, B, S, H, D]; unsqueeze what is missing")
+    n, batch, n_tokens, heads, head_dim = parts.shape
+    if lses.shape != (n, batch, heads, n_tokens):
+        raise ValueError(
+            f"lses {list(lses.shape)}: must be [n, B, H, S] = {[n, batch, heads, n_tokens]} as parts {list(parts.shape)}"
+        )
+    if out is None:
+        out = torch.empty((batch, n_tokens, heads, head_dim), dtype=dtype or parts.dtype, device=parts.device)
+    elif dtype not in (None, out.dtype):
+        raise ValueError(f"dtype={dtype}: the given out is {out.dtype}; leave dtype out, or let out be made")
+    if lse is None:
+        lse = torch.empty((batch, heads, n_tokens), dtype=lses.dtype, device=lses.device)
+    if out.shape != parts.shape[1:] or lse.shape != lses.shape[1:]:
+        raise ValueError(
+            f"out {list(out.shape)}, lse {list(lse.shape)}: must be {list(parts.shape[1:])}, {list(lses.shape[1:])}"
+        )
+    return out, lse

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.tensors import wide
+from attention.merge import result_tensors
 
 TILE = 4096  # fp32 elements a program holds of [rows, parts, head dim]: 32 registers a thread with 4 warps
 
@@ -76,43 +76,6 @@ def _merge_n(  # type: ignore[no-untyped-def]
     tl.store(lse + b * lse_b + h * lse_h + t * lse_t, tl.where(total == 0.0, top, top + tl.log(norm)), mask=live)
 
 
-def merge_n(
-    parts: Tensor,
-    lses: Tensor,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Merge n partial results over disjoint keys; a part without keys has lse -inf and out 0.
-
-    parts: `[n, B, S, H, D]`; lses: `[n, B, H, S]`, fp32 (fp64 for fp64 parts), natural log.
-    Gives (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). `dtype` is that of a new out, by default the
-    parts'; a given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
-
-    Raises ValueError for shapes that do not belong together."""
-    if parts.is_cuda and parts.dtype != torch.float64:
-        return merge_n_triton(parts, lses, dtype, out, lse)
-    return merge_n_eager(parts, lses, dtype, out, lse)
-
-
-def merge_n_eager(
-    parts: Tensor,
-    lses: Tensor,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `merge_n`, in plain PyTorch on any device."""
-    out, lse = _results(parts, lses, dtype, out, lse)
-    total = torch.logsumexp(lses, 0)
-    # where every part is empty the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
-    safe = total.masked_fill(total == -torch.inf, 0)
-    weights = (lses - safe).exp().transpose(-1, -2).unsqueeze(-1)
-    out.copy_((parts.to(wide(parts.dtype)) * weights).sum(0))
-    lse.copy_(total)
-    return out, lse
-
-
 def merge_n_triton(
     parts: Tensor,
     lses: Tensor,
@@ -121,7 +84,7 @@ def merge_n_triton(
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `merge_n`, in one kernel on CUDA, or on a CPU under Triton's interpreter. Sums in fp32."""
-    out, lse = _results(parts, lses, dtype, out, lse)
+    out, lse = result_tensors(parts, lses, dtype, out, lse)
     if parts.stride(-1) != 1 or out.stride(-1) != 1:
         raise ValueError(
             f"strides {parts.stride()}, {out.stride()}: the merge needs the head dim contiguous; call .contiguous()"
@@ -155,26 +118,3 @@ def merge_n_triton(
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device; this makes it x's."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
-def _results(
-    parts: Tensor, lses: Tensor, dtype: torch.dtype | None, out: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if parts.dim() != 5:
-        raise ValueError(f"parts {list(parts.shape)}: must be [n, B, S, H, D]; unsqueeze what is missing")
-    n, batch, n_tokens, heads, head_dim = parts.shape
-    if lses.shape != (n, batch, heads, n_tokens):
-        raise ValueError(
-            f"lses {list(lses.shape)}: must be [n, B, H, S] = {[n, batch, heads, n_tokens]} as parts {list(parts.shape)}"
-        )
-    if out is None:
-        out = torch.empty((batch, n_tokens, heads, head_dim), dtype=dtype or parts.dtype, device=parts.device)
-    elif dtype not in (None, out.dtype):
-        raise ValueError(f"dtype={dtype}: the given out is {out.dtype}; leave dtype out, or let out be made")
-    if lse is None:
-        lse = torch.empty((batch, heads, n_tokens), dtype=lses.dtype, device=lses.device)
-    if out.shape != parts.shape[1:] or lse.shape != lses.shape[1:]:
-        raise ValueError(
-            f"out {list(out.shape)}, lse {list(lse.shape)}: must be {list(parts.shape[1:])}, {list(lses.shape[1:])}"
-        )
-    return out, lse

@@ -24,7 +24,8 @@ from attention.kernels.triton_grouped import (  # noqa: E402
     kv_bytes_separate,
     tiling,
 )
-from attention.kernels.triton_merge_n import merge_n, merge_n_eager, merge_n_triton  # noqa: E402
+from attention.kernels.triton_merge_n import merge_n_triton  # noqa: E402
+from attention.merge import merge_n, merge_n_eager  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ pytestmark = [
 from attention.kernels.triton_decode import decode, partials  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
-from attention.kernels.triton_merge_n import merge_n, merge_n_eager  # noqa: E402
+from attention.merge import merge_n, merge_n_eager  # noqa: E402
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
