@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels, transports
-from attention.executors import EXECUTORS
+from attention.executors import EXECUTORS, grouping
 from attention.executors.plan import Plan, masks_of, plan_steps
-from attention.kernels import Shape
+from attention.kernels import Shape, UnsupportedCall
 from attention.layouts import CuSeqlens, Shard, size
 from attention.masks import Mask
 from attention.tensors import token_dim
@@ -175,6 +175,9 @@ class ContextParallel:
             self.variant.check_options(self.options, shape.heads, shape.kv_heads, self.world)
             if self.variant.decode and shape.backward:
                 raise ValueError(f"q.requires_grad=True: {self.variant.name} has no backward; call it under no_grad")
+            grouping.check(self.options, q.device, shape.head_dim)
+            if self.options.get("reduce") == "fused" and self.world > 1 and q.device.type != "cuda":
+                raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
             kernel = kernels.select(self.kernel_name, shape, masks_of(problem), self.variant.decode)
             scale = shape.head_dim**-0.5 if scale is None else scale
             packed = cu_seqlens is not None
@@ -199,7 +202,9 @@ class ContextParallel:
 
     def _transport(self, device: torch.device) -> Transport:
         if device not in self.transports:
-            self.transports[device] = transports.select(self.transport_name, device, self.group)
+            chosen = transports.select(self.transport_name, device, self.group)
+            # a function made for one rank of a larger world, as a baseline is, moves nothing
+            self.transports[device] = chosen if self.world > 1 else transports.Nothing()
         return self.transports[device]
 
 

@@ -1,4 +1,4 @@
-"""Combining partial attentions over disjoint keys (ALGORITHMS: `lse = logaddexp(lse1, lse2)`,
+"""Combining partial attentions over disjoint keys (`lse = logaddexp(lse1, lse2)`,
 `o = exp(lse1-lse) o1 + exp(lse2-lse) o2`), accumulated in fp32 (fp64 for fp64). A part without keys has `o = 0`,
 `lse = -inf` and never makes a NaN. On CUDA one in-place Triton kernel does it."""
 

@@ -4,12 +4,13 @@ chunk), `packed` (one call for all of them) or `fused` (our Triton kernel, which
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.executors.plan import LocalCall, Plan
-from attention.kernels import Call
+from attention.kernels import KERNELS, Call, UnsupportedCall
 from attention.tensors import take
 from attention.transfers import Intervals
 
@@ -89,13 +90,12 @@ def _split(intervals: Intervals, lengths: tuple[int, ...]) -> list[tuple[int, in
     return found
 
 
-def check(plan_options: dict, device: torch.device, head_dim: int) -> None:
-    """Raises ValueError when the fused kernel cannot run for this head dim or device."""
-    import os
-
-    if plan_options.get("grouping") != "fused":
+def check(options: dict[str, Any], device: torch.device, head_dim: int) -> None:
+    """Raises UnsupportedCall when grouping=fused cannot run here or for this head dim."""
+    if options.get("grouping") != "fused":
         return
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("grouping=fused: a Triton kernel, which needs a CUDA GPU; grouping=separate works here")
+    reason = KERNELS["triton"].missing(device.type)
+    if reason is not None:
+        raise UnsupportedCall(f"grouping=fused: {reason}; grouping=separate works here")
     if head_dim not in (64, 128):
-        raise ValueError(f"head_dim={head_dim}: grouping=fused is for 64 and 128; grouping=separate takes any")
+        raise UnsupportedCall(f"head_dim={head_dim}: grouping=fused is for 64 and 128; grouping=separate takes any")

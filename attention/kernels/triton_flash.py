@@ -1,5 +1,5 @@
 """`triton`: dense flash attention as the grouped kernel with a single group, so that separate calls and the fused call
-of the grouped experiment (ALGORITHMS section 3) run the same inner loop."""
+of the grouped experiment run the same inner loop."""
 
 from __future__ import annotations
 

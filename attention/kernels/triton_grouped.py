@@ -1,4 +1,4 @@
-"""The fused grouped attention (ALGORITHMS section 3, Grouped): G chunks of queries attend nested prefixes of one KV, and
+"""The fused grouped attention: G chunks of queries attend nested prefixes of one KV, and
 each KV tile that a program reads serves all the chunks ("groups") that attend it.
 
 A program has one m-block: `rows` queries of every group, with the same place in each chunk. Since the prefixes are

@@ -1,4 +1,4 @@
-"""One kernel that merges n partial attentions over disjoint keys (ALGORITHMS section 1), where `triton_merge` merges two
+"""One kernel that merges n partial attentions over disjoint keys, where `triton_merge` merges two
 in place. A program takes a few tokens of one head and all their parts, many at a time: decoding has few rows and many
 parts, and would otherwise wait for them one after the other."""
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attention.transports.collective import Cuda, Handle, Host, Nothing, Transport
 from attention.variants import nearest
 
-__all__ = ["SUMMARIES", "Handle", "Transport", "missing", "names", "select"]
+__all__ = ["SUMMARIES", "Handle", "Nothing", "Transport", "missing", "names", "select"]
 
 SUMMARIES = {
     "gloo": "torch.distributed over TCP and shared memory, for CPU tensors",

@@ -246,3 +246,20 @@ def test_twenty_tiny_runs_take_less_than_a_minute(tmp_path):
     assert done.returncode == 0
     assert len(results_in(tmp_path)) == 20
     assert time.time() - start < 60
+
+
+def test_a_decode_runs_beside_its_single_device_baseline(tmp_path):
+    done = run(tmp_path, "attention=tree", "causal=false", "seq_len=512")
+    assert done.returncode == 0, done.stderr
+    value = only(tmp_path)
+    assert value["status"] == "ok"
+    assert value["baseline"]["speedup"]["forward"] > 0
+    assert set(value["timing"]["passes"]) == {"forward"}
+
+
+def test_a_reduction_that_needs_gpus_is_unsupported_without(tmp_path):
+    done = run(tmp_path, "attention=tree", "attention.reduce=fused", "causal=false")
+    assert done.returncode == 1
+    value = only(tmp_path)
+    assert value["status"] == "unsupported"
+    assert "reduce=packed" in value["reason"]
