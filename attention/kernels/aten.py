@@ -44,8 +44,6 @@ class _CpuRectangles:
     """PyTorch's CPU flash attention: causal is top-left, so squares only; a band goes in as an explicit mask. Its
     backward has no GQA: there, keys are repeated and their gradients summed."""
 
-    banded = True
-
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *_bhsd(q, k, v), 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
@@ -67,8 +65,6 @@ class _CpuRectangles:
 class _CudnnRectangles:
     """cuDNN's fused attention: causal is top-left, so squares only. It refuses a single query with a single key, which
     the plain kernel does instead."""
-
-    banded = False
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         if q.shape[1] == k.shape[1] == 1:
@@ -154,8 +150,6 @@ class SdpaCudnn:
 class _EfficientRectangles:
     """PyTorch's memory-efficient attention (from xformers' CUTLASS kernels). It has no GQA, so keys are repeated and
     their gradients summed, and it pads its LSE to multiples of 32."""
-
-    banded = False
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         groups = q.shape[2] // k.shape[2]
@@ -278,8 +272,6 @@ def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
 
 
 class _Flash2Rectangles:
-    banded = True
-
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         return flash2_forward(q, k, v, Call(scale, mask))
 

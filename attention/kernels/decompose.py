@@ -21,9 +21,8 @@ Part = tuple[Interval, Interval, Mask]
 
 
 class Primitive(Protocol):
-    """Dense only. `mask` is full, causal with Sq == Sk, or (where `banded`) any band over a small rectangle."""
-
-    banded: bool
+    """Dense only. `mask` is full, causal with Sq == Sk, or any band over a small rectangle, unless the
+    kernel refuses windows."""
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]: ...
 

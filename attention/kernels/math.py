@@ -17,7 +17,6 @@ SCORES = 1 << 26  # the most scores held at once: 256 MiB in fp32
 class Math:
     name = "math"
     summary = "plain softmax in fp32 or fp64, in chunks of queries: the reference"
-    banded = True
 
     def missing(self, device: str) -> str | None:
         return None
@@ -35,8 +34,6 @@ class Math:
 
 
 class PlainRectangles:
-    banded = True
-
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)  # [B, Hk, G, S, D], [B, Hk, S, D]
         out = torch.zeros_like(q_)

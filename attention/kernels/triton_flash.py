@@ -46,8 +46,6 @@ class TritonFlash:
 class _Rectangles(PlainRectangles):
     """The backward of fp32, and of a CPU, is the plain one."""
 
-    banded = False
-
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         return flash_forward(q, k, v, scale, mask.causal)
 
