@@ -1,4 +1,4 @@
-"""`python -m runner.catalog [attention|config|kernel|transport|timing|dtype|experiment]`: the lists, with their numbers,
+"""`python -m runner.catalog [attention|model|config|kernel|transport|timing|dtype|experiment]`: the lists, with their numbers,
 what works on this machine, and why the rest does not. `python -m runner.catalog cost config=llama3_70b world_size=64`:
 what each variant costs, before it runs."""
 
@@ -168,6 +168,7 @@ def _table(title: str, *columns: str) -> Table:
 
 LISTS = {
     "attention": attention,
+    "model": lambda: _group("model"),
     "config": config,
     "kernel": kernel,
     "transport": transport,

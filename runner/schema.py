@@ -19,6 +19,7 @@ from attention.masks import Mask
 from attention.variants import VARIANTS, Variant, check_heads, nearest, variant
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
+MODELS = ("none",)
 MODES = ("forward", "forward_backward")
 SEEDS = 1 << 31
 # where a run may be when a fault is provoked, in this order
@@ -98,6 +99,7 @@ class LaunchConf:
 @dataclass
 class RunConf:
     attention: Any = MISSING
+    model: NamedConf = field(default_factory=lambda: NamedConf("none"))
     kernel: NamedConf = field(default_factory=NamedConf)
     transport: NamedConf = field(default_factory=NamedConf)
     hardware: NamedConf = field(default_factory=NamedConf)
@@ -256,6 +258,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         if option not in chosen.options:
             known = ", ".join(chosen.options) or "none"
             raise InvalidConfig(f"attention.{option}: {name} has no such option; its options: {known}")
+    _choice("model", cfg.model.name, MODELS)
     _choice("timing.method", cfg.timing.method, TIMING_METHODS)
     mode = cfg.mode or ("forward" if chosen.decode else "forward_backward")
     _choice("mode", mode, MODES)

@@ -17,7 +17,7 @@ from attention.transports import SUMMARIES
 from attention.variants import VARIANTS
 from runner import schema
 from runner.overrides import groups
-from runner.schema import TIMING_METHODS
+from runner.schema import MODELS, TIMING_METHODS
 from runner.workpiece import DTYPES
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ def plain(node) -> dict:
 
 def test_every_file_of_every_group_is_a_choice():
     assert set(groups()) == {
-        "attention", "config", "dtype", "experiment", "hardware", "kernel", "timing", "transport",
+        "attention", "config", "dtype", "experiment", "hardware", "kernel", "model", "timing", "transport",
     }  # fmt: skip
     for group, choices in groups().items():
         assert choices == sorted(path.stem for path in (CONF / group).iterdir())
@@ -57,6 +57,7 @@ def test_every_choice_composes_and_makes_an_experiment(group, choice):
         "attention": spec.variant,
         "dtype": spec.dtype["name"],
         "kernel": spec.kernel,
+        "model": composed(here, *able).model.name,
         "timing": spec.timing["method"],
         "transport": spec.transport,
         "config": composed(here, *able).config,
@@ -133,9 +134,14 @@ def test_every_variant_has_its_file_with_its_options():
 def test_every_kernel_and_transport_has_its_file():
     assert set(groups()["kernel"]) == {"auto", *KERNELS}
     assert set(groups()["transport"]) == {"auto", *SUMMARIES}
-    for group in ("kernel", "transport", "hardware"):
+    for group in ("kernel", "transport", "hardware", "model"):
         for name in groups()[group]:
             assert plain(composed(f"{group}={name}")[group]) == {"name": name}
+
+
+def test_every_model_has_its_file_and_none_is_the_default():
+    assert set(groups()["model"]) == set(MODELS)
+    assert composed().model.name == "none"
 
 
 def test_every_timing_method_has_its_file():

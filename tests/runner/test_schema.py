@@ -37,6 +37,7 @@ INVALID = [
     (["window=[1,2,3]"], "window=[1, 2, 3]", "[left,right]", "window=[512,0]"),
     (["attention=ring", "window=[-2,0]"], "window=(-2, 0)", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
     (["attention=ring", "window=[4,-3]"], "window=(4, -3)", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
+    (["model.name=llama"], "model=llama: ", "known are none"),
     (["mode=foward"], "mode=foward", "did you mean forward"),
     (["mode=train"], "mode=train", "known are forward, forward_backward"),
     (["baseline=singel"], "baseline=singel", "did you mean single"),
