@@ -47,6 +47,13 @@ def refuse(reason: str, arguments: list[str]) -> int:
     return 2
 
 
+def exit_status(statuses: list[str]) -> int:
+    """0 when a run is ok, or there was none: a sweep goes on after failures. 2 when all are invalid, else 1."""
+    if "ok" in statuses or not statuses:
+        return 0
+    return 2 if set(statuses) == {"invalid"} else 1
+
+
 def _terminated(*_: Any) -> None:
     raise SystemExit(143)
 
@@ -74,9 +81,7 @@ def main() -> int:
 
             display.sweep_table(results.summarize_sweep(folder))
             display.out.print(f"Sweep: {folder}", soft_wrap=True)
-    if app.sweeps:
-        return 0
-    return {"ok": 0, "invalid": 2}.get(app.statuses[-1], 1) if app.statuses else 0
+    return exit_status(app.statuses)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from runner import display, environment, metrics, results
 from runner.launch import Outcome, Pool, WorldSpec
-from runner.schema import Experiment, InvalidConfig, UnsupportedHere, experiment, identity, run_name
+from runner.schema import Experiment, InvalidConfig, UnsupportedHere, experiment, identity, run_name, usable_gpus
 
 pool = Pool()
 statuses: list[str] = []  # of this invocation's runs
@@ -78,11 +78,11 @@ def _relative(folder: Path) -> Path:
 
 def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """Run the experiment and return its result, whatever became of it; writes the run's other files."""
-    name = run_name(cfg)
+    name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
     about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": plain}
     try:
-        gpus = 0 if cfg.hardware.name == "cpu" else _usable_gpus()
+        gpus = usable_gpus(cfg)
         spec = experiment(cfg, gpus, fresh_seed())
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
@@ -105,18 +105,11 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         failure = None
         if outcome.world_lost:
             failure = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
-        return results.result(status=outcome.status, reason=outcome.reason, failure=failure, **about)
+        artifacts = {"log": "run.log"} if (folder / "run.log").exists() else None
+        return results.result(
+            status=outcome.status, reason=outcome.reason, failure=failure, artifacts=artifacts, **about
+        )
     return _record(outcome.result, folder, about)
-
-
-def _usable_gpus() -> int:
-    """GPUs present, if the PyTorch that is installed can use them; asks torch only when there are any."""
-    count = environment.gpu_count()
-    if not count:
-        return 0
-    from torch.version import cuda
-
-    return count if cuda else 0
 
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:

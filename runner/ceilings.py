@@ -26,6 +26,7 @@ def cache_folder() -> Path:
 
 def ceilings(me: Rank, dtype: str) -> dict[str, float]:
     """matmul_tflops (in `dtype`, one rank), copy_gb_s (read plus written), link_gb_s (received, in this world)."""
+    me.say("ceilings")
     here = environment.of_torch(me.device.type)
     known = [here.get(key) for key in ("torch", "threads", "gpu", "cuda", "nccl")]
     host = environment.host()
@@ -40,7 +41,6 @@ def ceilings(me: Rank, dtype: str) -> dict[str, float]:
     cached = me.agree(cached)
     if cached is not None:
         return cached
-    me.say("ceilings")
     found = {
         "matmul_tflops": min(me.gather(_matmul_tflops(me, DTYPES[dtype]))),
         "copy_gb_s": min(me.gather(_copy_gb_s(me))),

@@ -110,6 +110,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     errors = {name: _Error() for name in results}
     local = {name: _Error() for name in results}
     group = spec.heads // spec.kv_heads
+    me.say("check_reference")  # also of a rank that has no piece to check
     for number, piece in enumerate(pieces):
         me.say("check_reference", note=f"{number + 1} of {len(pieces)}")
         inputs = _piece_inputs(spec, piece, experiment.seed, me.device, backward)

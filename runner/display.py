@@ -109,6 +109,8 @@ def run_table(value: dict[str, Any]) -> None:
     noisy = "; ! means noisy" if any(s["noisy"] for s in timing["passes"].values()) else ""
     n = timing["passes"]["forward"]["n"]
     out.print(f"ms is the median of {n}, TFLOP/s are those of one device{noisy}")
+    if timing["no_ci95"]:
+        out.print(f"no interval: {timing['no_ci95']}")
     if baseline.get("extrapolated"):
         out.print(f"* extrapolated by FLOPs from {baseline['measured_seq_len']:,} tokens, which fit one device")
     if baseline.get("unsupported"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 from functools import lru_cache
@@ -83,6 +85,17 @@ def gpu_count() -> int:
     if visible is None:
         return present
     return min(present, len([x for x in visible.split(",") if x.strip() and x.strip() != "-1"]))
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed PyTorch is built for CUDA, from its version file: importing it takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    try:
+        return runpy.run_path(str(Path(found.origin).with_name("version.py"))).get("cuda") is not None
+    except OSError:
+        return False
 
 
 def gpu_state() -> list[dict[str, str]]:

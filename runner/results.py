@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUSES = ("ok", "invalid", "unsupported", "incorrect", "oom", "timeout", "crash")
 FIELDS = (
     "schema_version", "key", "name", "status", "reason", "failure", "config", "experiment", "chosen", "environment",

@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from attention import costs
 from attention.masks import Mask
 from attention.variants import VARIANTS, Variant, check_heads, nearest, variant
+from runner import environment
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODELS = ("none",)
@@ -28,6 +29,7 @@ PHASES = (
     "profiler", "baseline", "finish",
 )  # fmt: skip
 BASELINES = ("single", "none")
+HARDWARE = ("auto", "cpu", "cuda")
 
 # what config=default stands for on each kind of hardware
 DEFAULT_SIZES = {
@@ -37,7 +39,7 @@ DEFAULT_SIZES = {
 
 
 TIMING_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "timing_runs": 5},
+    "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "timing_runs": 6},
     "cuda": {"warmup_runs": 3, "warmup_ms": 200.0, "timing_runs": 20},
 }
 
@@ -71,7 +73,7 @@ class TimingConf:
     method: str = MISSING
     warmup_runs: int | None = None  # iterations before the first sample, at least; null: 3 on a GPU, 1 on a CPU
     warmup_ms: float | None = None  # and this long at least; null: 200 on a GPU, 0 on a CPU
-    timing_runs: int | None = None  # samples; null: 20 on a GPU, 5 on a CPU
+    timing_runs: int | None = None  # samples; null: 20 on a GPU, 6 on a CPU, the least that give an interval
     flush_l2: bool = False  # overwrite the L2 cache before every sample
     do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
@@ -134,7 +136,7 @@ def register() -> None:
     """Make the schema and the run folder's name known to Hydra."""
     ConfigStore.instance().store(name="schema", node=RunConf)
     if not OmegaConf.has_resolver("run_name"):
-        OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_))
+        OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)))
 
 
 # what does not change what is measured, and so is not part of a run's identity
@@ -148,11 +150,22 @@ def identity(cfg: DictConfig) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def run_name(cfg: DictConfig) -> str:
-    """The run folder's name: variant, config, sizes and the hash."""
+def usable_gpus(cfg: DictConfig) -> int:
+    """The GPUs that a run of this configuration may use: none with hardware=cpu or a PyTorch without CUDA."""
+    if cfg.hardware.name == "cpu" or not environment.gpu_count():
+        return 0
+    return environment.gpu_count() if environment.torch_has_cuda() else 0
+
+
+def run_name(cfg: DictConfig, gpus: int) -> str:
+    """The run folder's name on a machine with `gpus` usable GPUs: variant, config, sizes and the hash. world_size=auto
+    is named by what it stands for here."""
+    world = cfg.world_size
+    if world == "auto" and cfg.hardware.name in HARDWARE:
+        world = _world_size(cfg, _device(cfg, gpus), gpus)
     parts = [cfg.attention.get("name", "none"), cfg.config]
     parts += [f"s{cfg.seq_len}"] if cfg.seq_len is not None else []
-    parts += [f"w{cfg.world_size}", cfg.dtype.name, cfg.timing.method, identity(cfg)]
+    parts += [f"w{world}", cfg.dtype.name, cfg.timing.method, identity(cfg)]
     return re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(str(p) for p in parts))
 
 
@@ -265,8 +278,8 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     if chosen.decode and mode != "forward":
         raise InvalidConfig(f"mode={mode}: {name} is a decode and has no backward; use mode=forward")
     _choice("baseline", cfg.baseline, BASELINES)
-    _choice("hardware", cfg.hardware.name, ("auto", "cpu", "cuda"))
-    device = cfg.hardware.name if cfg.hardware.name != "auto" else ("cuda" if gpus else "cpu")
+    _choice("hardware", cfg.hardware.name, HARDWARE)
+    device = _device(cfg, gpus)
     chosen_seed = seed if cfg.seed is None else cfg.seed
     work = workload(cfg, device, chosen, chosen_seed)
     world = _world_size(cfg, device, gpus)
@@ -279,7 +292,6 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         chosen.check_options(options, work.heads, work.kv_heads, world)
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
-    _check_fault(cfg.launch.fault, world)
     timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
     for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0)):
         _positive(f"timing.{key}", timing[key], least)
@@ -290,6 +302,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["do_bench"] and (device != "cuda" or world > 1):
         raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
+    _check_fault(cfg, world)
     return Experiment(
         variant=name,
         options=options,
@@ -322,6 +335,13 @@ def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: 
     window = list(cfg.window)
     if len(window) != 2:
         raise InvalidConfig(f"window={window}: must be [left,right], for instance window=[512,0]")
+    for key in ("seqlens_mean", "seqlens_std"):
+        if cfg[key] is not None and cfg.seqlens != "random":
+            given = "null" if cfg.seqlens is None else cfg.seqlens
+            raise InvalidConfig(
+                f"{key}={cfg[key]}: describes the lengths that seqlens=random draws, and this is seqlens={given}; "
+                f"give seqlens=random or {key}=null"
+            )
     decode = chosen is not None and chosen.decode
     q_len = None if cfg.q_len is None else _positive("q_len", cfg.q_len)
     if q_len is not None and chosen is not None and not decode:
@@ -387,6 +407,10 @@ def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tup
     return tuple(lengths)
 
 
+def _device(cfg: DictConfig, gpus: int) -> str:
+    return cfg.hardware.name if cfg.hardware.name != "auto" else ("cuda" if gpus else "cpu")
+
+
 def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:
     value = cfg.world_size
     if value == "auto":
@@ -414,7 +438,8 @@ def _check_nodes(launch: DictConfig, world: int) -> None:
 FAULTS = ("raise", "kill", "hang", "oom")
 
 
-def _check_fault(fault: str | None, world: int) -> None:
+def _check_fault(cfg: DictConfig, world: int) -> None:
+    fault = cfg.launch.fault
     if fault is None:
         return
     parts = fault.split(":")
@@ -424,3 +449,15 @@ def _check_fault(fault: str | None, world: int) -> None:
             "for instance 1:timing:raise"
         )
     _choice("launch.fault's phase", parts[1], PHASES)
+    checked = (cfg.check.enabled, "check.enabled=true")
+    there = {
+        "check_variant": checked,
+        "check_reference": checked,
+        "check_compare": checked,
+        "phases": (cfg.phases, "phases=true"),
+        "profiler": (cfg.timing.method == "profiler", "timing=profiler"),
+        "baseline": (cfg.baseline == "single", "baseline=single"),
+    }
+    here, way_out = there.get(parts[1], (True, ""))
+    if not here:
+        raise InvalidConfig(f"launch.fault={fault}: this run has no phase {parts[1]}; {way_out} would give it one")

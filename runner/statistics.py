@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 NOISY = 0.05  # IQR over median
+INTERVAL_SAMPLES = 6  # the least with a 95% interval of the median: 2**-5 of the cases lie outside all of 6
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple
         below, k = below + ways, k + 1
         ways = ways * (n - k) // (k + 1)
     return (ordered[k], ordered[n - 1 - k]) if k >= 0 else None
+
+
+def too_few(n: int) -> str | None:
+    """Why `n` samples give no interval of the median, in a line; None when they do."""
+    if n >= INTERVAL_SAMPLES:
+        return None
+    return f"{n} sample{'s' if n > 1 else ''}: a 95% interval of the median needs {INTERVAL_SAMPLES}"
 
 
 def summarize(samples: Sequence[float]) -> Summary:

@@ -19,7 +19,7 @@ from runner.correctness import check
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
 from runner.schema import Experiment, InvalidConfig, UnsupportedHere
-from runner.statistics import summarize
+from runner.statistics import summarize, too_few
 from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
 from runner.workpiece import AttentionWork, build
 
@@ -176,6 +176,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     overhead = timing.overhead_ms(watch)
     medians = {which: summarize(ms) for which, ms in slow.items()}
     least = min(s.median for s in medians.values())
+    samples = medians["forward"].n
     return {
         "samples": by_rank,
         "timing": {
@@ -183,6 +184,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "unit": "ms",
             "passes": {which: s.plain() for which, s in medians.items()},
             "by_rank": [{which: summarize(ms).plain() for which, ms in rank.items()} for rank in by_rank],
+            "no_ci95": too_few(samples),
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
@@ -268,11 +270,11 @@ def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str,
     """The same global work on one device, by rank 0 alone while the others wait. Where it does not fit, at half the
     length (and so on), extrapolated by FLOPs and marked so."""
     key = (spec.workload, spec.kernel, spec.mode, spec.device, me.world)
+    me.say("baseline", 600.0)
     found = me.agree(_baselines.get(key))
     if found is None:
         if spec.device == "cuda":
             torch.cuda.empty_cache()
-        me.say("baseline", 600.0)
         found = me.agree(_single(me, spec) if me.rank == 0 else None)
         _baselines[key] = found
     result = dict(found)

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from runner import results
+from runner.__main__ import exit_status
 
 SMALL = [
     "seq_len=128",
@@ -53,6 +54,21 @@ def started_by(tmp_path):
         except OSError:
             continue
     return found
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [
+        ([], 0),
+        (["ok"], 0),
+        (["invalid", "crash", "ok"], 0),
+        (["invalid"] * 2, 2),
+        (["invalid", "oom"], 1),
+        (["timeout"], 1),
+    ],
+)
+def test_the_exit_status_is_zero_when_a_run_is_ok_or_there_was_none(statuses, status):
+    assert exit_status(statuses) == status
 
 
 def test_a_run_is_checked_timed_and_recorded(tmp_path):

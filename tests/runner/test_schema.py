@@ -9,7 +9,7 @@ from composing import composed, python, resolved
 from omegaconf import OmegaConf
 
 from attention.variants import VARIANTS
-from runner.schema import Experiment, InvalidConfig, UnsupportedHere, identity, run_name
+from runner.schema import PHASES, Experiment, InvalidConfig, UnsupportedHere, identity, run_name
 
 # overrides, then what the message must say: the value, the rule, the way out
 INVALID = [
@@ -50,6 +50,11 @@ INVALID = [
     (["launch.fault=kill"], "launch.fault=kill", "RANK:PHASE:raise|kill|hang|oom", "1:timing:raise"),
     (["launch.fault=1:timing:explode"], "launch.fault=1:timing:explode", "RANK:PHASE:raise|kill|hang|oom"),
     (["launch.fault=2:timing:kill"], "launch.fault=2:timing:kill", "rank below 2"),
+    (["launch.fault=1:profiler:kill"], "launch.fault=1:profiler:kill", "no phase profiler", "timing=profiler would"),
+    (["launch.fault=1:phases:kill", "phases=false"], "1:phases:kill", "no phase phases", "phases=true would"),
+    (["launch.fault=1:baseline:hang", "baseline=none"], "1:baseline:hang", "no phase baseline", "baseline=single would"),
+    *((["check.enabled=false", f"launch.fault=0:check_{what}:raise"], f"0:check_{what}:raise", "no phase check_",
+       "check.enabled=true would") for what in ("variant", "reference", "compare")),
     (["launch.fault=x:timing:kill"], "launch.fault=x:timing:kill", "rank below 2"),
     (["attention=ring", "+attention.stride=2"], "attention.stride", "ring has no such option", "its options: none"),
     (["attention=ring_allgather", "+attention.stride=2"], "attention.stride", "its options: heads_k_stride"),
@@ -86,6 +91,9 @@ INVALID = [
     (["attention=zigzag_varlen", "seqlens=[4,6]"], "length=6", "multiple of 2 * world_size = 4", "8 would work"),
     (["attention=llama3", "seq_len=1001"], "seq_len=1001", "multiple of 8", "1000 would work"),
     (["attention=ring_varlen", "seq_len=4"], "seq_len=4", "multiple of 8", "8 would work"),
+    (["attention=llama3", "seqlens_mean=64"], "seqlens_mean=64", "seqlens=null", "seqlens=random or seqlens_mean=null"),
+    (["attention=llama3", "seqlens=[512,512]", "seqlens_std=0"], "seqlens_std=0", "seqlens=[512, 512]", "seqlens=random"),
+    (["attention=tree", "seqlens_std=3"], "seqlens_std=3", "seqlens=null", "seqlens_std=null"),
     # options
     (["attention=usp", "world_size=4", "attention.ulysses_size=3"],
      "ulysses_size=3", "divide world_size=4", "[1, 2, 4]"),
@@ -231,9 +239,11 @@ def test_a_random_pack_of_any_size_sums_to_it(seq_len):
     assert sum(work.seqlens) == work.seq_len == seq_len and min(work.seqlens) > 0
 
 
-@pytest.mark.parametrize("fault", ["1:timing:raise", "0:phases:kill", "1:check_variant:hang", "0:prepare:oom"])
-def test_a_fault_can_be_asked_of_any_rank(fault):
-    assert resolved(f"launch.fault={fault}").launch["fault"] == fault
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_fault_can_be_asked_of_any_rank_in_any_phase_that_the_run_has(phase):
+    timing = ["timing=profiler"] if phase == "profiler" else []
+    for fault in (f"0:{phase}:kill", f"1:{phase}:raise"):
+        assert resolved(f"launch.fault={fault}", *timing).launch["fault"] == fault
 
 
 def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
@@ -243,7 +253,7 @@ def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
     assert (work.batch, work.heads, work.kv_heads, work.head_dim, work.seq_len) == (2, 8, 8, 64, 1024)
     assert (work.causal, work.window, work.dtype) == (True, (-1, -1), "bf16")
     assert (spec.variant, spec.mode, spec.baseline, spec.phases) == ("zigzag", "forward_backward", "single", True)
-    assert [spec.timing[key] for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [1, 0, 5]
+    assert [spec.timing[key] for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [1, 0, 6]
 
 
 def test_defaults_with_gpus_are_a_model_s_layer_on_all_of_them():
@@ -328,6 +338,21 @@ def test_identity_is_the_same_in_another_process(tmp_path):
 
 def test_a_runs_name_tells_variant_workload_sizes_and_identity():
     cfg = composed("attention=ring", "config=medium", "world_size=4", "dtype=fp32", "timing=simple")
-    assert run_name(cfg) == f"ring_medium_s8192_w4_fp32_simple_{identity(cfg)}"
+    assert run_name(cfg, 0) == f"ring_medium_s8192_w4_fp32_simple_{identity(cfg)}"
     odd = composed("config=tiny", "world_size='../x y'")
-    assert re.fullmatch(r"[A-Za-z0-9_.-]+", run_name(odd))
+    assert re.fullmatch(r"[A-Za-z0-9_.-]+", run_name(odd, 0))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "gpus", "ranks"), [("auto", 0, 2), ("auto", 4, 4), ("cpu", 0, 2), ("cuda", 8, 8), ("cuda", 0, 1)]
+)
+def test_a_runs_name_has_the_ranks_that_auto_stands_for(hardware, gpus, ranks):
+    assert f"_w{ranks}_" in run_name(composed(f"hardware={hardware}"), gpus)
+
+
+def test_a_name_can_be_given_to_what_is_invalid():
+    assert "_wauto_" in run_name(composed("hardware.name=tpu"), 0)
+
+
+def test_two_ranks_and_what_auto_stands_for_are_named_apart():
+    assert run_name(composed("world_size=2"), 0) != run_name(composed(), 0)

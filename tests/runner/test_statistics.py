@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from runner.statistics import median_interval, quantile, settled, summarize
+from runner.statistics import median_interval, quantile, settled, summarize, too_few
 
 
 def coverage(n: int, k: int) -> Fraction:
@@ -52,6 +52,8 @@ def test_median_interval_of_six_samples_is_their_range_and_fewer_give_none():
     for n in range(1, 6):
         assert median_interval(range(n)) is None
         assert summarize([3.0] * n).ci95 is None
+        assert "a 95% interval of the median needs 6" in too_few(n)
+    assert too_few(6) is None
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99])
