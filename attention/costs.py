@@ -56,9 +56,11 @@ def bytes_received(
     rank: int,
     backward: bool,
     options: Mapping[str, Any] | None = None,
+    pulls: bool = False,
 ) -> dict[str, int]:
     """Bytes that a rank receives in one forward (or backward alone), by what moves: `kv`, `dkv`, and by exchange `q`,
-    `out`, `qkv`, `dqkv`, or the tree's reductions."""
+    `out`, `qkv`, `dqkv`, or the tree's reductions. `pulls`: over a transport that brings each rank only the keys it
+    needs, where others gather all for everyone unless there is a window."""
     options = {**variant.options, **(options or {})}
     kv_token = 2 * shapes.batch * shapes.kv_heads * shapes.head_dim * shapes.itemsize  # k and v
     q_token = shapes.batch * shapes.heads * shapes.head_dim * shapes.itemsize
@@ -76,7 +78,7 @@ def bytes_received(
     else:
         moving = gather_move(problem, rank).route
         everything = (problem.world - 1) * (problem.cu_seqlens[-1] // problem.world)
-        found["kv"] = (moving.received_tokens if problem.mask.windowed else everything) * kv_token
+        found["kv"] = (moving.received_tokens if pulls or problem.mask.windowed else everything) * kv_token
         home = moving.reversed().received_tokens
         if problem.layout != problem.q_layout:
             border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))

@@ -15,9 +15,10 @@ from attention.executors.plan import Plan, masks_of, plan_steps
 from attention.kernels import Shape, UnsupportedCall
 from attention.layouts import CuSeqlens, Shard, size
 from attention.masks import Mask
+from attention.peers import calls
 from attention.tensors import token_dim
 from attention.transports import Transport
-from attention.variants import VARIANTS, Variant, check_heads, nearest, variant
+from attention.variants import Variant, check_heads, everything, nearest, variant
 
 __all__ = ["ContextParallel", "make", "names"]
 
@@ -26,7 +27,7 @@ Packs = Tensor | list[int] | tuple[int, ...] | None
 
 def names() -> dict[str, str]:
     """Every variant, with a line of what it is."""
-    return {name: v.summary for name, v in VARIANTS.items()}
+    return {name: v.summary for name, v in everything().items()}
 
 
 def make(
@@ -141,6 +142,8 @@ class ContextParallel:
             q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, kv_tokens=kv_tokens,
             return_lse=return_lse,
         )  # fmt: skip
+        if self.variant.exchange == "peer":
+            return calls.attend(q, k, v, plan, self.group)
         out, lse = _Attention.apply(q, k, v, plan)
         return (out, lse) if return_lse else out
 
@@ -178,7 +181,11 @@ class ContextParallel:
             grouping.check(self.options, q.device, shape.head_dim)
             if self.options.get("reduce") == "fused" and self.world > 1 and q.device.type != "cuda":
                 raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
-            kernel = kernels.select(self.kernel_name, shape, masks_of(problem), self.variant.decode)
+            if self.variant.exchange == "peer":
+                calls.check(self.variant.name, shape, q.shape[0], self.transport_name, return_lse)
+                kernel = calls.kernel(self.variant.name, self.kernel_name, shape, masks_of(problem))
+            else:
+                kernel = kernels.select(self.kernel_name, shape, masks_of(problem), self.variant.decode)
             scale = shape.head_dim**-0.5 if scale is None else scale
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)
@@ -202,9 +209,10 @@ class ContextParallel:
 
     def _transport(self, device: torch.device) -> Transport:
         if device not in self.transports:
-            chosen = transports.select(self.transport_name, device, self.group)
+            transports.resolve(self.transport_name, device)
             # a function made for one rank of a larger world, as a baseline is, moves nothing
-            self.transports[device] = chosen if self.world > 1 else transports.Nothing()
+            made = transports.select(self.transport_name, device, self.group) if self.world > 1 else None
+            self.transports[device] = made or transports.Nothing()
         return self.transports[device]
 
 

@@ -22,6 +22,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def room(x: Tensor, n: int) -> Tensor:
+    """An uninitialised tensor for n tokens like those of x."""
+    shape = list(x.shape)
+    shape[token_dim(x)] = n
+    return x.new_empty(shape)
+
+
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:
     """The tokens of `intervals`: a view when they are one stretch, else a copy."""
     dim = token_dim(x) if dim is None else dim

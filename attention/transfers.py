@@ -1,5 +1,5 @@
 """Who sends which tokens to whom, read off layouts and schedules. Pure Python: intervals of local tokens on both ends,
-in an order that sender and receiver agree on, so that a message carries nothing but the tokens."""
+one to one, so that a message carries nothing but the tokens and a receiver knows where they lie with the sender."""
 
 from __future__ import annotations
 
@@ -13,31 +13,56 @@ Intervals = tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
-class Route:
-    """The messages of one rank in one exchange: (peer, the local intervals) in the peers' order."""
+class Piece:
+    """What goes between two ranks: the sender's intervals `source` to the receiver's `target`, one to one."""
 
-    sends: tuple[tuple[int, Intervals], ...]
-    receives: tuple[tuple[int, Intervals], ...]
+    peer: int  # at the other end
+    source: Intervals
+    target: Intervals
+
+
+@dataclass(frozen=True)
+class Route:
+    """The messages of one rank in one exchange, in the peers' order."""
+
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
 
     def reversed(self) -> Route:
         """The way back: what was received is sent home."""
-        return Route(self.receives, self.sends)
+        return Route(_turned(self.receives), _turned(self.sends))
 
     @property
     def received_tokens(self) -> int:
-        return sum(length(intervals) for _, intervals in self.receives)
+        return sum(length(piece.target) for piece in self.receives)
+
+
+def _turned(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    return tuple(Piece(piece.peer, piece.target, piece.source) for piece in pieces)
+
+
+def side_by_side(intervals: Intervals) -> Intervals:
+    """Where the tokens of `intervals` lie when they are put one after another."""
+    placed = []
+    at = 0
+    for start, stop in intervals:
+        placed.append((at, at + stop - start))
+        at += stop - start
+    return tuple(placed)
 
 
 def step_route(problem: Problem, rank: int, i: int) -> Route:
-    """What moves before step `i`: the keys that this rank's step needs come from their owner, and this rank's keys go
-    to every rank whose step needs them. The receive intervals are the owner's."""
+    """What moves before step `i`: the keys that this rank's step needs come from their owner, side by side, and this
+    rank's keys go to every rank whose step needs them."""
     step = steps(problem, rank)[i]
-    receives = ((step.owner, step.keys),) if step.owner != rank and step.keys else ()
+    receives: tuple[Piece, ...] = ()
+    if step.owner != rank and step.keys:
+        receives = (Piece(step.owner, step.keys, side_by_side(step.keys)),)
     sends = []
     for peer in range(problem.world):
         theirs = steps(problem, peer)[i]
         if peer != rank and theirs.owner == rank and theirs.keys:
-            sends.append((peer, theirs.keys))
+            sends.append(Piece(peer, theirs.keys, side_by_side(theirs.keys)))
     return Route(tuple(sends), receives)
 
 
@@ -68,16 +93,17 @@ class Move:
 
 def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> Move:
     """From the shards `sources` to the shards `targets`, both lists by rank."""
-    sends, receives = [], []
+    sends: list[Piece] = []
+    receives: list[Piece] = []
     for peer in range(len(sources)):
         if peer == rank:
             continue
-        out = tuple(mine for mine, _ in overlaps(sources[rank], targets[peer]))
-        into = tuple(place for _, place in overlaps(sources[peer], targets[rank]))
-        if out:
-            sends.append((peer, out))
-        if into:
-            receives.append((peer, into))
+        for pieces, found in (
+            (sends, overlaps(sources[rank], targets[peer])),
+            (receives, overlaps(sources[peer], targets[rank])),
+        ):
+            if found:
+                pieces.append(Piece(peer, tuple(here for here, _ in found), tuple(there for _, there in found)))
     return Move(Route(tuple(sends), tuple(receives)), tuple(overlaps(sources[rank], targets[rank])))
 
 

@@ -135,7 +135,9 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         entry = value["metrics"]["passes"][last]
         found |= {key: entry.get(key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
         peaks = value["memory"]["by_rank"]
-        found["peak_bytes"] = max(p.get("peak_allocated", p.get("peak_resident", 0)) for p in peaks)
+        found["peak_bytes"] = max(
+            p.get("peak_allocated", p.get("peak_resident", 0)) + p.get("symmetric", 0) for p in peaks
+        )
         if (value.get("baseline") or {}).get("speedup"):
             found["speedup"] = value["baseline"]["speedup"][last]
             found["efficiency"] = value["baseline"]["efficiency"][last]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attention import costs
+from attention import costs, transports
 from attention.phases import Recorder, recording
 from runner import ceilings, environment, metrics, phases, profile, timing
 from runner.correctness import check
@@ -41,6 +41,7 @@ def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, A
         try:
             return _run(me, spec, Path(folder) if folder else None)
         finally:
+            transports.release()
             _empty_caches(me)
 
 
@@ -48,7 +49,8 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     result: dict[str, Any] = {"status": "ok", "environment": environment.of_torch(spec.device)}
     me.say("prepare")
     work = _together(me, lambda: AttentionWork(me, spec, build(spec)))
-    result["chosen"] = {"kernel": work.plan.kernel.name, "transport": work.plan.transport.name}
+    transport = work.plan.transport
+    result["chosen"] = {"kernel": work.plan.kernel.name, "transport": transport.name, "note": transport.note}
     iteration_s = _estimate(me, spec, work)
     result["estimate"] = {"iteration_ms": iteration_s * 1e3}
     if spec.check["enabled"]:
@@ -352,6 +354,7 @@ def _memory(me: Rank, work: AttentionWork) -> dict[str, Any]:
         mine = {
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
+            "symmetric": transports.held_bytes(),  # lies outside PyTorch's allocator
             "inputs": inputs,
         }
     else:

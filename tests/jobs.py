@@ -30,10 +30,11 @@ def compare(
     cases: list[dict[str, Any]],
     dtype: str = "fp32",
     kernel: str = "auto",
+    transport: str = "auto",
 ) -> list[dict[str, Any]]:
     """For each case, the relative L2 errors of out, dq, dk, dv against fp64, and those of one local call of the same
     kernel."""
-    fn = attention.make(name, kernel=kernel, **options)
+    fn = attention.make(name, kernel=kernel, transport=transport, **options)
     found = []
     for number, case in enumerate(cases):
         causal, window, packs = case["causal"], tuple(case.get("window", (-1, -1))), case.get("packs")
@@ -82,13 +83,19 @@ def _by_kernel(name: str, call: Call, q: Any, k: Any, v: Any, dout: Any) -> tupl
 
 
 def decode(
-    me: Rank, name: str, options: dict[str, Any], cases: list[dict[str, Any]], dtype: str = "fp32", kernel: str = "auto"
+    me: Rank,
+    name: str,
+    options: dict[str, Any],
+    cases: list[dict[str, Any]],
+    dtype: str = "fp32",
+    kernel: str = "auto",
+    transport: str = "auto",
 ) -> list[dict[str, Any]]:
     """For each case, the relative L2 error of out and the largest of lse on any rank, that of one local call, the bytes
     counted, the phases seen and how many keys each rank holds."""
     from attention.phases import Recorder, recording
 
-    fn = attention.make(name, kernel=kernel, **options)
+    fn = attention.make(name, kernel=kernel, transport=transport, **options)
     found = []
     for number, case in enumerate(cases):
         generator = torch.Generator().manual_seed(number)
@@ -196,9 +203,10 @@ def counted(
     batch: int,
     heads: int,
     kv_heads: int,
+    transport: str = "auto",
 ) -> list[dict[str, Any]]:
     """Bytes that the transport counted into each rank, forward and backward."""
-    fn = attention.make(name, **options)
+    fn = attention.make(name, transport=transport, **options)
     q, k, v = (fn.shard(torch.randn(batch, tokens, h, 16)).requires_grad_() for h in (heads, kv_heads, kv_heads))
     mask: dict[str, Any] = {"causal": causal, "window": tuple(window)}
     counter = fn.plan(q, k, v, **mask).transport.bytes_received
@@ -253,3 +261,103 @@ def hoard(me: Rank, gigabytes: float) -> None:
     with memory_limit(me, gigabytes):
         kept = [torch.ones(1 << 28, dtype=torch.uint8) for _ in range(int(4 * gigabytes) + 4)]
         me.gather(len(kept))
+
+
+def many_calls(me: Rank, name: str, calls: int, transport: str) -> dict[str, Any]:
+    """Forward and backward over changing shapes, a new function every hundred calls: the largest error of some of them,
+    the symmetric memory held after a tenth of the calls and at the end, and files left in shared memory."""
+    from attention.transports import held_bytes
+    from attention.transports.fabric import SHARED_MEMORY
+
+    errors, held = [], []
+    for i in range(calls):
+        if i % 100 == 0:
+            fn = attention.make(name, transport=transport)
+        tokens, heads = 8 * me.world * (1 + i % 5), 4
+        generator = torch.Generator().manual_seed(i)
+        q, k, v = (
+            torch.randn(1 + i % 2, tokens, heads, 16, generator=generator).to(me.device).requires_grad_()
+            for _ in range(3)
+        )
+        out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+        if i % 50 == 0:
+            exact = KERNELS["math"].forward(
+                q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device)
+            )
+            errors += [rel(out, exact[0]), 0.0 if gradients[0].isfinite().all() else 1.0]
+        if i in (calls // 10, calls - 1):
+            held.append(held_bytes())
+    left = len(list(SHARED_MEMORY.glob("attention-*")))
+    return {"error": max(me.gather(max(errors))), "held": held, "files": left}
+
+
+def two_groups(me: Rank, transport: str) -> float:
+    """Two functions over two groups that each rank is in, called in turn: the largest error."""
+    rows = [dist.new_group(list(range(i, me.world, 2))) for i in range(2)]
+    columns = [dist.new_group([i, i + 1]) for i in range(0, me.world, 2)]
+    fns = [
+        attention.make("zigzag", group=rows[me.rank % 2], transport=transport),
+        attention.make("zigzag_llama3", group=columns[me.rank // 2], transport=transport),
+    ]
+    errors = []
+    for i in range(6):
+        outs = []
+        for fn in fns:
+            generator = torch.Generator().manual_seed(i)
+            q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+            outs.append((fn, fn(*(fn.shard(x) for x in (q, k, v)), causal=True)))
+            exact = KERNELS["math"].forward(
+                q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device)
+            )
+        errors += [rel(fn.unshard(out), exact[0]) for fn, out in outs]
+    return max(me.gather(max(errors)))
+
+
+def after_an_exception(me: Rank, transport: str) -> float:
+    """The error of a call that follows one in which the kernel of every rank raised half-way."""
+    fn = attention.make("zigzag", transport=transport)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+    local = [fn.shard(x).requires_grad_() for x in (q, k, v)]
+    fn(*local, causal=True)
+    kernel = fn.plan(*local, causal=True).kernel
+
+    class Failing:
+        def forward(self, *args: Any, **options: Any) -> Any:
+            raise RuntimeError("half-way")
+
+        backward = forward
+
+    for plan in fn.plans.values():
+        object.__setattr__(plan, "kernel", Failing())
+    for _ in range(3):
+        try:
+            fn(*local, causal=True)
+        except RuntimeError as error:
+            assert "half-way" in str(error)
+    for plan in fn.plans.values():
+        object.__setattr__(plan, "kernel", kernel)
+    out = fn.unshard(fn(*local, causal=True))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
+    return max(me.gather(rel(out, exact)))
+
+
+def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
+    """Whether out and gradients are the same bits in every one of five calls, with deterministic=True."""
+    fn = attention.make(name, kernel=kernel, transport=transport, deterministic=True)
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if me.device.type == "cuda" else torch.float32
+    shapes = ((8, 64), (2, 64), (2, 64))
+    q, k, v = (
+        fn.shard(torch.randn(1, 512 * me.world, *s, generator=generator).to(me.device, dtype)).requires_grad_()
+        for s in shapes
+    )
+    first: list[torch.Tensor] = []
+    same = True
+    for _ in range(5):
+        out = fn(q, k, v, causal=True)
+        found = [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+        first = first or found
+        same &= all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+    return all(me.gather(same))

@@ -5,13 +5,17 @@ gradients are summed in fp32."""
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import torch
 from torch import Tensor
 
 from attention.executors import ring
 from attention.executors.plan import Plan
 from attention.phases import phase
-from attention.tensors import token_dim, wide
+from attention.tensors import put_, room, take, wide
+from attention.transfers import Intervals
+from attention.transports import Message
 
 Saved = tuple[Tensor, ...]
 Heads = list[slice]  # of each rank in the group
@@ -55,42 +59,48 @@ def _to_heads(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> li
     me, group = plan.head, _group(plan)
     if len(group) == 1:
         return xs
-    sends, receives, pieces = [], [], []
-    for x, share in zip(xs, heads, strict=True):
-        by_rank = []
-        for i, peer in enumerate(group):
-            if i == me:
-                by_rank.append(x[..., share[me], :])
-                continue
-            sends.append((peer, x[..., share[i], :].contiguous()))
-            by_rank.append(torch.empty_like(x[..., share[me], :], memory_format=torch.contiguous_format))
-            receives.append((peer, by_rank[-1]))
-        pieces.append(by_rank)
-    plan.transport.exchange(sends, receives, what, 0).wait()
+    n, s = len(xs), xs[0].shape[-3]
+    whole: Intervals = ((0, s),)
+    # to each rank of the group its heads; nothing to oneself
+    offered = [
+        x[..., share[i], :] if i != me else room(x[..., share[i], :], 0)
+        for i in range(len(group))
+        for x, share in zip(xs, heads, strict=True)
+    ]
+    out = [room(x[..., share[me], :], len(group) * s) for x, share in zip(xs, heads, strict=True)]
+    sends, receives = [], []
+    for i, peer in enumerate(group):
+        if i == me:
+            continue
+        place: Intervals = ((i * s, (i + 1) * s),)
+        sends += [Message(peer, i * n + j, whole, place) for j in range(n)]
+        receives += [Message(peer, me * n + j, whole, place, out[j]) for j in range(n)]
+    with closing(plan.transport.offer(what, offered, s)) as offer:
+        moving = offer.fetch(sends, receives, 0)
     with phase("comp_place"):
-        return [torch.cat(by_rank, token_dim(x)) for x, by_rank in zip(xs, pieces, strict=True)]
+        for x, share, target in zip(xs, heads, out, strict=True):
+            put_(target, ((me * s, (me + 1) * s),), x[..., share[me], :])
+    moving.wait()
+    return out
 
 
 def _to_tokens(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> list[Tensor]:
     """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`; what several ranks have of one head is summed."""
     me, group = plan.head, _group(plan)
-    n = len(group)
-    if n == 1:
+    if len(group) == 1:
         return xs
-    sends, receives, pieces = [], [], []
-    for x in xs:
-        dim = token_dim(x)
-        by_token = x.chunk(n, dim)
-        by_rank = []
-        for i, peer in enumerate(group):
-            if i == me:
-                by_rank.append(by_token[me])
-                continue
-            sends.append((peer, by_token[i].contiguous()))
-            by_rank.append(torch.empty_like(by_token[me], memory_format=torch.contiguous_format))
-            receives.append((peer, by_rank[-1]))
-        pieces.append(by_rank)
-    plan.transport.exchange(sends, receives, what, 0).wait()
+    n, s = len(xs), xs[0].shape[-3] // len(group)
+    whole: Intervals = ((0, s),)
+    mine: Intervals = ((me * s, (me + 1) * s),)
+    pieces = [[take(x, mine) if i == me else room(x, s) for i in range(len(group))] for x in xs]
+    sends, receives = [], []
+    for i, peer in enumerate(group):
+        if i == me:
+            continue
+        sends += [Message(peer, j, ((i * s, (i + 1) * s),), whole) for j in range(n)]
+        receives += [Message(peer, j, mine, whole, pieces[j][i]) for j in range(n)]
+    with closing(plan.transport.offer(what, xs)) as offer:
+        offer.fetch(sends, receives, 0).wait()
     with phase("comp_place"):
         return [_assemble(by_rank, share) for by_rank, share in zip(pieces, heads, strict=True)]
 

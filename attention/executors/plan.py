@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attention.kernels import Call, Kernel
 from attention.masks import Interval, Mask
-from attention.schedules import SEQUENCE, Block, Problem, Step, steps
-from attention.transfers import Intervals, Route, step_route
-from attention.transports import Transport
+from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
+from attention.transfers import Intervals, Piece, Route, side_by_side, step_route
+from attention.transports import Message, Transport
 from attention.variants import Variant
 
 Place = Callable[[Interval], Interval]
@@ -29,13 +30,15 @@ class LocalCall:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """`keys` are the owner's tokens that the step needs, `n_keys` how many; one's own step uses the shard in place."""
+    """`keys` are the owner's tokens that the step needs, `n_keys` how many; one's own step uses the shard in place. `most`
+    is the most keys that any rank receives before its step of this number, or has gathered."""
 
     owner: int
     keys: Intervals
     n_keys: int
     calls: tuple[LocalCall, ...]
     route: Route
+    most: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,16 @@ class Plan:
         """The rank that a ring's place is reached at."""
         return place * self.problem.ulysses + self.head
 
+    def messages(
+        self, pieces: Iterable[Piece], into: Sequence[Tensor] | None = None, first: int = 0, n: int = 2
+    ) -> list[Message]:
+        """Of the n offered tensors from number `first` on, the same pieces each; `into` are the receiver's."""
+        return [
+            Message(self.peer(piece.peer), first + i, piece.source, piece.target, into[i] if into else None)
+            for piece in pieces
+            for i in range(n)
+        ]
+
 
 def masks_of(problem: Problem) -> tuple[Mask, ...]:
     """All masks that any rank's blocks have, so that every rank picks the same kernel."""
@@ -79,8 +92,12 @@ def plan_steps(
         # one's own keys are used in place, others' arrive as the needed intervals side by side
         where = _identity if mine else _within(keys)
         calls = tuple(_calls(step, where, scale, packed, deterministic, device))
-        route = step_route(problem, rank, i) if step.owner != SEQUENCE else Route((), ())
-        planned.append(PlannedStep(step.owner, keys, sum(b - a for a, b in keys), calls, route))
+        everyone = range(problem.world)
+        if step.owner == SEQUENCE:
+            route, most = Route((), ()), max(length(steps(problem, peer)[i].keys) for peer in everyone)
+        else:
+            route, most = step_route(problem, rank, i), max(step_route(problem, p, i).received_tokens for p in everyone)
+        planned.append(PlannedStep(step.owner, keys, length(keys), calls, route, most))
     return tuple(planned)
 
 
@@ -91,12 +108,12 @@ def _identity(interval: Interval) -> Interval:
 def _within(keys: Intervals) -> Place:
     """Where an interval of the owner's tokens lies when the intervals `keys` are put side by side."""
 
+    places = list(zip(keys, side_by_side(keys), strict=True))
+
     def place(interval: Interval) -> Interval:
-        at = 0
-        for start, stop in keys:
+        for (start, stop), (at, _) in places:
             if start <= interval[0] and interval[1] <= stop:
                 return at + interval[0] - start, at + interval[1] - start
-            at += stop - start
         raise AssertionError(f"{interval} is not within {keys}")
 
     return place

@@ -6,15 +6,16 @@ comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with 
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import torch
 from torch import Tensor
 
 from attention.executors.plan import Plan
-from attention.kernels import UnsupportedCall
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
 from attention.tensors import take, wide
-from attention.transports.collective import Cuda
+from attention.transports import Message, symmetric_slots
 from attention.variants import node_size
 
 Saved = tuple[Tensor, ...]
@@ -102,9 +103,13 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         with phase("comp_num_den", step):
             mine = torch.cat([out, _weights(lse)], -1)
             everyone = [torch.empty_like(mine) for _ in peers]
-        plan.transport.exchange(
-            [(peer, mine) for peer in peers], list(zip(peers, everyone, strict=True)), what, step
-        ).wait()
+        whole = ((0, mine.shape[1]),)
+        with closing(plan.transport.offer(what, [mine])) as offer:
+            offer.fetch(
+                [Message(peer, 0, whole, whole) for peer in peers],
+                [Message(peer, 0, whole, whole, x) for peer, x in zip(peers, everyone, strict=True)],
+                step,
+            ).wait()
         with phase("comp_final_output", step):
             # in rank order, so that all ranks get the same sum
             ordered = [
@@ -117,18 +122,16 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def fused(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Partial results in symmetric memory; one kernel reads all ranks' and merges them."""
-    if not isinstance(plan.transport, Cuda):
-        raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
     from attention.kernels.triton_tree import merge_peers
 
-    slots = plan.transport.symmetric((*out.shape[:-1], out.shape[-1] + 1), torch.float32)
+    slots = symmetric_slots(plan.transport, (*out.shape[:-1], out.shape[-1] + 1), torch.float32, out.device)
     with phase("comp_num_den"):
         mine, offset = slots.next()
         mine[..., :-1].copy_(out)
         mine[..., -1].copy_(lse.transpose(1, 2))
     with phase("wait_partials"):
         slots.handle.barrier(channel=0)
-    plan.transport.count("partials", (plan.problem.world - 1) * mine.numel() * 4)
+    plan.transport.counted("partials", (plan.problem.world - 1) * mine.numel() * 4)
     with phase("comp_final_output"):
         return merge_peers(slots.handle.buffer_ptrs_dev, offset, plan.problem.world, out)
 

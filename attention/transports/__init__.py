@@ -5,14 +5,25 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from attention.transports.collective import Cuda, Handle, Host, Nothing, Transport
+from attention.kernels.interface import UnsupportedCall
+from attention.transports.collective import Collective
+from attention.transports.fabric import SHARED_MEMORY
+from attention.transports.interface import Handle, Message, Nothing, Offer, Transport
+from attention.transports.queues import CudaQueue, HostQueue
+from attention.transports.slots import Slots, slots_of
+from attention.transports.symmetric import Symmetric, held_bytes, pool_of, release
 from attention.variants import nearest
 
-__all__ = ["SUMMARIES", "Handle", "Nothing", "Transport", "missing", "names", "select"]
+__all__ = [
+    "SUMMARIES", "Handle", "Message", "Nothing", "Offer", "Transport", "held_bytes", "missing", "names", "release", "resolve", "select",
+    "symmetric_slots",
+]  # fmt: skip
 
 SUMMARIES = {
     "gloo": "torch.distributed over TCP and shared memory, for CPU tensors",
     "nccl": "torch.distributed over NCCL, on a side stream, for CUDA tensors",
+    "symm": "each rank pulls what it needs out of its peers' memory: on CUDA symmetric memory by the copy engines, on a "
+    "CPU shared memory; one host",
 }
 
 
@@ -22,6 +33,10 @@ def names() -> list[str]:
 
 def missing(name: str, device: str) -> str | None:
     """Why a transport does not work on this machine's `device` ("cpu" or "cuda"), or None."""
+    if name == "symm":
+        if device == "cuda":
+            return None if dist.is_nccl_available() else "this PyTorch has no NCCL"
+        return None if SHARED_MEMORY.is_dir() else f"no shared memory at {SHARED_MEMORY}"
     if name == "gloo":
         if device != "cpu":
             return "carries CPU tensors only"
@@ -31,18 +46,40 @@ def missing(name: str, device: str) -> str | None:
     return None if dist.is_nccl_available() else "this PyTorch has no NCCL"
 
 
-def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
-    """The transport of that name over `group`; `auto` is NCCL on CUDA and gloo on a CPU. A world of one needs none.
+def resolve(name: str, device: torch.device) -> str:
+    """What `auto` is on that device: symmetric memory on CUDA, gloo on a CPU; another name is itself.
 
     Raises ValueError for an unknown name or one that the device can't use."""
     if name != "auto" and name not in SUMMARIES:
         raise ValueError(f"transport={name!r} is not a transport; {nearest(name, names())}")
     if name == "auto":
-        name = "nccl" if device.type == "cuda" else "gloo"
+        name = "symm" if device.type == "cuda" else "gloo"
     reason = missing(name, device.type)
     if reason:
         works = [other for other in SUMMARIES if missing(other, device.type) is None]
         raise ValueError(f"transport={name}: {reason}; on {device.type} use {' or '.join(works) or 'a world of one'}")
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return Nothing()
-    return Cuda(group, device) if device.type == "cuda" else Host(group)
+    return name
+
+
+def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
+    """The transport of that name, or what `auto` is, over a group of several ranks. `symm` becomes NCCL or gloo where the
+    ranks can't read each other's memory, and says why as `note`. Collective over the group at its first use.
+
+    Raises ValueError for an unknown name or one that the device can't use."""
+    name = resolve(name, device)
+    cuda = device.type == "cuda"
+    note = None
+    if name == "symm":
+        found = group or dist.distributed_c10d._get_default_group()
+        pool = pool_of(found, device)
+        if not isinstance(pool, str):
+            return Symmetric(found, pool)
+        note = f"symm: {pool}"
+    return Collective("nccl" if cuda else "gloo", group, CudaQueue(device) if cuda else HostQueue(), note)
+
+
+def symmetric_slots(transport: Transport, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Slots:
+    """Raises UnsupportedCall without symmetric memory on CUDA."""
+    if not isinstance(transport, Collective) or device.type != "cuda":
+        raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
+    return slots_of(transport.group or dist.distributed_c10d._get_default_group(), shape, dtype, device)

@@ -1,207 +1,134 @@
-"""Transports over torch.distributed. Every operation is started and hands back a `Handle`; `wait` makes the caller's
-stream (on a CPU the caller) wait for it. The transfer itself is recorded as the phase `comm_*` where it runs, the
-standing still as `wait_*` where that happens, so that the two are never confused."""
+"""Transports over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors. What is fetched is sent by the rank
+that has it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from attention.phases import phase
-from attention.transports.symmetric import Exchangeable, exchangeable
-
-Message = tuple[int, Tensor]  # (rank in the group, contiguous tensor)
-
-
-class Handle(Protocol):
-    def wait(self) -> None: ...
-
-
-class Transport(Protocol):
-    name: str
-    bytes_received: dict[str, int]  # by phase, what the operations really moved into this rank
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str, step: int) -> Handle:
-        """Point to point: fills the receive tensors. `what` names the phases: `comm_<what>` and `wait_<what>`. Both
-        ends list the messages between them in the same order."""
-
-    def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
-        """into: `[world, *x.shape]`, contiguous; x: contiguous, the same shape on every rank."""
-
-    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
-        """In place over all ranks; op: "max" or "sum"."""
-
+from attention.schedules import length
+from attention.tensors import put_, take, token_dim
+from attention.transports.interface import Done, Handle, Message, Offer
+from attention.transports.queues import Queue
 
 OPERATIONS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
-class _Done:
-    def wait(self) -> None: ...
+class Collective:
+    """`name` is the backend, "gloo" or "nccl"."""
 
+    pulls = False
 
-class Nothing:
-    """A world of one: nothing ever moves."""
-
-    name = "none"
-
-    def __init__(self) -> None:
-        self.bytes_received: dict[str, int] = {}
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str, step: int) -> Handle:
-        assert not sends and not receives, "a world of one has no peers"
-        return _Done()
-
-    def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
-        into[0].copy_(x)
-        return _Done()
-
-    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
-        return _Done()
-
-
-def _count(counter: dict[str, int], what: str, tensors: Sequence[Tensor]) -> None:
-    counter[what] = counter.get(what, 0) + sum(x.numel() * x.element_size() for x in tensors)
-
-
-class Host:
-    """CPU tensors. One thread carries all operations in program order, so that transfers run beside the compute and
-    their true duration is seen there."""
-
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, name: str, group: dist.ProcessGroup | None, queue: Queue, note: str | None = None):
+        self.name = name
+        self.note = note  # why it stands in for another
         self.group = group
-        self.name = "gloo"
+        self.queue = queue
+        self.world = dist.get_world_size(group)
         self.bytes_received: dict[str, int] = {}
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str, step: int) -> Handle:
-        if not sends and not receives:
-            return _Done()
-        _count(self.bytes_received, what, [x for _, x in receives])
+    def counted(self, what: str, size: int) -> None:
+        self.bytes_received[what] = self.bytes_received.get(what, 0) + size
 
-        def run() -> None:
-            with phase(f"comm_{what}", step):
-                pending = [dist.irecv(_bytes(x), group=self.group, group_src=peer) for peer, x in receives]
-                pending += [dist.isend(_bytes(x), group=self.group, group_dst=peer) for peer, x in sends]
-                for work in pending:
-                    if work is not None:
-                        work.wait()
+    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+        return [like.new_empty(tuple(shape)) for shape in shapes]
 
-        return _HostHandle(self.thread.submit(run), what, step)
+    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
+        return _Sent(self, what, tensors)
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
-        _count(self.bytes_received, what, [into[1:]])
+        self.counted(what, into[1:].nbytes)
 
         def run() -> None:
             with phase(f"comm_{what}", step):
-                dist.all_gather([_bytes(row) for row in into.unbind(0)], _bytes(x), group=self.group)
+                if x.is_cuda:
+                    dist.all_gather_into_tensor(into.flatten(0, 1) if x.dim() else into, x, group=self.group)
+                else:
+                    dist.all_gather([_bytes(row) for row in into.unbind(0)], _bytes(x), group=self.group)
 
-        return _HostHandle(self.thread.submit(run), what, step)
+        return self.queue.issue(run, [into, x], what, step)
 
     def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
-        _count_reduced(self.bytes_received, what, x, self.group)
+        # what a rank receives in a ring all-reduce, nccl-tests' convention
+        self.counted(what, 2 * (self.world - 1) * x.nbytes // self.world)
 
         def run() -> None:
             with phase(f"comm_{what}", step):
                 dist.all_reduce(x, OPERATIONS[op], group=self.group)
 
-        return _HostHandle(self.thread.submit(run), what, step)
+        return self.queue.issue(run, [x], what, step)
 
 
-def _count_reduced(counter: dict[str, int], what: str, x: Tensor, group: dist.ProcessGroup | None) -> None:
-    """What a rank receives in a ring all-reduce, nccl-tests' convention."""
-    world = dist.get_world_size(group)
-    counter[what] = counter.get(what, 0) + 2 * (world - 1) * x.numel() * x.element_size() // world
+class _Sent:
+    """Tensors whose owner sends what its peers fetch."""
+
+    def __init__(self, transport: Collective, what: str, tensors: Sequence[Tensor]):
+        self.transport, self.what, self.tensors = transport, what, tensors
+
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
+        if not sends and not receives:
+            return Done()
+        transport, what = self.transport, self.what
+        outgoing = [(m.peer, take(self.tensors[m.tensor], m.source).contiguous()) for m in sends]
+        incoming = [(m.peer, _landing(m)) for m in receives]
+        transport.counted(what, sum(x.nbytes for _, x in incoming))
+
+        def run() -> None:
+            with phase(f"comm_{what}", step):
+                _exchange(outgoing, incoming, transport.group)
+
+        def place() -> None:
+            apart = [(m, x) for m, (_, x) in zip(receives, incoming, strict=True) if not _in_place(m)]
+            if apart:
+                with phase("comp_place", step):
+                    for message, x in apart:
+                        assert message.into is not None
+                        put_(message.into, message.target, x)
+
+        return transport.queue.issue(run, [x for _, x in (*outgoing, *incoming)], what, step, place)
+
+    def close(self) -> None: ...
+
+
+def _in_place(message: Message) -> bool:
+    """Whether the tokens can be received where they belong: one stretch of memory."""
+    return len(message.target) == 1 and take(_into(message), message.target).is_contiguous()
+
+
+def _landing(message: Message) -> Tensor:
+    into = _into(message)
+    if _in_place(message):
+        return take(into, message.target)
+    shape = list(into.shape)
+    shape[token_dim(into)] = length(message.target)
+    return into.new_empty(shape)
+
+
+def _into(message: Message) -> Tensor:
+    assert message.into is not None, "a receiver's message says where to"
+    return message.into
+
+
+def _exchange(
+    outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None
+) -> None:
+    if any(x.is_cuda for _, x in (*outgoing, *incoming)):
+        operations = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in incoming]
+        operations += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in outgoing]
+        for issued in dist.batch_isend_irecv(operations):
+            issued.wait()
+        return
+    pending = [dist.irecv(_bytes(x), group=group, group_src=peer) for peer, x in incoming]
+    pending += [dist.isend(_bytes(x), group=group, group_dst=peer) for peer, x in outgoing]
+    for work in pending:
+        if work is not None:
+            work.wait()
 
 
 def _bytes(x: Tensor) -> Tensor:
     """Gloo moves bytes: a view works for every dtype."""
     return x.reshape(-1).view(torch.uint8)
-
-
-class _HostHandle:
-    def __init__(self, future: Future[None], what: str, step: int):
-        self.future, self.what, self.step = future, what, step
-
-    def wait(self) -> None:
-        with phase(f"wait_{self.what}", self.step):
-            self.future.result()
-
-
-class Cuda:
-    """CUDA tensors over NCCL. Operations are issued on a stream of their own, which waits for the caller's stream first
-    (what is sent must be there) and is waited for by `Handle.wait`."""
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
-        self.group = group
-        self.name = "nccl"
-        self.device = device
-        self.bytes_received: dict[str, int] = {}
-        self.stream = torch.cuda.Stream(device)
-        self.symmetric_slots: dict[tuple[tuple[int, ...], torch.dtype], Exchangeable] = {}
-
-    def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> Exchangeable:
-        """Slots of symmetric memory of that shape, made at the first call on all ranks and reused. Raises
-        UnsupportedCall where there is none."""
-        key = (shape, dtype)
-        if key not in self.symmetric_slots:
-            self.symmetric_slots[key] = exchangeable(
-                shape, dtype, self.device, self.group or dist.distributed_c10d._get_default_group()
-            )
-        return self.symmetric_slots[key]
-
-    def count(self, what: str, size: int) -> None:
-        """Bytes that a kernel of ours reads from peers by itself."""
-        self.bytes_received[what] = self.bytes_received.get(what, 0) + size
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], what: str, step: int) -> Handle:
-        if not sends and not receives:
-            return _Done()
-        _count(self.bytes_received, what, [x for _, x in receives])
-
-        def run() -> None:
-            operations = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
-            operations += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
-        return self._issue(run, [x for _, x in (*sends, *receives)], what, step)
-
-    def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
-        _count(self.bytes_received, what, [into[1:]])
-        return self._issue(
-            lambda: dist.all_gather_into_tensor(into.flatten(0, 1) if x.dim() else into, x, group=self.group),
-            [into, x],
-            what,
-            step,
-        )
-
-    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
-        _count_reduced(self.bytes_received, what, x, self.group)
-        return self._issue(lambda: dist.all_reduce(x, OPERATIONS[op], group=self.group), [x], what, step)
-
-    def _issue(self, run: Callable[[], object], tensors: list[Tensor], what: str, step: int) -> Handle:
-        caller = torch.cuda.current_stream()
-        self.stream.wait_stream(caller)
-        with torch.cuda.stream(self.stream):
-            with phase(f"comm_{what}", step):
-                run()
-            done = torch.cuda.Event()
-            done.record()
-        return _CudaHandle(done, tensors, what, step)
-
-
-class _CudaHandle:
-    """Holds the tensors until they were waited for: the allocator knows only the caller's stream."""
-
-    def __init__(self, done: torch.cuda.Event, tensors: list[Tensor], what: str, step: int):
-        self.done, self.tensors, self.what, self.step = done, tensors, what, step
-
-    def wait(self) -> None:
-        with phase(f"wait_{self.what}", self.step):
-            torch.cuda.current_stream().wait_event(self.done)
-        self.tensors = []

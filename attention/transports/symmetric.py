@@ -1,45 +1,213 @@
-"""Symmetric memory: buffers that every rank of a group can read through NVLink. Without NVLink multicast, which is never
-used."""
+"""The transport that pulls: what a rank offers lies in memory that its peers can read, and each reads what it needs,
+when it needs it, by the copy engines on a stream of its own, so that the multiprocessors are left to the compute and
+nothing waits for a neighbour's neighbour. Offers of one kind take turns in a few slots; a peer is told when an offer is
+ready, and tells when it is done with it, by a flag in the other's memory."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.kernels.interface import UnsupportedCall
+from attention.phases import phase
+from attention.tensors import token_dim
+from attention.transfers import Intervals
+from attention.transports.collective import Collective
+from attention.transports.fabric import CudaFabric, Fabric, HostFabric, obstacle
+from attention.transports.interface import Done, Handle, Message, Offer
+from attention.transports.queues import CudaQueue, HostQueue, Queue
 
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-
-@dataclass
-class Exchangeable:
-    """Two slots of a symmetric buffer, used in turn: a slot is written again only two calls later, when every rank has
-    passed a barrier after reading it."""
-
-    buffer: Tensor
-    handle: Any
-    turn: int = 0
-
-    def next(self) -> tuple[Tensor, int]:
-        """This call's slot and its offset in elements."""
-        self.turn ^= 1
-        slot = self.buffer[self.turn]
-        return slot, self.turn * slot.numel()
+LANES = 32  # kinds of offers: kv, dkv, ...
+DEPTHS = {"dkv": 2}  # slots of a kind that is offered again before its peers are done; of the others 1
+ALIGNMENT = 256
 
 
-def exchangeable(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
-) -> Exchangeable:
-    """Raises UnsupportedCall where symmetric memory can't be had."""
+class Lane:
+    """The slots of one kind of offer. Offer number n lies in slot `n % depth` on every rank at the same offset, so all
+    ranks must make the same offers in the same order."""
+
+    def __init__(self, depth: int, ready: list[Tensor], done: list[Tensor]):
+        self.depth = depth
+        self.ready = ready  # ready[p][q]: rank p's flag of the last offer that rank q made
+        self.done = done  # done[p][q]: rank p's flag of its last offer that rank q is done with
+        self.number = 0
+        self.capacity = 0
+        self.buffers: list[Tensor] = []
+
+    def slot(self, rank: int, number: int) -> Tensor:
+        start = number % self.depth * self.capacity
+        return self.buffers[rank][start : start + self.capacity]
+
+
+class Pool:
+    """The lanes of a group and device, kept and reused by every function over the group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.fabric: Fabric = CudaFabric(group, device) if device.type == "cuda" else HostFabric(group)
+        self.queue: Queue = CudaQueue(device) if device.type == "cuda" else HostQueue()
+        self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
+        flags = [x.view(torch.int32) for x in self.fabric.allocate(LANES * 2 * self.world * 4)]
+        self.flags = [x.view(LANES, 2, self.world).unbind(0) for x in flags]
+        self.lanes: dict[str, Lane] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Symmetric memory that this rank holds."""
+        return sum(lane.capacity * lane.depth for lane in self.lanes.values())
+
+    def lane(self, what: str, size: int) -> Lane:
+        """The lane for offers of that kind, with slots of at least `size` bytes. Collective where it has to grow."""
+        if what not in self.lanes:
+            flags = [by_lane[len(self.lanes)] for by_lane in self.flags]
+            self.lanes[what] = Lane(DEPTHS.get(what, 1), [x[0] for x in flags], [x[1] for x in flags])
+        lane = self.lanes[what]
+        if size > lane.capacity:
+            lane.buffers = []  # before the larger ones are made
+            lane.capacity = -(-size // ALIGNMENT) * ALIGNMENT
+            lane.buffers = self.fabric.allocate(lane.capacity * lane.depth)
+        return lane
+
+    def acquire(self, lane: Lane) -> int:
+        """The number of the next offer, once its slot is free again."""
+        lane.number += 1
+        if lane.number > lane.depth:
+            for peer in self.peers:
+                self.fabric.wait(lane.done[self.rank][peer], lane.number - lane.depth)
+        return lane.number
+
+    def publish(self, lane: Lane, number: int) -> None:
+        for peer in self.peers:
+            self.fabric.signal(lane.ready[peer][self.rank], number)
+
+    def finish(self, lane: Lane, number: int) -> None:
+        for peer in self.peers:
+            self.fabric.signal(lane.done[peer][self.rank], number)
+
+
+_pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()
+
+
+def pool_of(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
+    """The group's pool, made at the first call on all ranks, or why there is none."""
+    made = _pools.setdefault(group, {})
+    if device not in made:
+        made[device] = obstacle(group, device) or _pool(group, device)
+    return made[device]
+
+
+def _pool(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
     try:
-        import torch.distributed._symmetric_memory as symmetric
+        return Pool(group, device)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"no symmetric memory here: {str(error).splitlines()[0]}"
 
-        buffer = symmetric.empty((2, *shape), dtype=dtype, device=device)
-        return Exchangeable(buffer, symmetric.rendezvous(buffer, group.group_name))
-    except (ImportError, RuntimeError) as error:
-        raise UnsupportedCall(f"no symmetric memory here: {str(error).splitlines()[0]}") from None
+
+def release() -> None:
+    """Give all symmetric memory back; it is taken again at the next use. Every rank of a group has to."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    _pools.clear()
+
+
+def held_bytes() -> int:
+    """Symmetric memory that this process holds for offers, outside PyTorch's allocator."""
+    return sum(pool.nbytes for pools in _pools.values() for pool in pools.values() if isinstance(pool, Pool))
+
+
+class Symmetric(Collective):
+    """Offers are pulled; collective operations go through torch.distributed."""
+
+    pulls = True
+
+    def __init__(self, group: dist.ProcessGroup, pool: Pool):
+        super().__init__("symm", group, pool.queue)
+        self.pool = pool
+        self.open: dict[str, _Offered] = {}
+
+    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+        self.open[what] = offered = _Offered(self, what, shapes, like.dtype, tokens)
+        return offered.mine
+
+    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
+        offered = self.open.pop(what, None)
+        if offered is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, offered.mine, strict=True)):
+            most = max(x.shape[token_dim(x)] for x in tensors) if tokens is None else tokens
+            offered = _Offered(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
+            with phase(f"comp_stage_{what}"):
+                for mine, x in zip(offered.mine, tensors, strict=True):
+                    mine.copy_(x)
+        self.pool.publish(offered.lane, offered.number)
+        return offered
+
+
+class _Offered:
+    """An offer in its slot: the tensors one after another, each with room for `tokens` tokens, so that a tensor's place
+    is the same on every rank. `mine` are this rank's, to be filled before it is published."""
+
+    def __init__(
+        self, transport: Symmetric, what: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype, tokens: int
+    ):
+        self.transport, self.what, self.dtype = transport, what, dtype
+        self.shapes = [(*shape[:-3], tokens, *shape[-2:]) for shape in shapes]
+        self.starts = []
+        size = 0
+        for shape in self.shapes:
+            self.starts.append(size)
+            size += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        pool = transport.pool
+        self.lane = pool.lane(what, size)
+        self.number = pool.acquire(self.lane)
+        held = [self.tensor(pool.rank, i) for i in range(len(shapes))]
+        self.mine = [x.narrow(token_dim(x), 0, shape[-3]) for x, shape in zip(held, shapes, strict=True)]
+
+    def tensor(self, rank: int, i: int) -> Tensor:
+        """Tensor number i of a rank's offer."""
+        shape = self.shapes[i]
+        slot = self.lane.slot(rank, self.number)
+        stretch = slot[self.starts[i] : self.starts[i] + prod(shape) * self.dtype.itemsize]
+        return stretch.view(self.dtype).view(shape)
+
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
+        if not receives:
+            return Done()
+        pool, lane = self.transport.pool, self.lane
+        by_peer = [(peer, [m for m in receives if m.peer == peer]) for peer in pool.peers]
+
+        def run() -> None:
+            for peer, messages in by_peer:
+                if messages:
+                    pool.fabric.wait(lane.ready[pool.rank][peer], self.number)
+                    with phase(f"comm_{self.what}", step):
+                        for message in messages:
+                            self._pull(message)
+
+        into = [m.into for m in receives if m.into is not None]
+        return pool.queue.issue(run, into, self.what, step)
+
+    def _pull(self, message: Message) -> None:
+        source, into = self.tensor(message.peer, message.tensor), message.into
+        assert into is not None, "a receiver's message says where to"
+        rows = [(into, source)] if into.dim() == 3 else list(zip(into.unbind(0), source.unbind(0), strict=True))
+        for target, origin in rows:  # a copy engine takes one stretch of memory
+            for (a, b), (c, d) in _stretches(message.source, message.target):
+                target[c:d].copy_(origin[a:b], non_blocking=True)
+                self.transport.counted(self.what, target[c:d].nbytes)
+
+    def close(self) -> None:
+        self.transport.pool.queue.issue(lambda: self.transport.pool.finish(self.lane, self.number), [], self.what, -1)
+
+
+def _stretches(source: Intervals, target: Intervals) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """The pairs of intervals, with neighbours that are neighbours on both ends joined."""
+    joined: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for (a, b), (c, d) in zip(source, target, strict=True):
+        if joined and joined[-1][0][1] == a and joined[-1][1][1] == c:
+            (first, _), (there, _) = joined.pop()
+            a, c = first, there
+        joined.append(((a, b), (c, d)))
+    return joined

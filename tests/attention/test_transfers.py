@@ -20,17 +20,16 @@ UNIT_STEPS = [x for x in vars(layouts).values() if isinstance(x, Layout) and x i
 every_world = pytest.mark.parametrize("world", WORLDS)
 
 
-def assert_agreed(routes: list[Route], tokens_of_receiver_known: bool) -> None:
-    """Whoever sends is waited for, whoever waits is sent to, once each and as many tokens; with the sender's intervals
-    on both ends where the receiver knows only those."""
+def assert_agreed(routes: list[Route]) -> None:
+    """Whoever sends is waited for, whoever waits is sent to, once each, and both ends say the same."""
     for rank, route in enumerate(routes):
-        for peer, intervals in route.sends:
-            (waited,) = [x for source, x in routes[peer].receives if source == rank]
-            assert [b - a for a, b in waited] == [b - a for a, b in intervals]
-            assert tokens_of_receiver_known or waited == intervals
-        for peer, _ in route.receives:
-            assert peer != rank and [target for target, _ in routes[peer].sends].count(rank) == 1
-        assert len({peer for peer, _ in route.receives}) == len(route.receives)
+        for piece in route.sends:
+            (waited,) = [x for x in routes[piece.peer].receives if x.peer == rank]
+            assert (waited.source, waited.target) == (piece.source, piece.target)
+            assert [b - a for a, b in piece.source] == [b - a for a, b in piece.target]
+        for piece in route.receives:
+            assert piece.peer != rank and [x.peer for x in routes[piece.peer].sends].count(rank) == 1
+        assert len({piece.peer for piece in route.receives}) == len(route.receives)
 
 
 def taken(held: list[int], intervals) -> list[int]:
@@ -50,10 +49,10 @@ def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, wor
         shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, problem.world)]
         for i in range(len(steps(problem, 0))):
             routes = [step_route(problem, place, i) for place in range(problem.world)]
-            assert_agreed(routes, tokens_of_receiver_known=False)
+            assert_agreed(routes)
             for rank, route in enumerate(routes):
                 step = steps(problem, rank)[i]
-                sent = [taken(shards[step.owner], x) for peer, x in routes[step.owner].sends if peer == rank]
+                sent = [taken(shards[step.owner], x.source) for x in routes[step.owner].sends if x.peer == rank]
                 wanted = needed(problem, rank, key_positions(problem, step))
                 assert sent == ([wanted] if wanted and step.owner != rank else []), (problem, rank, i)
                 assert route.received_tokens == sum(len(message) for message in sent)
@@ -68,13 +67,14 @@ def test_the_way_back_brings_every_gradient_to_the_key_it_belongs_to(name, world
             there = [step_route(problem, place, i) for place in range(problem.world)]
             back = [route.reversed() for route in there]
             assert [route.reversed() for route in back] == there
-            assert_agreed(back, tokens_of_receiver_known=False)
+            assert_agreed(back)
             for rank, route in enumerate(back):
-                for peer, places in route.receives:
-                    step = steps(problem, peer)[i]
+                for piece in route.receives:
+                    step = steps(problem, piece.peer)[i]
                     assert step.owner == rank
-                    wanted = needed(problem, peer, key_positions(problem, step))
-                    assert taken(shards[rank], places) == wanted
+                    wanted = needed(problem, piece.peer, key_positions(problem, step))
+                    assert taken(shards[rank], piece.target) == wanted
+                    assert taken(wanted, piece.source) == wanted
 
 
 def played(sources: tuple[Shard, ...], moves: list[Move], sizes: list[int]) -> list[list[int]]:
@@ -92,9 +92,8 @@ def played(sources: tuple[Shard, ...], moves: list[Move], sizes: list[int]) -> l
 
         for here, there in mine.local:
             put((there,), taken(held[rank], (here,)))
-        for peer, places in mine.route.receives:
-            (message,) = [taken(held[peer], x) for target, x in moves[peer].route.sends if target == rank]
-            put(places, message)
+        for piece in mine.route.receives:
+            put(piece.target, taken(held[piece.peer], piece.source))
         result.append(local)
     return result
 
@@ -106,7 +105,7 @@ def test_a_move_redistributes_between_any_two_layouts(source, target):
         cu = cumulated(2 * world * n for n in lengths)
         sources, targets = source.shards(cu, world), target.shards(cu, world)
         moves = [move(sources, targets, rank) for rank in range(world)]
-        assert_agreed([m.route for m in moves], tokens_of_receiver_known=True)
+        assert_agreed([m.route for m in moves])
         assert played(sources, moves, [size(t) for t in targets]) == [positions(t) for t in targets]
         if source is target:
             assert all(m.route == Route((), ()) for m in moves)
@@ -136,7 +135,7 @@ def test_a_gather_brings_exactly_the_needed_keys_in_sequence_order(name, world):
     for problem in problems(VARIANTS[name], world):
         sources = problem.layout.shards(problem.cu_seqlens, world)
         moves = [gather_move(problem, rank) for rank in range(world)]
-        assert_agreed([m.route for m in moves], tokens_of_receiver_known=True)
+        assert_agreed([m.route for m in moves])
         wanted = [needed(problem, rank, np.arange(problem.cu_seqlens[-1])) for rank in range(world)]
         assert [positions(needed_keys(problem, rank)) for rank in range(world)] == wanted, problem
         assert played(sources, moves, [len(keys) for keys in wanted]) == wanted, problem

@@ -1,0 +1,115 @@
+"""Memory that all ranks of a group can read, and signals between them: on CUDA symmetric memory over NVLink (without
+NVLink multicast, which is never used) with stream-ordered signals, on a CPU shared memory of one host."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Fabric(Protocol):
+    def allocate(self, size: int) -> list[Tensor]:
+        """`size` zeroed bytes on every rank, as the ranks see them: by rank, this one's own among them. Collective."""
+
+    def signal(self, flag: Tensor, value: int) -> None:
+        """Write `value` to an int32 flag, after all that the current stream did so far."""
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        """The current stream (on a CPU the calling thread) waits until an int32 flag of its own is at least `value`."""
+
+
+def symmetric_buffer(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Tensor, Any]:
+    """A symmetric tensor and its handle. Collective. Raises RuntimeError where symmetric memory can't be had."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(shape, dtype=dtype, device=device)
+    return buffer, symmetric.rendezvous(buffer, group.group_name)
+
+
+class CudaFabric:
+    """Signals are stream-ordered writes to a peer's memory and waits on one's own, done by the GPU's front end: no kernel
+    has to find room on a multiprocessor that is busy computing."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = group, device
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.handles: list[Any] = []
+
+    def allocate(self, size: int) -> list[Tensor]:
+        torch.cuda.synchronize(self.device)
+        buffer, handle = symmetric_buffer((size,), torch.uint8, self.device, self.group)
+        buffer.zero_()
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group, device_ids=[self.device.index])
+        return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(self.group))]
+
+    def signal(self, flag: Tensor, value: int) -> None:
+        self._enqueue(self.driver.cuStreamWriteValue32_v2, flag, value)
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        self._enqueue(self.driver.cuStreamWaitValue32_v2, flag, value)  # flags 0: until it is at least the value
+
+    def _enqueue(self, operation: Any, flag: Tensor, value: int) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        error = operation(
+            ctypes.c_void_p(stream), ctypes.c_uint64(flag.data_ptr()), ctypes.c_uint32(value), ctypes.c_uint(0)
+        )
+        if error:
+            raise RuntimeError(f"{operation.__name__} failed with CUDA error {error}")
+
+
+class HostFabric:
+    """Files in shared memory, unlinked as soon as every rank has mapped them."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def allocate(self, size: int) -> list[Tensor]:
+        number, name = tempfile.mkstemp(prefix="attention-", dir=SHARED_MEMORY)
+        try:
+            os.ftruncate(number, size)
+            names: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(names, name, group=self.group)
+            mapped = [torch.from_file(other, shared=True, size=size, dtype=torch.uint8) for other in names]
+            dist.barrier(self.group)
+        finally:
+            os.close(number)
+            os.unlink(name)
+        return mapped
+
+    def signal(self, flag: Tensor, value: int) -> None:
+        flag.fill_(value)
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        while int(flag) < value:
+            time.sleep(20e-6)
+
+
+def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks of a group cannot read each other's memory, or None; the same answer on every rank. Collective."""
+    places: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(places, (socket.gethostname(), device.index), group=group)
+    found: str | None = None
+    if len({host for host, _ in places}) > 1:
+        found = "the ranks are on several hosts"
+    elif device.type == "cuda":
+        unreachable = [i for _, i in places if i != device.index and not torch.cuda.can_device_access_peer(device, i)]
+        found = f"GPU {device.index} cannot read the memory of GPU {unreachable[0]}" if unreachable else None
+    everyone: list[Any] = [None] * len(places)
+    dist.all_gather_object(everyone, found, group=group)
+    return next((reason for reason in everyone if reason), None)

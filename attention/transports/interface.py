@@ -1,0 +1,104 @@
+"""What a transport is. A rank *offers* tensors; its peers *fetch* tokens of them. Both ends say what moves, so that a
+transport may send it or have it read: the receiver's end alone is enough where memory can be read directly.
+
+Every operation is started and hands back a `Handle`; `wait` makes the caller's stream (on a CPU the caller) wait for it.
+The transfer itself is recorded as the phase `comm_*` where it runs, the standing still as `wait_*` where that happens, so
+that the two are never confused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from attention.transfers import Intervals
+
+
+@dataclass(frozen=True)
+class Message:
+    """Tokens of the offered tensor number `tensor`: the intervals `source` of it, in the offering rank's tokens, go to the
+    intervals `target` of `into`, one to one. `peer` is the rank at the other end; the offering end has no `into`."""
+
+    peer: int
+    tensor: int
+    source: Intervals
+    target: Intervals
+    into: Tensor | None = None
+
+
+class Handle(Protocol):
+    def wait(self) -> None: ...
+
+
+class Offer(Protocol):
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
+        """Both ends list the messages between them in the same order."""
+
+    def close(self) -> None:
+        """Nothing more will be fetched by this rank from its peers' offers of the same turn."""
+
+
+class Transport(Protocol):
+    name: str
+    note: str | None  # why it stands in for the one that was asked for
+    pulls: bool  # whether a rank reads from its peers what it needs, and no more
+    bytes_received: dict[str, int]  # by phase, what the operations really moved into this rank
+
+    def counted(self, what: str, size: int) -> None:
+        """So many bytes were moved into this rank by something else."""
+
+    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+        """Tensors to fill and then to offer as `what`, where a transport can hand out memory that needs no further
+        copy."""
+
+    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
+        """tensors: `[B, S, H, D]` or `[T, H, D]`, those of one number with the same heads on every rank. `tokens`: the most
+        that any rank offers in one tensor, where ranks differ. `what` names the phases: `comm_<what>`, `wait_<what>`."""
+
+    def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
+        """into: `[world, *x.shape]`, contiguous; x: contiguous, the same shape on every rank."""
+
+    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
+        """In place over all ranks; op: "max" or "sum"."""
+
+
+class Done:
+    """Of what moves nothing."""
+
+    def wait(self) -> None: ...
+
+
+class Nothing:
+    """A world of one: nothing ever moves."""
+
+    name = "none"
+    note: str | None = None
+    pulls = False
+
+    def __init__(self) -> None:
+        self.bytes_received: dict[str, int] = {}
+
+    def counted(self, what: str, size: int) -> None: ...
+
+    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+        return [like.new_empty(tuple(shape)) for shape in shapes]
+
+    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
+        return _NoOffer()
+
+    def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
+        into[0].copy_(x)
+        return Done()
+
+    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
+        return Done()
+
+
+class _NoOffer:
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
+        assert not sends and not receives, "a world of one has no peers"
+        return Done()
+
+    def close(self) -> None: ...

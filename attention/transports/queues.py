@@ -1,0 +1,74 @@
+"""Where transfers run beside the compute: a thread for CPU tensors, a stream for CUDA tensors. Both carry what they are
+given in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attention.phases import phase
+from attention.transports.interface import Handle
+
+Work = Callable[[], object]
+
+
+class Queue(Protocol):
+    def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
+        """Start `run`, which uses `tensors`; `after` is done by whoever waits, once it is over."""
+
+
+class HostQueue:
+    """One thread, so that transfers run beside the compute and their true duration is seen there."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
+
+    def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
+        return _HostHandle(self.thread.submit(run), what, step, after)
+
+
+class _HostHandle:
+    def __init__(self, future: Future[object], what: str, step: int, after: Work | None):
+        self.future, self.what, self.step, self.after = future, what, step, after
+
+    def wait(self) -> None:
+        with phase(f"wait_{self.what}", self.step):
+            self.future.result()
+        if self.after is not None:
+            self.after()
+            self.after = None
+
+
+class CudaQueue:
+    """A stream of its own, which waits for the caller's stream first (what is sent must be there) and is waited for by
+    `Handle.wait`."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run()
+            done = torch.cuda.Event()
+            done.record()
+        return _CudaHandle(done, list(tensors), what, step, after)
+
+
+class _CudaHandle:
+    """Holds the tensors until they were waited for: the allocator knows only the caller's stream."""
+
+    def __init__(self, done: torch.cuda.Event, tensors: list[Tensor], what: str, step: int, after: Work | None):
+        self.done, self.tensors, self.what, self.step, self.after = done, tensors, what, step, after
+
+    def wait(self) -> None:
+        with phase(f"wait_{self.what}", self.step):
+            torch.cuda.current_stream().wait_event(self.done)
+        self.tensors = []
+        if self.after is not None:
+            self.after()
+            self.after = None

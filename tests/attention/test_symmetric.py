@@ -1,0 +1,68 @@
+"""The transport that pulls, over real worlds: on a CPU its memory is shared memory."""
+
+import itertools
+
+import pytest
+from test_decode import BASE, CASES
+from test_worlds import MASKS, SELF_ATTENTION, cases, does, options
+
+from attention import costs
+from attention.masks import Mask
+from attention.variants import VARIANTS
+
+
+@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_variant_matches_fp64(in_world, name, world):
+    for chosen in options(name, world):
+        some = cases(name, world, chosen)
+        for found in in_world("compare", world, name=name, options=chosen, cases=some, transport="symm"):
+            forward, *backward = found["errors"]
+            assert forward < 1e-6, found
+            assert max(backward) < 1e-5, found
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize(("name", "chosen"), [("ring_decode", {}), ("tree", {"reduce": "hierarchical"})])
+def test_decode_matches_fp64(in_world, name, chosen, world):
+    for found in in_world("decode", world, name=name, options=chosen, cases=CASES, transport="symm"):
+        assert found["error"] < 1e-6, found
+
+
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
+    variant = VARIANTS[name]
+    for world, (causal, window) in itertools.product((3, 4), MASKS):
+        if not does(name, {"causal": causal, "window": window}, {}):
+            continue
+        sizes = {"tokens": 8 * world, "batch": 2, "heads": 12, "kv_heads": 1}
+        counted = in_world("counted", world, name=name, options={}, causal=causal, window=list(window),
+                           transport="symm", **sizes)  # fmt: skip
+        problem = variant.problem((0, 8 * world), world, Mask.of(causal, window))
+        shapes = costs.Shapes(2, 12, 1, 16, 4)
+        for rank, found in enumerate(counted):
+            for which in ("forward", "backward"):
+                said = costs.bytes_received(variant, problem, shapes, rank, which == "backward", pulls=True)
+                assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in said.items() if v}
+
+
+@pytest.mark.parametrize("name", ("ring", "zigzag", "zigzag_llama3", "ulysses"))
+def test_a_thousand_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name):
+    found = in_world("many_calls", 2, name=name, calls=1000, transport="symm")
+    assert found["error"] < 1e-5
+    assert found["held"][0] == found["held"][1] > 0
+    assert found["files"] == 0, "shared memory left behind"
+
+
+def test_two_groups_pull_at_once(in_world):
+    assert in_world("two_groups", 4, transport="symm") < 1e-6
+
+
+def test_an_exception_in_between_leaves_the_next_call_right(in_world):
+    assert in_world("after_an_exception", 2, transport="symm") < 1e-6
+
+
+def test_what_was_pulled_once_holds_again_in_a_small_decode(in_world):
+    for _ in range(3):
+        (found,) = in_world("decode", 4, name="ring_decode", options={}, cases=[BASE], transport="symm")
+        assert found["error"] < 1e-6

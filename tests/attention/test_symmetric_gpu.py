@@ -1,0 +1,66 @@
+"""Symmetric memory and NCCL on real GPUs: right over a thousand calls, in two groups at once, after an exception, with
+launches that block, and the same bits from call to call."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from runner.environment import gpu_count
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu_count() < 2, reason="needs 2 CUDA GPUs")]
+WORLDS = [pytest.param(w, marks=pytest.mark.skipif(gpu_count() < w, reason=f"needs {w} GPUs")) for w in (2, 4, 8)]
+every_transport = pytest.mark.parametrize("transport", ("symm", "nccl"))
+
+
+@every_transport
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ("ring", "zigzag", "zigzag_llama3", "ulysses"))
+def test_a_thousand_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name, transport, world):
+    found = in_world("many_calls", world, "cuda", name=name, calls=1000, transport=transport, timeout_s=200)
+    assert found["error"] < 1e-5
+    assert found["held"][0] == found["held"][1]
+    assert (found["held"][0] > 0) == (transport == "symm")
+
+
+@every_transport
+@pytest.mark.parametrize("world", [w for w in WORLDS if w.values[0] > 2])
+def test_two_groups_at_once(in_world, transport, world):
+    assert in_world("two_groups", world, "cuda", transport=transport) < 1e-5
+
+
+@every_transport
+def test_an_exception_in_between_leaves_the_next_call_right(in_world, transport):
+    assert in_world("after_an_exception", 2, "cuda", transport=transport) < 1e-5
+
+
+@every_transport
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_a_deterministic_call_gives_the_same_bits(in_world, name, transport):
+    assert in_world("bitwise", 2, "cuda", name=name, kernel="flash2", transport=transport)
+
+
+@pytest.mark.parametrize("transport", ("symm", "nccl"))
+def test_blocking_launches_do_not_hang(transport, tmp_path):
+    sizes = ["seq_len=2048", "heads=8", "kv_heads=2", "head_dim=128", "timing.timing_runs=3", "world_size=2"]
+    for name in ("zigzag", "zigzag_llama3"):
+        command = [sys.executable, "-m", "runner", f"attention={name}", f"transport={transport}", *sizes]
+        done = subprocess.run([*command, f"output={tmp_path}"], env={**os.environ, "CUDA_LAUNCH_BLOCKING": "1"},
+                              capture_output=True, text=True, timeout=200)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@every_transport
+@pytest.mark.parametrize(
+    "name", ("ring", "zigzag", "stripe", "ring_allgather", "llama3", "zigzag_llama3", "ulysses", "usp")
+)
+def test_error_stays_within_twice_that_of_one_gpu(in_world, name, transport, world):
+    base = {"tokens": 512 * world, "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True}
+    every = [base, base | {"packs": [0, 64 * world, 320 * world, 512 * world]}, base | {"batch": 3, "kv_heads": 8}]
+    for stride in ({}, {"heads_k_stride": 1}) if "llama3" in name else ({},):
+        for found in in_world("compare", world, "cuda", name=name, options=stride, cases=every, dtype="bf16",
+                              transport=transport):  # fmt: skip
+            for ours, local in zip(found["errors"], found["local"], strict=True):
+                assert ours < 2 * local + 1e-6, found
