@@ -5,8 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
-from attention.kernels.interface import Call, Kernel, Shape, UnsupportedCall
+from attention.kernels.flash3 import Flash3
+from attention.kernels.flash4 import Flash4
+from attention.kernels.flex import Flex
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, UnsupportedCall
 from attention.kernels.math import Math
+from attention.kernels.xformers import Xformers
 from attention.masks import Mask
 from attention.variants import nearest
 
@@ -25,12 +29,20 @@ class Absent:
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
         return self.reason
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         raise UnsupportedCall(self.reason)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
         raise UnsupportedCall(self.reason)
 
 
@@ -47,12 +59,23 @@ def _ours() -> list[Kernel]:
     return [TritonFlash(), Decode()]
 
 
-_ALL: list[Kernel] = [Math(), SdpaFlash(), SdpaCudnn(), SdpaEfficient(), Flash2(), *_ours()]
+_ALL: list[Kernel] = [
+    Math(),
+    SdpaFlash(),
+    SdpaCudnn(),
+    SdpaEfficient(),
+    Flash2(),
+    Flash3(),
+    Flash4(),
+    Xformers(),
+    Flex(),
+    *_ours(),
+]
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 
 # fastest first, by measured forward and backward rates on each kind of device
 FASTEST = {
-    "cuda": ("sdpa_cudnn", "flash2", "sdpa_efficient", "math"),
+    "cuda": ("flash4", "sdpa_cudnn", "flash2", "sdpa_efficient", "math"),
     "cpu": ("sdpa_flash", "math"),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels import decompose
-from attention.kernels.interface import Call, Shape
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.math import PlainRectangles
 from attention.masks import Mask
 from attention.tensors import wide
@@ -59,7 +59,7 @@ class _CpuRectangles:
             *_bhsd(dout, q, k_, v_, out), lse, 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
         )
         dq, dk, dv = _bhsd(dq, dk, dv)
-        return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
+        return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
 class _CudnnRectangles:
@@ -111,17 +111,25 @@ class SdpaFlash:
             return f"dtype={name_of(shape.dtype)}: bf16, fp16, fp32 and fp64 only"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.is_cuda:
-            return flash2_forward(q, k, v, call)
-        return decompose.forward(_CpuRectangles(), q, k, v, call)
+            return flash2_forward(q, k, v, call, into)
+        return decompose.forward(_CpuRectangles(), q, k, v, call, into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
         if q.is_cuda:
-            return flash2_backward(dout, q, k, v, out, lse, call)
-        return decompose.backward(_CpuRectangles(), dout, q, k, v, out, lse, call)
+            return flash2_backward(dout, q, k, v, out, lse, call, into)
+        return decompose.backward(_CpuRectangles(), dout, q, k, v, out, lse, call, into)
 
 
 class SdpaCudnn:
@@ -138,13 +146,21 @@ class SdpaCudnn:
             return f"window=({mask.left}, {mask.right}): no sliding window"
         return half_only(shape) or head_dim_rule(shape, 256 if not shape.backward or _hopper() else 128)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return decompose.forward(_CudnnRectangles(), q, k, v, call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        return decompose.forward(_CudnnRectangles(), q, k, v, call, into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return decompose.backward(_CudnnRectangles(), dout, q, k, v, out, lse, call)
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        return decompose.backward(_CudnnRectangles(), dout, q, k, v, out, lse, call, into)
 
 
 class _EfficientRectangles:
@@ -186,7 +202,7 @@ class _EfficientRectangles:
             False,
             scale=scale,
         )
-        return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
+        return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
 class SdpaEfficient:
@@ -203,13 +219,21 @@ class SdpaEfficient:
             return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
         return head_dim_rule(shape, 1024, 4 if shape.dtype == torch.float32 else 8)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return decompose.forward(_EfficientRectangles(), q, k, v, call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        return decompose.forward(_EfficientRectangles(), q, k, v, call, into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return decompose.backward(_EfficientRectangles(), dout, q, k, v, out, lse, call)
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        return decompose.backward(_EfficientRectangles(), dout, q, k, v, out, lse, call, into)
 
 
 class Flash2:
@@ -222,10 +246,10 @@ class Flash2:
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         package = flash_attn_interface()
         if package is None:
-            return flash2_forward(q, k, v, call)
+            return flash2_forward(q, k, v, call, into)
         options = {
             "dropout_p": 0.0,
             "softmax_scale": call.scale,
@@ -242,13 +266,21 @@ class Flash2:
             )
         else:
             out, lse, *_ = package._flash_attn_forward(q, k, v, **options)
-        return out, lse
+        return settle((out, lse), into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
         # the package's backward is the same kernel as PyTorch's, whose signature is the steadier one
-        return flash2_backward(dout, q, k, v, out, lse, call)
+        return flash2_backward(dout, q, k, v, out, lse, call, into)
 
 
 def flash_attn_interface() -> Any | None:
@@ -288,7 +320,7 @@ def _lengths(q: Tensor, k: Tensor, call: Call) -> list[tuple[int, int]]:
     return list(zip(call.q_lengths, call.k_lengths, strict=True))
 
 
-def _bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
+def bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
     """FlashAttention-2 takes a window's missing bound for Sk, and a bound of Sk and more for missing; with more queries
     than keys either can be wrong. Chunks of at most Sk queries are safe."""
     mask = call.mask
@@ -297,14 +329,14 @@ def _bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
     return mask.right < 0 or max(mask.left, mask.right) >= min(sk for _, sk in _lengths(q, k, call))
 
 
-def _some_row_without_keys(q: Tensor, k: Tensor, call: Call) -> bool:
+def some_row_without_keys(q: Tensor, k: Tensor, call: Call) -> bool:
     right = call.mask.right
     return any(sk == 0 or (right >= 0 and sk - sq + right < 0) for sq, sk in _lengths(q, k, call))
 
 
-def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    if _bound_lost(q, k, call):
-        return decompose.forward(_Flash2Rectangles(), q, k, v, call)
+def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    if bound_lost(q, k, call):
+        return decompose.forward(_Flash2Rectangles(), q, k, v, call, into)
     out, lse, *_ = aten._flash_attention_forward(
         q,
         k,
@@ -318,19 +350,26 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
         scale=call.scale,
         **_flash2_window(call.mask),
     )
-    if _some_row_without_keys(q, k, call):
+    if some_row_without_keys(q, k, call):
         lse.masked_fill_(lse == torch.inf, -torch.inf)  # FlashAttention-2 says +inf there
-    return out, lse
+    return settle((out, lse), into)
 
 
 def flash2_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _bound_lost(q, k, call):
-        return decompose.backward(_Flash2Rectangles(), dout, q, k, v, out, lse, call)
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    into: Triple | None = None,
+) -> Triple:
+    if bound_lost(q, k, call):
+        return decompose.backward(_Flash2Rectangles(), dout, q, k, v, out, lse, call, into)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     with _deterministic(call.deterministic):
-        return aten._flash_attention_backward(
+        grads = aten._flash_attention_backward(
             dout.contiguous(),
             q,
             k,
@@ -347,6 +386,7 @@ def flash2_backward(
             scale=call.scale,
             **_flash2_window(call.mask),
         )
+    return settle(grads, into)
 
 
 class _deterministic:
@@ -369,7 +409,8 @@ def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in xs)
 
 
-def _sum_groups(x: Tensor, groups: int) -> Tensor:
+def sum_groups(x: Tensor, groups: int) -> Tensor:
+    """The gradient of `repeat_interleave(groups)` over heads."""
     return x.unflatten(2, (-1, groups)).sum(3, dtype=wide(x.dtype)).to(x.dtype) if groups > 1 else x
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.kernels.interface import Call
+from attention.kernels.interface import Call, Pair, Triple, settle
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 from attention.merge import Accumulator
 from attention.tensors import take, wide
@@ -70,16 +70,22 @@ def band_matrix(mask: Mask, sq: int, sk: int, device: torch.device) -> Tensor:
     return keep
 
 
-def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(
+    primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None
+) -> tuple[Tensor, Tensor]:
     if call.q_lengths is not None and call.k_lengths is not None:
-        out = torch.zeros_like(q)
-        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=wide(q.dtype), device=q.device)
+        out, lse = into or (
+            torch.empty_like(q),
+            torch.empty((q.shape[1], q.shape[0]), dtype=wide(q.dtype), device=q.device),
+        )
+        out.zero_()
+        lse.fill_(-torch.inf)
         for (a, b), (c, d) in _sequences(call):
             if b > a and d > c:
                 o, part_lse = _dense_forward(primitive, q[None, a:b], k[None, c:d], v[None, c:d], call)
                 out[a:b], lse[:, a:b] = o[0], part_lse[0]
         return out, lse
-    return _dense_forward(primitive, q, k, v, call)
+    return settle(_dense_forward(primitive, q, k, v, call), into)
 
 
 def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -91,10 +97,20 @@ def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: 
 
 
 def backward(
-    primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
+    primitive: Primitive,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    into: Triple | None = None,
+) -> Triple:
     if call.q_lengths is not None and call.k_lengths is not None:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        for x in (dq, dk, dv):
+            x.zero_()
         for (a, b), (c, d) in _sequences(call):
             if b > a and d > c:
                 grads = _dense_backward(
@@ -109,7 +125,7 @@ def backward(
                 )
                 dq[a:b], dk[c:d], dv[c:d] = (g[0] for g in grads)
         return dq, dk, dv
-    return _dense_backward(primitive, dout, q, k, v, out, lse, call)
+    return settle(_dense_backward(primitive, dout, q, k, v, out, lse, call), into)
 
 
 def _dense_backward(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from attention.masks import FULL, Mask
+
+Pair = tuple[Tensor, Tensor]  # out, lse
+Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class UnsupportedCall(ValueError):
@@ -80,6 +83,10 @@ class Shape:
 
 
 class Kernel(Protocol):
+    """`into` are tensors to be written instead of new ones, and then are what is returned: of the shapes and dtypes that
+    the call gives, not overlapping its inputs. All but lse have a contiguous last dim; any other stride will do. A kernel
+    that can't write there copies (`settle`), so that a caller always gets what it asked for and at best pays nothing."""
+
     name: str
     summary: str
 
@@ -89,8 +96,29 @@ class Kernel(Protocol):
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
         """Why the kernel cannot do such a call, as `value: rule`, or None."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair: ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple: ...
+
+
+T = TypeVar("T", Pair, Triple)
+
+
+def settle(result: T, into: T | None) -> T:
+    """The result of a kernel that can't write into given tensors, copied there if there are any."""
+    if into is None:
+        return result
+    for x, value in zip(into, result, strict=True):
+        if x is not value:
+            x.copy_(value)
+    return into

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels import decompose
-from attention.kernels.interface import Call, Shape
+from attention.kernels.interface import Call, Pair, Shape, Triple
 from attention.masks import Interval, Mask, tile
 from attention.tensors import wide
 
@@ -24,13 +24,21 @@ class Math:
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return decompose.forward(PlainRectangles(), q, k, v, call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        return decompose.forward(PlainRectangles(), q, k, v, call, into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return decompose.backward(PlainRectangles(), dout, q, k, v, out, lse, call)
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        return decompose.backward(PlainRectangles(), dout, q, k, v, out, lse, call, into)
 
 
 class PlainRectangles:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.aten import HALF, name_of
-from attention.kernels.interface import Call, Shape, UnsupportedCall
+from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.kernels.triton_merge_n import merge_n_triton, on_device_of
 from attention.masks import Mask
 from attention.merge import empty_result
@@ -149,35 +149,50 @@ class Decode:
             return wrong
         return None if shape.head_dim <= 256 else f"head_dim={shape.head_dim}: up to 256 only"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if call.packed or not call.mask.full:
             what = "packed" if call.packed else f"mask={call.mask.describe()}"
             raise UnsupportedCall(f"kernel=decode: {what}: dense full calls only; take another kernel")
-        return decode(q, k, v, call.scale)
+        return decode(q, k, v, call.scale, into=into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
         raise UnsupportedCall("kernel=decode: forward only; for gradients take another kernel, or kernel=auto")
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype | None = None, splits: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    splits: int | None = None,
+    into: Pair | None = None,
+) -> Pair:
     """Attention of all queries over all keys.
 
-    q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up
-    to 256. Gives (out `[B, Sq, H, D]` in `dtype`, by default q's; lse fp32 `[B, H, Sq]`, natural log). Over no keys out
-    is 0 and lse -inf. `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU.
+        q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up
+        to 256. Gives (out `[B, Sq, H, D]` in `dtype`, by default q's; lse fp32 `[B, H, Sq]`, natural log). Over no keys out
+        is 0 and lse -inf. `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU; `into`
+    as in `Kernel`.
 
-    Raises ValueError for what the kernel does not do."""
+        Raises ValueError for what the kernel does not do."""
     _check(q, k, v)
     batch, n_queries, heads, head_dim = q.shape
     n_keys, kv_heads = k.shape[1:3]
     dtype = dtype or q.dtype
     if n_keys == 0 or q.numel() == 0:
         out, lse = empty_result(q)
-        return out.to(dtype), lse
+        return settle((out.to(dtype), lse), into)
     group = heads // kv_heads
     rows = n_queries * group
     fp32 = q.dtype == torch.float32
@@ -190,8 +205,11 @@ def decode(
     split_keys = triton.cdiv(triton.cdiv(n_keys, splits), block_n) * block_n
     splits = triton.cdiv(n_keys, split_keys)  # none is empty
     part_dtype = dtype if splits == 1 else torch.float32
-    parts = torch.empty((splits, *q.shape), dtype=part_dtype, device=q.device)
-    lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
+    if into is not None and splits == 1:
+        parts, lses = (x.unsqueeze(0) for x in into)
+    else:
+        parts = torch.empty((splits, *q.shape), dtype=part_dtype, device=q.device)
+        lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
     with on_device_of(q):
         _split[(kv_heads * row_blocks, splits, batch)](
             q,
@@ -218,7 +236,9 @@ def decode(
             num_warps=8 if fp32 else 4,
             num_stages=STAGES,
         )
-    return (parts[0], lses[0]) if splits == 1 else merge_n_triton(parts, lses, dtype)
+    if splits == 1:
+        return into or (parts[0], lses[0])
+    return merge_n_triton(parts, lses, None, *into) if into else merge_n_triton(parts, lses, dtype)
 
 
 def partials(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attention.kernels import decompose
 from attention.kernels.aten import HALF, flash2_backward
-from attention.kernels.interface import Call, Shape, UnsupportedCall
+from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall
 from attention.kernels.math import PlainRectangles
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
@@ -28,19 +28,27 @@ class TritonFlash:
             return f"head_dim={shape.head_dim}: 64 and 128 only"
         return dtype_rule(shape.dtype, shape.device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if call.mask.windowed:
             raise UnsupportedCall(f"kernel=triton: {call.mask.describe()}: no sliding window; take another kernel")
         if call.packed:
-            return decompose.forward(_Rectangles(), q, k, v, call)
-        return flash_forward(q, k, v, call.scale, call.mask.causal)
+            return decompose.forward(_Rectangles(), q, k, v, call, into)
+        return flash_forward(q, k, v, call.scale, call.mask.causal, into=into)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
         if q.is_cuda and q.dtype in HALF:
-            return flash2_backward(dout, q, k, v, out, lse, call)
-        return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call)
+            return flash2_backward(dout, q, k, v, out, lse, call, into)
+        return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call, into)
 
 
 class _Rectangles(PlainRectangles):
@@ -51,8 +59,14 @@ class _Rectangles(PlainRectangles):
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, tiles: Tiling | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    tiles: Tiling | None = None,
+    into: Pair | None = None,
+) -> Pair:
     """q: `[B, Sq, H, D]`; k, v: `[B, Sk, Hk, D]`, any lengths, D 64 or 128; causal is aligned bottom-right. Gives
     (out like q, lse fp32 `[B, H, Sq]`); rows without keys give 0, -inf. Raises ValueError as `grouped_forward`."""
-    return grouped_forward(q, k, v, (k.shape[1],), scale, causal, tiles)
+    return grouped_forward(q, k, v, (k.shape[1],), scale, causal, tiles, into)

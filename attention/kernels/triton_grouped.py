@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.aten import name_of
+from attention.kernels.interface import Pair, settle
 from attention.kernels.triton_decode import dtype_rule
 from attention.kernels.triton_merge_n import on_device_of
 from attention.merge import empty_result
@@ -282,13 +283,15 @@ def grouped_forward(
     scale: float,
     causal: bool = True,
     tiles: Tiling | None = None,
-) -> tuple[Tensor, Tensor]:
+    into: Pair | None = None,
+) -> Pair:
     """G chunks of queries against nested prefixes of one KV.
 
     q: `[B, G * c, H, D]`, the chunks side by side; k, v: `[B, L, Hk, D]`; bf16, fp16 or fp32, D 64 or 128, the head dim
     contiguous. Chunk g sees the keys `[0, ends[g])`, causal ones aligned bottom-right in that prefix: query i sees the
     keys `j <= i + ends[g] - c`. G = len(ends), at most 8, ends ascending.
     Gives (out `[B, G * c, H, D]` in q's dtype, lse fp32 `[B, H, G * c]`, natural log); rows without keys give 0, -inf.
+    `into` as in `Kernel`.
 
     Raises ValueError for what the kernel does not do."""
     groups = len(ends)
@@ -296,14 +299,17 @@ def grouped_forward(
     batch, n_queries, heads, head_dim = q.shape
     if q.numel() == 0 or ends[-1] == 0:
         out, lse = empty_result(q)
-        return out.to(q.dtype), lse
+        return settle((out.to(q.dtype), lse), into)
     tiles = tiles or tiling(groups, head_dim, q.element_size())
     sets = tiles.sets(groups)
     if sets > MAX_SETS:
         raise ValueError(f"pack={tiles.pack} for {groups} groups makes {sets} sets: at most {MAX_SETS}; raise pack")
     chunk = n_queries // groups
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
+    out = into[0] if into else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if into and into[1].is_contiguous():
+        lse = into[1]
+    else:
+        lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
     with on_device_of(q):
         _grouped[(triton.cdiv(chunk, tiles.rows), heads, batch)](
             q,
@@ -332,7 +338,7 @@ def grouped_forward(
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
-    return out, lse
+    return settle((out, lse), into)
 
 
 def kv_bytes_separate(ends: Sequence[int], kv_heads: int, head_dim: int, itemsize: int) -> int:

@@ -106,6 +106,28 @@ def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name,
         assert_split_matches(KERNELS[name], q, k, v, dout, call, cuts)
 
 
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """NaNs in x's shape, in every other row of a larger tensor; the last dim contiguous unless it is an LSE's."""
+    if x.dtype == torch.float32 and x.dim() == 2:
+        return torch.full((*x.shape, 2), torch.nan, dtype=x.dtype)[..., 0]
+    return torch.full((*x.shape[:-1], 2, x.shape[-1]), torch.nan, dtype=x.dtype)[..., 0, :]
+
+
+@every_kernel
+@pytest.mark.parametrize("sizes", [(30, 30), (40, 12), (5, 0), PACK], ids=str)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(6, 2)], ids=Mask.describe)
+def test_results_are_written_into_the_tensors_given(name, sizes, mask):
+    q, k, v, dout, call = inputs(call_of(mask, 0.125), sizes, 4, 2, 32, torch.float32)
+    result = KERNELS[name].forward(q, k, v, call)
+    grads = KERNELS[name].backward(dout, q, k, v, *result, call)
+    into, into_grads = tuple(map(strided, result)), tuple(map(strided, grads))
+    given = KERNELS[name].forward(q, k, v, call, into=into)
+    given_grads = KERNELS[name].backward(dout, q, k, v, *result, call, into=into_grads)
+    for x, target, expected in zip((*given, *given_grads), (*into, *into_grads), (*result, *grads), strict=True):
+        assert x is target
+        assert torch.equal(x, expected)
+
+
 @every_kernel
 def test_a_kernel_leaves_its_inputs_as_they_are(name):
     q, k, v, dout, call = inputs(call_of(Mask(9, 3), 0.125), (20, 40), 4, 2, 64, torch.float32)
@@ -155,6 +177,12 @@ REFUSED = [
     ("sdpa_cudnn", shape(), Mask(5, 0), "needs a CUDA GPU"),
     ("sdpa_efficient", shape("cuda"), Mask(5, 0), r"window=\(5, 0\): no sliding window"),
     ("flash2", shape("cuda", torch.float32), CAUSAL, "dtype=fp32: bf16 and fp16 only"),
+    ("flash3", shape(), FULL, "needs a CUDA GPU"),
+    ("flash4", shape(), FULL, "needs a CUDA GPU"),
+    ("xformers", shape(), Mask(5, 0), "needs a CUDA GPU"),
+    ("flex", shape(), CAUSAL, "needs a CUDA GPU: PyTorch has no backward of it on a CPU"),
+    ("flex", shape("cuda", torch.float32), FULL, "dtype=fp32: bf16 and fp16 only"),
+    ("flex", shape("cuda", head_dim=72), FULL, "head_dim=72: multiples of 16 up to 256 only"),
     ("flash2", shape("cuda", head_dim=264), CAUSAL, "head_dim=264: multiples of 8 up to 256 only"),
     ("sdpa_flash", shape("cuda", head_dim=20), CAUSAL, "head_dim=20: multiples of 8 up to 256 only"),
     ("sdpa_flash", shape(dtype=torch.int32), FULL, "dtype=torch.int32: bf16, fp16, fp32 and fp64 only"),

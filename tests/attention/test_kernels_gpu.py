@@ -18,6 +18,7 @@ pytestmark = [
 
 MASKS = [FULL, CAUSAL, Mask(128, 0), Mask(0, 0), Mask(100, 50), Mask(-1, 64), Mask(64, -1)]
 PACK = ((1, 300, 129, 512), (1, 512, 129, 700))
+FLEX = {FULL, CAUSAL, Mask(100, 50)}  # it compiles for seconds a shape, so a few speak for all
 
 every_kernel = pytest.mark.parametrize("name", KERNELS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
@@ -45,6 +46,8 @@ def case(mask: Mask, sizes, dtype: torch.dtype, head_dim: int = 64, scale: float
 
 def able(name: str, q, k, *masks: Mask) -> Kernel:
     """The kernel, or a skip when it does not do such a call here."""
+    if name == "flex" and (q.dtype != torch.bfloat16 or q.shape[-1] not in (64, 128) or not FLEX.issuperset(masks)):
+        pytest.skip("flex: compiled for a few shapes only")
     for mask in masks:
         reason = refusal(KERNELS[name], replace(Shape.of(q, k), backward=True), mask)
         if reason:
@@ -109,6 +112,56 @@ def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name,
     for sizes, cuts in (((768, 768), [0, 256, 300, 768]), ((512, 1000), [0, 1, 488, 744, 1000])):
         q, k, v, dout, call = case(mask, sizes, dtype)
         assert_split_matches(able(name, q, k, mask), q, k, v, dout, call, cuts)
+
+
+@every_kernel
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Mask.describe)
+def test_head_dim_256_matches_plain_attention(name, mask):
+    q, k, v, dout, call = case(mask, (300, 515), torch.bfloat16, 256, 256**-0.5)
+    if name == "flex":
+        pytest.skip("flex: compiled for a few shapes only")
+    assert_matches(able(name, q, k, mask), q, k, v, dout, call)
+
+
+@every_kernel
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
+@pytest.mark.parametrize("sizes", [(512, 512), (600, 300), PACK], ids=str)
+def test_results_are_written_into_the_tensors_given(name, mask, sizes):
+    """Into views of larger tensors: heads of a group, and tokens in the middle."""
+    q, k, v, dout, call = case(mask, sizes, torch.bfloat16)
+    kernel = able(name, q, k, mask)
+    expected = kernel.forward(q, k, v, call)
+    into = (
+        within(expected[0]),
+        torch.full((*expected[1].shape[:-1], expected[1].shape[-1] + 3), torch.nan, device="cuda"),
+    )
+    into = into[0], into[1][..., 2:-1]
+    result = kernel.forward(q, k, v, call, into=into)
+    into_grads = within(q), within(k), within(v)
+    grads = kernel.backward(dout, q, k, v, *result, call)
+    given = kernel.backward(dout, q, k, v, *result, call, into=into_grads)
+    for x, target, value in zip((*result, *given), (*into, *into_grads), (*expected, *grads), strict=True):
+        assert x is target
+        torch.testing.assert_close(x, value, rtol=2e-2, atol=2e-3)
+
+
+def within(x: torch.Tensor) -> torch.Tensor:
+    tokens, heads, head_dim = x.shape[-3:]
+    larger = torch.full((*x.shape[:-3], tokens + 5, heads + 2, head_dim), torch.nan, dtype=x.dtype, device=x.device)
+    return larger[..., 3:-2, 1:-1, :]
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "sdpa_flash"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
+def test_a_deterministic_backward_repeats_itself(name, packed, mask):
+    q, k, v, dout, call = case(mask, PACK if packed else (1100, 1100), torch.bfloat16)
+    kernel, call = able(name, q, k, mask), replace(call, deterministic=True)
+    result = kernel.forward(q, k, v, call)
+    first = kernel.backward(dout, q, k, v, *result, call)
+    for _ in range(3):
+        assert all(map(torch.equal, kernel.backward(dout, q, k, v, *result, call), first))
+    assert_matches(kernel, q, k, v, dout, call)
 
 
 @every_dtype

@@ -45,6 +45,39 @@ def assert_full_attention(result, q, k, v, scale, tolerance):
     assert_lse(lse, expected_lse, 1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(20, 20), (30, 12), ((5, 9), (7, 4))], ids=str)
+@pytest.mark.parametrize("kernel", [TritonFlash(), Decode()], ids=lambda k: k.name)
+@pytest.mark.parametrize("gap", [0, 3])
+def test_results_are_written_into_the_tensors_given(kernel, sizes, gap):
+    """Into views with other tokens and heads between them; the LSE with a gap and without."""
+    if isinstance(kernel, Decode) and not isinstance(sizes[0], int):
+        pytest.skip("decode: dense calls only")
+
+    def call_of(*lengths) -> Call:
+        return Call.of_packed(0.125, FULL, *lengths, torch.device("cpu")) if lengths else Call(0.125)
+
+    q, k, v, dout, call = inputs(call_of, sizes, 4, 2, 64, torch.float32)
+    out, lse = kernel.forward(q, k, v, call)
+    place = torch.full((*q.shape[:-2], 6, 64), torch.nan)[..., 1:5, :]
+    place_lse = torch.full((*lse.shape[:-1], lse.shape[-1] + gap), torch.nan)[..., : lse.shape[-1]]
+    given = kernel.forward(q, k, v, call, into=(place, place_lse))
+    assert given[0] is place and given[1] is place_lse
+    assert torch.equal(place, out) and torch.equal(place_lse, lse)
+    if isinstance(kernel, TritonFlash):
+        into = tuple(torch.full((*x.shape[:-1], 2, 64), torch.nan)[..., 0, :] for x in (q, k, v))
+        grads = kernel.backward(dout, q, k, v, out, lse, call, into=into)
+        expected = kernel.backward(dout, q, k, v, out, lse, call)
+        assert all(x is y and torch.equal(x, z) for x, y, z in zip(grads, into, expected, strict=True))
+
+
+def test_decode_over_splits_merges_into_the_tensors_given():
+    q, k, v = qkv(2, 300, 8, 2, 64, torch.float32)
+    expected = decode(q, k, v, 0.125, splits=3)
+    into = torch.full((2, 2, 10, 64), torch.nan)[:, :, 1:9], torch.full((2, 8, 4), torch.nan)[..., ::2]
+    assert decode(q, k, v, 0.125, splits=3, into=into) == into
+    assert all(map(torch.equal, into, expected))
+
+
 # decode
 
 

@@ -1,0 +1,116 @@
+"""`flash3`: FlashAttention-3, the package built from flash-attention's `hopper` folder, where it is installed. GQA, packs
+and bands go in as they are; dq, dk and dv are written in place, out is not."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, some_row_without_keys
+from attention.kernels.flash4 import dense_like
+from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
+from attention.masks import Mask
+
+INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
+
+
+class Flash3:
+    name = "flash3"
+    summary = "FlashAttention-3 for Hopper, where its package is installed"
+
+    def missing(self, device: str) -> str | None:
+        if device != "cuda":
+            return cuda_missing(device)
+        module, reason = interface()
+        if module is None:
+            return reason
+        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+            major, minor = torch.cuda.get_device_capability()
+            return f"this GPU is sm{major}{minor}: needs sm90 (Hopper)"
+        return None
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        return half_only(shape) or head_dim_rule(shape, 256)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        if q.numel() == 0 or k.numel() == 0:
+            lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
+            return settle((torch.zeros_like(q), lse), into)
+        out, lse, *_ = _functions()._flash_attn_forward(
+            q, k, v, **_lengths(call), softmax_scale=call.scale, causal=call.mask.causal, **window(call.mask)
+        )
+        if some_row_without_keys(q, k, call):
+            lse.masked_fill_(lse == torch.inf, -torch.inf)
+        return settle((out, lse), into)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        grads = into or (dense_like(q), dense_like(k), dense_like(v))
+        if q.numel() == 0 or k.numel() == 0:
+            return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
+        _functions()._flash_attn_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            **_lengths(call),
+            dq=grads[0],
+            dk=grads[1],
+            dv=grads[2],
+            softmax_scale=call.scale,
+            is_causal=call.mask.causal,
+            **window(call.mask),
+            deterministic=call.deterministic,
+        )
+        return grads
+
+
+@lru_cache
+def interface() -> tuple[ModuleType | None, str]:
+    """The package's low-level functions, or None and why."""
+    for name in ("flash_attn_interface", "flash_attn_3.flash_attn_interface"):
+        try:
+            return importlib.import_module(name), ""
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:
+            return None, f"{name} does not import ({type(error).__name__}: {error})"
+    return None, f"needs FlashAttention-3: {INSTALL}"
+
+
+def window(mask: Mask) -> dict[str, int]:
+    """A band as the kernel's arguments: aligned bottom-right too, -1 unbounded too."""
+    return {"window_size_left": mask.left, "window_size_right": mask.right}
+
+
+def _functions() -> ModuleType:
+    module, reason = interface()
+    if module is None:
+        raise UnsupportedCall(f"kernel=flash3: {reason}")
+    return module
+
+
+def _lengths(call: Call) -> dict[str, Tensor | int]:
+    if call.cu_q is None or call.cu_k is None:
+        return {}
+    return {
+        "cu_seqlens_q": call.cu_q,
+        "cu_seqlens_k": call.cu_k,
+        "max_seqlen_q": call.max_q,
+        "max_seqlen_k": call.max_k,
+    }

@@ -1,0 +1,185 @@
+"""`flex`: PyTorch's flex attention, compiled for each shape (seconds, once a process).
+
+Dense bands and packs are one thing to it: query i sees the keys `[first[i], stop[i])` of a row of keys, with the bounds in
+two tensors, so that another mask over the same shape needs no other compilation. Which blocks of keys a block of queries
+needs, wholly or in part, is computed from the bounds; nothing of the size of queries times keys is ever held.
+
+PyTorch has no backward from a given out and lse: the one it has is bound to its own forward. So the backward runs the
+forward over its keys again and scales what it feeds it. With the part's own out `o`, lse `l`, probabilities `p`, and the
+final `O`, `L`, the final probabilities are `w p`, `w = exp(l - L)` a row, and
+
+    dv = (w p)^T dO,  ds = w p (dO v - sum(dO O)) = p (do v - sum(do o) + dl)
+
+for `do = w dO` and `dl = w (sum(dO o) - sum(dO O))`: the exact share of these keys, at the price of one more forward.
+
+Source: Dong et al., "FlexAttention" (2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from itertools import accumulate
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.masks import Mask
+from attention.tensors import wide
+
+try:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+except ImportError:  # a PyTorch built without it
+    AuxRequest = BlockMask = flex_attention = None  # type: ignore[assignment,misc]
+
+BLOCK = 128
+
+
+class Flex:
+    name = "flex"
+    summary = "PyTorch's flex attention, compiled for each shape; its backward runs the forward again"
+
+    def missing(self, device: str) -> str | None:
+        if flex_attention is None:
+            return "this PyTorch has no flex attention: pip install 'torch>=2.11'"
+        return None if device == "cuda" else "needs a CUDA GPU: PyTorch has no backward of it on a CPU"
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        return half_only(shape) or head_dim_rule(shape, 256, 16)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        if q.numel() == 0 or k.numel() == 0:
+            lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
+            return settle((torch.zeros_like(q), lse.to(wide(q.dtype))), into)
+        with torch.no_grad():
+            out, lse = attend(_heads_first(q, call), _heads_first(k, call), _heads_first(v, call), call)
+        if some_row_without_keys(q, k, call):
+            out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0)
+        return settle((_tokens_first(out, call), lse[0] if call.packed else lse), into)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        if q.numel() == 0 or k.numel() == 0:
+            return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)
+        inputs = [_heads_first(x, call).detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            part = attend(inputs[0], inputs[1], inputs[2], call)
+        final = _heads_first(out, call), lse[None] if call.packed else lse
+        fed = share(_heads_first(dout, call), final, (part[0].detach(), part[1].detach()))
+        grads = torch.autograd.grad(part, inputs, fed)
+        dq, dk, dv = (_tokens_first(x, call) for x in grads)
+        return settle((dq, dk, dv), into)
+
+
+def share(dout: Tensor, final: Pair, part: Pair) -> Pair:
+    """What a part's own backward must be fed, as the gradients of its out and lse, for the part's share of the final
+    gradients. dout and both outs `[B, H, S, D]`, both lses `[B, H, S]`."""
+    (out, lse), (own, own_lse) = final, part
+    w = (own_lse - lse.masked_fill(lse == -torch.inf, 0)).exp()  # 0 for a row that sees none of these keys
+    own = own.to(w.dtype).masked_fill((own_lse == -torch.inf).unsqueeze(-1), 0)  # where it may hold anything
+    wide_dout = dout.to(w.dtype)
+    dlse = w * (wide_dout * (own - out.to(w.dtype))).sum(-1)
+    return (w.unsqueeze(-1) * wide_dout).to(dout.dtype), dlse
+
+
+def bounds(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(first, stop), int32 `[sum of q_lengths]`: query i sees the keys `[first[i], stop[i])`, counted through all sequences.
+    A query without keys has first = stop."""
+    starts = accumulate(k_lengths, initial=0)
+    firsts, stops = [], []
+    for sq, sk, start in zip(q_lengths, k_lengths, starts, strict=False):
+        row = torch.arange(sq, dtype=torch.int64) + (sk - sq)
+        first = (row - mask.left).clamp(0, sk) if mask.left >= 0 else torch.zeros_like(row)
+        stop = (row + mask.right + 1).clamp(0, sk) if mask.right >= 0 else torch.full_like(row, sk)
+        firsts.append(start + torch.minimum(first, stop))
+        stops.append(start + stop)
+    return torch.cat(firsts).int(), torch.cat(stops).int()
+
+
+def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """(in part, wholly), bool `[blocks of queries, blocks of keys]`, for the bounds of all queries. A block that sticks out
+    of the queries or keys counts as needed in part, as flex attention expects."""
+    n_queries = len(first)
+    rows = -(-n_queries // size)
+    padding = rows * size - n_queries
+    pad = torch.nn.functional.pad
+
+    def folded(x: Tensor, value: int) -> Tensor:
+        return pad(x.long(), (0, padding), value=value).view(rows, size)
+
+    key = torch.arange(-(-n_keys // size)) * size  # the first of each block
+    empty = stop <= first
+    lowest = folded(first.masked_fill(empty, n_keys), n_keys).amin(1, keepdim=True)
+    highest = folded(stop.masked_fill(empty, 0), 0).amax(1, keepdim=True)
+    some = (key < highest) & (key + size > lowest)
+    whole = (key >= folded(first, n_keys).amax(1, keepdim=True)) & (key + size <= folded(stop, 0).amin(1, keepdim=True))
+    return some & ~whole, some & whole
+
+
+@lru_cache(maxsize=256)
+def block_mask(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> Any:
+    """The BlockMask of a band over every sequence of a pack, or over one dense sequence. Kept, since it is made on the
+    host."""
+    first, stop = bounds(mask, q_lengths, k_lengths)
+    in_part, wholly = (x.to(device).view(1, 1, *x.shape) for x in needed_blocks(first, stop, sum(k_lengths)))
+    first, stop = first.to(device), stop.to(device)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= first[i]) & (j < stop[i])
+
+    def listed(needed: Tensor) -> tuple[Tensor, Tensor]:
+        return needed.sum(-1, dtype=torch.int32), needed.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    return BlockMask.from_kv_blocks(
+        *listed(in_part),
+        *listed(wholly),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(sum(q_lengths), sum(k_lengths)),
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+    """q `[B, H, Sq, D]`, k and v `[B, Hk, Sk, D]`; packs with B = 1. Gives (out as q, lse `[B, H, Sq]`)."""
+    q_lengths, k_lengths = call.q_lengths or (q.shape[2],), call.k_lengths or (k.shape[2],)
+    dense = call.mask.full and not call.packed
+    chosen = None if dense else block_mask(call.mask, q_lengths, k_lengths, q.device)
+    if not q.is_cuda:
+        return _call(q, k, v, chosen, call.scale)
+    key = (q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), dense, call.scale, q.requires_grad, q.device)
+    return _compiled(key)(q, k, v, chosen, call.scale)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float) -> Pair:
+    gqa = q.shape[1] != k.shape[1]
+    out, aux = flex_attention(q, k, v, block_mask=chosen, scale=scale, enable_gqa=gqa, return_aux=AuxRequest(lse=True))  # type: ignore[misc]
+    return out, aux.lse  # type: ignore[union-attr,return-value]
+
+
+@cache
+def _compiled(key: tuple[Any, ...]) -> Callable[..., Pair]:
+    """The compiled call of one shape. Each has code of its own: PyTorch counts the compilations of a code object, and past
+    a limit would run it uncompiled, which here means scores of queries times keys."""
+    code = _call.__code__.replace(co_name=f"flex_{_compiled.cache_info().currsize}")
+    return torch.compile(FunctionType(code, _call.__globals__), dynamic=False, fullgraph=True)
+
+
+def _heads_first(x: Tensor, call: Call) -> Tensor:
+    return (x[None] if call.packed else x).transpose(1, 2)
+
+
+def _tokens_first(x: Tensor, call: Call) -> Tensor:
+    x = x.transpose(1, 2)
+    return x[0] if call.packed else x

@@ -1,0 +1,227 @@
+"""`xformers`: memory-efficient attention of the package xformers, through its FlashAttention operators, which take bands and
+packs; GQA goes in five-dimensional forward, and with repeated keys backward, where its operators have no other way."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attention.kernels import decompose
+from attention.kernels.aten import (
+    bound_lost,
+    cuda_missing,
+    half_only,
+    head_dim_rule,
+    some_row_without_keys,
+    sum_groups,
+)
+from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
+from attention.masks import Mask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INSTALL = "pip install xformers==0.0.35"
+
+
+class Xformers:
+    name = "xformers"
+    summary = "the package xformers, by its FlashAttention operators; odd windows of packs go sequence by sequence"
+
+    def missing(self, device: str) -> str | None:
+        if device != "cuda":
+            return cuda_missing(device)
+        fmha, reason = package()
+        return reason if fmha is None else None
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        return half_only(shape) or head_dim_rule(shape, 256)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        if call.packed:
+            kind = pack_bias(call)
+            if kind is None:
+                return decompose.forward(_Rectangles(), q, k, v, call, into)
+            out, lse = _forward(q[None], k[None], v[None], call.scale, _pack(kind, call, q.device))
+            out, lse = out[0], lse[0]
+        elif bound_lost(q, k, call):
+            return decompose.forward(_Rectangles(), q, k, v, call, into)
+        else:
+            out, lse = _forward(q, k, v, call.scale, _band(call.mask, q.shape[1], k.shape[1]))
+        if some_row_without_keys(q, k, call):
+            lse.masked_fill_(lse == torch.inf, -torch.inf)  # FlashAttention-2 says +inf there
+        return settle((out, lse), into)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        if call.deterministic:
+            raise UnsupportedCall("kernel=xformers: deterministic=true: its backward is not; take flash2 or flash4")
+        if call.packed:
+            kind = pack_bias(call)
+            if kind is None:
+                return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call, into)
+            bias = _pack(kind, call, q.device)
+            dq, dk, dv = _backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call.scale, bias)
+            return settle((dq[0], dk[0], dv[0]), into)
+        if bound_lost(q, k, call):
+            return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call, into)
+        bias = _band(call.mask, q.shape[1], k.shape[1])
+        return settle(_backward(dout, q, k, v, out, lse, call.scale, bias), into)
+
+
+class _Rectangles:
+    """Rectangles without rows that see nothing."""
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+        return _forward(q, k, v, scale, _band(mask, q.shape[1], k.shape[1]))
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+    ) -> Triple:
+        return _backward(dout, q, k, v, out, lse, scale, _band(mask, q.shape[1], k.shape[1]))
+
+
+@lru_cache
+def package() -> tuple[ModuleType | None, str]:
+    """`xformers.ops.fmha`, or None and why.
+
+    Where flash-attn-4 is installed but flash-attn is not, xformers finds a package `flash_attn`, imports
+    `flash_attn.flash_attn_interface` from it and fails. Such a package is hidden from it while it is imported, so that it
+    takes the FlashAttention inside PyTorch."""
+    try:
+        if importlib.util.find_spec("xformers") is None:
+            return None, f"needs the package xformers: {INSTALL}"
+        with _without_a_partial_flash_attn():
+            fmha = importlib.import_module("xformers.ops.fmha")
+        for operator in (fmha.flash.FwOp, fmha.flash.BwOp):
+            if not operator.is_available():
+                return None, f"this xformers has no operator {operator.NAME} for this PyTorch; {INSTALL}"
+    except Exception as error:  # also RuntimeErrors of its extension, built for another PyTorch
+        return None, f"xformers does not import ({type(error).__name__}: {error}); {INSTALL}"
+    return fmha, ""
+
+
+@contextmanager
+def _without_a_partial_flash_attn() -> Iterator[None]:
+    try:
+        partial = (
+            importlib.util.find_spec("flash_attn") is not None
+            and importlib.util.find_spec("flash_attn.flash_attn_interface") is None
+        )
+    except (ImportError, ValueError):
+        partial = False
+    if not partial:
+        yield
+        return
+    before = sys.modules.get("flash_attn")
+    sys.modules["flash_attn"] = None  # type: ignore[assignment]  # what makes find_spec say there is none
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules["flash_attn"]
+        else:
+            sys.modules["flash_attn"] = before
+
+
+def band_bias(mask: Mask, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | None:
+    """The class of bias of a dense band and its arguments, or None for no bias. A missing bound of a window becomes one
+    that binds nothing, which the kernel takes for missing."""
+    if mask.full:
+        return None
+    if mask.causal:
+        return "LowerTriangularFromBottomRightMask", ()
+    return "LocalAttentionFromBottomRightMask", tuple(b if b >= 0 else max(sq, sk) for b in (mask.left, mask.right))
+
+
+def pack_bias(call: Call) -> tuple[str, int] | None:
+    """The class of bias of a pack and its window, or None where it has to go sequence by sequence: windows that are not
+    causal, and causal masks over sequences with more queries than keys."""
+    mask = call.mask
+    if mask.full:
+        return "BlockDiagonalMask", 0
+    fits = all(sq <= sk for sq, sk in zip(call.q_lengths or (), call.k_lengths or (), strict=True))
+    if mask.right != 0 or not fits:
+        return None
+    if mask.causal:
+        return "BlockDiagonalCausalFromBottomRightMask", 0
+    return "BlockDiagonalCausalLocalAttentionFromBottomRightMask", mask.left + 1
+
+
+def _fmha() -> Any:
+    fmha, reason = package()
+    if fmha is None:
+        raise UnsupportedCall(f"kernel=xformers: {reason}")
+    return fmha
+
+
+def _band(mask: Mask, sq: int, sk: int) -> Any:
+    found = band_bias(mask, sq, sk)
+    return None if found is None else getattr(_fmha().attn_bias, found[0])(*found[1])
+
+
+def _pack(kind: tuple[str, int], call: Call, device: torch.device) -> Any:
+    return _pack_of(kind, call.q_lengths or (), call.k_lengths or (), device)
+
+
+@lru_cache(maxsize=256)
+def _pack_of(
+    kind: tuple[str, int], q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device
+) -> Any:
+    """Kept, since it copies the lengths to the device."""
+    name, window = kind
+    biases = _fmha().attn_bias
+    plain = biases.BlockDiagonalMask.from_seqlens(list(q_lengths), list(k_lengths), device=device)
+    if name == "BlockDiagonalMask":
+        return plain
+    if window == 0:
+        return plain.make_causal_from_bottomright()
+    return plain.make_local_attention_from_bottomright(window)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Any) -> Pair:
+    """q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`; packs with B = 1."""
+    if q.numel() == 0 or k.numel() == 0:
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+        return torch.zeros_like(q), lse
+    fmha = _fmha()
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        q5 = q.unflatten(2, (-1, groups))
+        k, v = (x.unsqueeze(3).expand(-1, -1, -1, groups, -1) for x in (k, v))
+        out, lse = fmha.memory_efficient_attention_forward_requires_grad(
+            q5, k, v, bias, scale=scale, op=fmha.flash.FwOp
+        )
+        return out.flatten(2, 3), lse.flatten(1, 2)
+    return fmha.memory_efficient_attention_forward_requires_grad(q, k, v, bias, scale=scale, op=fmha.flash.FwOp)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bias: Any
+) -> Triple:
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    fmha = _fmha()
+    groups = q.shape[2] // k.shape[2]
+    k_, v_ = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+    dq, dk, dv = fmha.memory_efficient_attention_backward(
+        dout.contiguous(), out.contiguous(), lse.contiguous(), q, k_, v_, bias, scale=scale, op=fmha.flash.BwOp
+    )
+    return dq, sum_groups(dk, groups), sum_groups(dv, groups)
