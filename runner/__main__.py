@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from runner import overrides, schema
 
@@ -66,20 +68,28 @@ def main() -> int:
     if reason is not None:
         return refuse(reason, arguments)
     signal.signal(signal.SIGTERM, _terminated)
-    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
-    from runner import app, display
+    traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
+    from runner import app, display, results
 
     try:
         compose()
     except KeyboardInterrupt:
         display.err.print("interrupted; what was finished is recorded")
         return 130
+    except (HydraException, OmegaConfBaseException) as error:
+        if traced:
+            raise
+        return refuse(" ".join(str(error).split()), arguments)
+    except OSError as error:
+        if traced:
+            raise
+        print(f"error: {app.no_room(error.filename or 'a file of the run', error)}", file=sys.stderr)
+        return 1
     finally:
         app.pool.close()
         for folder in app.sweeps:
-            from runner import results
-
-            display.sweep_table(results.summarize_sweep(folder))
+            display.sweep_table(results.sweep_rows(folder))
             display.out.print(f"Sweep: {folder}", soft_wrap=True)
     return exit_status(app.statuses)
 

@@ -13,6 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
+from attention import peers
 from runner import display, environment, metrics, results
 from runner.launch import Outcome, Pool, WorldSpec
 from runner.schema import Experiment, InvalidConfig, UnsupportedHere, experiment, identity, run_name, usable_gpus
@@ -49,7 +50,7 @@ def execute(cfg: DictConfig) -> None:
         if sweep:
             _note_sweep(folder.parent)
     except OSError as error:
-        raise SystemExit(_disk(folder, error)) from None
+        raise SystemExit(f"error: {no_room(folder, error)}") from None
     if sweep:
         display.out.print(display.run_line(value), soft_wrap=True)
         return
@@ -68,8 +69,9 @@ def _note_sweep(folder: Path) -> None:
     results.summarize_sweep(folder)
 
 
-def _disk(folder: Path, error: OSError) -> str:
-    return f"error: output={folder}: could not write the result ({error.strerror}); free some space or give output=DIR"
+def no_room(where: Path | str, error: OSError) -> str:
+    """What a full disk, or one that refuses to be written, is to the user."""
+    return f"{where}: could not be written ({error.strerror}); free some space or give another folder with output=DIR"
 
 
 def _relative(folder: Path) -> Path:
@@ -86,6 +88,8 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         spec = experiment(cfg, gpus, fresh_seed())
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
+        if reason := peers.missing(spec.variant, spec.device):
+            raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
         status = "invalid" if isinstance(error, InvalidConfig) else "unsupported"
         return results.result(status=status, reason=str(error), environment=environment.host(), **about)
@@ -139,7 +143,7 @@ def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> di
             artifacts["kernels"] = "kernels.csv"
         artifacts |= {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
     except OSError as error:
-        raise SystemExit(_disk(folder, error)) from None
+        raise SystemExit(f"error: {no_room(folder, error)}") from None
     about["environment"] |= measured.pop("environment")
     about["environment"]["ceilings"] = measured.pop("ceilings", None)
     about["environment"]["estimate"] = measured.pop("estimate", None)

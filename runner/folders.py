@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 
 def require_writable(folder: Path) -> None:
@@ -34,7 +36,9 @@ class WritableFolder(Callback):
     """Hydra would answer a folder that cannot be made with a traceback."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        require_writable(Path(config.hydra.run.dir))
+        with suppress(OmegaConfBaseException):  # what cannot be resolved is said where the folder is made
+            require_writable(Path(config.hydra.run.dir))
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        require_writable(Path(config.hydra.sweep.dir))
+        with suppress(OmegaConfBaseException):
+            require_writable(Path(config.hydra.sweep.dir))

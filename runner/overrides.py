@@ -71,8 +71,10 @@ def problem(arguments: list[str], multirun: bool = True) -> str | None:
         except HydraException as error:
             return f"{text}: not an override ({str(error).splitlines()[0]}); write key=value"
         name = override.key_or_group
-        if name.startswith("hydra") or override.is_delete():
+        if name.startswith("hydra"):
             continue
+        if override.is_delete():
+            return f"{text}: every key has a value and none can be taken out; give it another, {name}=VALUE"
         if override.is_sweep_override() and not sweeps:
             return f"{text}: several values are a sweep; add -m"
         if name in known:

@@ -148,9 +148,14 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
     return {column: found.get(column) for column in COLUMNS}
 
 
+def sweep_rows(folder: Path) -> list[dict[str, Any]]:
+    """The results in a sweep's folder as the rows of its summary."""
+    return [row(value) for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
+
+
 def summarize_sweep(folder: Path) -> list[dict[str, Any]]:
     """Bring a sweep's summary.csv, .parquet and .md up to date with the results in its folder; returns the rows."""
-    rows = [row(value) for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
+    rows = sweep_rows(folder)
     if not rows:
         return rows
     write_csv(folder / "summary.csv", rows, list(COLUMNS))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,9 +30,11 @@ def environment(tmp_path):
     return {**os.environ, "TEST_OUTPUT": str(tmp_path)}
 
 
-def run(tmp_path, *arguments, small=True, timeout=120):
+def run(tmp_path, *arguments, small=True, timeout=120, **options):
     command = [sys.executable, "-m", "runner", f"output={tmp_path}", *(SMALL if small else []), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(tmp_path))
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment(tmp_path), **options
+    )
 
 
 def results_in(tmp_path):
@@ -221,6 +224,54 @@ def test_an_output_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
     (line,) = done.stderr.strip().splitlines()
     assert "cannot write" in line
     assert "output=" in line
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a file system of so many KiB; skips where that is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(kib):
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"a small file system cannot be mounted here: {done.stderr.decode().strip()}")
+        return folder
+
+    yield mount
+    subprocess.run(["umount", folder], capture_output=True)
+
+
+def ended_by_a_full_disk(done, folder):
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    for part in ("error:", "could not be written", "output=DIR"):
+        assert part in line
+    for path in folder.rglob("*result.json*"):
+        assert path.name == "result.json" and json.loads(path.read_text())["status"] == "ok"
+    time.sleep(0.5)
+    assert not started_by(folder)
+
+
+def test_a_disk_that_is_full_before_a_run_starts_is_one_clear_line(disk):
+    folder = disk(8)  # Hydra's own files need more
+    ended_by_a_full_disk(run(folder), folder)
+
+
+def test_a_disk_that_fills_up_within_a_sweep_ends_it_with_one_clear_line(disk):
+    folder = disk(72)
+    done = run(folder, "-m", "attention=dense,ring,zigzag", "phases=false", "baseline=none", "seed=1")
+    ended_by_a_full_disk(done, folder)
+    finished = len(results_in(folder))
+    assert 1 <= finished < 3
+    assert done.stdout.count(": ok, ") <= finished
+
+
+def test_a_result_too_large_for_the_limit_on_files_is_one_clear_line(tmp_path):
+    """What a full disk does, where no file system can be mounted: no file may be longer than 6 KiB."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6144, 6144))  # noqa: E731
+    ended_by_a_full_disk(run(tmp_path, "phases=false", "baseline=none", preexec_fn=limit), tmp_path)
+    assert list(tmp_path.rglob("*.parquet")) and not results_in(tmp_path)
 
 
 def test_interrupting_a_sweep_keeps_what_is_finished_and_leaves_no_process(tmp_path):

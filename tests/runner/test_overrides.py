@@ -44,6 +44,8 @@ BAD = [
     (["q_len=abc"], "q_len=abc", "Integer"),
     (["ring"], "ring", "key=value"),
     (["seq_len=[1024"], "seq_len=[1024", "key=value"),
+    (["~phases"], "~phases", "phases=VALUE"),
+    (["~attention"], "~attention", "attention=VALUE"),
 ]  # fmt: skip
 
 
@@ -98,7 +100,6 @@ GOOD = [
     ["launch.fault='1:timing:raise'", "launch.memory_limit_gb=0.5"],
     ["mode=forward", "baseline=none", "phases=false", "resume=true", "output=/some/where"],
     ["hydra.sweep.dir=/some/where", "hydra/launcher=basic"],
-    ["~phases"],
 ]  # fmt: skip
 
 
@@ -125,6 +126,8 @@ def within(limit_s: float, *arguments: str, cwd):
         (["seqlen=1024"], ["seqlen", "seq_len"]),
         (["window=[1,2,3]"], ["window=[1, 2, 3]", "[left,right]"]),
         (["seq_len=512,1024"], ["seq_len=512,1024", "-m"]),
+        (["hydra/launcher=nope"], ["hydra/launcher/nope", "basic"]),
+        (["hydra.run.dir=${nothing}"], ["nothing"]),
     ],
     ids=lambda x: " ".join(x),
 )
