@@ -14,10 +14,12 @@ from attention.layouts import CuSeqlens, Layout
 from attention.masks import Mask
 from attention.schedules import Problem, StepsOf
 
-Exchange = Literal["ring", "gather", "all_to_all", "tree"]
+Exchange = Literal["ring", "gather", "all_to_all", "tree", "peer"]  # peer: a package's own, see attention/peers
 GROUPINGS = ("separate", "packed", "fused")
 REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
 RINGS = ("zigzag", "contiguous")
+ROTATES = ("allgather", "alltoall")
+CP_COMM_TYPES = ("p2p", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,14 @@ class Variant:
     q_layout: Layout | None = None
     causal_only: bool = False
     windows: bool = True
+    packs: bool = True  # takes packs
     packed: bool = False  # made for packs: a benchmark of it is one
     decode: bool = False  # few replicated queries against sharded keys; forward only, never causal
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def ulysses(self, world: int, options: Mapping[str, Any]) -> int:
         """Ranks among which heads are exchanged for sequence. Raises ValueError unless they divide the world."""
-        if self.exchange != "all_to_all":
+        if self.exchange != "all_to_all" and "ulysses_size" not in self.options:
             return 1
         wanted = options.get("ulysses_size", world if self.name == "ulysses" else None)
         divisors = [n for n in range(1, world + 1) if world % n == 0]
@@ -75,6 +78,11 @@ class Variant:
         """Raises ValueError when the variant cannot do this mask or these lengths in this world."""
         options = {**self.options, **(options or {})}
         self._check_mask(mask, options)
+        if len(cu_seqlens) > 2 and not self.packs:
+            raise ValueError(
+                f"a pack of {len(cu_seqlens) - 1} sequences: {self.name} takes batches of single sequences; use "
+                "seqlens=null, or rfa_llama3, llama3 and zigzag_varlen, which take packs"
+            )
         outer, ulysses = self._outer(options), self.ulysses(world, options)
         q_layout = outer
         if self.name == "grouped":
@@ -123,18 +131,28 @@ class Variant:
         """Raises ValueError for an option's value that does not go with these heads in this world."""
         if "heads_k_stride" in options:
             check_stride(options["heads_k_stride"], kv_heads)
-        for name, known in (("grouping", GROUPINGS), ("reduce", REDUCTIONS), ("ring", RINGS)):
+        for name, known in (
+            ("grouping", GROUPINGS),
+            ("reduce", REDUCTIONS),
+            ("ring", RINGS),
+            ("rotate", ROTATES),
+            ("cp_comm_type", CP_COMM_TYPES),
+        ):
             if name in options and options[name] not in known:
                 raise ValueError(f"{name}={options[name]}: {nearest(str(options[name]), known)}")
         if "node_size" in options:
             node_size(world, options)
         ulysses = self.ulysses(world, options)
-        if heads % ulysses or (kv_heads % ulysses and ulysses % kv_heads):
-            fits = [n for n in range(1, world + 1)
-                    if world % n == 0 and heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]  # fmt: skip
+        repeats = self.exchange != "peer"  # KV heads, where there are fewer than ranks
+
+        def shared(n: int) -> bool:
+            return heads % n == 0 and (kv_heads % n == 0 or (repeats and n % kv_heads == 0))
+
+        if not shared(ulysses):
+            fits = [n for n in range(1, world + 1) if world % n == 0 and shared(n)]
             raise ValueError(
                 f"heads={heads}, kv_heads={kv_heads}: {self.name} gives each of {ulysses} ranks the same number of heads; "
-                f"usp with ulysses_size {' or '.join(map(str, fits))} would work"
+                f"{'usp' if repeats else self.name} with ulysses_size {' or '.join(map(str, fits))} would work"
             )
 
 
@@ -336,11 +354,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
 
 
+def everything() -> dict[str, Variant]:
+    """Our variants and, after them, the peers that they are compared with."""
+    from attention.peers import PEERS  # which are made of variants
+
+    return VARIANTS | {name: peer.variant for name, peer in PEERS.items()}
+
+
 def variant(name: str) -> Variant:
-    """Raises ValueError for an unknown name, with the nearest ones."""
-    if name not in VARIANTS:
-        raise ValueError(f"attention={name!r} is not a variant; {nearest(name, VARIANTS)}")
-    return VARIANTS[name]
+    """One of ours or a peer. Raises ValueError for an unknown name, with the nearest ones."""
+    known = everything()
+    if name not in known:
+        raise ValueError(f"attention={name!r} is not a variant; {nearest(name, known)}")
+    return known[name]
 
 
 def node_size(world: int, options: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from attention import costs
 from attention.masks import Mask
-from attention.variants import VARIANTS, Variant, check_heads, nearest, variant
+from attention.variants import Variant, check_heads, everything, nearest, variant
 from runner import environment
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
@@ -263,8 +263,8 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
 
     Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
     name = cfg.attention.get("name", "")
-    if name not in VARIANTS:
-        raise InvalidConfig(f"attention={name}: not a variant; {nearest(str(name), VARIANTS)}")
+    if name not in everything():
+        raise InvalidConfig(f"attention={name}: not a variant; {nearest(str(name), everything())}")
     chosen = variant(name)
     options = {k: v for k, v in _plain(cfg.attention).items() if k != "name"}
     for option in options:

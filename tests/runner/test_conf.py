@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
-from attention.variants import VARIANTS
+from attention.variants import VARIANTS, everything
 from runner import schema
 from runner.overrides import groups
 from runner.schema import MODELS, TIMING_METHODS
@@ -126,8 +126,8 @@ def test_anything_of_a_workload_may_be_overridden(name):
 
 
 def test_every_variant_has_its_file_with_its_options():
-    assert set(groups()["attention"]) == set(VARIANTS)
-    for name, variant in VARIANTS.items():
+    assert set(groups()["attention"]) == set(everything())
+    for name, variant in everything().items():
         assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options}
 
 
