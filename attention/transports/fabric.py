@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,21 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 SHARED_MEMORY = Path("/dev/shm")
 
 
+@dataclass
+class Shared:
+    """As many bytes on every rank, as this rank sees them: by rank, its own among them. `owner` is what the memory lives
+    as long as."""
+
+    by_rank: list[Tensor]
+    owner: Any = None
+
+
 class Fabric(Protocol):
-    def allocate(self, size: int) -> list[Tensor]:
-        """`size` zeroed bytes on every rank, as the ranks see them: by rank, this one's own among them. Collective."""
+    def allocate(self, size: int) -> Shared:
+        """`size` zeroed bytes on every rank. Collective."""
+
+    def settle(self) -> None:
+        """Return when every rank has done all it has started. Collective."""
 
     def signal(self, flag: Tensor, value: int) -> None:
         """Write `value` to an int32 flag, after all that the current stream did so far."""
@@ -48,15 +61,18 @@ class CudaFabric:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.driver = ctypes.CDLL("libcuda.so.1")
-        self.handles: list[Any] = []
 
-    def allocate(self, size: int) -> list[Tensor]:
-        torch.cuda.synchronize(self.device)
+    def allocate(self, size: int) -> Shared:
         buffer, handle = symmetric_buffer((size,), torch.uint8, self.device, self.group)
         buffer.zero_()
+        self.settle()
+        everyone = range(dist.get_world_size(self.group))
+        return Shared([handle.get_buffer(rank, (size,), torch.uint8) for rank in everyone], (buffer, handle))
+
+    def settle(self) -> None:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
-        return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(self.group))]
+        torch.cuda.synchronize(self.device)
 
     def signal(self, flag: Tensor, value: int) -> None:
         self._enqueue(self.driver.cuStreamWriteValue32_v2, flag, value)
@@ -79,7 +95,7 @@ class HostFabric:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
-    def allocate(self, size: int) -> list[Tensor]:
+    def allocate(self, size: int) -> Shared:
         number, name = tempfile.mkstemp(prefix="attention-", dir=SHARED_MEMORY)
         try:
             os.ftruncate(number, size)
@@ -90,7 +106,10 @@ class HostFabric:
         finally:
             os.close(number)
             os.unlink(name)
-        return mapped
+        return Shared(mapped)
+
+    def settle(self) -> None:
+        dist.barrier(self.group)
 
     def signal(self, flag: Tensor, value: int) -> None:
         flag.fill_(value)

@@ -17,7 +17,7 @@ from attention.phases import phase
 from attention.tensors import token_dim
 from attention.transfers import Intervals
 from attention.transports.collective import Collective
-from attention.transports.fabric import CudaFabric, Fabric, HostFabric, obstacle
+from attention.transports.fabric import CudaFabric, Fabric, HostFabric, Shared, obstacle
 from attention.transports.interface import Done, Handle, Message, Offer
 from attention.transports.queues import CudaQueue, HostQueue, Queue
 
@@ -36,11 +36,11 @@ class Lane:
         self.done = done  # done[p][q]: rank p's flag of its last offer that rank q is done with
         self.number = 0
         self.capacity = 0
-        self.buffers: list[Tensor] = []
+        self.shared = Shared([])
 
     def slot(self, rank: int, number: int) -> Tensor:
         start = number % self.depth * self.capacity
-        return self.buffers[rank][start : start + self.capacity]
+        return self.shared.by_rank[rank][start : start + self.capacity]
 
 
 class Pool:
@@ -51,8 +51,7 @@ class Pool:
         self.fabric: Fabric = CudaFabric(group, device) if device.type == "cuda" else HostFabric(group)
         self.queue: Queue = CudaQueue(device) if device.type == "cuda" else HostQueue()
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
-        flags = [x.view(torch.int32) for x in self.fabric.allocate(LANES * 2 * self.world * 4)]
-        self.flags = [x.view(LANES, 2, self.world).unbind(0) for x in flags]
+        self.flags = self.fabric.allocate(LANES * 2 * self.world * 4)
         self.lanes: dict[str, Lane] = {}
 
     @property
@@ -63,13 +62,15 @@ class Pool:
     def lane(self, what: str, size: int) -> Lane:
         """The lane for offers of that kind, with slots of at least `size` bytes. Collective where it has to grow."""
         if what not in self.lanes:
-            flags = [by_lane[len(self.lanes)] for by_lane in self.flags]
+            n = len(self.lanes)
+            flags = [x.view(torch.int32).view(LANES, 2, self.world)[n] for x in self.flags.by_rank]
             self.lanes[what] = Lane(DEPTHS.get(what, 1), [x[0] for x in flags], [x[1] for x in flags])
         lane = self.lanes[what]
         if size > lane.capacity:
-            lane.buffers = []  # before the larger ones are made
+            self.fabric.settle()
+            lane.shared = Shared([])  # before the larger one is made
             lane.capacity = -(-size // ALIGNMENT) * ALIGNMENT
-            lane.buffers = self.fabric.allocate(lane.capacity * lane.depth)
+            lane.shared = self.fabric.allocate(lane.capacity * lane.depth)
         return lane
 
     def acquire(self, lane: Lane) -> int:
