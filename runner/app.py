@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
 from attention import peers
-from attention import peers
 from runner import display, environment, metrics, results
 from runner.launch import Outcome, Pool, WorldSpec
 from runner.schema import Experiment, InvalidConfig, UnsupportedHere, experiment, identity, run_name, usable_gpus
@@ -89,8 +88,6 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         spec = experiment(cfg, gpus, fresh_seed())
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
-        if reason := peers.missing(spec.variant, spec.device):
-            raise UnsupportedHere(reason)
         if reason := peers.missing(spec.variant, spec.device):
             raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
