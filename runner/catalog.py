@@ -10,20 +10,26 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from rich.markup import escape
 from rich.table import Table
 
 from attention import costs
-from attention.variants import VARIANTS, nearest
-from runner import display, metrics, overrides, schema
+from attention.peers import missing as peer_missing
+from attention.variants import Variant, everything, nearest
+from runner import display, environment, metrics, overrides, schema
 
 
 def attention() -> Table:
-    table = _table("Variants: attention=NAME", "name", "what it is", "when to use it", "can", "options", "source")
-    for v in VARIANTS.values():
+    table = _table(
+        "Variants: attention=NAME", "name", "what it is", "when to use it", "can", "works here", "options", "source"
+    )
+    device = "cuda" if environment.gpu_count() and environment.torch_has_cuda() else "cpu"
+    for v in everything().values():
         can = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
-        can += (["window"] if v.windows else []) + ([] if v.decode else ["packs"])
+        can += (["window"] if v.windows else []) + (["packs"] if v.packs and not v.decode else [])
         options = ", ".join(f"{key}={value}" for key, value in v.options.items())
-        table.add_row(v.name, v.summary, v.use, ", ".join(can), options, v.source)
+        works = _works(peer_missing(v.name, device))
+        table.add_row(v.name, v.summary, v.use, ", ".join(can), works, options, v.source)
     return table
 
 
@@ -63,7 +69,7 @@ def cost(arguments: list[str]) -> Table:
         "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward", "by what",
     )  # fmt: skip
     with initialize_config_module("runner.conf", version_base="1.3"):
-        for name in VARIANTS:
+        for name, v in everything().items():
             if given and name not in given[0].partition("=")[2].split(","):
                 continue
             cfg = compose("config", overrides=["hardware=cuda", *rest, f"attention={name}"])
@@ -72,15 +78,18 @@ def cost(arguments: list[str]) -> Table:
             except (schema.InvalidConfig, schema.UnsupportedHere) as error:
                 table.add_row(name, *[""] * 5, str(error))
                 continue
-            table.add_row(name, *_cost_cells(spec))
+            table.add_row(name, *_cost_cells(spec, v))
     return table
 
 
-def _cost_cells(spec: schema.Experiment) -> list[str]:
-    work, v, shapes = spec.workload, VARIANTS[spec.variant], metrics.shapes(spec)
+def _cost_cells(spec: schema.Experiment, v: Variant) -> list[str]:
+    work, shapes = spec.workload, metrics.shapes(spec)
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, spec.options, work.q_len)
     by_rank = costs.rank_flops(problem, shapes)
     whole = costs.forward_flops(shapes, work.pairs)
+    computed = [display.flop(max(by_rank)), f"{max(by_rank) * problem.ranks / whole:.2f}"]
+    if v.exchange == "peer":
+        return [*computed, "", "", "", "unknown: the package's own exchange"]
     forward, backward = (
         [costs.bytes_received(v, problem, shapes, rank, which, spec.options) for rank in range(problem.ranks)]
         for which in (False, True)
@@ -90,8 +99,7 @@ def _cost_cells(spec: schema.Experiment) -> list[str]:
     peak = max(costs.peak_bytes(v, problem, shapes, rank, spec.options) for rank in range(problem.ranks))
     parts = ", ".join(f"{what} {display.gib(n)}" for what, n in most.items() if n)
     return [
-        display.flop(max(by_rank)),
-        f"{max(by_rank) * problem.ranks / whole:.2f}",
+        *computed,
         display.gib(sum(most.values())),
         back,
         display.gib(peak),
@@ -128,7 +136,7 @@ def _device() -> str:
 
 
 def _works(reason: str | None) -> str:
-    return "yes" if reason is None else f"no: {reason}"
+    return "yes" if reason is None else escape(f"no: {reason}")
 
 
 def _group(name: str) -> Table:

@@ -229,7 +229,8 @@ class _exact_matmul:
 def _local(inputs: dict[str, Tensor], spec: Workload, experiment: Experiment, work: AttentionWork) -> dict[str, Tensor]:
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     shape = Shape.of(q, k)
-    kernel = select(experiment.kernel, shape, (spec.mask,)) if experiment.kernel == "auto" else work.plan.kernel
+    own = experiment.kernel == "auto" and work.fn.variant.exchange != "peer"  # a peer's auto is not ours
+    kernel = select(experiment.kernel, shape, (spec.mask,)) if own else work.plan.kernel
     call = _call(spec, q.device)
     out, lse = kernel.forward(q, k, v, call)
     found = {"out": out}

@@ -49,13 +49,14 @@ def compute(experiment: Experiment, median_ms: dict[str, float], ceilings: dict[
         ]
     for which, ms in median_ms.items():
         seconds = ms / 1e3
-        received = _received(chosen, problem, sizes, which, experiment.options)
-        most = max(sum(r.values()) for r in received)
+        # a peer's own exchange is not read off a schedule
+        received = None if chosen.exchange == "peer" else _received(chosen, problem, sizes, which, experiment.options)
+        most = max(sum(r.values()) for r in received) if received is not None else None
         entry = {
             "tokens_per_s": work.batch * work.queries / seconds,
             "tflops_per_device": whole[which] / seconds / experiment.world_size / 1e12,
             "bytes_received_by_rank": received,
-            "received_gb_s": most / seconds / 1e9,
+            "received_gb_s": most / seconds / 1e9 if most is not None else None,
         }
         if ceilings:
             entry |= _limit(problem, sizes, which, max(by_rank), most, ceilings, ms)
@@ -80,7 +81,7 @@ def _limit(
     sizes: costs.Shapes,
     which: str,
     most_flops: int,
-    most_bytes: int,
+    most_bytes: int | None,
     ceilings: dict[str, float],
     ms: float,
 ) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _limit(
     terms = {
         "compute": most_flops * times / ceilings["matmul_tflops"] / 1e9,
         "memory": moved / ceilings["copy_gb_s"] / 1e6,
-        "communication": most_bytes / ceilings["link_gb_s"] / 1e6 if ceilings.get("link_gb_s") else 0.0,
+        "communication": most_bytes / ceilings["link_gb_s"] / 1e6 if most_bytes and ceilings.get("link_gb_s") else 0.0,
     }
     binding = max(terms, key=lambda term: terms[term])
     return {"limit_ms": terms[binding], "limited_by": binding, "sol": terms[binding] / ms}

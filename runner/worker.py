@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attention import costs, transports
+from attention.peers.calls import served
 from attention.phases import Recorder, recording
 from runner import ceilings, environment, metrics, phases, profile, timing
 from runner.correctness import check
@@ -51,6 +52,9 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     work = _together(me, lambda: AttentionWork(me, spec, build(spec)))
     transport = work.plan.transport
     result["chosen"] = {"kernel": work.plan.kernel.name, "transport": transport.name, "note": transport.note}
+    peer = work.fn.variant.exchange == "peer"
+    if peer:
+        result["chosen"]["note"] = served(spec.variant, work.plan.kernel.name)
     iteration_s = _estimate(me, spec, work)
     result["estimate"] = {"iteration_ms": iteration_s * 1e3}
     if spec.check["enabled"]:
@@ -68,7 +72,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     result["memory"] = _memory(me, work)
     slowest = result["timing"]["passes"]
     result["metrics"] = metrics.compute(spec, {which: s["median"] for which, s in slowest.items()}, limits)
-    if spec.phases:
+    if spec.phases and not peer:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
         total_ms = sum(slowest[which]["median"] for which in work.passes)
         rows = _phases(me, work, watch, max(1, min(PHASE_RUNS, int(PHASES_S * 1e3 / total_ms))))
