@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
+from attention import rates
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
@@ -73,9 +77,10 @@ _ALL: list[Kernel] = [
 ]
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 
-# fastest first, by measured forward and backward rates on each kind of device
+# what `auto` takes, fastest first, where the table of measured rates does not know the GPU. Not flex, which compiles for
+# each shape, nor xformers, which has FlashAttention-2's kernels and copies.
 FASTEST = {
-    "cuda": ("flash4", "sdpa_cudnn", "flash2", "sdpa_efficient", "math"),
+    "cuda": ("flash4", "sdpa_cudnn", "flash3", "flash2", "sdpa_efficient", "math"),
     "cpu": ("sdpa_flash", "math"),
 }
 
@@ -89,15 +94,29 @@ def refusal(kernel: Kernel, shape: Shape, mask: Mask) -> str | None:
     return kernel.missing(shape.device) or kernel.refuses(shape, mask)
 
 
+def preference(shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> tuple[str, ...]:
+    """The kernels that `auto` tries, in order: those measured for such calls on this GPU, then the rest of `FASTEST`."""
+    fastest = FASTEST.get(shape.device, FASTEST["cpu"])
+    if shape.device != "cuda":
+        return fastest
+    call = rates.class_of(shape, masks)
+    measured = rates.order(rates.table(), gpu_name(), call, shape.backward) if call else []
+    first = ("decode",) if decode else ()
+    return tuple(dict.fromkeys([*first, *(name for name in measured if name in fastest), *fastest]))
+
+
+@cache
+def gpu_name() -> str:
+    """As the table of rates calls this machine's GPU; empty where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
 def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> Kernel:
     """The kernel of that name, or for `auto` the fastest that does all of a schedule's masks; `decode`: with few queries.
 
     Raises ValueError for an unknown name, UnsupportedCall when the kernel can't do the call, naming those that can."""
     if name == "auto":
-        order = FASTEST.get(shape.device, FASTEST["cpu"])
-        if decode and shape.device == "cuda":
-            order = ("decode", *order)
-        for candidate in order:
+        for candidate in preference(shape, masks, decode):
             if not any(refusal(KERNELS[candidate], shape, mask) for mask in masks):
                 if candidate == "sdpa_cudnn" and shape.packed:
                     continue  # one call a sequence: slower than a kernel that takes the pack

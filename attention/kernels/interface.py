@@ -76,10 +76,12 @@ class Shape:
     head_dim: int
     packed: bool = False
     backward: bool = True
+    tokens: int | None = None  # of queries in a call, of all sequences; None: unknown, taken for many
 
     @staticmethod
     def of(q: Tensor, k: Tensor) -> Shape:
-        return Shape(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], q.dim() == 3, q.requires_grad)
+        packed, tokens = q.dim() == 3, q.shape[-3]
+        return Shape(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], packed, q.requires_grad, tokens)
 
 
 class Kernel(Protocol):

@@ -214,7 +214,9 @@ def test_cudnn_has_no_window_and_no_wide_dtypes():
 def test_a_shape_is_read_off_the_tensors():
     q, k = normal(2, 5, 8, 64, dtype=torch.bfloat16, seed=0), normal(2, 7, 2, 64, dtype=torch.bfloat16, seed=1)
     assert Shape.of(q, k) == Shape("cpu", torch.bfloat16, 8, 2, 64, packed=False, backward=False, tokens=5)
-    assert Shape.of(q[0].requires_grad_(), k[0]) == Shape("cpu", torch.bfloat16, 8, 2, 64, packed=True, backward=True, tokens=5)
+    assert Shape.of(q[0].requires_grad_(), k[0]) == Shape(
+        "cpu", torch.bfloat16, 8, 2, 64, packed=True, backward=True, tokens=5
+    )
 
 
 def test_a_packed_call_carries_its_cumulated_lengths():

@@ -1,0 +1,287 @@
+"""`python -m runner.calibrate`: measures the kernels that `auto` chooses among, for each class of call, on this GPU, and
+prints the table; `--write` renews the package's own, `--output FILE` another. Each kernel is first compared with a
+reference, and one that fails, runs out of memory or refuses is not ranked. Classes not reached within `--limit-s` keep
+what the table had."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention import costs, rates
+from attention.masks import CAUSAL, FULL, Mask
+from attention.rates import CallClass, Rate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attention.kernels import Call, Kernel
+
+CHOICES = {
+    "length": ("long", "short"),
+    "layout": ("dense", "packed"),
+    "mask": ("causal", "full", "window"),
+    "heads": ("gqa", "mha"),
+    "head_dim": (128, 64, 256),
+}
+TOLERANCES = (5e-3, 1e-2)  # relative L2 of out and lse, and of gradients, for bf16
+SAMPLES = 15
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash-attn-3")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    batch: int
+    lengths: tuple[int, ...]  # of a pack's sequences; one for a dense call
+    heads: int
+    kv_heads: int
+    window: int
+
+    def mask(self, name: str) -> Mask:
+        return {"full": FULL, "causal": CAUSAL, "window": Mask(self.window, 0)}[name]
+
+    def pairs(self, name: str) -> int:
+        return sum(self.mask(name).pairs(n, n) for n in self.lengths)
+
+
+def classes(**chosen: Sequence[Any]) -> list[CallClass]:
+    """All classes of the chosen values, what matters most first."""
+    values = {name: chosen.get(name) or every for name, every in CHOICES.items()}
+    return [
+        CallClass(**dict(zip(values, found, strict=True)))  # type: ignore[arg-type]
+        for found in itertools.product(*values.values())
+    ]
+
+
+def sizes(call: CallClass, tiny: bool = False) -> Sizes:
+    """What stands for a class: 16K tokens of 32 heads (16 of head dim 256) in all, 2K to a sequence where it is short. A
+    pack is of unequal sequences. `tiny` is for a CPU."""
+    heads = 4 if tiny else 16 if call.head_dim > 128 else 32
+    kv_heads = heads if call.heads == "mha" else heads // 4
+    tokens, batch = (16384, 1) if call.length == "long" else (2048, 8)
+    if tiny:
+        tokens, batch = (64, 1) if call.length == "long" else (32, 2)
+    window = tokens // 4
+    if call.layout == "dense":
+        return Sizes(batch, (tokens,), heads, kv_heads, window)
+    shares = (4, 6, 2, 1, 3)
+    return Sizes(1, tuple(tokens * share // sum(shares) for share in shares), heads, kv_heads, window)
+
+
+def checked(call: CallClass, tiny: bool = False) -> Sizes:
+    """Small and odd lengths of the same class, for the comparison with the reference."""
+    full = sizes(call, tiny)
+    lengths = (33, 1, 50) if tiny else (1000,) if call.layout == "dense" else (301, 1, 650)
+    if call.layout == "dense":
+        lengths = lengths[:1]
+    return Sizes(1, lengths, full.heads, full.kv_heads, lengths[0] // 3)
+
+
+class Work:
+    """One kernel's passes over seeded inputs, as what the timing methods time."""
+
+    passes: tuple[str, ...] = ("forward", "backward")
+
+    def __init__(self, kernel: Kernel, call: CallClass, given: Sizes, device: str):
+        self.kernel = kernel
+        self.q, self.k, self.v, self.dout, self.call = inputs(call, given, device)
+        self.result = kernel.forward(self.q, self.k, self.v, self.call)
+
+    def run(self, which: str) -> None:
+        if which == "forward":
+            self.result = self.kernel.forward(self.q, self.k, self.v, self.call)
+        else:
+            self.kernel.backward(self.dout, self.q, self.k, self.v, *self.result, self.call)
+
+    def repeat(self, which: str, times: int) -> None:
+        for _ in range(times):
+            self.run(which)
+
+
+def inputs(call: CallClass, given: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Call]:
+    """(q, k, v, dout, the kernel call), bf16."""
+    import torch
+
+    from attention.kernels import Call
+
+    scale, mask, tokens = call.head_dim**-0.5, given.mask(call.mask), sum(given.lengths)
+    generator = torch.Generator(device).manual_seed(tokens)
+    leading = (tokens,) if call.layout == "packed" else (given.batch, tokens)
+    q, k, v, dout = (
+        torch.randn((*leading, h, call.head_dim), device=device, generator=generator).to(torch.bfloat16)
+        for h in (given.heads, given.kv_heads, given.kv_heads, given.heads)
+    )
+    if call.layout == "packed":
+        made = Call.of_packed(scale, mask, given.lengths, given.lengths, q.device)
+    else:
+        made = Call(scale, mask)
+    return q, k, v, dout, made
+
+
+def worst_error(kernel: Kernel, call: CallClass, given: Sizes, device: str) -> str | None:
+    """Which result misses its tolerance against plain attention in fp32, with its error; None when all are right."""
+    import torch
+
+    from attention.kernels import KERNELS
+
+    q, k, v, dout, made = inputs(call, given, device)
+    out, lse = kernel.forward(q, k, v, made)
+    found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, made))
+    q_, k_, v_, dout_ = (x.float() for x in (q, k, v, dout))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        expected_out, expected_lse = KERNELS["math"].forward(q_, k_, v_, made)
+        grads = KERNELS["math"].backward(dout_, q_, k_, v_, expected_out, expected_lse, made)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, x, expected in zip(names, found, (expected_out, expected_lse, *grads), strict=True):
+        error = ((x.float() - expected).norm() / expected.norm()).item()
+        if not error < TOLERANCES[name.startswith("d")]:  # NaN too
+            return f"incorrect: {name} is off by {error:.2g}"
+    return None
+
+
+def measure(
+    kernel: Kernel, call: CallClass, device: str, tiny: bool, samples: int = SAMPLES
+) -> tuple[float, float] | str:
+    """(forward, backward) TFLOP/s from the medians of `samples` calls with a flushed L2, or why there are none."""
+    import torch
+
+    from attention.kernels import Shape, refusal
+    from runner import statistics, timing
+
+    given = sizes(call, tiny)
+    packed = call.layout == "packed"
+    shape = Shape(device, torch.bfloat16, given.heads, given.kv_heads, call.head_dim, packed)
+    reason = refusal(kernel, shape, given.mask(call.mask))
+    if reason:
+        return reason
+    try:
+        reason = worst_error(kernel, call, checked(call, tiny), device)
+        if reason:
+            return reason
+        work = Work(kernel, call, given, device)
+        if device == "cuda":
+            watch: timing.Stopwatch = timing.CudaStopwatch(torch.device("cuda"), together=False)
+            flush = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
+        else:
+            watch, flush = timing.CpuStopwatch(None), None
+        timing.warm(work, watch, 3, 0 if tiny else 50, lambda done: done)
+        taken = timing.sample(work, watch, samples, flush)
+    except Exception as error:  # one kernel that fails must not end the rest
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    shapes = costs.Shapes(given.batch, given.heads, given.kv_heads, call.head_dim, 2)
+    flops = costs.forward_flops(shapes, given.pairs(call.mask))
+    forward, backward = (statistics.quantile(sorted(taken[which]), 0.5) for which in work.passes)
+    return flops / forward / 1e9, costs.BACKWARD * flops / backward / 1e9
+
+
+def calibrate(
+    wanted: Sequence[CallClass],
+    kernels: Sequence[str],
+    one: Callable[[str, CallClass], tuple[float, float] | str],
+    gpu: str,
+    versions: str,
+    seconds_left: Callable[[], float],
+) -> Iterator[tuple[CallClass, list[Rate], dict[str, str]]]:
+    """(class, its rates, why others have none) of each class in turn, until the time is up; a class that the time cuts
+    short is left out, since half an order is none. `one` measures a kernel."""
+    for call in wanted:
+        found, reasons = [], {}
+        for name in kernels:
+            if seconds_left() <= 0:
+                return
+            result = one(name, call)
+            if isinstance(result, str):
+                reasons[name] = result
+            else:
+                found.append(Rate(gpu, call, name, *result, versions))
+        yield call, found, reasons
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m runner.calibrate", description=__doc__)
+    made.add_argument("--write", action="store_true", help="renew the package's table, which `auto` reads")
+    made.add_argument("--output", type=Path, help="renew the table in this file")
+    made.add_argument("--hardware", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to try the program")
+    made.add_argument("--limit-s", type=float, default=480, help="stop after so many seconds (default 480)")
+    made.add_argument("--samples", type=int, default=SAMPLES)
+    made.add_argument("--kernels", nargs="+", metavar="NAME", help="default: what auto chooses among")
+    for name, every in CHOICES.items():
+        kind = int if name == "head_dim" else str
+        made.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=kind, choices=every, help="default: all")
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    asked = parser().parse_args(arguments)
+    if asked.write and asked.hardware == "cpu":
+        print("--write: the package's table is of GPUs; with --hardware cpu give --output FILE", file=sys.stderr)
+        return 2
+    import torch
+
+    from attention.kernels import FASTEST, KERNELS, gpu_name
+
+    if asked.hardware == "cuda" and not torch.cuda.is_available():
+        print("no CUDA GPU here: --hardware cpu tries the program with tiny sizes", file=sys.stderr)
+        return 2
+    names = asked.kernels or [name for name in FASTEST[asked.hardware] if name != "math"]
+    unknown = [name for name in names if name not in KERNELS]
+    if unknown:
+        print(f"--kernels {' '.join(unknown)}: no such kernel; there are {', '.join(KERNELS)}", file=sys.stderr)
+        return 2
+    tiny = asked.hardware == "cpu"
+    wanted = classes(**{name: getattr(asked, name) for name in CHOICES})
+    stop = time.monotonic() + asked.limit_s
+    made: list[Rate] = []
+    done = 0
+    for call, found, reasons in calibrate(
+        wanted,
+        names,
+        lambda name, call: measure(KERNELS[name], call, asked.hardware, tiny, asked.samples),
+        gpu_name() or "cpu",
+        versions(),
+        lambda: stop - time.monotonic(),
+    ):
+        made += found
+        done += 1
+        ranked = sorted(found, key=lambda r: r.seconds_per_tflop(True))
+        print(f"{call}: " + ", ".join(f"{r.kernel} {r.forward:.0f}/{r.backward:.0f}" for r in ranked), flush=True)
+        for name, reason in reasons.items():
+            print(f"    {name}: {reason}", flush=True)
+    if done < len(wanted):
+        print(f"{done} of {len(wanted)} classes within {asked.limit_s:g} s; --limit-s gives more", file=sys.stderr)
+    for path in (rates.path() if asked.write else None, asked.output):
+        if path is not None:
+            old = rates.parse(path.read_text()) if path.exists() else []
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(rates.render(rates.renewed(old, made)))
+            print(f"written: {path}")
+    if not asked.write and asked.output is None:
+        print(rates.render(made), end="")
+    return 0 if made else 1
+
+
+def versions() -> str:
+    """The versions that a rate depends on, in a line."""
+    from runner import environment
+
+    found = {name: environment.host()["packages"].get(name) for name in PACKAGES}
+    import torch
+
+    found |= {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
+    return " ".join(f"{name}={version}" for name, version in found.items() if version)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
