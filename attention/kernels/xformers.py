@@ -110,6 +110,10 @@ def package() -> tuple[ModuleType | None, str]:
             return None, f"needs the package xformers: {INSTALL}"
         with _without_a_partial_flash_attn():
             fmha = importlib.import_module("xformers.ops.fmha")
+        built = importlib.import_module("xformers._cpp_lib")
+        if not built._built_with_cuda:  # its operators refuse every call then
+            why = " ".join(str(built._cpp_library_load_exception).split("\n  ")[:2])
+            return None, f"xformers' extension does not load here ({why}); take the xformers made for this PyTorch"
         for operator in (fmha.flash.FwOp, fmha.flash.BwOp):
             if not operator.is_available():
                 return None, f"this xformers has no operator {operator.NAME} for this PyTorch; {INSTALL}"
