@@ -15,7 +15,8 @@ from attention.executors.plan import Plan
 from attention.merge import empty_result
 from attention.phases import phase
 from attention.schedules import length
-from attention.tensors import add_, put_, room, take, token_dim, wide
+from attention.sums import sum_parts
+from attention.tensors import put_, room, take, token_dim
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 from attention.variants import check_stride
@@ -31,11 +32,19 @@ class HeadGroup:
     q_stop: int
 
 
-def head_groups(heads: int, kv_heads: int, stride: int | None) -> list[HeadGroup]:
-    """Raises ValueError when the stride does not divide the KV heads."""
-    stride = check_stride(stride, kv_heads)
+def head_groups(heads: int, kv_heads: int, stride: int | None, pulls: bool = False) -> list[HeadGroup]:
+    """`stride` KV heads at a time. None: all at once where all are sent together anyway; where they are pulled, a small
+    group first, since the compute waits for it, a small one last, since its gradients' way home is waited for, and the
+    rest between.
+
+    Raises ValueError when the stride does not divide the KV heads."""
+    sizes = [check_stride(stride, kv_heads)] * (kv_heads // check_stride(stride, kv_heads))
+    if stride is None and pulls and kv_heads >= 4:
+        small = kv_heads // 4
+        sizes = [small, kv_heads - 2 * small, small]
     ratio = heads // kv_heads
-    return [HeadGroup(h, h + stride, h * ratio, (h + stride) * ratio) for h in range(0, kv_heads, stride)]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [HeadGroup(a, a + n, a * ratio, (a + n) * ratio) for a, n in zip(starts, sizes, strict=True)]
 
 
 Saved = tuple[Tensor, ...]
@@ -59,7 +68,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """q in the schedule's q layout, k and v this rank's shards. Returns (out, lse) for q."""
     step = plan.steps[0]
-    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"])
+    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls)
     out = torch.empty_like(q)
     lse = empty_result(q[..., :0])[1]
     if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
@@ -72,9 +81,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
                 incoming = source.fetch(i + 1)
             heads = slice(group.q_start, group.q_stop)
             with phase("comp_block", i):
-                for where, o, part_lse in grouping.forward(q[..., heads, :], keys, values, step.calls, plan):
-                    put_(out[..., heads, :], where, o)
-                    put_(lse[..., heads, :], where, part_lse, -1)
+                grouping.forward(
+                    q[..., heads, :], keys, values, step.calls, plan, (out[..., heads, :], lse[..., heads, :])
+                )
     return out, lse
 
 
@@ -83,7 +92,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout, q, out and lse in the schedule's q layout. Returns dq in that layout, dk and dv of this rank's shards."""
     step = plan.steps[0]
-    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"])
+    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls)
     once = _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
     dq = torch.empty_like(q) if once else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) for x in (k, v))
@@ -95,32 +104,13 @@ def _backward(
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
             heads = slice(group.q_start, group.q_stop)
-            sums: list[Tensor] | None = None
-            for each in step.calls:
-                with phase("comp_block", i):
-                    dq_, dk_, dv_ = plan.kernel.backward(
-                        take(dout[..., heads, :], each.q),
-                        take(q[..., heads, :], each.q),
-                        take(keys, each.k),
-                        take(values, each.k),
-                        take(out[..., heads, :], each.q),
-                        take(lse[..., heads, :], each.q, -1),
-                        each.call,
-                    )
-                    put_(dq[..., heads, :], each.q, dq_)
-                with phase("comp_merge", i):
-                    if len(step.calls) == 1 and each.k == ((0, step.n_keys),):
-                        sums = [dk_, dv_]
-                    else:
-                        if sums is None:
-                            sums = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (keys, values)]
-                        add_(sums[0], each.k, dk_)
-                        add_(sums[1], each.k, dv_)
-            if sums is None:  # this rank's queries see nothing
-                sums = [torch.zeros_like(keys), torch.zeros_like(values)]
+            home = _Return(keys, plan, group, i)
+            mine = (dout[..., heads, :], q[..., heads, :], out[..., heads, :], lse[..., heads, :], dq[..., heads, :])
+            home.compute(*mine, keys, values)
             if returning is not None:
                 returning.finish(dk, dv)
-            returning = _Return([s.to(k.dtype) for s in sums], k, plan, group, i)
+            home.start()
+            returning = home
     if returning is not None:
         returning.finish(dk, dv)
     return dq, dk, dv
@@ -217,30 +207,63 @@ class _AllGathered:
 
 
 class _Return:
-    """dk and dv of one head group on their way home; `finish` sums them in fp32."""
+    """dk and dv of one head group: computed, sent home and summed there, in fp32 at each place."""
 
-    def __init__(self, sums: list[Tensor], k: Tensor, plan: Plan, group: HeadGroup, step: int):
-        self.group, self.step, self.sums = group, step, sums
+    def __init__(self, keys: Tensor, plan: Plan, group: HeadGroup, number: int):
+        self.plan, self.group, self.number = plan, group, number
         self.moving = gather_move(plan.problem, plan.rank)
-        route = self.moving.route.reversed()
-        mine = k[..., group.k_start : group.k_stop, :]
+        self.most = plan.steps[0].most
+        self.sums = plan.transport.room("dkv", [keys.shape, keys.shape], keys, self.most)
+
+    def compute(
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        """All calls of the step; writes dq, and this rank's dk and dv of the gathered keys."""
+        everything = ((0, keys.shape[token_dim(keys)]),)
+        # a call that sees every key writes its dk and dv where they are sent from, the others are added to it
+        calls = sorted(self.plan.steps[0].calls, key=lambda each: each.k != everything)
+        parts: list[tuple[Intervals, Tensor, Tensor]] = []
+        for each in calls:
+            whole = not parts and each.k == everything
+            with phase("comp_block", self.number):
+                target = take(dq, each.q) if len(each.q) == 1 else room(dq, length(each.q))
+                dkv = self.sums if whole else [room(keys, length(each.k)) for _ in self.sums]
+                self.plan.kernel.backward(
+                    take(dout, each.q),
+                    take(q, each.q),
+                    take(keys, each.k),
+                    take(values, each.k),
+                    take(out, each.q),
+                    take(lse, each.q, -1),
+                    each.call,
+                    into=(target, dkv[0], dkv[1]),
+                )
+                if len(each.q) > 1:
+                    put_(dq, each.q, target)
+            parts.append((each.k, dkv[0], dkv[1]))
+        if len(parts) == 1 and parts[0][0] == everything:
+            return
+        with phase("comp_merge", self.number):
+            for i, total in enumerate(self.sums):
+                sum_parts(total, [(pair[i], places) for places, *pair in parts])
+
+    def start(self) -> None:
+        plan, route = self.plan, self.moving.route.reversed()
         self.received = []
         receives = []
         for piece in route.receives:
-            parts = [room(mine, length(piece.target)) for _ in sums]
+            parts = [room(x, length(piece.target)) for x in self.sums]
             self.received.append((piece.target, parts))
             receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
-        with closing(plan.transport.offer("dkv", sums, plan.steps[0].most)) as offer:
-            self.handle = offer.fetch(plan.messages(route.sends), receives, step)
+        with closing(plan.transport.offer("dkv", self.sums, self.most)) as offer:
+            self.handle = offer.fetch(plan.messages(route.sends), receives, self.number)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
         self.handle.wait()
-        with phase("comp_merge", self.step):
+        with phase("comp_merge", self.number):
             for i, grad in enumerate((dk, dv)):
-                grad = grad[..., self.group.k_start : self.group.k_stop, :]
-                total = torch.zeros(grad.shape, dtype=wide(grad.dtype), device=grad.device)
-                for here, place in self.moving.local:
-                    add_(total, (here,), take(self.sums[i], (place,)))
-                for places, parts in self.received:
-                    add_(total, places, parts[i])
-                grad.copy_(total)
+                parts: list[tuple[Tensor, Intervals]] = [
+                    (take(self.sums[i], (place,)), (here,)) for here, place in self.moving.local
+                ]
+                parts += [(pair[i], places) for places, pair in self.received]
+                sum_parts(grad[..., self.group.k_start : self.group.k_stop, :], parts)

@@ -3,7 +3,6 @@ chunk), `packed` (one call for all of them) or `fused` (our Triton kernel, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,30 +10,38 @@ from torch import Tensor
 
 from attention.executors.plan import LocalCall, Plan
 from attention.kernels import KERNELS, Call, UnsupportedCall
-from attention.tensors import take
+from attention.tensors import put_, take
 from attention.transfers import Intervals
 
-Result = tuple[Intervals, Tensor, Tensor]  # of these queries: out and lse
+Into = tuple[Tensor, Tensor]  # out and lse of all the rank's queries
 
 
-def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan) -> Iterator[Result]:
-    """The partial results of all calls of a step, over disjoint queries."""
+def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
+    """All calls of a step, over disjoint queries, whose out and lse are written to `into`."""
     how = plan.options.get("grouping", "separate")
     if how == "separate" or len(calls) < 2 or len({each.call.mask for each in calls}) > 1:
-        yield from _separate(q, keys, values, calls, plan)
+        _separate(q, keys, values, calls, plan, into)
     elif how == "packed":
-        yield _packed(q, keys, values, calls, plan)
+        _packed(q, keys, values, calls, plan, into)
     else:
-        yield from _fused(q, keys, values, calls, plan)
+        _fused(q, keys, values, calls, plan, into)
 
 
-def _separate(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan) -> Iterator[Result]:
+def _put(into: Into, rows: Intervals, out: Tensor, lse: Tensor) -> None:
+    put_(into[0], rows, out)
+    put_(into[1], rows, lse, -1)
+
+
+def _separate(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
     for each in calls:
-        out, lse = plan.kernel.forward(take(q, each.q), take(keys, each.k), take(values, each.k), each.call)
-        yield each.q, out, lse
+        qkv = (take(q, each.q), take(keys, each.k), take(values, each.k))
+        if len(each.q) == 1:
+            plan.kernel.forward(*qkv, each.call, into=(take(into[0], each.q), take(into[1], each.q, -1)))
+        else:
+            _put(into, each.q, *plan.kernel.forward(*qkv, each.call))
 
 
-def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan) -> Result:
+def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
     """One varlen call; a prefix that several chunks see lies in it as often."""
     rows = tuple(interval for each in calls for interval in each.q)
     columns = tuple(interval for each in calls for interval in each.k)
@@ -43,8 +50,8 @@ def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...
         q_lengths = [n for each in calls for n in each.call.q_lengths or ()]
         k_lengths = [n for each in calls for n in each.call.k_lengths or ()]
         call = Call.of_packed(plan.scale, first.mask, q_lengths, k_lengths, q.device)
-        out, lse = plan.kernel.forward(take(q, rows), take(keys, columns), take(values, columns), call)
-        return rows, out, lse
+        _put(into, rows, *plan.kernel.forward(take(q, rows), take(keys, columns), take(values, columns), call))
+        return
     batch = q.shape[0]
     q_lengths = [b - a for a, b in rows] * batch
     k_lengths = [b - a for a, b in columns] * batch
@@ -52,17 +59,16 @@ def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...
     out, lse = plan.kernel.forward(
         take(q, rows).flatten(0, 1), take(keys, columns).flatten(0, 1), take(values, columns).flatten(0, 1), call
     )
-    return rows, out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    _put(into, rows, out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1))
 
 
-def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan) -> Iterator[Result]:
+def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
     from attention.kernels.triton_grouped import grouped_forward
 
     if q.dim() == 4:
         rows = tuple(interval for each in calls for interval in each.q)
         ends = [each.k[0][1] for each in calls]
-        out, lse = grouped_forward(take(q, rows), keys, values, ends, plan.scale)
-        yield rows, out, lse
+        _put(into, rows, *grouped_forward(take(q, rows), keys, values, ends, plan.scale))
         return
     for chunks in zip(*(_by_sequence(each) for each in calls), strict=True):  # a sequence of the pack, all its chunks
         rows = tuple(row for row, _ in chunks)
@@ -72,7 +78,7 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...]
         out, lse = grouped_forward(
             take(q, rows)[None], take(keys, prefix)[None], take(values, prefix)[None], ends, plan.scale
         )
-        yield rows, out[0], lse[0]
+        _put(into, rows, out[0], lse[0])
 
 
 def _by_sequence(each: LocalCall) -> list[tuple[tuple[int, int], tuple[int, int]]]:

@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,11 +38,11 @@ class Fabric(Protocol):
     def settle(self) -> None:
         """Return when every rank has done all it has started. Collective."""
 
-    def signal(self, flag: Tensor, value: int) -> None:
-        """Write `value` to an int32 flag, after all that the current stream did so far."""
+    def signal(self, flags: Sequence[Tensor], value: int) -> None:
+        """Write `value` to int32 flags, after all that the current stream did so far."""
 
-    def wait(self, flag: Tensor, value: int) -> None:
-        """The current stream (on a CPU the calling thread) waits until an int32 flag of its own is at least `value`."""
+    def wait(self, flags: Sequence[Tensor], value: int) -> None:
+        """The current stream (on a CPU the calling thread) waits until each of its own int32 flags is at least `value`."""
 
 
 def symmetric_buffer(
@@ -52,6 +53,21 @@ def symmetric_buffer(
 
     buffer = symmetric.empty(shape, dtype=dtype, device=device)
     return buffer, symmetric.rendezvous(buffer, group.group_name)
+
+
+WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+
+
+class _StreamOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, of a wait or a write."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("rest", ctypes.c_uint64 * 2),
+    )
 
 
 class CudaFabric:
@@ -74,19 +90,19 @@ class CudaFabric:
         dist.barrier(self.group, device_ids=[self.device.index])
         torch.cuda.synchronize(self.device)
 
-    def signal(self, flag: Tensor, value: int) -> None:
-        self._enqueue(self.driver.cuStreamWriteValue32_v2, flag, value)
+    def signal(self, flags: Sequence[Tensor], value: int) -> None:
+        self._enqueue(WRITE, flags, value)
 
-    def wait(self, flag: Tensor, value: int) -> None:
-        self._enqueue(self.driver.cuStreamWaitValue32_v2, flag, value)  # flags 0: until it is at least the value
+    def wait(self, flags: Sequence[Tensor], value: int) -> None:
+        self._enqueue(WAIT, flags, value)
 
-    def _enqueue(self, operation: Any, flag: Tensor, value: int) -> None:
+    def _enqueue(self, operation: int, flags: Sequence[Tensor], value: int) -> None:
+        # condition 0 of a wait: until it is at least the value; of a write: after all memory operations before it
+        batch = (_StreamOperation * len(flags))(*(_StreamOperation(operation, x.data_ptr(), value, 0) for x in flags))
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        error = operation(
-            ctypes.c_void_p(stream), ctypes.c_uint64(flag.data_ptr()), ctypes.c_uint32(value), ctypes.c_uint(0)
-        )
+        error = self.driver.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(flags), batch, 0)
         if error:
-            raise RuntimeError(f"{operation.__name__} failed with CUDA error {error}")
+            raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
 
 
 class HostFabric:
@@ -111,11 +127,12 @@ class HostFabric:
     def settle(self) -> None:
         dist.barrier(self.group)
 
-    def signal(self, flag: Tensor, value: int) -> None:
-        flag.fill_(value)
+    def signal(self, flags: Sequence[Tensor], value: int) -> None:
+        for flag in flags:
+            flag.fill_(value)
 
-    def wait(self, flag: Tensor, value: int) -> None:
-        while int(flag) < value:
+    def wait(self, flags: Sequence[Tensor], value: int) -> None:
+        while any(int(flag) < value for flag in flags):
             time.sleep(20e-6)
 
 

@@ -20,6 +20,9 @@ class Queue(Protocol):
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
         """Start `run`, which uses `tensors`; `after` is done by whoever waits, once it is over."""
 
+    def then(self, run: Work) -> None:
+        """`run` follows what was issued, and waits for nothing else."""
+
 
 class HostQueue:
     """One thread, so that transfers run beside the compute and their true duration is seen there."""
@@ -29,6 +32,9 @@ class HostQueue:
 
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
         return _HostHandle(self.thread.submit(run), what, step, after)
+
+    def then(self, run: Work) -> None:
+        self.thread.submit(run)
 
 
 class _HostHandle:
@@ -58,6 +64,10 @@ class CudaQueue:
             done.record()
         return _CudaHandle(done, list(tensors), what, step, after)
 
+    def then(self, run: Work) -> None:
+        with torch.cuda.stream(self.stream):
+            run()
+
 
 class _CudaHandle:
     """Holds the tensors until they were waited for: the allocator knows only the caller's stream."""
@@ -72,3 +82,36 @@ class _CudaHandle:
         if self.after is not None:
             self.after()
             self.after = None
+
+
+class Aside(Protocol):
+    """Small operations that the caller's stream must not be held up by."""
+
+    def before(self, run: Work) -> None:
+        """What the caller's stream does next is done after `run`."""
+
+    def after(self, run: Work) -> None:
+        """`run` is done after all that the caller's stream did so far, which does not wait for it."""
+
+
+class HostAside:
+    def before(self, run: Work) -> None:
+        run()
+
+    def after(self, run: Work) -> None:
+        run()
+
+
+class CudaAside:
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+
+    def before(self, run: Work) -> None:
+        with torch.cuda.stream(self.stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def after(self, run: Work) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run()

@@ -19,7 +19,7 @@ from attention.transfers import Intervals
 from attention.transports.collective import Collective
 from attention.transports.fabric import CudaFabric, Fabric, HostFabric, Shared, obstacle
 from attention.transports.interface import Done, Handle, Message, Offer
-from attention.transports.queues import CudaQueue, HostQueue, Queue
+from attention.transports.queues import Aside, CudaAside, CudaQueue, HostAside, HostQueue, Queue
 
 LANES = 32  # kinds of offers: kv, dkv, ...
 DEPTHS = {"dkv": 2}  # slots of a kind that is offered again before its peers are done; of the others 1
@@ -50,6 +50,7 @@ class Pool:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.fabric: Fabric = CudaFabric(group, device) if device.type == "cuda" else HostFabric(group)
         self.queue: Queue = CudaQueue(device) if device.type == "cuda" else HostQueue()
+        self.signals: Aside = CudaAside(device) if device.type == "cuda" else HostAside()
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
         self.flags = self.fabric.allocate(LANES * 2 * self.world * 4)
         self.lanes: dict[str, Lane] = {}
@@ -77,17 +78,19 @@ class Pool:
         """The number of the next offer, once its slot is free again."""
         lane.number += 1
         if lane.number > lane.depth:
-            for peer in self.peers:
-                self.fabric.wait(lane.done[self.rank][peer], lane.number - lane.depth)
+            done = [lane.done[self.rank][peer] for peer in self.peers]
+            self.signals.before(lambda: self.fabric.wait(done, lane.number - lane.depth))
         return lane.number
 
     def publish(self, lane: Lane, number: int) -> None:
-        for peer in self.peers:
-            self.fabric.signal(lane.ready[peer][self.rank], number)
+        """Tell the peers that the offer is there once the caller's stream has written it."""
+        ready = [lane.ready[peer][self.rank] for peer in self.peers]
+        self.signals.after(lambda: self.fabric.signal(ready, number))
 
     def finish(self, lane: Lane, number: int) -> None:
-        for peer in self.peers:
-            self.fabric.signal(lane.done[peer][self.rank], number)
+        """Tell the peers that this rank is done with their offers, once the pulls so far are over."""
+        done = [lane.done[peer][self.rank] for peer in self.peers]
+        self.queue.then(lambda: self.fabric.signal(done, number))
 
 
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()
@@ -163,6 +166,7 @@ class _Offered:
         pool = transport.pool
         self.lane = pool.lane(what, size)
         self.number = pool.acquire(self.lane)
+        self.seen: set[int] = set()  # the peers whose offer was waited for
         held = [self.tensor(pool.rank, i) for i in range(len(shapes))]
         self.mine = [x.narrow(token_dim(x), 0, shape[-3]) for x, shape in zip(held, shapes, strict=True)]
 
@@ -182,7 +186,9 @@ class _Offered:
         def run() -> None:
             for peer, messages in by_peer:
                 if messages:
-                    pool.fabric.wait(lane.ready[pool.rank][peer], self.number)
+                    if peer not in self.seen:
+                        pool.fabric.wait([lane.ready[pool.rank][peer]], self.number)
+                        self.seen.add(peer)
                     with phase(f"comm_{self.what}", step):
                         for message in messages:
                             self._pull(message)
@@ -200,7 +206,7 @@ class _Offered:
                 self.transport.counted(self.what, target[c:d].nbytes)
 
     def close(self) -> None:
-        self.transport.pool.queue.issue(lambda: self.transport.pool.finish(self.lane, self.number), [], self.what, -1)
+        self.transport.pool.finish(self.lane, self.number)
 
 
 def _stretches(source: Intervals, target: Intervals) -> list[tuple[tuple[int, int], tuple[int, int]]]:
