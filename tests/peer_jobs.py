@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import attention
+from attention.kernels import KERNELS, Call
 from attention.masks import Mask
+from attention.peers import PEERS
 from runner.rank import Rank
 from tests.jobs import DTYPES, _by_kernel, _call, rel
 
@@ -50,3 +55,120 @@ def compare(
             "kernel": plan.kernel.name,
         })  # fmt: skip
     return found
+
+
+class _CudaOps:
+    """aten's CUDA flash attention on a CPU, by the plain kernel: what PyTorch's context_parallel calls."""
+
+    def __init__(self) -> None:
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("_scaled_dot_product_flash_attention", self.forward, "CPU")
+        self.library.impl("_scaled_dot_product_flash_attention_backward", self.backward, "CPU")
+
+    @staticmethod
+    def forward(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, scale: Any = None) -> Any:  # fmt: skip
+        call = Call(scale, Mask.of(causal))
+        out, lse = KERNELS["math"].forward(*(x.transpose(1, 2) for x in (q, k, v)), call)
+        state, unused = torch.zeros(2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+        return out.transpose(1, 2), lse, None, None, q.shape[2], k.shape[2], state, unused, q.new_empty(0)
+
+    @staticmethod
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int,
+                 dropout: float, causal: bool, seed: Any, offset: Any, *, scale: Any = None) -> Any:  # fmt: skip
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        gradients = KERNELS["math"].backward(dout, q, k, v, out, lse, Call(scale, Mask.of(causal)))
+        return tuple(x.transpose(1, 2) for x in gradients)
+
+
+_cuda_ops: list[_CudaOps] = []
+
+
+def compare_torch_cp(me: Rank, **arguments: Any) -> list[dict[str, Any]]:
+    """`compare` with everything of PyTorch's context_parallel but the CUDA kernel, which it knows no CPU one of."""
+    plain, peer = F.scaled_dot_product_attention, PEERS["torch_cp"]
+
+    def scaled_dot_product_attention(q: Any, k: Any, v: Any, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+
+    _cuda_ops[:] = _cuda_ops or [_CudaOps()]
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    PEERS["torch_cp"] = replace(peer, cuda=False)
+    try:
+        return compare(me, "torch_cp", kernel="sdpa_flash", **arguments)
+    finally:
+        F.scaled_dot_product_attention, PEERS["torch_cp"] = plain, peer
+
+
+def kernels_seen(me: Rank, name: str) -> list[list[str]]:
+    """The kernels that served two forwards, then those of the second's and the first's backward."""
+    seen: list[str] = []
+
+    def watched(kernel: Any, what: str) -> Any:
+        def call(*arguments: Any, **others: Any) -> Any:
+            seen.append(kernel.name)
+            return getattr(kernel, what)(*arguments, **others)
+
+        return call
+
+    x = torch.randn(1, 8 * me.world, 4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    found, outs = [], []
+    for kernel in ("sdpa_flash", "math"):
+        fn = attention.make(name, kernel=kernel)
+        shards = [fn.shard(x).requires_grad_() for _ in range(3)]
+        plan = fn.plan(*shards, causal=True)
+        spy = copy.copy(plan.kernel)
+        spy.forward, spy.backward = watched(plan.kernel, "forward"), watched(plan.kernel, "backward")
+        fn.plans = {key: replace(plan, kernel=spy) for key in fn.plans}
+        outs.append(fn(*shards, causal=True))
+        found.append(sorted(set(seen)))
+        seen.clear()
+    for out in reversed(outs):
+        out.float().sum().backward()
+        found.append(sorted(set(seen)))
+        seen.clear()
+    return found
+
+
+def lengths_read(me: Rank) -> int:
+    """How often a second iteration of llama3 reads sequence lengths from the device."""
+    from attention.peers import flash_functions
+
+    fn = attention.make("rfa_llama3")
+    packs = [0, 3 * me.world, 8 * me.world]
+    shards = [fn.shard(torch.randn(packs[-1], 4, 16), packs).requires_grad_() for _ in range(3)]
+    fn(*shards, causal=True, cu_seqlens=packs).sum().backward()
+    read: list[torch.Tensor] = []
+
+    class Watched(type(flash_functions._lengths)):  # type: ignore[misc]
+        def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+            read.append(key)
+            super().__setitem__(key, value)
+
+    known, flash_functions._lengths = flash_functions._lengths, Watched(flash_functions._lengths)
+    read.clear()
+    fn(*shards, causal=True, cu_seqlens=packs).sum().backward()
+    flash_functions._lengths = known
+    return len(read)
+
+
+def refused(me: Rank) -> dict[str, str]:
+    """What the peers answer to what they can't do."""
+
+    def text(name: str = "rfa_zigzag", dtype: Any = torch.bfloat16, batch: int = 1, transport: str = "auto", **how: Any) -> str:  # fmt: skip
+        lead = (8,) if "cu_seqlens" in how else (batch, 8)
+        x = torch.zeros(*lead, 4, 16, dtype=dtype)
+        try:
+            attention.make(name, transport=transport)(x, x, x, **{"causal": True, **how})
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    return {
+        "fp32": text(dtype=torch.float32),
+        "batch": text("rfa_llama3", batch=2),
+        "lse": text(return_lse=True),
+        "transport": text(transport="symm"),
+        "pack": text(cu_seqlens=[0, 4, 8]),
+        "not causal": text(causal=False),
+        "window": text(window=(4, 0)),
+    }

@@ -40,6 +40,7 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
         _open.enter_context(
             peer.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer})
         )
+        assert F.scaled_dot_product_attention is not plain, "context_parallel no longer replaces it"
         _attention[group, device.type] = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = plain
     return _attention[group, device.type]
