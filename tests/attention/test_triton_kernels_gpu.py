@@ -17,6 +17,7 @@ from attention.kernels.triton_decode import decode, partials  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
 from attention.merge import merge_n, merge_n_eager  # noqa: E402
+from attention.sums import sum_eager, sum_parts  # noqa: E402
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
@@ -155,3 +156,39 @@ def test_the_triton_kernel_matches_plain_attention(dtype, head_dim, mask):
             return Call.of_packed(0.125, mask, q_lengths, k_lengths, torch.device("cuda"))
 
         assert_matches(TritonFlash(), *inputs(call_of, sizes, 8, 2, head_dim, dtype, "cuda"))
+
+
+# sums
+
+
+@every_dtype
+@pytest.mark.parametrize("batch, heads, head_dim", [(1, 32, 128), (2, 3, 80)])
+@pytest.mark.parametrize("n_parts", [1, 2, 3, 5, 20])
+def test_parts_are_summed_as_eager_sums_them_also_in_place(dtype, batch, heads, head_dim, n_parts):
+    n = 1003
+    for in_place in (False, True):
+        whole = normal(batch, n, heads + 2, head_dim, dtype=dtype, seed=99, device="cuda")
+        parts = []
+        for i in range(n_parts):
+            intervals = (((0, n),), ((100, 501), (777, 778)), ((n - 7, n),))[i % 3]
+            tokens = sum(stop - start for start, stop in intervals)
+            kind = torch.float32 if i % 4 == 3 else dtype
+            parts.append((normal(batch, tokens, heads, head_dim, dtype=kind, seed=i, device="cuda"), intervals))
+        results = []
+        for how in (sum_parts, sum_eager):
+            out = whole.clone()[:, :, 1:-1]
+            how(out, [*parts, (out, ((0, n),))] if in_place else parts)
+            results.append(out)
+        torch.testing.assert_close(*results)
+        assert in_place or n_parts > 1 or torch.equal(*results)
+
+
+def test_sums_of_new_lengths_compile_nothing_anew():
+    from attention.kernels.triton_sum import _sum
+
+    compiled = []
+    for n in (1000, 1001, 1, 17, 4096):
+        x = torch.ones(1, n, 4, 64, device="cuda", dtype=torch.bfloat16)
+        sum_parts(torch.empty_like(x), [(x, ((0, n),)), (x[:, : n // 2], ((n - n // 2, n),))])
+        compiled.append(sum(len(cache[0]) for cache in _sum.device_caches.values()))
+    assert len(set(compiled)) == 1

@@ -1,0 +1,110 @@
+"""The sum of parts over different tokens as one Triton kernel: a program takes a tile of tokens and of the elements that
+lie side by side in all tensors, of all heads where their heads do."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.kernels.triton_merge_n import on_device_of
+from attention.sums import MOST, Parts, ranges
+from attention.tensors import wide
+
+TILE = 2048  # elements of a program: 16 a thread with 4 warps, two 16-byte loads of bf16 a part
+COLUMNS = 1024
+# Numbers in a tuple can't be kept from being compiled in when they are 1 or a multiple of 16: given so often, all are
+# multiples, and new lengths don't compile anew.
+UNIT = 16
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def _sum(  # type: ignore[no-untyped-def]
+    out,
+    out_b,
+    out_t,
+    out_h,
+    parts,
+    starts,
+    stops,
+    places,
+    parts_b,
+    parts_t,
+    parts_h,
+    first,
+    last,
+    heads,
+    columns,
+    N: tl.constexpr,
+    WIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    t = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    h = (tl.program_id(2) % heads).to(tl.int64)
+    b = (tl.program_id(2) // heads).to(tl.int64)
+    inside = (c < columns)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], WIDE)
+    for i in tl.static_range(N):
+        here = (t >= starts[i] // UNIT) & (t < stops[i] // UNIT) & (t < last)
+        row = (t - starts[i] // UNIT + places[i] // UNIT).to(tl.int64)
+        at = parts[i] + b * parts_b[i] + h * parts_h[i] + row[:, None] * parts_t[i] + c[None, :]
+        total += tl.load(at, mask=here[:, None] & inside, other=0.0).to(WIDE)
+    tl.debug_barrier()  # a part may lie in out, and be read by threads that do not write it
+    at = out + b * out_b + h * out_h + t.to(tl.int64)[:, None] * out_t + c[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(t < last)[:, None] & inside)
+
+
+def sum_triton(out: Tensor, parts: Parts) -> None:
+    """As `attention.sums.sum_parts`, on CUDA or on a CPU under Triton's interpreter. More parts than `MOST` are summed in
+    several passes, the running sum in the wide dtype."""
+    if len(parts) > MOST:
+        running = torch.empty(out.shape, dtype=wide(out.dtype), device=out.device)
+        sum_triton(running, parts[:MOST])
+        sum_triton(out, [(running, ((0, out.shape[-3]),)), *parts[MOST:]])
+        return
+    if out.numel() == 0:
+        return
+    heads, head_dim = out.shape[-2:]
+    given = [part for part, _ in parts]
+    for x in (out, *given):
+        if x.stride(-1) != 1 and x.numel():
+            raise ValueError(f"strides {x.stride()}: the sum needs the head dim contiguous; call .contiguous()")
+    batch, columns = (out.shape[0] if out.dim() == 4 else 1), head_dim
+    if all(x.stride(-2) == head_dim for x in (out, *given)):
+        heads, columns = 1, heads * head_dim  # all heads of a token side by side
+    width = min(triton.next_power_of_2(columns), COLUMNS)
+    rows = max(1, TILE // width)
+
+    def strides(x: Tensor) -> tuple[int, int, int]:
+        return (x.stride(0) if batch > 1 else 0), x.stride(-3), (x.stride(-2) if heads > 1 else 0)
+
+    all_strides = [strides(x) for x in given]
+    with on_device_of(out):
+        for found in ranges(out.shape[-3], tuple(intervals for _, intervals in parts)):
+            entries = found.entries
+            # as many as a power of two, so that few numbers are compiled for
+            n = triton.next_power_of_2(len(entries)) if entries else 0
+            numbers = [e.part for e in entries] + [entries[0].part] * (n - len(entries)) if entries else []
+            spare = (0,) * (n - len(entries))
+            _sum[(triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads)](
+                out,
+                *strides(out),
+                tuple(given[i] for i in numbers),
+                tuple(UNIT * e.start for e in entries) + spare,
+                tuple(UNIT * e.stop for e in entries) + spare,
+                tuple(UNIT * e.at for e in entries) + spare,
+                *(tuple(all_strides[i][k] for i in numbers) for k in range(3)),
+                found.start,
+                found.stop,
+                heads,
+                columns,
+                N=n,
+                WIDE=tl.float64 if out.dtype == torch.float64 else tl.float32,
+                UNIT=UNIT,
+                ROWS=rows,
+                COLUMNS=width,
+            )

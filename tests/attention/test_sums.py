@@ -1,0 +1,147 @@
+"""Sums of parts over different tokens: against fp64, in place, through strides, and the Triton kernel as eager does."""
+
+import random
+
+import pytest
+import torch
+from naive import normal
+
+from attention.schedules import length
+from attention.sums import Range, ranges, sum_eager, sum_parts
+
+torch.set_num_threads(1)
+
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_triton_kernels_gpu.py"
+)
+both = pytest.mark.parametrize("how", ["eager", pytest.param("triton", marks=needs_interpreter)])
+
+
+def summed(how, out, parts):
+    if how == "eager":
+        return sum_eager(out, parts)
+    from attention.kernels.triton_sum import sum_triton
+
+    return sum_triton(out, parts)
+
+
+def expected(out, parts):
+    total = torch.zeros(out.shape, dtype=torch.float64)
+    for part, intervals in parts:
+        at = 0
+        for start, stop in intervals:
+            total[..., start:stop, :, :] += part[..., at : at + stop - start, :, :]
+            at += stop - start
+    return total
+
+
+def stretches(draw: random.Random, n: int, most: int):
+    """Random disjoint intervals of `[0, n)` in order; some touch, some are empty."""
+    cuts = sorted(draw.choices(range(n + 1), k=2 * draw.randint(1, most)))
+    return tuple(zip(cuts[::2], cuts[1::2], strict=True))
+
+
+def near(how, out, exact):
+    """Rounded once: within half a unit of the last place, beside the sum's own fp32 error. The interpreter cuts off what
+    a GPU rounds to bf16."""
+    units = 1 if how == "triton" and out.dtype == torch.bfloat16 else 0.5
+    return ((out.double() - exact).abs() <= exact.abs() * torch.finfo(out.dtype).eps * units * 1.001 + 1e-6).all()
+
+
+@both
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_over_any_tokens_sum_to_what_they_sum_to_in_fp64(how, packed, dtype, seed):
+    draw = random.Random(seed)
+    n, leading = 37, () if packed else (2,)
+    out = torch.full((*leading, n, 3, 40), torch.nan, dtype=dtype)
+    parts = []
+    for i in range(draw.randint(1, 6)):
+        intervals = stretches(draw, n, 3)
+        kind = draw.choice([dtype, torch.float32])
+        parts.append((normal(*leading, length(intervals), 3, 40, dtype=kind, seed=i), intervals))
+    summed(how, out, parts)
+    assert near(how, out, expected(out, parts))
+
+
+@both
+def test_tokens_that_no_part_has_are_zero(how):
+    for parts in ([], [(torch.ones(2, 3, 2, 8), ((4, 7),))], [(torch.ones(2, 0, 2, 8), ())]):
+        out = torch.full((2, 9, 2, 8), torch.nan)
+        summed(how, out, parts)
+        assert torch.equal(out.double(), expected(out, parts))
+
+
+@both
+def test_a_part_may_lie_in_the_sum_itself(how):
+    out = normal(2, 50, 4, 64, dtype=torch.bfloat16, seed=0)
+    rest = normal(2, 20, 4, 64, dtype=torch.bfloat16, seed=1)
+    exact = expected(out, [(out, ((0, 50),)), (rest, ((5, 10), (30, 45)))])
+    summed(how, out, [(out, ((0, 50),)), (rest, ((5, 10), (30, 45)))])
+    assert near(how, out, exact)
+    exact = expected(out, [(out[:, 10:30], ((10, 30),)), (rest, ((0, 20),))])
+    summed(how, out, [(out[:, 10:30], ((10, 30),)), (rest, ((0, 20),))])
+    assert near(how, out, exact)
+
+
+@both
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_sums_read_and_write_through_strides(how, head_dim):
+    """A slice of the heads, tokens of a longer tensor, and heads first in memory."""
+    whole = torch.full((2, 40, 6, head_dim), 7.0)
+    parts = [
+        (normal(2, 30, 8, head_dim, dtype=torch.float32, seed=1)[:, 5:15, 2:4], ((20, 30),)),
+        (normal(2, 2, 40, head_dim, dtype=torch.float32, seed=2).transpose(1, 2), ((0, 40),)),
+    ]
+    for given in (parts[:1], parts):
+        out = whole.clone()
+        summed(how, out[:, :, 3:5], given)
+        assert near(how, out[:, :, 3:5], expected(out[:, :, 3:5], given))
+        assert (out[:, :, :3] == 7).all() and (out[:, :, 5:] == 7).all()
+
+
+@both
+@pytest.mark.parametrize("n_parts", [16, 17, 40])
+def test_any_number_of_parts_is_rounded_once(how, n_parts):
+    out = torch.full((21, 2, 16), torch.nan, dtype=torch.bfloat16)
+    intervals = [((0, 21),) if i % 2 else ((0, 5), (5, 6), (9, 20)) for i in range(n_parts)]
+    parts = [(normal(length(x), 2, 16, dtype=torch.bfloat16, seed=i), x) for i, x in enumerate(intervals)]
+    summed(how, out, parts)
+    assert near(how, out, expected(out, parts))
+
+
+@both
+def test_many_stretches_are_summed_range_by_range(how):
+    out = torch.full((200, 2, 16), torch.nan)
+    intervals = [((0, 200),), tuple((i, i + 3) for i in range(0, 200, 5)), tuple((i, i + 7) for i in range(1, 190, 9))]
+    parts = [(normal(length(x), 2, 16, dtype=torch.float32, seed=i), x) for i, x in enumerate(intervals)]
+    summed(how, out, parts)
+    assert near(how, out, expected(out, parts))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranges_cut_all_tokens_and_hold_few_stretches(seed):
+    draw = random.Random(seed)
+    n = draw.randint(1, 300)
+    parts = tuple(stretches(draw, n, 30) for _ in range(draw.randint(1, 8)))
+    found = ranges(n, parts, 9)
+    assert [r.start for r in found] == [0, *(r.stop for r in found[:-1])] and found[-1].stop == n
+    for r in found:
+        assert len(r.entries) <= 9 or found == (Range(0, n, r.entries),)
+        meeting = [e for number, x in enumerate(parts) for e in x if min(e[1], r.stop) > max(e[0], r.start)]
+        held = [(e.start, e.stop) for e in r.entries if min(e.stop, r.stop) > max(e.start, r.start)]
+        assert sorted(held) == sorted(meeting)
+
+
+def test_a_sum_refuses_what_does_not_fit():
+    out = torch.zeros(2, 9, 2, 8)
+    for part, intervals in ((out[:, :3], ((0, 4),)), (out[0], ((0, 9),)), (out[:, :, :1], ((0, 9),))):
+        with pytest.raises(ValueError, match="give as many tokens"):
+            sum_parts(out, [(part, intervals)])
+
+
+@needs_interpreter
+def test_the_triton_sum_refuses_a_strided_head_dim():
+    with pytest.raises(ValueError, match="head dim contiguous"):
+        summed("triton", torch.zeros(9, 2, 8), [(torch.zeros(9, 8, 2).transpose(1, 2), ((0, 9),))])
