@@ -79,6 +79,8 @@ class _CudnnRectangles:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.shape[1] == k.shape[1] == 1:
             return PlainRectangles().rectangle_backward(dout, q, k, v, out, lse, scale, mask)
+        if dout.stride() != out.stride():  # it takes them to be alike
+            dout, out = dout.contiguous(), out.contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *_bhsd(dout, q, k, v, out),

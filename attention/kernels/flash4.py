@@ -20,6 +20,9 @@ from attention.masks import Mask
 INSTALL = "pip install flash-attn-4==4.0.0b36"
 
 
+RIGHT_BACKWARDS = (64, 128, 256)  # head dims on sm90; at 80 dq is wrong (4.0.0b36)
+
+
 class Flash4:
     name = "flash4"
     summary = "FlashAttention-4 (flash_attn.cute), for Hopper and newer"
@@ -35,6 +38,9 @@ class Flash4:
 
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
         blackwell = _blackwell()
+        if shape.backward and not blackwell and shape.head_dim not in RIGHT_BACKWARDS:
+            right = ", ".join(map(str, RIGHT_BACKWARDS))
+            return f"head_dim={shape.head_dim}: its backward gives a wrong dq for some; {right} were checked"
         return half_only(shape) or (
             None if blackwell and shape.head_dim == 256 else head_dim_rule(shape, 128 if blackwell else 256)
         )

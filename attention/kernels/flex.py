@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
 from attention.tensors import wide
 
@@ -159,7 +159,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     if not q.is_cuda:
         return _call(q, k, v, chosen, call.scale)
     key = (q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), dense, call.scale, q.requires_grad, q.device)
-    return _compiled(key)(q, k, v, chosen, call.scale)
+    from torch._inductor.exc import InductorError
+
+    try:
+        return _compiled(key)(q, k, v, chosen, call.scale)
+    except InductorError as error:  # it finds no kernel for some lengths
+        raise UnsupportedCall(
+            f"kernel=flex: {q.shape[2]} queries, {k.shape[2]} keys: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float) -> Pair:
