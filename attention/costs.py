@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from attention.masks import Mask
-from attention.schedules import Problem, length, steps
+from attention.passes import passes
+from attention.schedules import Problem, length, steps, union
 from attention.transfers import gather_move, move, step_route
 from attention.variants import Variant, node_size
 
@@ -172,9 +173,19 @@ def peak_bytes(
     place = rank // problem.ulysses
     most = max((length(step.keys) for step in steps(problem, place) if step.owner != place), default=0)
     ring = 2 * most * kv_heads_each(problem, shapes) * kv_token
-    widened = out * 4 // shapes.itemsize if problem.world > 1 else 0  # the running merge in fp32
+    merged = _merged(problem, shapes, place)
     if variant.exchange == "ring":
-        return out + widened + ring
+        return out + merged + ring
     tokens = problem.cu_seqlens[-1] // problem.world
     mine = tokens * (shapes.heads // problem.ulysses * kv_token + kv_heads_each(problem, shapes) * kv_token)
-    return out + widened + ring + mine
+    return out + merged + ring + mine
+
+
+def _merged(problem: Problem, shapes: Shapes, place: int) -> int:
+    """What a ring's merges take beside the result, which is the first part completed in place: the part at hand, and in fp32
+    the queries that three parts or more have."""
+    parts = tuple(union(b.q for b in step.blocks) for step in steps(problem, place) if step.blocks)
+    start, stop = passes(problem.q_tokens or problem.cu_seqlens[-1] // problem.world, parts).running
+    rows = shapes.batch * shapes.heads // problem.ulysses
+    part = max(map(length, parts[1:]), default=0) * rows * (shapes.head_dim * shapes.itemsize + 4)
+    return part + ((stop - start) * rows * shapes.head_dim * 4 if shapes.itemsize < 4 else 0)

@@ -1,70 +1,100 @@
 """Combining partial attentions over disjoint keys (`lse = logaddexp(lse1, lse2)`,
-`o = exp(lse1-lse) o1 + exp(lse2-lse) o2`), accumulated in fp32 (fp64 for fp64). A part without keys has `o = 0`,
-`lse = -inf` and never makes a NaN. On CUDA one in-place Triton kernel does it."""
+`o = exp(lse1-lse) o1 + exp(lse2-lse) o2`), computed in fp32 (fp64 for fp64). A part without keys has `o = 0`,
+`lse = -inf` and never makes a NaN. On CUDA one Triton kernel does it, which reads each part once and writes once."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attention.tensors import tokens, wide
+from attention.passes import passes
+from attention.sums import Running, cut, may_be_result
+from attention.tensors import room, tokens, wide
+from attention.transfers import Intervals
 
 
-def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge `(part, part_lse)` into `(out, lse)` in place.
+def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
+    """Write the merge of the parts `(a, lse_a)` and `(b, lse_b)` to `(out, lse)`, which may be either of them.
 
-    out: `[B, S, H, D]` or `[T, H, D]`, wide dtype; part: the same shape, any dtype.
-    lse, part_lse: fp32 `[B, H, S]` or `[H, T]`."""
+    out, a, b: `[B, S, H, D]` or `[T, H, D]`, each in any dtype and strides, but for a contiguous last dim.
+    lse, lse_a, lse_b: `[B, H, S]` or `[H, T]`, fp32 (fp64 for fp64)."""
     if out.is_cuda:
-        from attention.kernels.triton_merge import merge_cuda_
+        from attention.kernels.triton_merge import merge_triton
 
-        merge_cuda_(out, lse, part, part_lse)
+        merge_triton(out, lse, a, lse_a, b, lse_b)
         return
-    merge_eager_(out, lse, part, part_lse)
+    merge_eager(out, lse, a, lse_a, b, lse_b)
 
 
-def merge_eager_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    total = torch.logaddexp(lse, part_lse)
+def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
+    """As `merge`, in plain PyTorch on any device."""
+    total = torch.logaddexp(lse_a, lse_b)
     # where both are empty the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
-    safe = torch.where(total == -torch.inf, torch.zeros_like(total), total)
-    keep = (lse - safe).exp().transpose(-1, -2).unsqueeze(-1)
-    add = (part_lse - safe).exp().transpose(-1, -2).unsqueeze(-1)
-    out.mul_(keep).add_(part.to(out.dtype) * add)
+    safe = total.masked_fill(total == -torch.inf, 0)
+    share_a, share_b = ((x - safe).exp().transpose(-1, -2).unsqueeze(-1) for x in (lse_a, lse_b))
+    out.copy_(a * share_a + b * share_b)
     lse.copy_(total)
 
 
 class Accumulator:
-    """The running merge over one rank's queries, which takes over the parts it is given. A first part that covers all
-    queries is kept as it is; only a second one makes it wide, so a single call costs nothing."""
+    """The merge of parts that come one by one, each over queries that were said beforehand. It takes the parts over: the
+    first is kept as it is, and becomes the result itself where it has all queries; queries of three parts or more are
+    merged in a wide buffer, and a query's last part is merged in the pass that rounds it. So a single call costs nothing,
+    and two read two parts and write one.
 
-    def __init__(self, q: Tensor, dtype: torch.dtype | None = None):
-        self.q = q
-        self.dtype = dtype or q.dtype
+    parts: the queries' intervals of each part to come, in order."""
+
+    def __init__(self, q: Tensor, parts: Sequence[Intervals]):
+        self.q, self.parts = q, tuple(parts)
+        self.passes = passes(tokens(q), self.parts)
+        self.running = Running(self.passes.running)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.number = 0  # of the part to come
         self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        self.lse: Tensor | None = None  # merged in place: it is wide anyway
 
-    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a part over the queries `[start, stop)`."""
-        if self.out is None and stop - start == tokens(self.q):
-            self.out, self.lse = out, lse
-            return
-        if self.out is None or self.lse is None:
-            self.out, self.lse = empty_result(self.q)
-        elif self.out.dtype != wide(self.q.dtype):
-            self.out = self.out.to(wide(self.q.dtype))
-        dim = self.out.dim() - 3
-        merge_(
-            self.out.narrow(dim, start, stop - start),
-            self.lse.narrow(-1, start, stop - start),
-            out,
-            lse,
-        )
+    def add(self, part: Tensor, part_lse: Tensor) -> None:
+        """part: as q, but for the tokens, which are those of its intervals, side by side, and any dtype; part_lse as its."""
+        if self.out is None and may_be_result(part, self.q, self.parts):
+            self.out, self.lse = part, part_lse
+        out, lse = self._begun()
+        self.kept[self.number] = part, part_lse
+        for each in self.passes.of[self.number]:
+            n = each.stop - each.start
+            piece, piece_lse = cut(part, each.at, n), part_lse.narrow(-1, each.at, n)
+            target, target_lse = cut(out, each.start, n), lse.narrow(-1, each.start, n)
+            if not each.first:
+                if each.kept:
+                    first, first_lse = self.kept[each.kept[0]]
+                    before, before_lse = cut(first, each.kept[1], n), first_lse.narrow(-1, each.kept[1], n)
+                else:
+                    before, before_lse = self.running.cut(out, each), target_lse
+                if not each.last:
+                    target = self.running.cut(out, each)
+                merge(target, target_lse, before, before_lse, piece, piece_lse)
+            elif each.last and part is not out:
+                target.copy_(piece)
+                target_lse.copy_(piece_lse)
+        self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
+        self.number += 1
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out in the queries' dtype, lse)."""
+        assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
+        return self._begun()
+
+    def _begun(self) -> tuple[Tensor, Tensor]:
         if self.out is None or self.lse is None:
-            self.out, self.lse = empty_result(self.q)
-        return self.out.to(self.dtype), self.lse
+            self.out = room(self.q, tokens(self.q))
+            shape = (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
+            self.lse = self.q.new_empty(shape, dtype=wide(self.q.dtype))
+        if self.number == 0:
+            for start, stop in self.passes.bare:
+                cut(self.out, start, stop - start).zero_()
+                self.lse.narrow(-1, start, stop - start).fill_(-torch.inf)
+        return self.out, self.lse
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Sums of partial gradients that cover different tokens, in fp32 (fp64 for fp64), rounded once. On CUDA one Triton kernel
-reads every part once and writes the sum once."""
+"""Sums of partial gradients that cover different tokens, in fp32 (fp64 for fp64), rounded once: of parts that are all there,
+and of parts that come one by one. On CUDA one Triton kernel reads every part once and writes the sum once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from attention.masks import Interval
+from attention.passes import Pass, passes
 from attention.schedules import length
-from attention.tensors import add_, tokens, wide
+from attention.tensors import add_, room, token_dim, tokens, wide
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
@@ -45,6 +47,78 @@ def sum_eager(out: Tensor, parts: Parts) -> None:
     for part, intervals in parts:
         add_(total, intervals, part)
     out.copy_(total)
+
+
+class Sum:
+    """The sum of parts that come one by one, each over tokens that were said beforehand. It takes the parts over: the
+    first is kept as it is, and becomes the sum itself where it has all tokens; tokens of three parts or more are summed
+    in a wide buffer, and a token's last part is added in the pass that rounds it.
+
+    like: the sum's shape and dtype; parts: the intervals of each part to come, in order; into: where the sum is wanted."""
+
+    def __init__(self, like: Tensor, parts: Sequence[Intervals], into: Tensor | None = None):
+        self.like, self.parts, self.out = like, tuple(parts), into
+        self.passes = passes(tokens(like), self.parts)
+        self.running = Running(self.passes.running)
+        self.kept: dict[int, Tensor] = {}
+        self.number = 0  # of the part to come
+
+    def add(self, part: Tensor) -> None:
+        if self.out is None and may_be_result(part, self.like, self.parts):
+            self.out = part
+        out = self._begun()
+        self.kept[self.number] = part
+        for each in self.passes.of[self.number]:
+            n = each.stop - each.start
+            piece = cut(part, each.at, n)
+            if not each.first:
+                before = cut(self.kept[each.kept[0]], each.kept[1], n) if each.kept else self.running.cut(out, each)
+                target = cut(out, each.start, n) if each.last else self.running.cut(out, each)
+                sum_parts(target, [(before, ((0, n),)), (piece, ((0, n),))])
+            elif each.last and part is not out:
+                cut(out, each.start, n).copy_(piece)
+        self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
+        self.number += 1
+
+    def result(self) -> Tensor:
+        assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
+        return self._begun()
+
+    def _begun(self) -> Tensor:
+        if self.out is None:
+            self.out = room(self.like, tokens(self.like))
+        if self.number == 0:
+            for start, stop in self.passes.bare:
+                cut(self.out, start, stop - start).zero_()
+        return self.out
+
+
+class Running:
+    """What the tokens of three parts or more have so far, in the wide dtype: in the result itself where that is wide, else
+    in a buffer over `span`, made when it is first needed."""
+
+    def __init__(self, span: Interval):
+        self.span = span
+        self.buffer: Tensor | None = None
+
+    def cut(self, out: Tensor, each: Pass) -> Tensor:
+        n = each.stop - each.start
+        if out.dtype == wide(out.dtype):
+            return cut(out, each.start, n)
+        start, stop = self.span
+        if self.buffer is None:
+            self.buffer = room(out, stop - start, wide(out.dtype))
+        return cut(self.buffer, each.start - start, n)
+
+
+def cut(x: Tensor, start: int, n: int) -> Tensor:
+    return x.narrow(token_dim(x), start, n)
+
+
+def may_be_result(part: Tensor, like: Tensor, parts: tuple[Intervals, ...]) -> bool:
+    """Whether the first part can become the result, to be completed in place: it has all tokens, and the strides that a
+    result should have if anything is still to be read from it."""
+    return parts[0] == ((0, tokens(like)),) and part.dtype == like.dtype and (len(parts) == 1 or part.is_contiguous())
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def room(x: Tensor, n: int) -> Tensor:
-    """An uninitialised tensor for n tokens like those of x."""
+def room(x: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor for n tokens like those of x, by default in its dtype."""
     shape = list(x.shape)
     shape[token_dim(x)] = n
-    return x.new_empty(shape)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:

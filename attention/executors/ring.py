@@ -1,22 +1,26 @@
 """The ring executor: step i computes against one owner's keys while the next step's are on their way; partial results
 merge. A step's keys come straight from their owner, and only those that some block needs; in the backward each step's
-dk and dv go straight home and are summed there in fp32. A schedule with one step is a local call."""
+dk and dv go straight home and are summed there in fp32. A schedule with one step is a local call.
+
+What parts a token of out, dq, dk and dv will have is known beforehand, so that only what lies between its first and its
+last part is ever kept in fp32."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from attention.executors.plan import Plan, PlannedStep
+from attention.executors.plan import Plan
+from attention.kernels.interface import Triple
 from attention.layouts import size
 from attention.merge import Accumulator
 from attention.phases import phase
 from attention.schedules import length
-from attention.tensors import add_, room, take, token_dim, wide
-from attention.transfers import side_by_side
+from attention.sums import Sum
+from attention.tensors import room, take, token_dim
+from attention.transfers import Intervals, side_by_side
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
@@ -24,7 +28,7 @@ Saved = tuple[Tensor, ...]
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
     """q, k, v: this rank's shards. Returns (out, lse) for this rank's queries."""
-    total = Accumulator(q)
+    total = Accumulator(q, [each.q for step in plan.steps for each in step.calls])
     with closing(_Keys(k, v, plan)) as source:
         incoming = source.fetch(0)
         for i, step in enumerate(plan.steps):
@@ -33,14 +37,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
                 incoming = source.fetch(i + 1)
             for each in step.calls:
                 with phase("comp_block", i):
-                    out, lse = plan.kernel.forward(take(q, each.q), take(keys, each.k), take(values, each.k), each.call)
+                    part = plan.kernel.forward(take(q, each.q), take(keys, each.k), take(values, each.k), each.call)
                 with phase("comp_merge", i):
-                    at = 0
-                    for start, stop in each.q:
-                        n = stop - start
-                        dim = token_dim(out)
-                        total.add(start, stop, out.narrow(dim, at, n), lse.narrow(-1, at, n))
-                        at += n
+                    total.add(*part)
     with phase("comp_merge", len(plan.steps)):
         out, lse = total.result()
     return out, lse, (q, k, v, out, lse)
@@ -54,7 +53,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
         if each.q == ((0, q.shape[token_dim(q)]),) and each.k == ((0, k.shape[token_dim(k)]),):
             with phase("comp_block", 0):
                 return plan.kernel.backward(dout, q, k, v, out, lse, each.call)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
+    dq = Sum(q, [each.q for step in plan.steps for each in step.calls])
+    dk, dv = (Sum(x, _key_parts(plan)) for x in (k, v))
     returning: _Return | None = None
     with closing(_Keys(k, v, plan)) as source:
         incoming = source.fetch(0)
@@ -64,11 +64,12 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
                 incoming = source.fetch(i + 1)
             mine = step.owner == plan.rank
             home = _Return(k, v, plan, i) if step.most else None
-            sums = [dk, dv] if mine or home is None else home.sums
             for each in step.calls:
-                direct = home is not None and not mine and _covers_once(step)
+                into: Triple | None = None
+                if home is not None and home.direct:
+                    into = (room(q, length(each.q)), home.grads[0], home.grads[1])
                 with phase("comp_block", i):
-                    dq_, dk_, dv_ = plan.kernel.backward(
+                    dq_part, dk_part, dv_part = plan.kernel.backward(
                         take(dout, each.q),
                         take(q, each.q),
                         take(keys, each.k),
@@ -76,14 +77,15 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
                         take(out, each.q),
                         take(lse, each.q, -1),
                         each.call,
+                        into,
                     )
                 with phase("comp_merge", i):
-                    add_(dq, each.q, dq_)
-                    if direct:
-                        sums[0], sums[1] = dk_, dv_
-                    else:
-                        add_(sums[0], each.k, dk_)
-                        add_(sums[1], each.k, dv_)
+                    dq.add(dq_part)
+                    if mine:
+                        dk.add(dk_part)
+                        dv.add(dv_part)
+                    elif home is not None and not home.direct:
+                        home.add(dk_part, dv_part)
             if returning is not None:
                 returning.add_to(dk, dv)
                 returning = None
@@ -93,12 +95,20 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
     if returning is not None:
         returning.add_to(dk, dv)
     with phase("comp_merge", len(plan.steps)):
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return dq.result(), dk.result(), dv.result()
 
 
-def _covers_once(step: PlannedStep) -> bool:
-    """Whether one call writes the gradients of all of the step's keys, so that nothing has to be summed."""
-    return len(step.calls) == 1 and step.calls[0].k == ((0, step.n_keys),)
+def _key_parts(plan: Plan) -> list[Intervals]:
+    """The parts of this rank's dk and dv in the order in which they come: its own, and after each step what the peers'
+    kernels wrote in the step before."""
+    found: list[Intervals] = []
+    returning: list[Intervals] = []
+    for step in plan.steps:
+        if step.owner == plan.rank:
+            found += [each.k for each in step.calls]
+        found += returning
+        returning = [piece.target for piece in step.route.reversed().receives] if step.most else []
+    return found + returning
 
 
 class _Keys:
@@ -139,33 +149,42 @@ class _Incoming:
 
 
 class _Return:
-    """One step's dk and dv on their way home, and others' for this rank's keys on their way here."""
+    """One step's dk and dv on their way home, and others' for this rank's keys on their way here. What goes home is written
+    where the transport takes it from, by the kernel itself if one call has all of the step's keys (`direct`)."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, i: int):
         self.plan, self.i, self.k = plan, i, k
         step = plan.steps[i]
         self.route = step.route.reversed()
-        n = 0 if step.owner == plan.rank else step.n_keys
-        if _covers_once(step):
-            self.sums = [room(k, 0), room(v, 0)]  # the call's own results take their place
-        else:
-            self.sums = [torch.zeros_like(room(x, n), dtype=wide(x.dtype)) for x in (k, v)]
+        mine = step.owner == plan.rank
+        n = 0 if mine else step.n_keys
+        shapes = [(*x.shape[:-3], n, *x.shape[-2:]) for x in (k, v)]
+        self.grads = plan.transport.room("dkv", shapes, k, step.most)
+        self.direct = not mine and len(step.calls) == 1 and step.calls[0].k == ((0, n),)
+        self.sums: list[Sum] = []
+        if not mine and not self.direct:
+            self.sums = [Sum(grad, [each.k for each in step.calls], into=grad) for grad in self.grads]
+
+    def add(self, dk_part: Tensor, dv_part: Tensor) -> None:
+        self.sums[0].add(dk_part)
+        self.sums[1].add(dv_part)
 
     def start(self) -> None:
         plan = self.plan
         self.received = []
         receives = []
         for piece in self.route.receives:
-            parts = [room(self.k, length(piece.target)) for _ in self.sums]
-            self.received.append((piece.target, parts))
+            parts = [room(self.k, length(piece.target)) for _ in self.grads]
+            self.received.append(parts)
             receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
-        offer = plan.transport.offer("dkv", [x.to(self.k.dtype) for x in self.sums], plan.steps[self.i].most)
-        with closing(offer):
+        for total in self.sums:
+            total.result()
+        with closing(plan.transport.offer("dkv", self.grads, plan.steps[self.i].most)) as offer:
             self.handle = offer.fetch(plan.messages(self.route.sends), receives, self.i)
 
-    def add_to(self, dk: Tensor, dv: Tensor) -> None:
+    def add_to(self, dk: Sum, dv: Sum) -> None:
         self.handle.wait()
         with phase("comp_merge", self.i):
-            for places, (k_part, v_part) in self.received:
-                add_(dk, places, k_part)
-                add_(dv, places, v_part)
+            for k_part, v_part in self.received:
+                dk.add(k_part)
+                dv.add(v_part)

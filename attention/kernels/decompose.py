@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.kernels.interface import Call, Pair, Triple, settle
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 from attention.merge import Accumulator
+from attention.sums import Sum
 from attention.tensors import take, wide
 
 WINDOW_CHUNK = 512  # queries a windowed part: its explicit mask is [512, 512 + window]
@@ -89,10 +90,10 @@ def forward(
 
 
 def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    total = Accumulator(q)
-    for rows, keys, mask in parts(call.mask, q.shape[1], k.shape[1]):
-        out, lse = primitive.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.scale, mask)
-        total.add(*rows, out, lse)
+    pieces = parts(call.mask, q.shape[1], k.shape[1])
+    total = Accumulator(q, [(rows,) for rows, _, _ in pieces])
+    for rows, keys, mask in pieces:
+        total.add(*primitive.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.scale, mask))
     return total.result()
 
 
@@ -132,10 +133,10 @@ def _dense_backward(
     primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     pieces = parts(call.mask, q.shape[1], k.shape[1])
-    whole = [p for p in pieces if p[0] == (0, q.shape[1]) and p[1] == (0, k.shape[1])]
-    if len(pieces) == 1 and whole:
-        return primitive.rectangle_backward(dout, q, k, v, out, lse, call.scale, pieces[0][2])
-    sums = [torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v)]
+    sums = [
+        Sum(q, [(rows,) for rows, _, _ in pieces]),
+        *(Sum(x, [(keys,) for _, keys, _ in pieces]) for x in (k, v)),
+    ]
     for rows, keys, mask in pieces:
         grads = primitive.rectangle_backward(
             take(dout, (rows,)),
@@ -147,9 +148,10 @@ def _dense_backward(
             call.scale,
             mask,
         )
-        for total, grad, where in zip(sums, grads, (rows, keys, keys), strict=True):
-            take(total, (where,)).add_(grad)
-    return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+        for total, grad in zip(sums, grads, strict=True):
+            total.add(grad)
+    dq, dk, dv = (total.result() for total in sums)
+    return dq, dk, dv
 
 
 def _sequences(call: Call) -> list[tuple[Interval, Interval]]:

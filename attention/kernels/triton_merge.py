@@ -1,89 +1,112 @@
-"""The in-place merge of a partial attention as one Triton kernel: a program takes `ROWS` tokens of one head."""
+"""The merge of two partial attentions as one Triton kernel: a program takes a few tokens of one head. Programs of one
+token's heads run side by side, since those lie side by side in memory."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32
+from attention.kernels.triton_merge_n import on_device_of
+
+ROWS = 32  # a cache line of the LSE
+TILE = 4096  # elements of a program: 32 a thread with 4 warps, four 16-byte loads of bf16 a part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens", "lse_b", "lse_h", "x_lse_b", "x_lse_h", "y_lse_b", "y_lse_h"])
 def _merge(  # type: ignore[no-untyped-def]
     out,
     lse,
-    part,
-    part_lse,
+    x,
+    x_lse,
+    y,
+    y_lse,
     n_tokens,
+    heads,
     head_dim,
     out_b,
     out_t,
     out_h,
-    part_b,
-    part_t,
-    part_h,
+    x_b,
+    x_t,
+    x_h,
+    y_b,
+    y_t,
+    y_h,
     lse_b,
     lse_h,
     lse_t,
-    part_lse_b,
-    part_lse_h,
-    part_lse_t,
+    x_lse_b,
+    x_lse_h,
+    x_lse_t,
+    y_lse_b,
+    y_lse_h,
+    y_lse_t,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    t = (tl.program_id(0) // heads) * ROWS + tl.arange(0, ROWS)
+    h = (tl.program_id(0) % heads).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     live = t < n_tokens
     mask = live[:, None] & (d < head_dim)[None, :]
     t = t.to(tl.int64)
-    lse_at = lse + b * lse_b + h * lse_h + t * lse_t
-    old = tl.load(lse_at, mask=live, other=float("-inf"))
-    new = tl.load(part_lse + b * part_lse_b + h * part_lse_h + t * part_lse_t, mask=live, other=float("-inf"))
-    top = tl.maximum(old, new)
+    one = tl.load(x + b * x_b + h * x_h + t[:, None] * x_t + d[None, :], mask=mask, other=0.0)
+    other = tl.load(y + b * y_b + h * y_h + t[:, None] * y_t + d[None, :], mask=mask, other=0.0)
+    one_lse = tl.load(x_lse + b * x_lse_b + h * x_lse_h + t * x_lse_t, mask=live, other=float("-inf"))
+    other_lse = tl.load(y_lse + b * y_lse_b + h * y_lse_h + t * y_lse_t, mask=live, other=float("-inf"))
+    top = tl.maximum(one_lse, other_lse)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    w_old = tl.exp(old - safe)
-    w_new = tl.exp(new - safe)
-    total = w_old + w_new
+    w_one = tl.exp(one_lse - safe)
+    w_other = tl.exp(other_lse - safe)
+    total = w_one + w_other
     norm = tl.where(total == 0.0, 1.0, total)
-    out_at = out + b * out_b + t[:, None] * out_t + h * out_h + d[None, :]
-    part_at = part + b * part_b + t[:, None] * part_t + h * part_h + d[None, :]
-    x = tl.load(out_at, mask=mask, other=0.0)
-    y = tl.load(part_at, mask=mask, other=0.0).to(x.dtype)
-    tl.store(out_at, x * (w_old / norm)[:, None] + y * (w_new / norm)[:, None], mask=mask)
+    merged = one.to(norm.dtype) * (w_one / norm)[:, None] + other.to(norm.dtype) * (w_other / norm)[:, None]
+    tl.debug_barrier()  # a part may be the result, and be read by threads that do not write it
+    out_at = out + b * out_b + h * out_h + t[:, None] * out_t + d[None, :]
+    tl.store(out_at, merged.to(out.dtype.element_ty), mask=mask)
+    lse_at = lse + b * lse_b + h * lse_h + t * lse_t
     tl.store(lse_at, tl.where(total == 0.0, float("-inf"), safe + tl.log(norm)), mask=live)
 
 
-def merge_cuda_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """As `attention.merge.merge_`, on CUDA (or on a CPU under Triton's interpreter); out and lse are fp32 (fp64 for fp64)."""
-    if out.dim() == 3:
-        out, part, lse, part_lse = (x.unsqueeze(0) for x in (out, part, lse, part_lse))
-    if out.stride(-1) != 1 or part.stride(-1) != 1:
-        raise ValueError(f"strides {out.stride()}, {part.stride()}: the merge needs the head dim contiguous")
-    batch, n_tokens, heads, head_dim = out.shape
-    grid = (triton.cdiv(n_tokens, ROWS), heads, batch)
-    if out.numel():
-        with torch.cuda.device(out.device) if out.is_cuda else _nothing():
-            _merge[grid](
-                out,
-                lse,
-                part,
-                part_lse,
-                n_tokens,
-                head_dim,
-                *out.stride()[:3],
-                *part.stride()[:3],
-                *lse.stride(),
-                *part_lse.stride(),
-                ROWS=ROWS,
-                BLOCK_D=triton.next_power_of_2(head_dim),
-            )
+def merge_triton(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
+    """As `attention.merge.merge`, on CUDA or on a CPU under Triton's interpreter."""
+    if not all(x.stride(-1) == 1 for x in (out, a, b)):
+        raise ValueError(
+            f"strides {out.stride()}, {a.stride()}, {b.stride()}: the merge needs the head dim contiguous; "
+            "call .contiguous()"
+        )
+    if out.numel() == 0:
+        return
+    n_tokens, heads, head_dim = out.shape[-3:]
+    batch = out.shape[0] if out.dim() == 4 else 1
+    block_d = triton.next_power_of_2(head_dim)
+    rows = min(ROWS, max(1, TILE // block_d))
 
+    def strides(x: Tensor) -> tuple[int, int, int]:
+        return (x.stride(0) if batch > 1 else 0), x.stride(-3), x.stride(-2)
 
-class _nothing:
-    def __enter__(self) -> None: ...
+    def lse_strides(x: Tensor) -> tuple[int, int, int]:
+        return (x.stride(0) if batch > 1 else 0), x.stride(-2), x.stride(-1)
 
-    def __exit__(self, *exc: object) -> None: ...
+    with on_device_of(out):
+        _merge[(triton.cdiv(n_tokens, rows) * heads, batch)](
+            out,
+            lse,
+            a,
+            lse_a,
+            b,
+            lse_b,
+            n_tokens,
+            heads,
+            head_dim,
+            *strides(out),
+            *strides(a),
+            *strides(b),
+            *lse_strides(lse),
+            *lse_strides(lse_a),
+            *lse_strides(lse_b),
+            ROWS=rows,
+            BLOCK_D=block_d,
+        )

@@ -116,9 +116,9 @@ def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[i
         if piece is not None:
             (a, b), keys, mask = piece
             parts.append((slice(a - shift, b - shift), slice(*keys), Call(call.scale, mask)))
-    total = Accumulator(q)
+    total = Accumulator(q, [((rows.start, rows.stop),) for rows, _, _ in parts])
     for rows, keys, part in parts:
-        total.add(rows.start, rows.stop, *kernel.forward(q[:, rows], k[:, keys], v[:, keys], part))
+        total.add(*kernel.forward(q[:, rows], k[:, keys], v[:, keys], part))
     out, lse = total.result()
     expected_out, expected_lse, *expected_grads = reference(q, k, v, dout, call)
     assert relative(out, expected_out) < forward

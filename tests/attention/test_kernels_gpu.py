@@ -8,7 +8,7 @@ from naive import assert_matches, assert_split_matches, inputs, merge_case
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
 from attention.masks import CAUSAL, FULL, Mask
-from attention.merge import merge_, merge_eager_
+from attention.merge import merge, merge_eager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,7 +111,10 @@ def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name,
     """The parts are views of the whole, as the ring's are."""
     for sizes, cuts in (((768, 768), [0, 256, 300, 768]), ((512, 1000), [0, 1, 488, 744, 1000])):
         q, k, v, dout, call = case(mask, sizes, dtype)
-        assert_split_matches(able(name, q, k, mask), q, k, v, dout, call, cuts)
+        try:
+            assert_split_matches(able(name, q, k, mask), q, k, v, dout, call, cuts)
+        except UnsupportedCall as error:  # a part of a causal mask can be a window
+            pytest.skip(str(error))
 
 
 @every_kernel
@@ -190,12 +193,19 @@ def test_cudnn_refuses_a_window_naming_those_that_can():
 def test_the_merge_kernel_merges_as_eager_does(packed, heads_first, dtype, head_dim, rows):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     start, n = rows[0], rows[1] - rows[0]
+
+    def narrowed(x, x_lse):
+        return x.narrow(x.dim() - 3, start, n), x_lse.narrow(-1, start, n)
+
     results = []
-    for merge in (merge_, merge_eager_):
+    for how in (merge, merge_eager):
         out, lse, part, part_lse = merge_case(packed, heads_first, dtype, head_dim, "cuda", wide)
-        dim = out.dim() - 3
-        merge(*(x.narrow(d, start, n) for x, d in ((out, dim), (lse, -1), (part, dim), (part_lse, -1))))
-        results.append((out, lse))
+        other, other_lse = part.clone(), lse.clone()
+        how(*narrowed(other, other_lse), *narrowed(out, lse), *narrowed(other, part_lse))
+        how(*narrowed(out, lse), *narrowed(out, lse), *narrowed(part, part_lse))
+        results.append((out, lse, other_lse))
+        (merged, _), (rounded, _) = narrowed(out, lse), narrowed(other, lse)
+        torch.testing.assert_close(rounded.to(wide), merged, rtol=torch.finfo(dtype).eps, atol=1e-6)
     tolerance = 1e-12 if wide == torch.float64 else 1e-6
     for x, expected in zip(*results, strict=True):
         assert not x.isnan().any()

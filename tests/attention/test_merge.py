@@ -7,7 +7,7 @@ import pytest
 import torch
 from naive import attention, merge_case, normal
 
-from attention.merge import Accumulator, empty_result, merge_, merge_eager_
+from attention.merge import Accumulator, empty_result, merge, merge_eager
 
 torch.set_num_threads(1)
 
@@ -22,6 +22,10 @@ def over(q, k, v, keys):
     """Attention of all queries over some of the keys."""
     k, v = k[:, keys], v[:, keys]
     return attention(q, k, v, D**-0.5, torch.ones(q.shape[1], k.shape[1], dtype=torch.bool))
+
+
+def merge_(out, lse, part, part_lse):
+    merge(out, lse, out, lse, part, part_lse)
 
 
 def close(x, expected, tolerance=1e-12):
@@ -89,28 +93,43 @@ def rectangles(draw: random.Random, n_q: int, n_k: int) -> list[tuple[int, int, 
 
 
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("seed", range(10))
-def test_an_accumulator_sums_parts_over_any_rows(seed, packed):
-    q, k, v = qkv()
+def test_an_accumulator_merges_parts_over_any_rows(seed, dtype, packed):
+    q, k, v = qkv(dtype)
     whole, whole_lse = over(q, k, v, torch.arange(SK))
     view = (lambda x: x[0]) if packed else (lambda x: x)
-    total = Accumulator(view(q))
-    for a, b, c, d in rectangles(random.Random(seed), SQ, SK):
+    parts = rectangles(random.Random(seed), SQ, SK)
+    total = Accumulator(view(q), [((a, b),) for a, b, _, _ in parts])
+    for a, b, c, d in parts:
         out, lse = over(q[:, a:b], k, v, torch.arange(c, d))
-        total.add(a, b, view(out), view(lse))
+        total.add(view(out), view(lse))
     out, lse = total.result()
-    close(out, view(whole))
-    close(lse, view(whole_lse))
+    assert out.dtype == lse.dtype == dtype
+    close(out, view(whole), 1e-12 if dtype == torch.float64 else 1e-6)
+    close(lse, view(whole_lse), 1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def test_a_part_may_be_over_several_stretches_of_rows():
+    q, k, v = qkv()
+    whole, whole_lse = over(q, k, v, torch.arange(SK))
+    parts = [((0, 3), (5, 9)), ((3, 5), (9, SQ)), ((0, 1), (2, 7)), ((1, 2), (7, 11)), ((0, SQ),)]
+    keys = [(0, 9), (0, 9), (9, 20), (9, 20), (20, SK)]
+    total = Accumulator(q, [*parts, ((11, SQ),)])
+    for intervals, (c, d) in [*zip(parts, keys, strict=True), (((11, SQ),), (9, 20))]:
+        rows = torch.cat([torch.arange(a, b) for a, b in intervals])
+        total.add(*over(q[:, rows], k, v, torch.arange(c, d)))
+    close(total.result()[0], whole)
+    close(total.result()[1], whole_lse)
 
 
 def test_rows_that_an_accumulator_never_sees_are_zero_and_minus_infinity():
     q, k, v = qkv()
-    total = Accumulator(q)
-    for x, shape in zip(total.result(), ((B, SQ, H, D), (B, H, SQ)), strict=True):
+    for x, shape in zip(Accumulator(q, []).result(), ((B, SQ, H, D), (B, H, SQ)), strict=True):
         assert x.shape == shape
-    assert (total.result()[0] == 0).all() and (total.result()[1] == -torch.inf).all()
-    total = Accumulator(q)
-    total.add(4, 9, *over(q[:, 4:9], k, v, torch.arange(SK)))
+        assert (x == (0 if x.shape[-1] == D else -torch.inf)).all()
+    total = Accumulator(q, [((4, 9),)])
+    total.add(*over(q[:, 4:9], k, v, torch.arange(SK)))
     out, lse = total.result()
     whole, whole_lse = over(q, k, v, torch.arange(SK))
     close(out[:, 4:9], whole[:, 4:9])
@@ -119,18 +138,48 @@ def test_rows_that_an_accumulator_never_sees_are_zero_and_minus_infinity():
         assert (out[:, rows] == 0).all() and (lse[..., rows] == -torch.inf).all()
 
 
+def test_a_first_part_over_all_rows_becomes_the_result():
+    q, k, v = qkv(torch.float32)
+    out, lse = over(q, k, v, torch.arange(9))
+    first = out.bfloat16().contiguous(), lse
+    for others in ([], [((3, 8),)]):
+        total = Accumulator(q.bfloat16(), [((0, SQ),), *others])
+        total.add(*first)
+        for ((a, b),) in others:
+            out, lse = over(q[:, a:b], k, v, torch.arange(9, SK))
+            total.add(out.bfloat16(), lse)
+        assert total.result()[0] is first[0] and total.result()[1] is first[1]
+        assert total.running.buffer is None and not total.kept
+
+
+def test_only_rows_of_three_parts_take_a_wide_buffer():
+    q, k, v = qkv(torch.bfloat16)
+    parts = [((0, SQ),), ((0, 9),), ((6, SQ),), ((7, 8),)]
+    total = Accumulator(q, parts)
+    for i, ((a, b),) in enumerate(parts):
+        out, lse = over(*(x.double() for x in (q[:, a:b], k, v)), torch.arange(i, i + 1))
+        total.add(out.bfloat16(), lse.float())
+    assert total.running.buffer is not None
+    assert total.running.buffer.shape[1] == 3 and total.running.buffer.dtype == torch.float32
+
+
 @pytest.mark.parametrize("first_whole", [True, False])
 def test_half_precision_parts_accumulate_in_fp32(first_whole):
     q, k, v = qkv(torch.bfloat16)
-    total = Accumulator(q)
+    pieces = [
+        (rows, a)
+        for a in (range(0, SK, 3) if first_whole else range(SK - 3, -1, -3))
+        for rows in ([(0, SQ)] if first_whole else [(0, 5), (5, SQ)])
+    ]
+    total = Accumulator(q, [(rows,) for rows, _ in pieces])
     rounded = torch.zeros(B, SQ, H, D, dtype=torch.float64)
     _, whole_lse = over(*(x.double() for x in (q, k, v)), torch.arange(SK))
-    for a in range(0, SK, 3) if first_whole else range(SK - 3, -1, -3):
-        for rows in (slice(0, SQ),) if first_whole else (slice(0, 5), slice(5, SQ)):
-            out, lse = over(*(x.double() for x in (q[:, rows], k, v)), torch.arange(a, a + 3))
-            total.add(rows.start, rows.stop, out.bfloat16(), lse.float())
-            share = (lse - whole_lse[..., rows]).exp().transpose(1, 2).unsqueeze(-1)
-            rounded[:, rows] += out.bfloat16().double() * share
+    for (start, stop), a in pieces:
+        rows = slice(start, stop)
+        out, lse = over(*(x.double() for x in (q[:, rows], k, v)), torch.arange(a, a + 3))
+        share = (lse - whole_lse[..., rows]).exp().transpose(1, 2).unsqueeze(-1)
+        rounded[:, rows] += out.bfloat16().double() * share
+        total.add(out.bfloat16(), lse.float())
     out, lse = total.result()
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     # only the parts and the result are rounded to bf16, not what is summed in between
@@ -145,27 +194,37 @@ def test_half_precision_parts_accumulate_in_fp32(first_whole):
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
 def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head_dim, rows):
-    from attention.kernels.triton_merge import merge_cuda_
+    """A part into the other in place, and two parts into a third tensor of another dtype."""
+    from attention.kernels.triton_merge import merge_triton
 
     start, n = rows[0], rows[1] - rows[0]
+
+    def narrowed(x, x_lse):
+        return x.narrow(x.dim() - 3, start, n), x_lse.narrow(-1, start, n)
+
     results = []
-    for merge in (merge_cuda_, merge_eager_):
+    for how in (merge_triton, merge_eager):
         out, lse, part, part_lse = merge_case(packed, heads_first, dtype, head_dim)
-        dim = out.dim() - 3
-        merge(*(x.narrow(d, start, n) for x, d in ((out, dim), (lse, -1), (part, dim), (part_lse, -1))))
-        results.append((out, lse))
-    (out, lse), (expected, expected_lse) = results
+        other, other_lse = torch.full_like(part, 7), torch.full_like(lse, 7)
+        how(*narrowed(other, other_lse), *narrowed(out, lse), *narrowed(part, part_lse))
+        how(*narrowed(out, lse), *narrowed(out, lse), *narrowed(part, part_lse))
+        results.append((out, lse, other, other_lse))
+    (out, lse, other, other_lse), (expected, expected_lse, expected_other, _) = results
     assert out.isfinite().all() and not lse.isnan().any()
     close(out, expected, 1e-6)
     close(lse, expected_lse, 1e-6)
+    close(other.float(), expected_other.float(), max(1e-6, torch.finfo(dtype).eps))  # bf16: cut off, not rounded
+    assert torch.equal(other_lse.narrow(-1, start, n), lse.narrow(-1, start, n))
     before = merge_case(packed, heads_first, dtype, head_dim)[0]
+    dim = out.dim() - 3
     assert torch.equal(out.narrow(dim, 0, start), before.narrow(dim, 0, start))
+    assert (other.narrow(dim, 0, start) == 7).all()
     assert n == 0 or not torch.equal(out, before)
 
 
 def test_the_triton_kernel_refuses_a_strided_head_dim():
-    from attention.kernels.triton_merge import merge_cuda_
+    from attention.kernels.triton_merge import merge_triton
 
     out, lse, part, part_lse = merge_case(False, False, torch.float32, 64)
     with pytest.raises(ValueError, match="head dim contiguous"):
-        merge_cuda_(out, lse, part.transpose(-1, -2).contiguous().transpose(-1, -2), part_lse)
+        merge_triton(out, lse, out, lse, part.transpose(-1, -2).contiguous().transpose(-1, -2), part_lse)

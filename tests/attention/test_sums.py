@@ -7,7 +7,7 @@ import torch
 from naive import normal
 
 from attention.schedules import length
-from attention.sums import Range, ranges, sum_eager, sum_parts
+from attention.sums import Range, Sum, ranges, sum_eager, sum_parts
 
 torch.set_num_threads(1)
 
@@ -145,3 +145,30 @@ def test_a_sum_refuses_what_does_not_fit():
 def test_the_triton_sum_refuses_a_strided_head_dim():
     with pytest.raises(ValueError, match="head dim contiguous"):
         summed("triton", torch.zeros(9, 2, 8), [(torch.zeros(9, 8, 2).transpose(1, 2), ((0, 9),))])
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_that_come_one_by_one_are_rounded_once(seed, dtype, given):
+    draw = random.Random(seed)
+    n = 30
+    found = [((0, n),) if draw.random() < 0.5 else stretches(draw, n, 3) for _ in range(draw.randint(0, 6))]
+    parts = [(normal(2, length(x), 3, 8, dtype=dtype, seed=i), x) for i, x in enumerate(found)]
+    like = torch.full((2, n, 3, 8), torch.nan, dtype=dtype)
+    total = Sum(like, found, into=like if given else None)
+    exact = expected(like, parts)
+    for part, _ in parts:
+        total.add(part.clone())
+    assert total.result().dtype == dtype and (total.result() is like) == given
+    assert near("eager", total.result(), exact)
+
+
+def test_a_first_part_of_all_tokens_becomes_the_sum():
+    like = torch.zeros(2, 9, 3, 8, dtype=torch.bfloat16)
+    first, second = (normal(2, n, 3, 8, dtype=torch.bfloat16, seed=n) for n in (9, 4))
+    for parts in ([first], [first, second]):
+        total = Sum(like, [((0, 9),), ((3, 7),)][: len(parts)])
+        for part in parts:
+            total.add(part)
+        assert total.result() is first and total.running.buffer is None and not total.kept

@@ -1,0 +1,79 @@
+"""Passes over parts that come one by one: followed literally, they give every token its first, its middle and its last
+part in order, and neighbours are done together."""
+
+import random
+
+import pytest
+
+from attention.passes import Pass, passes
+
+
+def follow(n, parts):
+    """The parts of every token, in the order in which the passes combine them."""
+    plan = passes(n, parts)
+    running, final = [None] * n, [None] * n
+    kept = {}
+    for number, (intervals, mine) in enumerate(zip(parts, plan.of, strict=True)):
+        tokens = [t for start, stop in intervals for t in range(start, stop)]
+        assert [t for p in mine for t in range(p.start, p.stop)] == tokens
+        kept[number] = [[number]] * len(tokens)
+        for p in mine:
+            for i, t in enumerate(range(p.start, p.stop)):
+                assert tokens[p.at + i] == t
+                if p.first:
+                    assert p.kept is None
+                    before = []
+                elif p.kept:
+                    before = kept[p.kept[0]][p.kept[1] + i]
+                else:
+                    before = running[t]
+                if p.last:
+                    assert final[t] is None
+                    final[t] = [*before, number]
+                elif not p.first:
+                    assert plan.running[0] <= t < plan.running[1]
+                    running[t] = [*before, number]
+        kept = {i: x for i, x in kept.items() if plan.until[i] > number}
+    assert not kept
+    for start, stop in plan.bare:
+        for t in range(start, stop):
+            assert final[t] is None
+            final[t] = []
+    return final
+
+
+def stretches(draw, n):
+    cuts = sorted(draw.sample(range(n + 1), 2 * draw.randint(0, 3)))
+    return tuple(zip(cuts[::2], cuts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_token_gets_all_its_parts_in_order(seed):
+    draw = random.Random(seed)
+    n = draw.randint(6, 30)
+    parts = tuple(((0, n),) if draw.random() < 0.3 else stretches(draw, n) for _ in range(draw.randint(0, 6)))
+    expected = [[i for i, x in enumerate(parts) if any(a <= t < b for a, b in x)] for t in range(n)]
+    assert follow(n, parts) == expected
+
+
+def test_a_zigzag_ring_makes_one_pass_a_part_where_it_can():
+    whole, late = ((0, 8),), ((4, 8),)
+    # rank 0 of 2: the early half has one part, which stays where it is
+    assert passes(8, (whole, late)).of == (
+        (Pass(0, 4, 0, True, True), Pass(4, 8, 4, True, False)),
+        (Pass(4, 8, 0, False, True, (0, 4)),),
+    )
+    # rank 1 of 2: all queries have two
+    assert passes(8, (whole, whole)).of == ((Pass(0, 8, 0, True, False),), (Pass(0, 8, 0, False, True, (0, 0)),))
+    assert passes(8, (whole, whole)).running == (0, 0)
+    # rank 0 of 4: only the late half is ever wide
+    plan = passes(8, (whole, late, late, late))
+    assert plan.running == (4, 8)
+    assert [len(x) for x in plan.of] == [2, 1, 1, 1]
+    assert plan.until[0] == 1
+
+
+def test_tokens_without_parts_are_told():
+    assert passes(8, ()).bare == ((0, 8),)
+    assert passes(8, (((2, 3), (5, 8)),)).bare == ((0, 2), (3, 5))
+    assert passes(0, (((0, 0),),)).of == ((),)
