@@ -314,9 +314,9 @@ def two_groups(me: Rank, transport: str) -> float:
     return max(me.gather(max(errors)))
 
 
-def after_an_exception(me: Rank, transport: str) -> float:
-    """The error of a call that follows one in which the kernel of every rank raised half-way."""
-    fn = attention.make("zigzag", transport=transport)
+def after_an_exception(me: Rank, name: str, transport: str) -> float:
+    """The error of a call that follows ones in which the kernel of every rank raised half-way, forward and backward."""
+    fn = attention.make(name, transport=transport)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
     local = [fn.shard(x).requires_grad_() for x in (q, k, v)]
@@ -329,15 +329,17 @@ def after_an_exception(me: Rank, transport: str) -> float:
 
         backward = forward
 
-    for plan in fn.plans.values():
-        object.__setattr__(plan, "kernel", Failing())
     for _ in range(3):
-        try:
-            fn(*local, causal=True)
-        except RuntimeError as error:
-            assert "half-way" in str(error)
-    for plan in fn.plans.values():
-        object.__setattr__(plan, "kernel", kernel)
+        whole = fn(*local, causal=True)
+        for plan in fn.plans.values():
+            object.__setattr__(plan, "kernel", Failing())
+        for fails in (lambda: fn(*local, causal=True), whole.sum().backward):
+            try:
+                fails()
+            except RuntimeError as error:
+                assert "half-way" in str(error)
+        for plan in fn.plans.values():
+            object.__setattr__(plan, "kernel", kernel)
     out = fn.unshard(fn(*local, causal=True))
     exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
     return max(me.gather(rel(out, exact)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import closing
 
-import torch
 from torch import Tensor
 
 from attention.executors import ring
@@ -92,7 +91,7 @@ def _to_tokens(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> l
     n, s = len(xs), xs[0].shape[-3] // len(group)
     whole: Intervals = ((0, s),)
     mine: Intervals = ((me * s, (me + 1) * s),)
-    pieces = [[take(x, mine) if i == me else room(x, s) for i in range(len(group))] for x in xs]
+    results, pieces = zip(*(_places(x, share, s) for x, share in zip(xs, heads, strict=True)), strict=True)
     sends, receives = [], []
     for i, peer in enumerate(group):
         if i == me:
@@ -100,18 +99,31 @@ def _to_tokens(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> l
         sends += [Message(peer, j, ((i * s, (i + 1) * s),), whole) for j in range(n)]
         receives += [Message(peer, j, mine, whole, pieces[j][i]) for j in range(n)]
     with closing(plan.transport.offer(what, xs)) as offer:
-        offer.fetch(sends, receives, 0).wait()
+        moving = offer.fetch(sends, receives, 0)
     with phase("comp_place"):
-        return [_assemble(by_rank, share) for by_rank, share in zip(pieces, heads, strict=True)]
+        for x, by_rank in zip(xs, pieces, strict=True):
+            by_rank[me].copy_(take(x, mine))
+    moving.wait()
+    with phase("comp_place"):
+        return [
+            _summed(by_rank, share) if result is None else result
+            for result, by_rank, share in zip(results, pieces, heads, strict=True)
+        ]
 
 
-def _assemble(by_rank: list[Tensor], share: Heads) -> Tensor:
+def _places(x: Tensor, share: Heads, s: int) -> tuple[Tensor | None, list[Tensor]]:
+    """Where s tokens of each rank's heads of x come: views of one tensor, and it; apart and None where several ranks have
+    the same heads, which are to be summed."""
     total = share[-1].stop
+    if total < sum(each.stop - each.start for each in share):
+        return None, [room(x, s) for _ in share]
+    result = x.new_empty((*x.shape[:-3], s, total, x.shape[-1]))
+    return result, [result[..., each, :] for each in share]
+
+
+def _summed(by_rank: list[Tensor], share: Heads) -> Tensor:
     first = by_rank[0]
-    if total == sum(s.stop - s.start for s in share):
-        return torch.cat(by_rank, -2)
-    shape = (*first.shape[:-2], total, first.shape[-1])
-    sums = torch.zeros(shape, dtype=wide(first.dtype), device=first.device)
+    sums = first.new_zeros((*first.shape[:-2], share[-1].stop, first.shape[-1]), dtype=wide(first.dtype))
     for x, heads in zip(by_rank, share, strict=True):
         sums[..., heads, :] += x
     return sums.to(first.dtype)

@@ -17,7 +17,7 @@ from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_parts
 from attention.tensors import put_, room, take, token_dim
-from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
+from attention.transfers import Intervals, Move, Piece, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 from attention.variants import check_stride
 
@@ -174,12 +174,16 @@ class _Pulled:
     def __init__(self, source: _Keys, offer: Offer, i: int):
         plan, route, mine = source.plan, source.moving.route, source.mine[i]
         self.keys = [room(x, plan.steps[0].n_keys) for x in mine]
+        receives = list(route.receives)
+        if plan.transport.pulls:
+            receives += [Piece(plan.rank, (here,), (place,)) for here, place in source.moving.local]
         sends = plan.messages(route.sends, first=2 * i)
-        self.handle: Handle = offer.fetch(sends, plan.messages(route.receives, self.keys, first=2 * i), i)
-        with phase("comp_place", i):
-            for here, place in source.moving.local:
-                for x, keys in zip(mine, self.keys, strict=True):
-                    put_(keys, (place,), take(x, (here,)))
+        self.handle: Handle = offer.fetch(sends, plan.messages(receives, self.keys, first=2 * i), i)
+        if not plan.transport.pulls:
+            with phase("comp_place", i):
+                for here, place in source.moving.local:
+                    for x, keys in zip(mine, self.keys, strict=True):
+                        put_(keys, (place,), take(x, (here,)))
 
     def wait(self) -> tuple[Tensor, Tensor]:
         self.handle.wait()
@@ -255,8 +259,9 @@ class _Return:
             parts = [room(x, length(piece.target)) for x in self.sums]
             self.received.append((piece.target, parts))
             receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
-        with closing(plan.transport.offer("dkv", self.sums, self.most)) as offer:
-            self.handle = offer.fetch(plan.messages(route.sends), receives, self.number)
+        self.offer = plan.transport.offer("dkv", self.sums, self.most)  # holds this rank's own sums
+        with closing(self.offer):
+            self.handle = self.offer.fetch(plan.messages(route.sends), receives, self.number)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
         self.handle.wait()

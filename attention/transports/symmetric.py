@@ -37,10 +37,7 @@ class Lane:
         self.number = 0
         self.capacity = 0
         self.shared = Shared([])
-
-    def slot(self, rank: int, number: int) -> Tensor:
-        start = number % self.depth * self.capacity
-        return self.shared.by_rank[rank][start : start + self.capacity]
+        self.filling: _Offered | None = None  # has its slot, but was not offered yet
 
 
 class Pool:
@@ -74,8 +71,16 @@ class Pool:
             lane.shared = self.fabric.allocate(lane.capacity * lane.depth)
         return lane
 
+    def filling(self, what: str) -> _Offered | None:
+        lane = self.lanes.get(what)
+        return lane.filling if lane else None
+
     def acquire(self, lane: Lane) -> int:
         """The number of the next offer, once its slot is free again."""
+        if lane.filling is not None:  # an exception came between; the peers' count of offers goes on
+            left, lane.filling = lane.filling, None
+            self.publish(lane, left.number)
+            self.finish(lane, left.number)
         lane.number += 1
         if lane.number > lane.depth:
             done = [lane.done[self.rank][peer] for peer in self.peers]
@@ -131,15 +136,17 @@ class Symmetric(Collective):
     def __init__(self, group: dist.ProcessGroup, pool: Pool):
         super().__init__("symm", group, pool.queue)
         self.pool = pool
-        self.open: dict[str, _Offered] = {}
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        self.open[what] = offered = _Offered(self, what, shapes, like.dtype, tokens)
+        offered = _Offered(self, what, shapes, like.dtype, tokens)
+        offered.lane.filling = offered
         return offered.mine
 
     def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
-        offered = self.open.pop(what, None)
-        if offered is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, offered.mine, strict=True)):
+        offered = self.pool.filling(what)
+        if offered is not None and all(x is y for x, y in zip(tensors, offered.mine, strict=True)):
+            offered.lane.filling = None
+        else:
             most = max(x.shape[token_dim(x)] for x in tensors) if tokens is None else tokens
             offered = _Offered(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
@@ -164,29 +171,29 @@ class _Offered:
             self.starts.append(size)
             size += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         pool = transport.pool
-        self.lane = pool.lane(what, size)
-        self.number = pool.acquire(self.lane)
+        self.lane = lane = pool.lane(what, size)
+        self.number = pool.acquire(lane)
+        self.shared, self.at = lane.shared, self.number % lane.depth * lane.capacity
         self.seen: set[int] = set()  # the peers whose offer was waited for
         held = [self.tensor(pool.rank, i) for i in range(len(shapes))]
         self.mine = [x.narrow(token_dim(x), 0, shape[-3]) for x, shape in zip(held, shapes, strict=True)]
 
     def tensor(self, rank: int, i: int) -> Tensor:
         """Tensor number i of a rank's offer."""
-        shape = self.shapes[i]
-        slot = self.lane.slot(rank, self.number)
-        stretch = slot[self.starts[i] : self.starts[i] + prod(shape) * self.dtype.itemsize]
+        shape, start = self.shapes[i], self.at + self.starts[i]
+        stretch = self.shared.by_rank[rank][start : start + prod(shape) * self.dtype.itemsize]
         return stretch.view(self.dtype).view(shape)
 
     def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
         if not receives:
             return Done()
         pool, lane = self.transport.pool, self.lane
-        by_peer = [(peer, [m for m in receives if m.peer == peer]) for peer in pool.peers]
+        by_peer = [(peer, [m for m in receives if m.peer == peer]) for peer in (pool.rank, *pool.peers)]
 
         def run() -> None:
             for peer, messages in by_peer:
                 if messages:
-                    if peer not in self.seen:
+                    if peer not in self.seen and peer != pool.rank:
                         pool.fabric.wait([lane.ready[pool.rank][peer]], self.number)
                         self.seen.add(peer)
                     with phase(f"comm_{self.what}", step):
@@ -200,10 +207,11 @@ class _Offered:
         source, into = self.tensor(message.peer, message.tensor), message.into
         assert into is not None, "a receiver's message says where to"
         rows = [(into, source)] if into.dim() == 3 else list(zip(into.unbind(0), source.unbind(0), strict=True))
-        for target, origin in rows:  # a copy engine takes one stretch of memory
+        for target, origin in rows:  # a copy engine takes rows of one pitch
             for (a, b), (c, d) in _stretches(message.source, message.target):
-                target[c:d].copy_(origin[a:b], non_blocking=True)
-                self.transport.counted(self.what, target[c:d].nbytes)
+                self.transport.pool.fabric.copy(target[c:d], origin[a:b])
+                if message.peer != self.transport.pool.rank:
+                    self.transport.counted(self.what, (d - c) * target[0].nbytes)
 
     def close(self) -> None:
         self.transport.pool.finish(self.lane, self.number)

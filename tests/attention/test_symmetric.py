@@ -58,8 +58,9 @@ def test_two_groups_pull_at_once(in_world):
     assert in_world("two_groups", 4, transport="symm") < 1e-6
 
 
-def test_an_exception_in_between_leaves_the_next_call_right(in_world):
-    assert in_world("after_an_exception", 2, transport="symm") < 1e-6
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_an_exception_in_between_leaves_the_next_call_right(in_world, name):
+    assert in_world("after_an_exception", 2, name=name, transport="symm") < 1e-6
 
 
 def test_what_was_pulled_once_holds_again_in_a_small_decode(in_world):

@@ -31,8 +31,9 @@ def test_two_groups_at_once(in_world, transport, world):
 
 
 @every_transport
-def test_an_exception_in_between_leaves_the_next_call_right(in_world, transport):
-    assert in_world("after_an_exception", 2, "cuda", transport=transport) < 1e-5
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_an_exception_in_between_leaves_the_next_call_right(in_world, name, transport):
+    assert in_world("after_an_exception", 2, "cuda", name=name, transport=transport) < 1e-5
 
 
 @every_transport
