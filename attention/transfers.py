@@ -4,6 +4,7 @@ one to one, so that a message carries nothing but the tokens and a receiver know
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from attention.layouts import Shard
 from attention.masks import Interval
@@ -114,6 +115,7 @@ def needed_keys(problem: Problem, rank: int) -> Shard:
     return tuple(range(*interval) for interval in step.keys)
 
 
+@lru_cache(maxsize=1024)
 def gather_move(problem: Problem, rank: int) -> Move:
     """Every rank's shard to the keys that each rank needs."""
     needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))

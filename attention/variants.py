@@ -291,6 +291,7 @@ _register(
         layouts.CONTIGUOUS,
         schedules.local,
         "all_to_all",
+        options={"head_parts": None},
     )
 )
 _register(
@@ -302,7 +303,7 @@ _register(
         layouts.ZIGZAG,
         schedules.zigzag,
         "all_to_all",
-        options={"ulysses_size": None, "ring": "zigzag"},
+        options={"ulysses_size": None, "ring": "zigzag", "head_parts": None},
     )
 )
 _register(
@@ -389,6 +390,14 @@ def check_stride(stride: int | None, kv_heads: int) -> int:
         divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
         raise ValueError(f"heads_k_stride={stride}: must divide kv_heads={kv_heads}; it may be {divisors}")
     return stride
+
+
+def check_parts(parts: int, kv_heads: int, ulysses: int) -> None:
+    """Raises ValueError unless each rank's KV heads can be computed in so many parts."""
+    each = max(1, kv_heads // ulysses)
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1 or each % parts:
+        divisors = [n for n in range(1, each + 1) if each % n == 0]
+        raise ValueError(f"head_parts={parts}: must divide a rank's {each} KV heads; it may be {divisors}")
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

@@ -1,7 +1,8 @@
 """The all-to-all executor (Ulysses, USP): within a group of ranks heads are exchanged for sequence, so that each rank has
 its share of the heads over the group's whole shard; across the groups the ring executor does the rest (a ring of one is a
-local call); then back. With fewer KV heads than ranks in the group, a KV head goes to several of them and their
-gradients are summed in fp32."""
+local call); then back. A rank's share is computed in two parts where it can be, so that what one part needs, and what it
+gave, travels while the other computes. With fewer KV heads than ranks in the group, a KV head goes to several of them and
+their gradients are summed in fp32."""
 
 from __future__ import annotations
 
@@ -10,41 +11,85 @@ from contextlib import closing
 from torch import Tensor
 
 from attention.executors import ring
+from attention.executors.gather import OVERLAPPED
 from attention.executors.plan import Plan
 from attention.phases import phase
-from attention.tensors import put_, room, take, wide
+from attention.tensors import put_, room, take, tokens, wide
 from attention.transfers import Intervals
-from attention.transports import Message
+from attention.transports import Handle, Message
 
 Saved = tuple[Tensor, ...]
-Heads = list[slice]  # of each rank in the group
+Heads = list[list[slice]]  # by part, of each rank in the group
+SAVED = 5  # tensors that the ring saves for its backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
     """q, k, v: this rank's shards. Returns (out, lse) of this rank's tokens, all heads; lse so only where wanted."""
-    own, kv = shares(plan.heads, plan), shares(plan.kv_heads, plan)
-    q, k, v = _to_heads([q, k, v], [own, kv, kv], plan, "qkv")
-    out, lse, saved = ring.forward(q, k, v, plan)
-    (result,) = _to_tokens([out], [own], plan, "out")
+    if plan.problem.ulysses == 1:
+        return ring.forward(q, k, v, plan)
+    n = parts(plan, tokens(q))
+    own, kv = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
+    outs, lses = _ToTokens([q], [own], plan, "out"), []
+    saved: Saved = ()
+    with closing(_ToHeads([q, k, v], [own, kv, kv], plan, "qkv")) as source:
+        arriving = source.fetch(0)
+        for i in range(n):
+            q_, k_, v_ = arriving.wait()
+            if i + 1 < n:
+                arriving = source.fetch(i + 1)
+            out, lse, kept = ring.forward(q_, k_, v_, plan)
+            outs.send(i, [out])
+            lses.append(lse)
+            saved += kept
+    (out,) = outs.finish()
     if plan.want_lse:
-        (turned,) = _to_tokens([lse.transpose(-1, -2).unsqueeze(-1)], [own], plan, "lse")
-        lse = turned.squeeze(-1).transpose(-1, -2)
-    return result, lse, saved
+        rows = [x.transpose(-1, -2).unsqueeze(-1) for x in lses]  # [..., S, heads, 1]
+        turned = _ToTokens([rows[0].new_empty((*q.shape[:-1], 1))], [own], plan, "lse")
+        for i, x in enumerate(rows):
+            turned.send(i, [x])
+        lse = turned.finish()[0].squeeze(-1).transpose(-1, -2)
+    return out, lse, saved
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    own, kv = shares(plan.heads, plan), shares(plan.kv_heads, plan)
-    (dout,) = _to_heads([dout], [own], plan, "dout")
-    dq, dk, dv = _to_tokens(list(ring.backward(dout, saved, plan)), [own, kv, kv], plan, "dqkv")
+    if plan.problem.ulysses == 1:
+        return ring.backward(dout, saved, plan)
+    n = len(saved) // SAVED
+    own, kv = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
+    keys = dout[..., :1, :].expand(*dout.shape[:-2], plan.kv_heads, -1)  # of the shape of this rank's k and v
+    grads = _ToTokens([dout, keys, keys], [own, kv, kv], plan, "dqkv")
+    with closing(_ToHeads([dout], [own], plan, "dout")) as source:
+        arriving = source.fetch(0)
+        for i in range(n):
+            (dout_,) = arriving.wait()
+            if i + 1 < n:
+                arriving = source.fetch(i + 1)
+            q_, k_, v_, *_ = kept = saved[i * SAVED : (i + 1) * SAVED]
+            shapes = [x.shape for x in (q_, k_, v_)]
+            dq, dk, dv = plan.transport.room("dqkv", shapes, q_, tokens(q_))
+            ring.backward(dout_, kept, plan, (dq, dk, dv))
+            grads.send(i, [dq, dk, dv])
+    dq, dk, dv = grads.finish()
     return dq, dk, dv
 
 
-def shares(heads: int, plan: Plan) -> Heads:
-    """The heads that each rank of the group computes: an equal share, or one KV head that several of them have."""
-    n = plan.problem.ulysses
-    if heads % n == 0:
-        return [slice(i * heads // n, (i + 1) * heads // n) for i in range(n)]
-    return [slice(i * heads // n, i * heads // n + 1) for i in range(n)]
+def parts(plan: Plan, n_tokens: int) -> int:
+    """How many parts a rank's share of the heads is computed in: `head_parts`, by default two if it has an even number of
+    KV heads, and tokens enough that a transfer costs more than the calls that hide it."""
+    each, more = divmod(plan.kv_heads, plan.problem.ulysses)
+    if more or not each:
+        return 1
+    wanted = plan.options["head_parts"]
+    return wanted or (2 if each % 2 == 0 and n_tokens * plan.problem.ulysses >= OVERLAPPED else 1)
+
+
+def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
+    """The heads that each rank of the group computes, by part: an equal share, or one KV head that several of them have."""
+    ranks = plan.problem.ulysses
+    if heads % ranks:
+        return [[slice(i * heads // ranks, i * heads // ranks + 1) for i in range(ranks)]]
+    each = heads // ranks // n
+    return [[slice((i * n + part) * each, (i * n + part + 1) * each) for i in range(ranks)] for part in range(n)]
 
 
 def _group(plan: Plan) -> list[int]:
@@ -53,77 +98,109 @@ def _group(plan: Plan) -> list[int]:
     return list(range(first, first + plan.problem.ulysses))
 
 
-def _to_heads(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> list[Tensor]:
-    """`[..., s, heads, D]` of this rank's tokens to `[..., n * s, share, D]` of the group's."""
-    me, group = plan.head, _group(plan)
-    if len(group) == 1:
-        return xs
-    n, s = len(xs), xs[0].shape[-3]
-    whole: Intervals = ((0, s),)
-    # to each rank of the group its heads; nothing to oneself
-    offered = [
-        x[..., share[i], :] if i != me else room(x[..., share[i], :], 0)
-        for i in range(len(group))
-        for x, share in zip(xs, heads, strict=True)
-    ]
-    out = [room(x[..., share[me], :], len(group) * s) for x, share in zip(xs, heads, strict=True)]
-    sends, receives = [], []
-    for i, peer in enumerate(group):
-        if i == me:
-            continue
-        place: Intervals = ((i * s, (i + 1) * s),)
-        sends += [Message(peer, i * n + j, whole, place) for j in range(n)]
-        receives += [Message(peer, me * n + j, whole, place, out[j]) for j in range(n)]
-    with closing(plan.transport.offer(what, offered, s)) as offer:
-        moving = offer.fetch(sends, receives, 0)
-    with phase("comp_place"):
-        for x, share, target in zip(xs, heads, out, strict=True):
-            put_(target, ((me * s, (me + 1) * s),), x[..., share[me], :])
-    moving.wait()
-    return out
+class _ToHeads:
+    """`[..., s, heads, D]` of this rank's tokens, offered to the group, and `[..., n * s, share, D]` of the group's, to be
+    fetched part by part."""
 
-
-def _to_tokens(xs: list[Tensor], heads: list[Heads], plan: Plan, what: str) -> list[Tensor]:
-    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`; what several ranks have of one head is summed."""
-    me, group = plan.head, _group(plan)
-    if len(group) == 1:
-        return xs
-    n, s = len(xs), xs[0].shape[-3] // len(group)
-    whole: Intervals = ((0, s),)
-    mine: Intervals = ((me * s, (me + 1) * s),)
-    results, pieces = zip(*(_places(x, share, s) for x, share in zip(xs, heads, strict=True)), strict=True)
-    sends, receives = [], []
-    for i, peer in enumerate(group):
-        if i == me:
-            continue
-        sends += [Message(peer, j, ((i * s, (i + 1) * s),), whole) for j in range(n)]
-        receives += [Message(peer, j, mine, whole, pieces[j][i]) for j in range(n)]
-    with closing(plan.transport.offer(what, xs)) as offer:
-        moving = offer.fetch(sends, receives, 0)
-    with phase("comp_place"):
-        for x, by_rank in zip(xs, pieces, strict=True):
-            by_rank[me].copy_(take(x, mine))
-    moving.wait()
-    with phase("comp_place"):
-        return [
-            _summed(by_rank, share) if result is None else result
-            for result, by_rank, share in zip(results, pieces, heads, strict=True)
+    def __init__(self, xs: list[Tensor], heads: list[Heads], plan: Plan, what: str):
+        self.xs, self.heads, self.plan = xs, heads, plan
+        self.s = tokens(xs[0])
+        me, ranks = plan.head, range(plan.problem.ulysses)
+        # by part, to each rank of the group its heads; nothing to oneself
+        offered = [
+            room(x[..., share[part][i], :], 0) if i == me else x[..., share[part][i], :]
+            for part in range(len(heads[0]))
+            for i in ranks
+            for x, share in zip(xs, heads, strict=True)
         ]
+        self.offer = plan.transport.offer(what, offered, self.s)
+
+    def fetch(self, part: int) -> _Arriving:
+        plan, s, n = self.plan, self.s, len(self.xs)
+        me, group = plan.head, _group(plan)
+        mine = [x[..., share[part][me], :] for x, share in zip(self.xs, self.heads, strict=True)]
+        out = [room(x, len(group) * s) for x in mine]
+        whole: Intervals = ((0, s),)
+        first = part * len(group) * n
+        sends, receives = [], []
+        for i, peer in enumerate(group):
+            if i == me:
+                continue
+            place: Intervals = ((i * s, (i + 1) * s),)
+            sends += [Message(peer, first + i * n + j, whole, place) for j in range(n)]
+            receives += [Message(peer, first + me * n + j, whole, place, out[j]) for j in range(n)]
+        moving = self.offer.fetch(sends, receives, part)
+        with phase("comp_place", part):
+            for x, target in zip(mine, out, strict=True):
+                put_(target, ((me * s, (me + 1) * s),), x)
+        return _Arriving(moving, out)
+
+    def close(self) -> None:
+        self.offer.close()
 
 
-def _places(x: Tensor, share: Heads, s: int) -> tuple[Tensor | None, list[Tensor]]:
-    """Where s tokens of each rank's heads of x come: views of one tensor, and it; apart and None where several ranks have
-    the same heads, which are to be summed."""
-    total = share[-1].stop
-    if total < sum(each.stop - each.start for each in share):
-        return None, [room(x, s) for _ in share]
-    result = x.new_empty((*x.shape[:-3], s, total, x.shape[-1]))
-    return result, [result[..., each, :] for each in share]
+class _Arriving:
+    def __init__(self, moving: Handle, out: list[Tensor]):
+        self.moving, self.out = moving, out
+
+    def wait(self) -> list[Tensor]:
+        self.moving.wait()
+        return self.out
 
 
-def _summed(by_rank: list[Tensor], share: Heads) -> Tensor:
+class _ToTokens:
+    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`, sent part by part; what several ranks have of one head
+    is summed. `like` are tensors of the results' shapes."""
+
+    def __init__(self, like: list[Tensor], heads: list[Heads], plan: Plan, what: str):
+        self.plan, self.what, self.heads, self.s = plan, what, heads, tokens(like[0])
+        places = [_places(x, share) for x, share in zip(like, heads, strict=True)]
+        self.results = [result for result, _ in places]
+        self.pieces = [pieces for _, pieces in places]  # of each tensor, by part and rank
+        self.moving: list[Handle] = []
+
+    def send(self, part: int, xs: list[Tensor]) -> None:
+        plan, s = self.plan, self.s
+        me, group = plan.head, _group(plan)
+        whole: Intervals = ((0, s),)
+        mine: Intervals = ((me * s, (me + 1) * s),)
+        here = [pieces[part] for pieces in self.pieces]
+        sends, receives = [], []
+        for i, peer in enumerate(group):
+            if i == me:
+                continue
+            sends += [Message(peer, j, ((i * s, (i + 1) * s),), whole) for j in range(len(xs))]
+            receives += [Message(peer, j, mine, whole, here[j][i]) for j in range(len(xs))]
+        with closing(plan.transport.offer(self.what, xs)) as offer:
+            self.moving.append(offer.fetch(sends, receives, part))
+        with phase("comp_place", part):
+            for x, by_rank in zip(xs, here, strict=True):
+                by_rank[me].copy_(take(x, mine))
+
+    def finish(self) -> list[Tensor]:
+        for moving in self.moving:
+            moving.wait()
+        with phase("comp_place", len(self.moving)):
+            return [
+                _summed(pieces[0], heads[0]) if result is None else result
+                for result, pieces, heads in zip(self.results, self.pieces, self.heads, strict=True)
+            ]
+
+
+def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor]]]:
+    """Where each rank's heads come, by part: views of one tensor, and it; apart and None where several ranks have the same
+    heads, which are to be summed."""
+    every = [each for by_rank in heads for each in by_rank]
+    shape = like.shape[:-2]
+    if sum(each.stop - each.start for each in every) > every[-1].stop:
+        return None, [[like.new_empty((*shape, 1, like.shape[-1])) for _ in every]]
+    result = like.new_empty(like.shape)
+    return result, [[result[..., each, :] for each in by_rank] for by_rank in heads]
+
+
+def _summed(by_rank: list[Tensor], heads: list[slice]) -> Tensor:
     first = by_rank[0]
-    sums = first.new_zeros((*first.shape[:-2], share[-1].stop, first.shape[-1]), dtype=wide(first.dtype))
-    for x, heads in zip(by_rank, share, strict=True):
-        sums[..., heads, :] += x
+    sums = first.new_zeros((*first.shape[:-2], heads[-1].stop, first.shape[-1]), dtype=wide(first.dtype))
+    for x, each in zip(by_rank, heads, strict=True):
+        sums[..., each, :] += x
     return sums.to(first.dtype)

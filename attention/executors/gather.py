@@ -17,7 +17,7 @@ from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_parts
 from attention.tensors import put_, room, take, token_dim
-from attention.transfers import Intervals, Move, Piece, gather_move, move, needed_keys, overlaps, side_by_side
+from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 from attention.variants import check_stride
 
@@ -32,14 +32,19 @@ class HeadGroup:
     q_stop: int
 
 
-def head_groups(heads: int, kv_heads: int, stride: int | None, pulls: bool = False) -> list[HeadGroup]:
-    """`stride` KV heads at a time. None: all at once where all are sent together anyway; where they are pulled, a small
-    group first, since the compute waits for it, a small one last, since its gradients' way home is waited for, and the
-    rest between.
+OVERLAPPED = 16384  # gathered tokens from which a transfer costs more than the calls that hide it
+
+
+def head_groups(
+    heads: int, kv_heads: int, stride: int | None, pulls: bool = False, tokens: int = OVERLAPPED
+) -> list[HeadGroup]:
+    """`stride` KV heads at a time. None: all at once where all are sent together anyway, or the `tokens` to be gathered are
+    few; where they are pulled, a small group first, since the compute waits for it, a small one last, since its
+    gradients' way home is waited for, and the rest between.
 
     Raises ValueError when the stride does not divide the KV heads."""
     sizes = [check_stride(stride, kv_heads)] * (kv_heads // check_stride(stride, kv_heads))
-    if stride is None and pulls and kv_heads >= 4:
+    if stride is None and pulls and kv_heads >= 4 and tokens >= OVERLAPPED:
         small = kv_heads // 4
         sizes = [small, kv_heads - 2 * small, small]
     ratio = heads // kv_heads
@@ -68,7 +73,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """q in the schedule's q layout, k and v this rank's shards. Returns (out, lse) for q."""
     step = plan.steps[0]
-    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls)
+    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls, step.most)
     out = torch.empty_like(q)
     lse = empty_result(q[..., :0])[1]
     if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
@@ -92,7 +97,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout, q, out and lse in the schedule's q layout. Returns dq in that layout, dk and dv of this rank's shards."""
     step = plan.steps[0]
-    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls)
+    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls, step.most)
     once = _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
     dq = torch.empty_like(q) if once else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) for x in (k, v))
@@ -174,16 +179,12 @@ class _Pulled:
     def __init__(self, source: _Keys, offer: Offer, i: int):
         plan, route, mine = source.plan, source.moving.route, source.mine[i]
         self.keys = [room(x, plan.steps[0].n_keys) for x in mine]
-        receives = list(route.receives)
-        if plan.transport.pulls:
-            receives += [Piece(plan.rank, (here,), (place,)) for here, place in source.moving.local]
         sends = plan.messages(route.sends, first=2 * i)
-        self.handle: Handle = offer.fetch(sends, plan.messages(receives, self.keys, first=2 * i), i)
-        if not plan.transport.pulls:
-            with phase("comp_place", i):
-                for here, place in source.moving.local:
-                    for x, keys in zip(mine, self.keys, strict=True):
-                        put_(keys, (place,), take(x, (here,)))
+        self.handle: Handle = offer.fetch(sends, plan.messages(route.receives, self.keys, first=2 * i), i)
+        with phase("comp_place", i):
+            for here, place in source.moving.local:
+                for x, keys in zip(mine, self.keys, strict=True):
+                    put_(keys, (place,), take(x, (here,)))
 
     def wait(self) -> tuple[Tensor, Tensor]:
         self.handle.wait()

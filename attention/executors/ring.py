@@ -45,16 +45,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     return out, lse, (q, k, v, out, lse)
 
 
-def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's shards, from the final out and lse."""
+def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = None) -> Triple:
+    """Gradients of this rank's shards, from the final out and lse; in `wanted` where that is given."""
     q, k, v, out, lse = saved
     if len(plan.steps) == 1 and len(plan.steps[0].calls) == 1:
         each = plan.steps[0].calls[0]
         if each.q == ((0, q.shape[token_dim(q)]),) and each.k == ((0, k.shape[token_dim(k)]),):
             with phase("comp_block", 0):
-                return plan.kernel.backward(dout, q, k, v, out, lse, each.call)
-    dq = Sum(q, [each.q for step in plan.steps for each in step.calls])
-    dk, dv = (Sum(x, _key_parts(plan)) for x in (k, v))
+                return plan.kernel.backward(dout, q, k, v, out, lse, each.call, wanted)
+    in_q, in_k, in_v = wanted or (None, None, None)
+    dq = Sum(q, [each.q for step in plan.steps for each in step.calls], in_q)
+    dk, dv = (Sum(x, _key_parts(plan), into) for x, into in ((k, in_k), (v, in_v)))
     returning: _Return | None = None
     with closing(_Keys(k, v, plan)) as source:
         incoming = source.fetch(0)

@@ -19,8 +19,7 @@ from attention.transfers import Intervals
 @dataclass(frozen=True)
 class Message:
     """Tokens of the offered tensor number `tensor`: the intervals `source` of it, in the offering rank's tokens, go to the
-    intervals `target` of `into`, one to one. `peer` is the rank at the other end; the offering end has no `into`. Where offers are pulled, a rank may
-    fetch of its own, too."""
+    intervals `target` of `into`, one to one. `peer` is the rank at the other end; the offering end has no `into`."""
 
     peer: int
     tensor: int

@@ -22,7 +22,7 @@ from attention.transports.interface import Done, Handle, Message, Offer
 from attention.transports.queues import Aside, CudaAside, CudaQueue, HostAside, HostQueue, Queue
 
 LANES = 32  # kinds of offers: kv, dkv, ...
-DEPTHS = {"dkv": 2}  # slots of a kind that is offered again before its peers are done; of the others 1
+DEPTHS = {"dkv": 2, "out": 2, "dqkv": 2}  # slots of a kind that is offered again before its peers are done; of the others 1
 ALIGNMENT = 256
 
 
@@ -188,12 +188,12 @@ class _Offered:
         if not receives:
             return Done()
         pool, lane = self.transport.pool, self.lane
-        by_peer = [(peer, [m for m in receives if m.peer == peer]) for peer in (pool.rank, *pool.peers)]
+        by_peer = [(peer, [m for m in receives if m.peer == peer]) for peer in pool.peers]
 
         def run() -> None:
             for peer, messages in by_peer:
                 if messages:
-                    if peer not in self.seen and peer != pool.rank:
+                    if peer not in self.seen:
                         pool.fabric.wait([lane.ready[pool.rank][peer]], self.number)
                         self.seen.add(peer)
                     with phase(f"comm_{self.what}", step):
@@ -210,8 +210,7 @@ class _Offered:
         for target, origin in rows:  # a copy engine takes rows of one pitch
             for (a, b), (c, d) in _stretches(message.source, message.target):
                 self.transport.pool.fabric.copy(target[c:d], origin[a:b])
-                if message.peer != self.transport.pool.rank:
-                    self.transport.counted(self.what, (d - c) * target[0].nbytes)
+                self.transport.counted(self.what, (d - c) * target[0].nbytes)
 
     def close(self) -> None:
         self.transport.pool.finish(self.lane, self.number)

@@ -79,6 +79,17 @@ def test_variant_matches_fp64_in_a_world_of_eight(in_world, name):
     assert max(found["errors"][1:]) < 1e-5
 
 
+@pytest.mark.parametrize("transport", ("gloo", "symm"))
+@pytest.mark.parametrize(("name", "options"), [("ulysses", {}), ("usp", {"ulysses_size": 2})])
+def test_heads_exchanged_in_parts_match_fp64(in_world, name, options, transport):
+    base = {"tokens": 64, "heads": 16, "kv_heads": 8, "head_dim": 16, "causal": True}
+    every = [base, base | {"packs": [0, 16, 64]}, base | {"batch": 1}]
+    for found in in_world("compare", 4, name=name, options=options | {"head_parts": 2}, cases=every, transport=transport):
+        assert found["errors"][0] < 1e-6, found
+        assert max(found["errors"][1:]) < 1e-5, found
+        assert found["lse"] < 1e-5, found
+
+
 @pytest.mark.parametrize("how", ("separate", "packed", "fused"))
 def test_grouped_chunks_match_fp64(in_world, how):
     base = {"tokens": 48, "heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True, "batch": 2}

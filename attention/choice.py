@@ -1,0 +1,583 @@
+"""`auto`: which variant, options and transport a problem should take, by an estimate of every candidate's time from the
+costs and from what kernels (`rates.csv`) and links (`links.csv`) were measured to do. Pure Python; what is known of the
+machine comes in as a `Machine`.
+
+The model of a pass on a rank: its kernel calls at their measured rate, what of the communication its executor leaves
+exposed, and the merges at the rate of memory; or what the host needs to issue all that, if it is more. The slowest rank
+counts. It is meant to order candidates, not to predict milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from attention import costs, links
+from attention.costs import Shapes
+from attention.layouts import CuSeqlens
+from attention.links import Link, Measured
+from attention.masks import Mask
+from attention.passes import passes
+from attention.rates import LONG, Rate
+from attention.schedules import Block, Problem, Step, length, steps, union
+from attention.transfers import gather_move, step_route
+from attention.variants import VARIANTS, Variant, check_heads
+
+AUTO = "auto"
+OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
+SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
+TILE = 128  # queries of a kernel's tile: on a mask's edge half of one is computed for nothing, on average
+MERGE_SHARE = 0.5  # of a copy's bandwidth that a merge or sum reaches, which is bound by fp32 partial results
+PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
+RANKS = 8  # of a larger world, so many are looked at
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be computed, of the whole world. `cu_seqlens` are global, (0, S) for a batch of single sequences;
+    `packed`: the tensors are packed; `q_tokens`: of a decode."""
+
+    cu_seqlens: CuSeqlens
+    world: int
+    mask: Mask
+    shapes: Shapes
+    packed: bool = False
+    backward: bool = True
+    q_tokens: int | None = None
+
+    @property
+    def decode(self) -> bool:
+        return self.q_tokens is not None
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Microseconds: `call`, `call_backward`, `merge`: what a kernel's launch and tail leave a GPU idle; `host_call`,
+    `host_exchange`: of Python and launches to issue a kernel call (by kernel) and a fetch or offer."""
+
+    call: float
+    call_backward: float
+    merge: float
+    host_call: Mapping[str, float] = field(default_factory=dict)
+    host_other: float = 0.0
+    host_exchange: float = 0.0
+
+
+# cuda: from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same
+OVERHEADS = {
+    "cuda": Overheads(10, 60, 10, {"flash4": 200}, 80, 180),
+    "cpu": Overheads(20, 20, 20),
+}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What an unmeasured machine is taken to do: TFLOP/s of attention, GB/s of a copy (read plus written), and its link
+    for every pattern. `source` says where that is from."""
+
+    tflops: float
+    copy_gb_s: float
+    link: Link
+    source: str = "default"
+
+
+KERNEL_SHARE = 0.8  # of the matrix product rate that a good attention kernel reaches: 672 of 793 on an H200
+DEFAULTS = {
+    "cuda": Ceilings(300, 2000, Link(100, 50, 0.1)),
+    "cpu": Ceilings(0.1, 10, Link(1, 300)),
+}
+
+KernelOf = Callable[[tuple[Mask, ...]], str]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`gpu`: its name in the tables, empty for a CPU. `kernel`: which kernel does all of these masks; raises ValueError
+    where none does. `transports` that work here; `memory`: bytes that a rank may hold beside its inputs."""
+
+    gpu: str
+    kernel: KernelOf
+    transports: tuple[str, ...]
+    rates: tuple[Rate, ...] = ()
+    links: tuple[Measured, ...] = ()
+    device: str = "cuda"
+    memory: float | None = None
+    ceilings: Ceilings | None = None
+
+    @property
+    def otherwise(self) -> Ceilings:
+        return self.ceilings or DEFAULTS[self.device]
+
+    @property
+    def overheads(self) -> Overheads:
+        return OVERHEADS[self.device]
+
+    def measured(self, kernel: str) -> bool:
+        return any(r.gpu == self.gpu and r.kernel == kernel for r in self.rates)
+
+    def rate(self, kernel: str, mask: Mask, task: Task) -> tuple[float, float]:
+        """FLOP/s forward and backward: of the kernel's measured class that is most alike, else by the ceilings."""
+        here = [r for r in self.rates if r.gpu == self.gpu and r.kernel == kernel]
+        if not here or task.shapes.itemsize != 2:
+            return self.otherwise.tflops * 1e12, self.otherwise.tflops * 1e12
+        dim = task.shapes.head_dim
+        kind = "window" if mask.windowed else "causal" if mask.causal else "full"
+        layout = "packed" if task.packed else "dense"
+        heads = "mha" if task.shapes.heads == task.shapes.kv_heads else "gqa"
+        span = "long" if task.cu_seqlens[-1] // task.world >= LONG else "short"
+
+        def unlike(r: Rate) -> tuple[Any, ...]:
+            c = r.call
+            return (
+                c.head_dim < dim, abs(c.head_dim - dim), c.layout != layout, c.mask != kind, c.length != span,
+                c.heads != heads,
+            )  # fmt: skip
+
+        found = min(here, key=unlike)
+        return found.forward * 1e12, found.backward * 1e12
+
+    def link(self, transport: str, pattern: str, world: int) -> Link:
+        return links.find(self.links, self.gpu, world, transport, pattern) or self.otherwise.link
+
+    def copied(self, size: float) -> float:
+        """Seconds to read and write `size` bytes in all within a device."""
+        rate = links.find(self.links, self.gpu, 1, "memory", "copy")
+        return size / ((rate.gb_s if rate else self.otherwise.copy_gb_s) * 1e9)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    variant: str
+    options: Mapping[str, Any]  # all of the variant's
+
+    @property
+    def label(self) -> str:
+        own = VARIANTS[self.variant].options
+        given = [f"{k}={v}" for k, v in self.options.items() if own[k] != v]
+        return " ".join([self.variant, *given])
+
+    def problem(self, task: Task) -> Problem:
+        return VARIANTS[self.variant].problem(task.cu_seqlens, task.world, task.mask, self.options, task.q_tokens)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Milliseconds of a forward or a backward on the slowest rank. `host`: what issuing it takes, beside the rest."""
+
+    compute: float
+    exposed: float  # communication that nothing hides
+    merges: float
+    host: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.compute + self.exposed + self.merges, self.host)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    candidate: Candidate
+    transport: str
+    kernel: str
+    forward: Pass
+    backward: Pass | None
+
+    @property
+    def ms(self) -> float:
+        return self.forward.ms + (self.backward.ms if self.backward else 0.0)
+
+    @property
+    def label(self) -> str:
+        return f"{self.candidate.label}, {self.transport}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`estimates` are sorted, the fastest first; `left_out`: candidates by their label, and why."""
+
+    estimates: tuple[Estimate, ...]
+    left_out: Mapping[str, str]
+    basis: str  # what rates and links the estimates stand on
+
+    @property
+    def best(self) -> Estimate:
+        return self.estimates[0]
+
+    @property
+    def why(self) -> str:
+        """The best one's time by what it consists of, and the next variant's."""
+        best = self.best
+        both = [p for p in (best.forward, best.backward) if p]
+        bound = ", bound by the host" if any(p.ms == p.host for p in both) else ""
+        text = (
+            f"{best.label}: {_ms(best.ms)} ms estimated, of it compute {_ms(sum(p.compute for p in both))}, exposed "
+            f"communication {_ms(sum(p.exposed for p in both))}, merges {_ms(sum(p.merges for p in both))}{bound}"
+        )
+        other = next((e for e in self.estimates if e.candidate.variant != best.candidate.variant), None)
+        return f"{text}; next {other.label}: {_ms(other.ms)} ms" if other else text
+
+    def plain(self) -> dict[str, Any]:
+        """As a result records it."""
+        best = self.best
+        return {
+            "variant": best.candidate.variant,
+            "options": dict(best.candidate.options),
+            "why": self.why,
+            "basis": self.basis,
+            "estimates_ms": {e.label: round(e.ms, 6) for e in self.estimates},
+            "left_out": dict(self.left_out),
+        }
+
+
+def choose(task: Task, machine: Machine) -> Choice:
+    """The candidates' estimates. Raises ValueError, with every variant's reason, where none can do the task."""
+    able, left_out = candidates(task)
+    found = []
+    for candidate in able:
+        try:
+            kernel = machine.kernel(masks(candidate.problem(task)))
+            _check_memory(candidate, task, machine)
+            if candidate.options.get("grouping") == "fused" and not machine.measured("triton"):
+                raise ValueError("no rate of our Triton kernel was measured here")
+            if candidate.options.get("reduce") == "fused" and (machine.device, "symm" in machine.transports) != (
+                "cuda",
+                True,
+            ):
+                raise ValueError("needs CUDA GPUs with symmetric memory")
+        except ValueError as error:
+            left_out[candidate.label] = str(error)
+            continue
+        # a world of one moves nothing
+        for transport in machine.transports if task.world > 1 else machine.transports[:1]:
+            found.append(estimate(candidate, task, machine, kernel, transport))
+    if not found:
+        raise ValueError(nothing(left_out))
+    known = machine.measured(found[0].kernel) and task.shapes.itemsize == 2
+    basis = f"rates: {f'measured on {machine.gpu}' if known else machine.otherwise.source}"
+    if task.world > 1:
+        linked = any(m.gpu == machine.gpu for m in machine.links)
+        basis += f"; links: {f'measured on {machine.gpu}' if linked else machine.otherwise.source}"
+    return Choice(tuple(sorted(found, key=lambda e: e.ms)), left_out, basis)
+
+
+def nothing(left_out: Mapping[str, str]) -> str:
+    """What to say where no candidate is left: the reasons, each once."""
+    reasons = dict.fromkeys(left_out.values())
+    return f"attention=auto: no variant can do this: {'; '.join(reasons)}"
+
+
+def candidates(task: Task) -> tuple[list[Candidate], dict[str, str]]:
+    """What can do the task by its mask, lengths and heads in this world, and why the rest can't, by label. Raises
+    ValueError for heads that do not go together."""
+    check_heads(task.shapes.heads, task.shapes.kv_heads)
+    able, left_out = [], {}
+    for name, v in VARIANTS.items():
+        reason = _out_of_question(v, task)
+        if reason:
+            left_out[name] = reason
+            continue
+        for chosen in _settings(v, task):
+            candidate = Candidate(name, {**v.options, **chosen})
+            try:
+                candidate.problem(task)
+                v.check_options(candidate.options, task.shapes.heads, task.shapes.kv_heads, task.world)
+                able.append(candidate)
+            except ValueError as error:
+                left_out[candidate.label] = str(error)
+    return able, left_out
+
+
+def _out_of_question(v: Variant, task: Task) -> str | None:
+    """Why a variant is no candidate, whatever its options: it is for something else, or the same as another."""
+    if v.decode != task.decode:
+        return f"{v.name} is {'a' if v.decode else 'no'} decode"
+    if v.name == "grouped":
+        return "grouped is one rank's share, for measurement"
+    if task.decode:
+        return None
+    if (v.name == "dense") != (task.world == 1):
+        return "nothing is sharded" if v.name == "dense" else "dense is the same in a world of one"
+    for plain, packs in (("ring", "ring_varlen"), ("zigzag", "zigzag_varlen")):
+        if v.name == (plain if task.packed else packs):
+            return f"the same as {packs if task.packed else plain}"
+    return None
+
+
+def _settings(v: Variant, task: Task) -> Iterator[dict[str, Any]]:
+    """The options that differ in time."""
+    if v.name == "usp":  # groups of one are zigzag or ring, one group is ulysses
+        sizes = [n for n in range(2, task.world) if task.world % n == 0]
+        rings = ["zigzag", "contiguous"] if task.mask.causal else ["contiguous"]
+        yield from ({"ulysses_size": n, "ring": ring} for n in sizes for ring in rings)
+    elif v.name == "tree":
+        yield from ({"reduce": how} for how in ("packed", "two", "three", "fused"))
+    elif "heads_k_stride" in v.options:
+        kv_heads = task.shapes.kv_heads
+        strides = [None, *(n for n in range(1, kv_heads) if kv_heads % n == 0)]
+        groupings = ("separate", "packed", "fused") if "grouping" in v.options else (None,)
+        for how in groupings:
+            for stride in strides:
+                yield {"heads_k_stride": stride, **({"grouping": how} if how else {})}
+    else:
+        yield {}
+
+
+def masks(problem: Problem) -> tuple[Mask, ...]:
+    """All masks that any rank's blocks have."""
+    found = {b.mask for place in _places(problem) for step in steps(problem, place) for b in step.blocks}
+    return tuple(sorted(found, key=lambda m: (m.left, m.right)))
+
+
+def _places(problem: Problem) -> list[int]:
+    """The places in the schedule that are looked at: in a large world some over all of it, the ends among them."""
+    if problem.world <= RANKS:
+        return list(range(problem.world))
+    return sorted({i * (problem.world - 1) // (RANKS - 1) for i in range(RANKS)})
+
+
+def _check_memory(candidate: Candidate, task: Task, machine: Machine) -> None:
+    if machine.memory is None:
+        return
+    v, problem = VARIANTS[candidate.variant], candidate.problem(task)
+    places = [place * problem.ulysses for place in _places(problem)]
+    peak = max(costs.peak_bytes(v, problem, task.shapes, rank, candidate.options) for rank in places)
+    if peak > machine.memory:
+        raise ValueError(f"holds {peak / 2**30:.2f} GiB beside the inputs, of {machine.memory / 2**30:.2f} allowed")
+
+
+def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, transport: str) -> Estimate:
+    """On the slowest rank."""
+    problem = candidate.problem(task)
+    ranks = [_Rank(candidate, task, machine, kernel, transport, problem, place) for place in _places(problem)]
+    forward = max((r.one_pass(False) for r in ranks), key=lambda p: p.ms)
+    backward = max((r.one_pass(True) for r in ranks), key=lambda p: p.ms) if task.backward else None
+    return Estimate(candidate, transport, kernel, forward, backward)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's passes; seconds but for what `one_pass` gives."""
+
+    candidate: Candidate
+    task: Task
+    machine: Machine
+    kernel: str
+    transport: str
+    problem: Problem
+    place: int
+
+    @property
+    def variant(self) -> Variant:
+        return VARIANTS[self.candidate.variant]
+
+    @property
+    def pulls(self) -> bool:
+        return self.transport == "symm"
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        return steps(self.problem, self.place)
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of what this rank computes."""
+        n = self.problem.ulysses
+        kv_heads = costs.kv_heads_each(self.problem, self.task.shapes)
+        return replace(self.task.shapes, heads=self.task.shapes.heads // n, kv_heads=kv_heads)
+
+    def one_pass(self, backward: bool) -> Pass:
+        if self.variant.exchange == "gather":
+            return self._gather(backward)
+        if self.variant.exchange == "tree":
+            return self._tree()
+        found = self._ring(backward)
+        if self.variant.exchange != "all_to_all":
+            return found
+        received = self._received(backward)
+        whats = [what for what in received if what not in ("kv", "dkv")]
+        around = sum(self._link("many").seconds(received[what]) for what in whats) * 1e3
+        host = len(whats) * self._host(exchanges=1) * 1e3
+        return replace(found, exposed=found.exposed + around, host=found.host + host)
+
+    def _ring(self, backward: bool) -> Pass:
+        kv_token = 2 * self.shapes.batch * self.shapes.kv_heads * self.shapes.head_dim * self.shapes.itemsize
+        link = self._link("one")
+        routes = [step_route(self.problem, self.place, i) for i in range(len(self.steps))]
+        incoming = [link.seconds(route.received_tokens * kv_token) for route in routes]
+        homeward = [link.seconds(route.reversed().received_tokens * kv_token) for route in routes] if backward else []
+        merges = self._ring_merges(backward)
+        work = [self._step(step, backward) for step in self.steps]
+        compute, exposed = _pipeline(work, incoming, homeward, link.slows)
+        calls = sum(self._calls(step) for step in self.steps)
+        moves = sum(s > 0 for s in [*incoming, *homeward])
+        return Pass(compute * 1e3, exposed * 1e3, merges * 1e3, self._host(calls, moves) * 1e3)
+
+    def _gather(self, backward: bool) -> Pass:
+        from attention.executors.gather import head_groups
+
+        sizes = self.task.shapes
+        groups = head_groups(sizes.heads, sizes.kv_heads, self.candidate.options["heads_k_stride"], self.pulls)
+        shares = [(g.k_stop - g.k_start) / sizes.kv_heads for g in groups]
+        (step,) = self.steps
+        received = self._received(backward)
+        gathered = not self.pulls and not self.problem.mask.windowed
+        link = self._link("gather" if gathered else "many")
+        keys = length(step.keys)
+        kv_token = 2 * sizes.batch * sizes.kv_heads * sizes.head_dim * sizes.itemsize
+        incoming = [link.seconds(received["kv"] * share) for share in shares]
+        home = self._link("many")
+        homeward = [home.seconds(received["dkv"] * share) for share in shares] if backward else []
+        whole = self._step(step, backward, calls=0)
+        calls, extra = self._calls(step), 0.0
+        if self.candidate.options.get("grouping") == "packed" and calls > 1 and not backward:
+            calls = 1  # of queries and keys that are copied together, and results that are copied apart
+            rows = sizes.heads * (self._queries(step) * 2) + 2 * sizes.kv_heads * sum(
+                b.k[1] - b.k[0] for b in step.blocks
+            )
+            extra = self.machine.copied(2 * rows * sizes.batch * sizes.head_dim * sizes.itemsize)
+            extra += len(groups) * PACK_US / 1e6
+        tail = calls * self._tail(backward)
+        work = [whole * share + tail for share in shares]
+        compute, exposed = _pipeline(work, incoming, homeward, max(link.slows, home.slows if backward else 0.0))
+        if "q" in received:
+            exposed += 2 * self._link("many").seconds(received["q"] / 2)
+        moved = 2 * keys * kv_token if gathered and self.task.world > 1 else 0  # from where all arrived to their place
+        merges = self.machine.copied(moved) + extra
+        if backward:
+            merges += self._summed(step, kv_token, len(groups))
+        exchanges = len(groups) * (2 if backward else 1) + (2 if "q" in received else 0)
+        host = self._host(calls * len(groups), exchanges if self.task.world > 1 else 0)
+        return Pass(compute * 1e3, exposed * 1e3, merges * 1e3, host * 1e3)
+
+    def _summed(self, step: Step, kv_token: int, groups: int) -> float:
+        """The gather's backward: dk and dv of calls over the same keys are summed before they go home, and there those of
+        all ranks."""
+        here = sum(b.k[1] - b.k[0] for b in step.blocks)
+        tokens = here + length(step.keys) if len(step.blocks) > 1 else 0
+        home = gather_move(self.problem, self.place).route.reversed().received_tokens
+        if home:
+            tokens += home + 2 * (self.task.cu_seqlens[-1] // self.problem.world)
+        launches = 2 * groups * ((len(step.blocks) > 1) + (home > 0))
+        return self.machine.copied(tokens * kv_token) / MERGE_SHARE + launches * self.machine.overheads.merge / 1e6
+
+    def _tree(self) -> Pass:
+        """Few queries: reading the keys is what takes the time."""
+        compute = sum(self._step(step, False) for step in self.steps)
+        compute = max(compute, self.machine.copied(costs.kernel_bytes(self.problem, self.task.shapes, self.place, False)))
+        pattern = "slots" if self.candidate.options["reduce"] == "fused" else "all_gather"
+        transport = "symm" if pattern == "slots" else "nccl" if self.pulls else self.transport
+        link = self.machine.link(transport, pattern, self.task.world)
+        reductions = costs.tree_bytes(self.problem, self.task.shapes, self.candidate.options)
+        exposed = sum(link.seconds(size) for size in reductions.values()) if self.task.world > 1 else 0.0
+        return Pass(compute * 1e3, exposed * 1e3, 0.0, self._host(1, len(reductions)) * 1e3)
+
+    def _received(self, backward: bool) -> dict[str, int]:
+        rank = self.place * self.problem.ulysses
+        return costs.bytes_received(
+            self.variant, self.problem, self.task.shapes, rank, backward, self.candidate.options, self.pulls
+        )
+
+    def _link(self, how: str) -> Link:
+        """one: a message from one peer; many: from all; gather: one all-gather."""
+        if self.pulls:
+            pattern = "pull" if how == "one" else "pull_all"
+        else:
+            pattern = "all_gather" if how == "gather" else "p2p"
+        return self.machine.link(self.transport, pattern, self.task.world)
+
+    def _step(self, step: Step, backward: bool, calls: int | None = None) -> float:
+        """All kernel calls of a step; `calls` where they are not the blocks'."""
+        total = sum(self._block(block, backward) for block in step.blocks)
+        return total + (self._calls(step) if calls is None else calls) * self._tail(backward)
+
+    def _block(self, block: Block, backward: bool) -> float:
+        edges = (block.mask.left >= 0) + (block.mask.right >= 0)
+        area = (block.q[1] - block.q[0]) * (block.k[1] - block.k[0])
+        pairs = min(area, block.pairs + edges * (block.q[1] - block.q[0]) * min(TILE, block.k[1] - block.k[0]) // 2)
+        forward, back = self.machine.rate(self.kernel, block.mask, self.task)
+        flops = costs.forward_flops(self.shapes, pairs)
+        seconds = flops * costs.BACKWARD / back if backward else flops / forward
+        if self.task.decode:
+            keys = 2 * self.shapes.batch * self.shapes.kv_heads * self.shapes.head_dim * self.shapes.itemsize
+            seconds = max(seconds, self.machine.copied(keys * (block.k[1] - block.k[0])))
+        return seconds
+
+    def _calls(self, step: Step) -> int:
+        if not self.task.packed:
+            return len(step.blocks)
+        return len({(block.mask, block.group) for block in step.blocks})
+
+    def _queries(self, step: Step) -> int:
+        return sum(b.q[1] - b.q[0] for b in step.blocks)
+
+    def _tail(self, backward: bool) -> float:
+        return (self.machine.overheads.call_backward if backward else self.machine.overheads.call) / 1e6
+
+    def _host(self, calls: int = 0, exchanges: int = 0) -> float:
+        each = self.machine.overheads
+        return (calls * each.host_call.get(self.kernel, each.host_other) + exchanges * each.host_exchange) / 1e6
+
+    def _ring_merges(self, backward: bool) -> float:
+        """Forward out, backward dq, dk and dv: what `passes` says of their parts."""
+        tokens = self.problem.q_tokens or self.task.cu_seqlens[-1] // self.problem.world
+        queries = [union(b.q for b in step.blocks) for step in self.steps if step.blocks]
+        row = self.shapes.batch * self.shapes.head_dim
+        seconds = self._merged(tokens, queries, row * self.shapes.heads)
+        if backward:
+            keys, returning = [], []
+            for i, step in enumerate(self.steps):
+                if step.owner == self.place and step.blocks:
+                    keys.append(step.keys)
+                keys += returning
+                returning = [p.target for p in step_route(self.problem, self.place, i).reversed().receives]
+            seconds += 2 * self._merged(tokens, [*keys, *returning], row * self.shapes.kv_heads)
+        return seconds
+
+    def _merged(self, tokens: int, parts: Sequence[tuple[tuple[int, int], ...]], row: int) -> float:
+        item = self.shapes.itemsize
+        wide = max(item, 4)
+        moved = merges = 0
+        for of in passes(tokens, tuple(parts)).of:
+            for each in of:
+                if not each.first:  # reads the part and what is there, writes the sum
+                    there, target = item if each.kept else wide, item if each.last else wide
+                    moved += (each.stop - each.start) * row * (item + there + target)
+                    merges += 1
+        return self.machine.copied(moved) / MERGE_SHARE + merges * self.machine.overheads.merge / 1e6
+
+
+def _pipeline(
+    work: Sequence[float], incoming: Sequence[float], homeward: Sequence[float], slows: float
+) -> tuple[float, float]:
+    """(compute, exposed communication) of steps that each compute while the next one's keys come and the one before's
+    gradients go home: the first keys and the last gradients are waited for, and what takes longer than its compute."""
+    compute, exposed = 0.0, incoming[0] if incoming else 0.0
+    for i, each in enumerate(work):
+        moving = sum(incoming[i + 1 : i + 2]) + (sum(homeward[i - 1 : i]) if i else 0.0)
+        busy = each + slows * min(moving, each)
+        compute += busy
+        exposed += max(0.0, moving - busy)
+    return compute, exposed + sum(homeward[-1:])
+
+
+def task_of(
+    cu_seqlens: Sequence[int],
+    world: int,
+    shapes: Shapes,
+    causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    packed: bool = False,
+    backward: bool = True,
+    q_tokens: int | None = None,
+) -> Task:
+    """Raises ValueError for sequences that do not rise from 0."""
+    cu = tuple(int(c) for c in cu_seqlens)
+    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)):
+        raise ValueError(f"cu_seqlens={cu}: must rise from 0 to the global number of tokens")
+    return Task(cu, world, Mask.of(causal, window), shapes, packed, backward and q_tokens is None, q_tokens)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
