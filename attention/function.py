@@ -284,6 +284,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         out, lse, saved = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
+        plan.transport.join()
         ctx.save_for_backward(*saved)
         ctx.plan = plan
         ctx.mark_non_differentiable(lse)
@@ -292,4 +293,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         plan: Plan = ctx.plan
-        return *EXECUTORS[plan.variant.exchange].backward(dout.contiguous(), ctx.saved_tensors, plan), None
+        grads = EXECUTORS[plan.variant.exchange].backward(dout.contiguous(), ctx.saved_tensors, plan)
+        plan.transport.join()
+        return *grads, None

@@ -34,6 +34,9 @@ class Collective:
     def counted(self, what: str, size: int) -> None:
         self.bytes_received[what] = self.bytes_received.get(what, 0) + size
 
+    def join(self) -> None:
+        self.queue.join()
+
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         return [like.new_empty(tuple(shape)) for shape in shapes]
 

@@ -41,11 +41,11 @@ class Fabric(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Tokens `[n, h, D]`, any rank's, on the current stream; each token's heads lie together."""
 
-    def signal(self, flags: Sequence[Tensor], value: int) -> None:
-        """Write `value` to int32 flags, after all that the current stream did so far."""
+    def signal(self, flags: Sequence[Tensor]) -> None:
+        """Set int32 flags to 1, after all that the current stream did so far."""
 
-    def wait(self, flags: Sequence[Tensor], value: int) -> None:
-        """The current stream (on a CPU the calling thread) waits until each of its own int32 flags is at least `value`."""
+    def take(self, flags: Sequence[Tensor]) -> None:
+        """The current stream (on a CPU the calling thread) waits until its own int32 flags are 1, and sets them to 0."""
 
 
 def symmetric_buffer(
@@ -139,17 +139,20 @@ class CudaFabric:
         dist.barrier(self.group, device_ids=[self.device.index])
         torch.cuda.synchronize(self.device)
 
-    def signal(self, flags: Sequence[Tensor], value: int) -> None:
-        self._enqueue(WRITE, flags, value)
+    def signal(self, flags: Sequence[Tensor]) -> None:
+        self._enqueue([(WRITE, flag, 1) for flag in flags])
 
-    def wait(self, flags: Sequence[Tensor], value: int) -> None:
-        self._enqueue(WAIT, flags, value)
+    def take(self, flags: Sequence[Tensor]) -> None:
+        self._enqueue([*((WAIT, flag, 1) for flag in flags), *((WRITE, flag, 0) for flag in flags)])
 
-    def _enqueue(self, operation: int, flags: Sequence[Tensor], value: int) -> None:
+    def _enqueue(self, operations: Sequence[tuple[int, Tensor, int]]) -> None:
+        if not operations:
+            return
         # condition 0 of a wait: until it is at least the value; of a write: after all memory operations before it
-        batch = (_StreamOperation * len(flags))(*(_StreamOperation(operation, x.data_ptr(), value, 0) for x in flags))
+        every = [_StreamOperation(operation, flag.data_ptr(), value, 0) for operation, flag, value in operations]
+        batch = (_StreamOperation * len(every))(*every)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        error = self.driver.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(flags), batch, 0)
+        error = self.driver.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(every), batch, 0)
         if error:
             raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
 
@@ -179,13 +182,15 @@ class HostFabric:
     def settle(self) -> None:
         dist.barrier(self.group)
 
-    def signal(self, flags: Sequence[Tensor], value: int) -> None:
+    def signal(self, flags: Sequence[Tensor]) -> None:
         for flag in flags:
-            flag.fill_(value)
+            flag.fill_(1)
 
-    def wait(self, flags: Sequence[Tensor], value: int) -> None:
-        while any(int(flag) < value for flag in flags):
-            time.sleep(20e-6)
+    def take(self, flags: Sequence[Tensor]) -> None:
+        for flag in flags:
+            while int(flag) != 1:
+                time.sleep(20e-6)
+            flag.fill_(0)
 
 
 def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -49,6 +49,9 @@ class Transport(Protocol):
     def counted(self, what: str, size: int) -> None:
         """So many bytes were moved into this rank by something else."""
 
+    def join(self) -> None:
+        """The end of a pass: a CUDA graph that is being captured holds all that was started."""
+
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         """Tensors to fill and then to offer as `what`, where a transport can hand out memory that needs no further
         copy."""
@@ -81,6 +84,8 @@ class Nothing:
         self.bytes_received: dict[str, int] = {}
 
     def counted(self, what: str, size: int) -> None: ...
+
+    def join(self) -> None: ...
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         return [like.new_empty(tuple(shape)) for shape in shapes]

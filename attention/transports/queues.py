@@ -23,6 +23,9 @@ class Queue(Protocol):
     def then(self, run: Work) -> None:
         """`run` follows what was issued, and waits for nothing else."""
 
+    def join(self) -> None:
+        """Let a CUDA graph that is being captured hold all that was issued."""
+
 
 class HostQueue:
     """One thread, so that transfers run beside the compute and their true duration is seen there."""
@@ -35,6 +38,8 @@ class HostQueue:
 
     def then(self, run: Work) -> None:
         self.thread.submit(run)
+
+    def join(self) -> None: ...
 
 
 class _HostHandle:
@@ -65,8 +70,12 @@ class CudaQueue:
         return _CudaHandle(done, list(tensors), what, step, after)
 
     def then(self, run: Work) -> None:
+        _capture(self.stream)
         with torch.cuda.stream(self.stream):
             run()
+
+    def join(self) -> None:
+        _captured(self.stream)
 
 
 class _CudaHandle:
@@ -84,6 +93,18 @@ class _CudaHandle:
             self.after = None
 
 
+def _capture(stream: torch.cuda.Stream) -> None:
+    """A CUDA graph holds what follows from the stream that is captured,"""
+    if torch.cuda.is_current_stream_capturing():
+        stream.wait_stream(torch.cuda.current_stream())
+
+
+def _captured(stream: torch.cuda.Stream) -> None:
+    """and all of it must lead back there."""
+    if torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().wait_stream(stream)
+
+
 class Aside(Protocol):
     """Small operations that the caller's stream must not be held up by."""
 
@@ -93,6 +114,9 @@ class Aside(Protocol):
     def after(self, run: Work) -> None:
         """`run` is done after all that the caller's stream did so far, which does not wait for it."""
 
+    def join(self) -> None:
+        """Let a CUDA graph that is being captured hold all of it."""
+
 
 class HostAside:
     def before(self, run: Work) -> None:
@@ -101,12 +125,15 @@ class HostAside:
     def after(self, run: Work) -> None:
         run()
 
+    def join(self) -> None: ...
+
 
 class CudaAside:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
 
     def before(self, run: Work) -> None:
+        _capture(self.stream)
         with torch.cuda.stream(self.stream):
             run()
         torch.cuda.current_stream().wait_stream(self.stream)
@@ -115,3 +142,6 @@ class CudaAside:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             run()
+
+    def join(self) -> None:
+        _captured(self.stream)

@@ -1,11 +1,13 @@
 """The transport that pulls: what a rank offers lies in memory that its peers can read, and each reads what it needs,
 when it needs it, by the copy engines on a stream of its own, so that the multiprocessors are left to the compute and
 nothing waits for a neighbour's neighbour. Offers of one kind take turns in a few slots; a peer is told when an offer is
-ready, and tells when it is done with it, by a flag in the other's memory."""
+ready, and tells when it is done with it, by a flag in the other's memory that the other takes down again. No count is
+kept in them, so that a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -22,19 +24,31 @@ from attention.transports.interface import Done, Handle, Message, Offer
 from attention.transports.queues import Aside, CudaAside, CudaQueue, HostAside, HostQueue, Queue
 
 LANES = 32  # kinds of offers: kv, dkv, ...
-DEPTHS = {"dkv": 2, "out": 2, "dqkv": 2}  # slots of a kind that is offered again before its peers are done; of the others 1
+DEPTHS = {
+    "dkv": 2,
+    "out": 2,
+    "dqkv": 2,
+}  # slots of a kind that is offered again before its peers are done; of the others 1
+MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 
 
-class Lane:
-    """The slots of one kind of offer. Offer number n lies in slot `n % depth` on every rank at the same offset, so all
-    ranks must make the same offers in the same order."""
+@dataclass
+class Flags:
+    """Of one slot, by rank and peer. `ready[p][q]` is with rank p: rank q's offer is there. `done[p][q]` is with rank p:
+    rank q is done with its offer, and at first."""
 
-    def __init__(self, depth: int, ready: list[Tensor], done: list[Tensor]):
-        self.depth = depth
-        self.ready = ready  # ready[p][q]: rank p's flag of the last offer that rank q made
-        self.done = done  # done[p][q]: rank p's flag of its last offer that rank q is done with
-        self.number = 0
+    ready: list[Tensor]
+    done: list[Tensor]
+
+
+class Lane:
+    """The slots of one kind of offer, taken in turn on every rank, at the same offsets: so all ranks must make the same
+    offers in the same order."""
+
+    def __init__(self, flags: list[Flags]):
+        self.flags = flags  # by slot
+        self.turn = 0
         self.capacity = 0
         self.shared = Shared([])
         self.filling: _Offered | None = None  # has its slot, but was not offered yet
@@ -49,26 +63,33 @@ class Pool:
         self.queue: Queue = CudaQueue(device) if device.type == "cuda" else HostQueue()
         self.signals: Aside = CudaAside(device) if device.type == "cuda" else HostAside()
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
-        self.flags = self.fabric.allocate(LANES * 2 * self.world * 4)
+        self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * 4)
+        self._flags(self.rank)[:, :, 1].fill_(1)
+        self.fabric.settle()
         self.lanes: dict[str, Lane] = {}
 
     @property
     def nbytes(self) -> int:
         """Symmetric memory that this rank holds."""
-        return sum(lane.capacity * lane.depth for lane in self.lanes.values())
+        return sum(lane.capacity * len(lane.flags) for lane in self.lanes.values())
+
+    def _flags(self, rank: int) -> Tensor:
+        """By lane, slot, ready or done, and peer."""
+        return self.flags.by_rank[rank].view(torch.int32).view(LANES, MOST_SLOTS, 2, self.world)
 
     def lane(self, what: str, size: int) -> Lane:
         """The lane for offers of that kind, with slots of at least `size` bytes. Collective where it has to grow."""
         if what not in self.lanes:
             n = len(self.lanes)
-            flags = [x.view(torch.int32).view(LANES, 2, self.world)[n] for x in self.flags.by_rank]
-            self.lanes[what] = Lane(DEPTHS.get(what, 1), [x[0] for x in flags], [x[1] for x in flags])
+            every = [self._flags(rank)[n] for rank in range(self.world)]
+            slots = range(DEPTHS.get(what, 1))
+            self.lanes[what] = Lane([Flags([x[i][0] for x in every], [x[i][1] for x in every]) for i in slots])
         lane = self.lanes[what]
         if size > lane.capacity:
             self.fabric.settle()
             lane.shared = Shared([])  # before the larger one is made
             lane.capacity = -(-size // ALIGNMENT) * ALIGNMENT
-            lane.shared = self.fabric.allocate(lane.capacity * lane.depth)
+            lane.shared = self.fabric.allocate(lane.capacity * len(lane.flags))
         return lane
 
     def filling(self, what: str) -> _Offered | None:
@@ -76,26 +97,32 @@ class Pool:
         return lane.filling if lane else None
 
     def acquire(self, lane: Lane) -> int:
-        """The number of the next offer, once its slot is free again."""
-        if lane.filling is not None:  # an exception came between; the peers' count of offers goes on
+        """The slot of the next offer, once the peers are done with what it held."""
+        if lane.filling is not None:  # an exception came between; the peers take it for an offer
             left, lane.filling = lane.filling, None
-            self.publish(lane, left.number)
-            self.finish(lane, left.number)
-        lane.number += 1
-        if lane.number > lane.depth:
-            done = [lane.done[self.rank][peer] for peer in self.peers]
-            self.signals.before(lambda: self.fabric.wait(done, lane.number - lane.depth))
-        return lane.number
+            self.publish(left.flags)
+            left.close()
+        lane.turn = (lane.turn + 1) % len(lane.flags)
+        done = [lane.flags[lane.turn].done[self.rank][peer] for peer in self.peers]
+        self.signals.before(lambda: self.fabric.take(done))
+        return lane.turn
 
-    def publish(self, lane: Lane, number: int) -> None:
+    def publish(self, flags: Flags) -> None:
         """Tell the peers that the offer is there once the caller's stream has written it."""
-        ready = [lane.ready[peer][self.rank] for peer in self.peers]
-        self.signals.after(lambda: self.fabric.signal(ready, number))
+        ready = [flags.ready[peer][self.rank] for peer in self.peers]
+        self.signals.after(lambda: self.fabric.signal(ready))
 
-    def finish(self, lane: Lane, number: int) -> None:
-        """Tell the peers that this rank is done with their offers, once the pulls so far are over."""
-        done = [lane.done[peer][self.rank] for peer in self.peers]
-        self.queue.then(lambda: self.fabric.signal(done, number))
+    def finish(self, flags: Flags, unseen: Sequence[int]) -> None:
+        """Tell the peers that this rank is done with their offers, once the pulls so far are over, and those of the `unseen`
+        peers are there, whose flags are still to be taken down."""
+        ready = [flags.ready[self.rank][peer] for peer in unseen]
+        done = [flags.done[peer][self.rank] for peer in self.peers]
+
+        def run() -> None:
+            self.fabric.take(ready)
+            self.fabric.signal(done)
+
+        self.queue.then(run)
 
 
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()
@@ -137,6 +164,10 @@ class Symmetric(Collective):
         super().__init__("symm", group, pool.queue)
         self.pool = pool
 
+    def join(self) -> None:
+        self.pool.queue.join()
+        self.pool.signals.join()
+
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         offered = _Offered(self, what, shapes, like.dtype, tokens)
         offered.lane.filling = offered
@@ -152,7 +183,7 @@ class Symmetric(Collective):
             with phase(f"comp_stage_{what}"):
                 for mine, x in zip(offered.mine, tensors, strict=True):
                     mine.copy_(x)
-        self.pool.publish(offered.lane, offered.number)
+        self.pool.publish(offered.flags)
         return offered
 
 
@@ -172,8 +203,8 @@ class _Offered:
             size += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         pool = transport.pool
         self.lane = lane = pool.lane(what, size)
-        self.number = pool.acquire(lane)
-        self.shared, self.at = lane.shared, self.number % lane.depth * lane.capacity
+        slot = pool.acquire(lane)
+        self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
         self.seen: set[int] = set()  # the peers whose offer was waited for
         held = [self.tensor(pool.rank, i) for i in range(len(shapes))]
         self.mine = [x.narrow(token_dim(x), 0, shape[-3]) for x, shape in zip(held, shapes, strict=True)]
@@ -187,18 +218,18 @@ class _Offered:
     def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
         if not receives:
             return Done()
-        pool, lane = self.transport.pool, self.lane
+        pool = self.transport.pool
         by_peer = [(peer, [m for m in receives if m.peer == peer]) for peer in pool.peers]
+        wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer if messages]
+        self.seen.update(peer for peer, *_ in wanted)
 
         def run() -> None:
-            for peer, messages in by_peer:
-                if messages:
-                    if peer not in self.seen:
-                        pool.fabric.wait([lane.ready[pool.rank][peer]], self.number)
-                        self.seen.add(peer)
-                    with phase(f"comm_{self.what}", step):
-                        for message in messages:
-                            self._pull(message)
+            for peer, messages, first in wanted:
+                if first:
+                    pool.fabric.take([self.flags.ready[pool.rank][peer]])
+                with phase(f"comm_{self.what}", step):
+                    for message in messages:
+                        self._pull(message)
 
         into = [m.into for m in receives if m.into is not None]
         return pool.queue.issue(run, into, self.what, step)
@@ -213,7 +244,8 @@ class _Offered:
                 self.transport.counted(self.what, (d - c) * target[0].nbytes)
 
     def close(self) -> None:
-        self.transport.pool.finish(self.lane, self.number)
+        pool = self.transport.pool
+        pool.finish(self.flags, [peer for peer in pool.peers if peer not in self.seen])
 
 
 def _stretches(source: Intervals, target: Intervals) -> list[tuple[tuple[int, int], tuple[int, int]]]:
