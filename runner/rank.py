@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -111,9 +112,14 @@ def live(folder: str, device_type: str) -> None:
     me.say("idle")
     _work(me)
     me.barrier()  # nobody leaves while another still listens to it
+    # the agent waits for this function's return; after it, tearing NCCL down in order takes seconds for nothing
+    atexit.register(_end)
+
+
+def _end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # tearing NCCL down in order takes seconds and gives nothing back
+    os._exit(0)
 
 
 def _work(me: Rank) -> None:

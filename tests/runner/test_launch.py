@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import Pool, World, WorldSpec
+from runner.launch import STOP_S, Pool, World, WorldSpec
 
 
 @pytest.fixture
@@ -53,6 +53,17 @@ def test_fresh_replaces_the_world():
         assert first != second
         assert gone(first)
     assert gone(second)
+
+
+def test_an_idle_world_ends_by_itself_at_once():
+    world = World(WorldSpec(2, "cpu"))
+    pids = world.call("tests.jobs:pids", {}).result
+    time.sleep(0.2)
+    start = time.time()
+    world.close()
+    assert time.time() - start < STOP_S / 2
+    assert world.agent.returncode == 0
+    assert gone(pids)
 
 
 def test_a_refusal_leaves_the_world_alive(pool):
@@ -114,7 +125,7 @@ def test_the_ranks_die_with_the_program():
     assert gone(pids)
 
 
-def test_two_agents_make_one_world_over_two_nodes(tmp_path):
+def test_two_agents_make_one_world_over_two_nodes_and_end_with_it(tmp_path):
     """The second node's agent is started as a user would: with the first one's endpoint."""
     import json
     import socket
@@ -128,7 +139,10 @@ def test_two_agents_make_one_world_over_two_nodes(tmp_path):
     other = subprocess.Popen([sys.executable, "-m", "runner.agent", str(tmp_path), json.dumps(asdict(spec))])
     try:
         assert world.call("tests.jobs:echo", {"value": 1}).result == [1, 1]
+        time.sleep(0.2)  # both ranks are idle again
+        world.close()
+        assert other.wait(10) == 0
     finally:
         world.close()
-        other.terminate()
-        other.wait(10)
+        other.kill()
+        other.wait()
