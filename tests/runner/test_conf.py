@@ -1,21 +1,17 @@
 """The configuration groups: every file composes and resolves, and each group is what the code knows."""
 
-import copy
 import csv
 import itertools
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
-from composing import composed, resolved
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from composing import composed, configured, resolved
 from omegaconf import OmegaConf
 
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
 from attention.variants import VARIANTS, everything
-from runner import schema
 from runner.overrides import groups
 from runner.schema import MODELS, TIMING_METHODS
 from runner.workpiece import DTYPES
@@ -57,27 +53,13 @@ def test_every_choice_composes_and_makes_an_experiment(group, choice):
         "attention": spec.variant,
         "dtype": spec.dtype["name"],
         "kernel": spec.kernel,
-        "model": composed(here, *able).model.name,
+        "model": configured(here, *able).model.name,
         "timing": spec.timing["method"],
         "transport": spec.transport,
-        "config": composed(here, *able).config,
+        "config": configured(here, *able).config,
         "hardware": {"cpu": "cpu"}.get(choice, "cuda") == spec.device and choice,
     }
     assert chosen.get(group, choice) == choice
-
-
-@cache
-def composed_once(*overrides: str):
-    return composed(*overrides)
-
-
-def run_of(name: str, *overrides: str) -> schema.Experiment:
-    """A run of an experiment on eight GPUs; what is no choice of a group is set in a copy, which is faster."""
-    choices = [text for text in overrides if text.partition("=")[0] in groups()]
-    cfg = copy.deepcopy(composed_once(f"+experiment={name}", *choices))
-    for override in OverridesParser.create().parse_overrides([text for text in overrides if text not in choices]):
-        OmegaConf.update(cfg, override.key_or_group, override.value())
-    return schema.experiment(cfg, 8, 7)
 
 
 @pytest.mark.parametrize("name", [name for name, row in WORKLOADS.items() if row["category"] == "decode"])
@@ -93,7 +75,7 @@ def test_decode_workloads_are_one_query_on_all_keys(name, variant):
 def test_every_run_of_an_experiment_is_one(name):
     params = plain(composed(f"+experiment={name}", return_hydra_config=True).hydra.sweeper.params)
     swept = [[f"{key}={value}" for value in str(values).split(",")] for key, values in params.items()]
-    runs = [run_of(name, *overrides) for overrides in itertools.product(*swept)]
+    runs = [resolved(f"+experiment={name}", *overrides, gpus=8) for overrides in itertools.product(*swept)]
     assert len({json.dumps(run.plain()) for run in runs}) == len(runs) > 1  # no run twice
 
 
