@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +21,8 @@ from attention.links import Link, Measured
 from attention.masks import Mask
 from attention.passes import passes
 from attention.rates import LONG, Rate
-from attention.schedules import Block, Problem, Step, length, steps, union
-from attention.transfers import gather_move, step_route
+from attention.schedules import Problem, length, steps, union
+from attention.transfers import Intervals, gather_move, step_route
 from attention.variants import VARIANTS, Variant, check_heads
 
 AUTO = "auto"
@@ -105,6 +105,10 @@ class Machine:
     device: str = "cuda"
     memory: float | None = None
     ceilings: Ceilings | None = None
+
+    @property
+    def symmetric(self) -> bool:
+        return "symm" in self.transports
 
     @property
     def otherwise(self) -> Ceilings:
@@ -241,10 +245,7 @@ def choose(task: Task, machine: Machine) -> Choice:
             _check_memory(candidate, task, machine)
             if candidate.options.get("grouping") == "fused" and not machine.measured("triton"):
                 raise ValueError("no rate of our Triton kernel was measured here")
-            if candidate.options.get("reduce") == "fused" and (machine.device, "symm" in machine.transports) != (
-                "cuda",
-                True,
-            ):
+            if candidate.options.get("reduce") == "fused" and not (machine.device == "cuda" and machine.symmetric):
                 raise ValueError("needs CUDA GPUs with symmetric memory")
         except ValueError as error:
             left_out[candidate.label] = str(error)
@@ -311,6 +312,9 @@ def _settings(v: Variant, task: Task) -> Iterator[dict[str, Any]]:
         sizes = [n for n in range(2, task.world) if task.world % n == 0]
         rings = ["zigzag", "contiguous"] if task.mask.causal else ["contiguous"]
         yield from ({"ulysses_size": n, "ring": ring} for n in sizes for ring in rings)
+    elif v.name == "ulysses":
+        each = task.shapes.kv_heads // task.world
+        yield from ({"head_parts": n} for n in (None, 1, 4) if n is None or n == 1 or (each and each % n == 0))
     elif v.name == "tree":
         yield from ({"reduce": how} for how in ("packed", "two", "three", "fused"))
     elif "heads_k_stride" in v.options:
@@ -341,8 +345,8 @@ def _check_memory(candidate: Candidate, task: Task, machine: Machine) -> None:
     if machine.memory is None:
         return
     v, problem = VARIANTS[candidate.variant], candidate.problem(task)
-    places = [place * problem.ulysses for place in _places(problem)]
-    peak = max(costs.peak_bytes(v, problem, task.shapes, rank, candidate.options) for rank in places)
+    ranks = [place * problem.ulysses for place in _places(problem)]
+    peak = max(costs.peak_bytes(v, problem, task.shapes, rank, candidate.options) for rank in ranks)
     if peak > machine.memory:
         raise ValueError(f"holds {peak / 2**30:.2f} GiB beside the inputs, of {machine.memory / 2**30:.2f} allowed")
 
@@ -354,6 +358,78 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
     forward = max((r.one_pass(False) for r in ranks), key=lambda p: p.ms)
     backward = max((r.one_pass(True) for r in ranks), key=lambda p: p.ms) if task.backward else None
     return Estimate(candidate, transport, kernel, forward, backward)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A step as the model sees it: pairs by mask, tiles on a mask's edge counted whole, and how many calls and tokens."""
+
+    pairs: tuple[tuple[Mask, int], ...]
+    blocks: int
+    packed_calls: int
+    queries: int  # of all blocks
+    keys: int  # of all blocks, one that two of them see twice
+    seen: int  # keys that any block sees
+    received: int  # keys that come before the step
+    homeward: int  # of this rank's keys whose gradients come after it
+
+
+@lru_cache(maxsize=1024)
+def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
+    """A rank's steps. Of a gather, one step with all that moves."""
+    found = []
+    for i, step in enumerate(steps(problem, place)):
+        pairs: dict[Mask, int] = {}
+        for block in step.blocks:
+            n, keys = block.q[1] - block.q[0], block.k[1] - block.k[0]
+            edges = (block.mask.left >= 0) + (block.mask.right >= 0)
+            computed = min(n * keys, block.pairs + edges * n * min(TILE, keys) // 2)
+            pairs[block.mask] = pairs.get(block.mask, 0) + computed
+        gathered = step.owner < 0
+        route = gather_move(problem, place).route if gathered else step_route(problem, place, i)
+        found.append(
+            _Work(
+                tuple(pairs.items()),
+                len(step.blocks),
+                len({(block.mask, block.group) for block in step.blocks}),
+                sum(b.q[1] - b.q[0] for b in step.blocks),
+                sum(b.k[1] - b.k[0] for b in step.blocks),
+                length(step.keys),
+                route.received_tokens,
+                route.reversed().received_tokens,
+            )
+        )
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _merged_tokens(problem: Problem, place: int, keys: bool) -> tuple[int, int, int, int]:
+    """Of a ring's parts of out and dq, or with `keys` of dk and dv: in how many tokens a merge has both sides in the tensors'
+    dtype and where one is wide, how many results it writes wide, and how many merges there are."""
+    tokens = problem.q_tokens or problem.cu_seqlens[-1] // problem.world
+    parts: list[Intervals] = []
+    returning: list[Intervals] = []
+    for i, step in enumerate(steps(problem, place)):
+        if not keys:
+            parts += [union(b.q for b in step.blocks)] if step.blocks else []
+            continue
+        parts += [step.keys] if step.owner == place and step.blocks else []
+        parts += returning
+        returning = [piece.target for piece in step_route(problem, place, i).reversed().receives]
+    narrow = wide = written = merges = 0
+    for of in passes(tokens, (*parts, *returning)).of:
+        for each in of:
+            if not each.first:
+                n = each.stop - each.start
+                narrow, wide = (narrow + n, wide) if each.kept else (narrow, wide + n)
+                written += 0 if each.last else n
+                merges += 1
+    return narrow, wide, written, merges
+
+
+@lru_cache(maxsize=4096)
+def _received(name: str, problem: Problem, shapes: Shapes, rank: int, backward: bool, pulls: bool) -> Mapping[str, int]:
+    return costs.bytes_received(VARIANTS[name], problem, shapes, rank, backward, None, pulls)
 
 
 @dataclass(frozen=True)
@@ -369,115 +445,118 @@ class _Rank:
     place: int
 
     @property
-    def variant(self) -> Variant:
-        return VARIANTS[self.candidate.variant]
+    def exchange(self) -> str:
+        return VARIANTS[self.candidate.variant].exchange
 
     @property
     def pulls(self) -> bool:
         return self.transport == "symm"
 
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        return steps(self.problem, self.place)
+    @property
+    def parts(self) -> int:
+        """In which an all-to-all computes its heads, one travelling while another computes."""
+        if self.exchange != "all_to_all":
+            return 1
+        each, more = divmod(self.task.shapes.kv_heads, self.problem.ulysses)
+        return self.candidate.options["head_parts"] or (2 if each and not more and each % 2 == 0 else 1)
 
     @property
     def shapes(self) -> Shapes:
-        """Of what this rank computes."""
-        n = self.problem.ulysses
-        kv_heads = costs.kv_heads_each(self.problem, self.task.shapes)
+        """Of what this rank computes at a time."""
+        n = self.problem.ulysses * self.parts
+        kv_heads = costs.kv_heads_each(self.problem, self.task.shapes) // self.parts
         return replace(self.task.shapes, heads=self.task.shapes.heads // n, kv_heads=kv_heads)
 
+    @property
+    def kv_token(self) -> int:
+        """Bytes of one token's keys and values that this rank computes with."""
+        return 2 * self.shapes.batch * self.shapes.kv_heads * self.shapes.head_dim * self.shapes.itemsize
+
+    @property
+    def work(self) -> tuple[_Work, ...]:
+        return _work(self.problem, self.place)
+
     def one_pass(self, backward: bool) -> Pass:
-        if self.variant.exchange == "gather":
-            return self._gather(backward)
-        if self.variant.exchange == "tree":
-            return self._tree()
-        found = self._ring(backward)
-        if self.variant.exchange != "all_to_all":
-            return found
-        received = self._received(backward)
-        whats = [what for what in received if what not in ("kv", "dkv")]
-        around = sum(self._link("many").seconds(received[what]) for what in whats) * 1e3
-        host = len(whats) * self._host(exchanges=1) * 1e3
-        return replace(found, exposed=found.exposed + around, host=found.host + host)
+        which = {"gather": self._gather, "all_to_all": self._all_to_all, "tree": self._tree}
+        found = which.get(self.exchange, self._ring)(backward)
+        return Pass(*(1e3 * part for part in (found.compute, found.exposed, found.merges, found.host)))
 
     def _ring(self, backward: bool) -> Pass:
-        kv_token = 2 * self.shapes.batch * self.shapes.kv_heads * self.shapes.head_dim * self.shapes.itemsize
         link = self._link("one")
-        routes = [step_route(self.problem, self.place, i) for i in range(len(self.steps))]
-        incoming = [link.seconds(route.received_tokens * kv_token) for route in routes]
-        homeward = [link.seconds(route.reversed().received_tokens * kv_token) for route in routes] if backward else []
-        merges = self._ring_merges(backward)
-        work = [self._step(step, backward) for step in self.steps]
-        compute, exposed = _pipeline(work, incoming, homeward, link.slows)
-        calls = sum(self._calls(step) for step in self.steps)
-        moves = sum(s > 0 for s in [*incoming, *homeward])
-        return Pass(compute * 1e3, exposed * 1e3, merges * 1e3, self._host(calls, moves) * 1e3)
+        incoming = [link.seconds(step.received * self.kv_token) for step in self.work]
+        homeward = [link.seconds(step.homeward * self.kv_token) for step in self.work] if backward else []
+        busy = [self._step(step, backward) + self._calls(step) * self._tail(backward) for step in self.work]
+        compute, exposed = _pipeline(busy, incoming, homeward, link.slows)
+        moves = sum(seconds > 0 for seconds in [*incoming, *homeward])
+        host = self._host(sum(map(self._calls, self.work)), moves)
+        return Pass(compute, exposed, self._ring_merges(backward), host)
+
+    def _all_to_all(self, backward: bool) -> Pass:
+        """A ring for each part of the heads; the first part's way in and the last one's way back are waited for."""
+        n, received, link = self.parts, self._received(backward), self._link("many")
+        there, back = ("dout", "dqkv") if backward else ("qkv", "out")
+        each = self._ring(backward)
+        busy = [each.compute + each.exposed + each.merges] * n
+        compute, exposed = _pipeline(
+            busy, [link.seconds(received[there] / n)] * n, [link.seconds(received[back] / n)] * n, link.slows
+        )
+        slowed = compute - sum(busy)
+        host = n * each.host + self._host(exchanges=2 * n if self.problem.ulysses > 1 else 0)
+        return Pass(n * each.compute + slowed, n * each.exposed + exposed, n * each.merges, host)
 
     def _gather(self, backward: bool) -> Pass:
         from attention.executors.gather import head_groups
 
-        sizes = self.task.shapes
-        groups = head_groups(sizes.heads, sizes.kv_heads, self.candidate.options["heads_k_stride"], self.pulls)
+        sizes, options = self.shapes, self.candidate.options
+        groups = head_groups(sizes.heads, sizes.kv_heads, options["heads_k_stride"], self.pulls)
         shares = [(g.k_stop - g.k_start) / sizes.kv_heads for g in groups]
-        (step,) = self.steps
+        (step,) = self.work
         received = self._received(backward)
         gathered = not self.pulls and not self.problem.mask.windowed
-        link = self._link("gather" if gathered else "many")
-        keys = length(step.keys)
-        kv_token = 2 * sizes.batch * sizes.kv_heads * sizes.head_dim * sizes.itemsize
+        link, home = self._link("gather" if gathered else "many"), self._link("many")
         incoming = [link.seconds(received["kv"] * share) for share in shares]
-        home = self._link("many")
         homeward = [home.seconds(received["dkv"] * share) for share in shares] if backward else []
-        whole = self._step(step, backward, calls=0)
-        calls, extra = self._calls(step), 0.0
-        if self.candidate.options.get("grouping") == "packed" and calls > 1 and not backward:
-            calls = 1  # of queries and keys that are copied together, and results that are copied apart
-            rows = sizes.heads * (self._queries(step) * 2) + 2 * sizes.kv_heads * sum(
-                b.k[1] - b.k[0] for b in step.blocks
-            )
-            extra = self.machine.copied(2 * rows * sizes.batch * sizes.head_dim * sizes.itemsize)
-            extra += len(groups) * PACK_US / 1e6
-        tail = calls * self._tail(backward)
-        work = [whole * share + tail for share in shares]
-        compute, exposed = _pipeline(work, incoming, homeward, max(link.slows, home.slows if backward else 0.0))
-        if "q" in received:
-            exposed += 2 * self._link("many").seconds(received["q"] / 2)
-        moved = 2 * keys * kv_token if gathered and self.task.world > 1 else 0  # from where all arrived to their place
-        merges = self.machine.copied(moved) + extra
-        if backward:
-            merges += self._summed(step, kv_token, len(groups))
+        calls, copies = self._calls(step), 0.0
+        if options.get("grouping") == "packed" and calls > 1 and not backward:
+            # one call of queries and keys that are copied together, and of results that are copied apart
+            calls = 1
+            rows = 2 * (sizes.heads * step.queries + sizes.kv_heads * step.keys)
+            copies = self.machine.copied(2 * rows * sizes.batch * sizes.head_dim * sizes.itemsize)
+            copies += len(groups) * PACK_US / 1e6
+        busy = [self._step(step, backward) * share + calls * self._tail(backward) for share in shares]
+        compute, exposed = _pipeline(busy, incoming, homeward, max(link.slows, home.slows if backward else 0.0))
+        if "q" in received:  # queries there, results back
+            exposed += 2 * home.seconds(received["q"] / 2)
+        if gathered and self.task.world > 1:  # from where they arrived to their place
+            copies += self.machine.copied(2 * step.seen * self.kv_token)
+        merges = copies + (self._summed(step, len(groups)) if backward else 0.0)
         exchanges = len(groups) * (2 if backward else 1) + (2 if "q" in received else 0)
-        host = self._host(calls * len(groups), exchanges if self.task.world > 1 else 0)
-        return Pass(compute * 1e3, exposed * 1e3, merges * 1e3, host * 1e3)
+        return Pass(compute, exposed, merges, self._host(calls * len(groups), exchanges))
 
-    def _summed(self, step: Step, kv_token: int, groups: int) -> float:
+    def _summed(self, step: _Work, groups: int) -> float:
         """The gather's backward: dk and dv of calls over the same keys are summed before they go home, and there those of
         all ranks."""
-        here = sum(b.k[1] - b.k[0] for b in step.blocks)
-        tokens = here + length(step.keys) if len(step.blocks) > 1 else 0
-        home = gather_move(self.problem, self.place).route.reversed().received_tokens
-        if home:
-            tokens += home + 2 * (self.task.cu_seqlens[-1] // self.problem.world)
-        launches = 2 * groups * ((len(step.blocks) > 1) + (home > 0))
-        return self.machine.copied(tokens * kv_token) / MERGE_SHARE + launches * self.machine.overheads.merge / 1e6
+        tokens = step.keys + step.seen if step.blocks > 1 else 0
+        if step.homeward:
+            tokens += step.homeward + 2 * (self.task.cu_seqlens[-1] // self.problem.world)
+        launches = 2 * groups * ((step.blocks > 1) + (step.homeward > 0))
+        return self.machine.copied(tokens * self.kv_token) / MERGE_SHARE + launches * self.machine.overheads.merge / 1e6
 
-    def _tree(self) -> Pass:
-        """Few queries: reading the keys is what takes the time."""
-        compute = sum(self._step(step, False) for step in self.steps)
-        compute = max(compute, self.machine.copied(costs.kernel_bytes(self.problem, self.task.shapes, self.place, False)))
-        pattern = "slots" if self.candidate.options["reduce"] == "fused" else "all_gather"
-        transport = "symm" if pattern == "slots" else "nccl" if self.pulls else self.transport
+    def _tree(self, backward: bool) -> Pass:
+        how = self.candidate.options["reduce"]
+        transport, pattern = (self.transport, "all_gather")
+        if self.pulls:  # whose collective operations are NCCL's
+            transport, pattern = ("symm", "slots") if how == "fused" else ("nccl", "all_gather")
         link = self.machine.link(transport, pattern, self.task.world)
-        reductions = costs.tree_bytes(self.problem, self.task.shapes, self.candidate.options)
-        exposed = sum(link.seconds(size) for size in reductions.values()) if self.task.world > 1 else 0.0
-        return Pass(compute * 1e3, exposed * 1e3, 0.0, self._host(1, len(reductions)) * 1e3)
+        reductions = costs.tree_bytes(self.problem, self.shapes, self.candidate.options)
+        moving = self.task.world > 1
+        exposed = sum(link.seconds(size) for size in reductions.values()) if moving else 0.0
+        exchanges = len(reductions) if moving and how != "fused" else 0
+        return Pass(sum(self._step(step, False) for step in self.work), exposed, 0.0, self._host(1, exchanges))
 
-    def _received(self, backward: bool) -> dict[str, int]:
+    def _received(self, backward: bool) -> Mapping[str, int]:
         rank = self.place * self.problem.ulysses
-        return costs.bytes_received(
-            self.variant, self.problem, self.task.shapes, rank, backward, self.candidate.options, self.pulls
-        )
+        return _received(self.candidate.variant, self.problem, self.task.shapes, rank, backward, self.pulls)
 
     def _link(self, how: str) -> Link:
         """one: a message from one peer; many: from all; gather: one all-gather."""
@@ -487,64 +566,38 @@ class _Rank:
             pattern = "all_gather" if how == "gather" else "p2p"
         return self.machine.link(self.transport, pattern, self.task.world)
 
-    def _step(self, step: Step, backward: bool, calls: int | None = None) -> float:
-        """All kernel calls of a step; `calls` where they are not the blocks'."""
-        total = sum(self._block(block, backward) for block in step.blocks)
-        return total + (self._calls(step) if calls is None else calls) * self._tail(backward)
+    def _step(self, step: _Work, backward: bool) -> float:
+        """What a step's kernels compute; few queries take as long as the keys take to read."""
+        seconds = 0.0
+        for mask, pairs in step.pairs:
+            forward, back = self.machine.rate(self.kernel, mask, self.task)
+            flops = costs.forward_flops(self.shapes, pairs)
+            seconds += flops * costs.BACKWARD / back if backward else flops / forward
+        return max(seconds, self.machine.copied(step.keys * self.kv_token)) if self.task.decode else seconds
 
-    def _block(self, block: Block, backward: bool) -> float:
-        edges = (block.mask.left >= 0) + (block.mask.right >= 0)
-        area = (block.q[1] - block.q[0]) * (block.k[1] - block.k[0])
-        pairs = min(area, block.pairs + edges * (block.q[1] - block.q[0]) * min(TILE, block.k[1] - block.k[0]) // 2)
-        forward, back = self.machine.rate(self.kernel, block.mask, self.task)
-        flops = costs.forward_flops(self.shapes, pairs)
-        seconds = flops * costs.BACKWARD / back if backward else flops / forward
-        if self.task.decode:
-            keys = 2 * self.shapes.batch * self.shapes.kv_heads * self.shapes.head_dim * self.shapes.itemsize
-            seconds = max(seconds, self.machine.copied(keys * (block.k[1] - block.k[0])))
-        return seconds
-
-    def _calls(self, step: Step) -> int:
-        if not self.task.packed:
-            return len(step.blocks)
-        return len({(block.mask, block.group) for block in step.blocks})
-
-    def _queries(self, step: Step) -> int:
-        return sum(b.q[1] - b.q[0] for b in step.blocks)
+    def _calls(self, step: _Work) -> int:
+        return step.packed_calls if self.task.packed else step.blocks
 
     def _tail(self, backward: bool) -> float:
         return (self.machine.overheads.call_backward if backward else self.machine.overheads.call) / 1e6
 
     def _host(self, calls: int = 0, exchanges: int = 0) -> float:
         each = self.machine.overheads
-        return (calls * each.host_call.get(self.kernel, each.host_other) + exchanges * each.host_exchange) / 1e6
+        moves = exchanges if self.task.world > 1 else 0
+        return (calls * each.host_call.get(self.kernel, each.host_other) + moves * each.host_exchange) / 1e6
 
     def _ring_merges(self, backward: bool) -> float:
-        """Forward out, backward dq, dk and dv: what `passes` says of their parts."""
-        tokens = self.problem.q_tokens or self.task.cu_seqlens[-1] // self.problem.world
-        queries = [union(b.q for b in step.blocks) for step in self.steps if step.blocks]
+        """Forward out, backward dq, dk and dv."""
         row = self.shapes.batch * self.shapes.head_dim
-        seconds = self._merged(tokens, queries, row * self.shapes.heads)
-        if backward:
-            keys, returning = [], []
-            for i, step in enumerate(self.steps):
-                if step.owner == self.place and step.blocks:
-                    keys.append(step.keys)
-                keys += returning
-                returning = [p.target for p in step_route(self.problem, self.place, i).reversed().receives]
-            seconds += 2 * self._merged(tokens, [*keys, *returning], row * self.shapes.kv_heads)
-        return seconds
+        seconds = self._merged(False, row * self.shapes.heads)
+        return seconds + 2 * self._merged(True, row * self.shapes.kv_heads) if backward else seconds
 
-    def _merged(self, tokens: int, parts: Sequence[tuple[tuple[int, int], ...]], row: int) -> float:
+    def _merged(self, keys: bool, row: int) -> float:
+        """A merge reads the part and what is there, and writes the result."""
+        narrow, wide, written, merges = _merged_tokens(self.problem, self.place, keys)
         item = self.shapes.itemsize
-        wide = max(item, 4)
-        moved = merges = 0
-        for of in passes(tokens, tuple(parts)).of:
-            for each in of:
-                if not each.first:  # reads the part and what is there, writes the sum
-                    there, target = item if each.kept else wide, item if each.last else wide
-                    moved += (each.stop - each.start) * row * (item + there + target)
-                    merges += 1
+        both, more = 3 * item, max(item, 4) - item
+        moved = ((narrow + wide) * both + (wide + written) * more) * row
         return self.machine.copied(moved) / MERGE_SHARE + merges * self.machine.overheads.merge / 1e6
 
 

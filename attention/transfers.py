@@ -71,17 +71,27 @@ def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
     """The tokens that two shards share, as (slice of the source, slice of the target), by global position. Both shards
     consist of ranges with step 1."""
     found = []
-    at_source = 0
-    for s in source:
-        at_target = 0
-        for t in target:
-            a, b = max(s.start, t.start), min(s.stop, t.stop)
-            if a < b:
-                here, there = at_source + a - s.start, at_target + a - t.start
-                found.append((a, (here, here + b - a), (there, there + b - a)))
-            at_target += len(t)
-        at_source += len(s)
-    return [(mine, theirs) for _, mine, theirs in sorted(found)]
+    ours, theirs = _placed(source), _placed(target)
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        (a, a_stop, here), (b, b_stop, there) = ours[i], theirs[j]
+        start, stop = max(a, b), min(a_stop, b_stop)
+        if start < stop:
+            at, to = here + start - a, there + start - b
+            found.append(((at, at + stop - start), (to, to + stop - start)))
+        i, j = (i + 1, j) if a_stop <= b_stop else (i, j + 1)
+    return found
+
+
+def _placed(shard: Shard) -> list[tuple[int, int, int]]:
+    """(start, stop, where it lies in the shard) of every range that is not empty, by global position."""
+    found = []
+    at = 0
+    for r in shard:
+        if r:
+            found.append((r.start, r.stop, at))
+        at += len(r)
+    return sorted(found)
 
 
 @dataclass(frozen=True)
