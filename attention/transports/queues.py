@@ -101,7 +101,9 @@ def _capture(stream: torch.cuda.Stream) -> None:
 
 def _captured(stream: torch.cuda.Stream) -> None:
     """and all of it must lead back there."""
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.stream(stream):
+        holds_some = torch.cuda.is_current_stream_capturing()
+    if holds_some:
         torch.cuda.current_stream().wait_stream(stream)
 
 
