@@ -187,7 +187,7 @@ def test_sums_of_new_lengths_compile_nothing_anew():
     from attention.kernels.triton_sum import _sum
 
     compiled = []
-    for n in (1000, 1001, 1, 17, 4096):
+    for n in (1000, 1001, 2, 17, 4096):
         x = torch.ones(1, n, 4, 64, device="cuda", dtype=torch.bfloat16)
         sum_parts(torch.empty_like(x), [(x, ((0, n),)), (x[:, : n // 2], ((n - n // 2, n),))])
         compiled.append(sum(len(cache[0]) for cache in _sum.device_caches.values()))
