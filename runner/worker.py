@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from attention import costs, transports
+from attention import automatic, costs, transports
+from attention.choice import AUTO, Choice
+from attention.choice import ceilings as choose_ceilings
 from attention.peers.calls import served
 from attention.phases import Recorder, recording
 from runner import ceilings, environment, metrics, phases, profile, timing
@@ -22,7 +24,7 @@ from runner.rank import is_out_of_memory as _oom
 from runner.schema import Experiment, InvalidConfig, UnsupportedHere
 from runner.statistics import summarize, too_few
 from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
-from runner.workpiece import AttentionWork, build
+from runner.workpiece import AttentionWork, build, decide
 
 PHASE_RUNS = 5  # at most; a slow run records fewer
 PHASES_S = 0.2
@@ -49,9 +51,16 @@ def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, A
 def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     result: dict[str, Any] = {"status": "ok", "environment": environment.of_torch(spec.device)}
     me.say("prepare")
+    choice: Choice | None = None
+    if spec.variant == AUTO:
+        choice = _choice(me, spec)
+        spec = _decided(spec, choice)
+        result["experiment"] = spec.plain()
+        me.say("prepare")
     work = _together(me, lambda: AttentionWork(me, spec, build(spec)))
     transport = work.plan.transport
     result["chosen"] = {"kernel": work.plan.kernel.name, "transport": transport.name, "note": transport.note}
+    result["chosen"] |= choice.plain() if choice else {}
     peer = work.fn.variant.exchange == "peer"
     if peer:
         result["chosen"]["note"] = served(spec.variant, work.plan.kernel.name)
@@ -91,6 +100,21 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     me.say("finish")
     result["environment"]["stage_seconds"] = dict(me.stages)
     return result
+
+
+def _choice(me: Rank, spec: Experiment) -> Choice:
+    """What auto takes, the same on every rank; by this machine's own ceilings where its GPU is in no table."""
+    measured = None
+    if spec.launch["nodes"] > 1 or not automatic.known(me.device):
+        measured = choose_ceilings(ceilings.ceilings(me, spec.workload.dtype), spec.device)
+    return me.agree(_together(me, lambda: decide(spec, me.device, measured)))
+
+
+def _decided(spec: Experiment, choice: Choice) -> Experiment:
+    """The experiment with the variant that auto took."""
+    best = choice.best
+    transport = best.transport if spec.world_size > 1 else spec.transport
+    return replace(spec, variant=best.candidate.variant, options=dict(best.candidate.options), transport=transport)
 
 
 def _together(me: Rank, make: Any) -> Any:
@@ -229,13 +253,15 @@ def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None)
         def do_bench_ms(alone: _OnePass = alone) -> float:
             return do_bench(alone.call, warmup=500, rep=500, return_mode="median")
 
-        # theirs, ours, theirs: a drift of the clocks falls on both alike
-        theirs = [do_bench_ms()]
-        timing.warm(alone, watch, 1, 500.0, lambda enough: enough)
-        ours = summarize(timing.sample(alone, watch, max(10, int(1000 / theirs[0])), flush)[which]).median
-        theirs.append(do_bench_ms())
-        both = sum(theirs) / 2
-        found[which] = {"do_bench_ms": both, "ours_ms": ours, "ratio": ours / both}
+        # by turns, each warmed up in the same way, so that what the clocks do falls on both alike
+        theirs, ours = [do_bench_ms()], []
+        runs = max(10, int(500 / theirs[0]))
+        for _ in range(2):
+            timing.sample(alone, watch, runs, flush)
+            ours.append(summarize(timing.sample(alone, watch, runs, flush)[which]).median)
+            theirs.append(do_bench_ms())
+        mean_ours, mean_theirs = sum(ours) / len(ours), sum(theirs) / len(theirs)
+        found[which] = {"do_bench_ms": mean_theirs, "ours_ms": mean_ours, "ratio": mean_ours / mean_theirs}
     work.release()
     return found
 
