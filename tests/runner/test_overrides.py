@@ -38,7 +38,7 @@ BAD = [
     (["attention=ring_allgather", "attention.heads_stride=1"], "heads_stride", "ring_allgather", "heads_k_stride"),
     (["attention.heads_k_stride=1"], "attention.heads_k_stride", "attention=zigzag", "options: none"),
     (["attention=tree", "attention.reduction=two"], "attention.reduction", "attention=tree", "attention.reduce"),
-    (["attention=ulysses", "attention.ulysses_size=2"], "attention.ulysses_size", "attention=ulysses", "options: none"),
+    (["attention=ulysses", "attention.ulysses_size=2"], "attention.ulysses_size", "attention=ulysses", "its options: "),
     (["qlen=4"], "qlen", "q_len"),
     (["seqlens_men=4"], "seqlens_men", "seqlens_mean"),
     (["q_len=abc"], "q_len=abc", "Integer"),
