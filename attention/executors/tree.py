@@ -133,7 +133,10 @@ def fused(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         slots.handle.barrier(channel=0)
     plan.transport.counted("partials", (plan.problem.world - 1) * mine.numel() * 4)
     with phase("comp_final_output"):
-        return merge_peers(slots.handle.buffer_ptrs_dev, offset, plan.problem.world, out)
+        result = merge_peers(slots.handle.buffer_ptrs_dev, offset, plan.problem.world, out)
+    if torch.cuda.is_current_stream_capturing():  # a replay writes to this same slot again, the next one
+        slots.handle.barrier(channel=1)
+    return result
 
 
 def merge_all(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
