@@ -80,7 +80,7 @@ class Ceilings:
     tflops: float
     copy_gb_s: float
     link: Link
-    source: str = "default"
+    source: str = "defaults"
 
 
 KERNEL_SHARE = 0.8  # of the matrix product rate that a good attention kernel reaches: 672 of 793 on an H200
@@ -88,6 +88,14 @@ DEFAULTS = {
     "cuda": Ceilings(300, 2000, Link(100, 50, 0.1)),
     "cpu": Ceilings(0.1, 10, Link(1, 300)),
 }
+
+
+def ceilings(measured: Mapping[str, float], device: str) -> Ceilings:
+    """From a machine's measured `matmul_tflops`, `copy_gb_s` and, of a world of several, `link_gb_s`."""
+    usual = DEFAULTS[device].link
+    link = replace(usual, gb_s=measured.get("link_gb_s", usual.gb_s))
+    return Ceilings(measured["matmul_tflops"] * KERNEL_SHARE, measured["copy_gb_s"], link, "this machine's ceilings")
+
 
 KernelOf = Callable[[tuple[Mask, ...]], str]
 
@@ -254,7 +262,7 @@ def choose(task: Task, machine: Machine) -> Choice:
         for transport in machine.transports if task.world > 1 else machine.transports[:1]:
             found.append(estimate(candidate, task, machine, kernel, transport))
     if not found:
-        raise ValueError(nothing(left_out))
+        raise ValueError(nothing(task, left_out))
     known = machine.measured(found[0].kernel) and task.shapes.itemsize == 2
     basis = f"rates: {f'measured on {machine.gpu}' if known else machine.otherwise.source}"
     if task.world > 1:
@@ -263,17 +271,18 @@ def choose(task: Task, machine: Machine) -> Choice:
     return Choice(tuple(sorted(found, key=lambda e: e.ms)), left_out, basis)
 
 
-def nothing(left_out: Mapping[str, str]) -> str:
-    """What to say where no candidate is left: the reasons, each once."""
-    reasons = dict.fromkeys(left_out.values())
-    return f"attention=auto: no variant can do this: {'; '.join(reasons)}"
+def nothing(task: Task, left_out: Mapping[str, str]) -> str:
+    """What to say where no candidate is left: the reasons of those that were in question, each once."""
+    asked = {x: why for x, why in left_out.items() if not _out_of_question(VARIANTS[x.split()[0]], task)}
+    return f"attention=auto: no variant can do this: {'; '.join(dict.fromkeys(asked.values()))}"
 
 
 def candidates(task: Task) -> tuple[list[Candidate], dict[str, str]]:
     """What can do the task by its mask, lengths and heads in this world, and why the rest can't, by label. Raises
     ValueError for heads that do not go together."""
     check_heads(task.shapes.heads, task.shapes.kv_heads)
-    able, left_out = [], {}
+    able: list[Candidate] = []
+    left_out: dict[str, str] = {}
     for name, v in VARIANTS.items():
         reason = _out_of_question(v, task)
         if reason:

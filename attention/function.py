@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import kernels, transports
+from attention import automatic, kernels, transports
+from attention.choice import AUTO, SUMMARY, Choice
 from attention.executors import EXECUTORS, grouping
 from attention.executors.plan import Plan, masks_of, plan_steps
 from attention.kernels import Shape, UnsupportedCall
@@ -27,7 +28,7 @@ Packs = Tensor | list[int] | tuple[int, ...] | None
 
 def names() -> dict[str, str]:
     """Every variant, with a line of what it is."""
-    return {name: v.summary for name, v in everything().items()}
+    return {AUTO: SUMMARY} | {name: v.summary for name, v in everything().items()}
 
 
 def make(
@@ -40,18 +41,31 @@ def make(
 ) -> ContextParallel:
     """The variant `name` as a function over `group` (default: the default group; without one, a world of one).
 
-    options: the variant's own, see `python -m runner.catalog attention`.
+    options: the variant's own, see `python -m runner.catalog attention`; of "auto", which gives the variant that should be
+    fastest, the problem's shapes (`automatic.decide`), and the function's `choice` then says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
+    choice: Choice | None = None
+    if name == AUTO:
+        _check_names(kernel, transport)
+        choice = automatic.decide(group, kernel, transport, options)
+        name, transport = choice.best.candidate.variant, choice.best.transport
+        options = dict(choice.best.candidate.options)
     chosen = variant(name)
     for option in options:
         if option not in chosen.options:
             known = ", ".join(chosen.options) or "none"
             raise ValueError(f"{option}={options[option]!r}: {name} has no such option; its options: {known}")
+    _check_names(kernel, transport)
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options})
+    fn.choice = choice
+    return fn
+
+
+def _check_names(kernel: str, transport: str) -> None:
     if kernel not in kernels.names():
         raise ValueError(f"kernel={kernel!r} is not a kernel; {nearest(kernel, kernels.names())}")
     if transport not in transports.names():
         raise ValueError(f"transport={transport!r} is not a transport; {nearest(transport, transports.names())}")
-    return ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options})
 
 
 class ContextParallel:
@@ -75,6 +89,7 @@ class ContextParallel:
         self.transport_name = transport
         self.deterministic = deterministic
         self.options = options
+        self.choice: Choice | None = None  # of auto: what was estimated
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.layout = variant.border(self.world, options)

@@ -113,6 +113,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         return results.result(
             status=outcome.status, reason=outcome.reason, failure=failure, artifacts=artifacts, **about
         )
+    about["experiment"] = outcome.result.pop("experiment", about["experiment"])  # what attention=auto became
     return _record(outcome.result, folder, about)
 
 

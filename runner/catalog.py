@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from attention import costs
+from attention.choice import AUTO, OPTIONS, SUMMARY
 from attention.peers import missing as peer_missing
 from attention.variants import Variant, everything, nearest
 from runner import display, environment, metrics, overrides, schema
@@ -24,12 +25,15 @@ def attention() -> Table:
         "Variants: attention=NAME", "name", "what it is", "when to use it", "can", "works here", "options", "source"
     )
     device = "cuda" if environment.gpu_count() and environment.torch_has_cuda() else "cpu"
+    options = ", ".join(f"{key}={value}" for key, value in OPTIONS.items())
+    can = "what any of them can"
+    table.add_row(AUTO, SUMMARY, "no variant is meant", can, "yes", options, "a cost model: attention/choice.py")
     for v in everything().values():
-        can = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
-        can += (["window"] if v.windows else []) + (["packs"] if v.packs and not v.decode else [])
+        masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
+        masks += (["window"] if v.windows else []) + (["packs"] if v.packs and not v.decode else [])
         options = ", ".join(f"{key}={value}" for key, value in v.options.items())
         works = _works(peer_missing(v.name, device))
-        table.add_row(v.name, v.summary, v.use, ", ".join(can), works, options, v.source)
+        table.add_row(v.name, v.summary, v.use, ", ".join(masks), works, options, v.source)
     return table
 
 
@@ -68,6 +72,8 @@ def cost(arguments: list[str]) -> Table:
         f"Costs: {' '.join(arguments) or 'the default workload'}; the busiest rank's, the peak without q, k, v and scratch",
         "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward", "by what",
     )  # fmt: skip
+    if given and AUTO in given[0].partition("=")[2].split(","):
+        table.add_row(AUTO, *[""] * 5, "those of the variant that it takes when it runs")
     with initialize_config_module("runner.conf", version_base="1.3"):
         for name, v in everything().items():
             if given and name not in given[0].partition("=")[2].split(","):

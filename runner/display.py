@@ -82,6 +82,8 @@ class Progress:
 def run_table(value: dict[str, Any]) -> None:
     """One run, in full."""
     timing, metrics = value["timing"], value["metrics"]
+    if (value["chosen"] or {}).get("why"):
+        out.print(f"auto: {escape(value['chosen']['why'])} ({value['chosen']['basis']})", soft_wrap=True)
     if value["correctness"] and value["correctness"].get("tensors"):
         _correctness(value["correctness"])
     if not timing:

@@ -126,7 +126,9 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         found |= {"kernel": experiment["kernel"], "transport": experiment["transport"]}
         found["timing"] = experiment["timing"]["method"]
     if value.get("chosen"):
-        found |= value["chosen"]
+        found |= {key: value["chosen"][key] for key in ("kernel", "transport")}
+        if "variant" in value["chosen"]:  # by attention=auto
+            found["options"] = f"{value['chosen']['variant']} {found['options']}".strip()
     if value.get("timing"):
         for which, summary in value["timing"]["passes"].items():
             found[f"{which}_ms"] = summary["median"]

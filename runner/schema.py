@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from attention import costs
+from attention import choice, costs
 from attention.masks import Mask
 from attention.variants import Variant, check_heads, everything, nearest, variant
 from runner import environment
@@ -263,20 +263,24 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
 
     Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
     name = cfg.attention.get("name", "")
-    if name not in everything():
-        raise InvalidConfig(f"attention={name}: not a variant; {nearest(str(name), everything())}")
-    chosen = variant(name)
+    if name not in {choice.AUTO, *everything()}:
+        raise InvalidConfig(f"attention={name}: not a variant; {nearest(str(name), [choice.AUTO, *everything()])}")
+    chosen = None if name == choice.AUTO else variant(name)
+    decode = chosen.decode if chosen is not None else cfg.q_len is not None
     options = {k: v for k, v in _plain(cfg.attention).items() if k != "name"}
     for option in options:
-        if option not in chosen.options:
-            known = ", ".join(chosen.options) or "none"
+        options_of = choice.OPTIONS if chosen is None else chosen.options
+        if option not in options_of:
+            known = ", ".join(options_of) or "none"
             raise InvalidConfig(f"attention.{option}: {name} has no such option; its options: {known}")
     _choice("model", cfg.model.name, MODELS)
     _choice("timing.method", cfg.timing.method, TIMING_METHODS)
-    mode = cfg.mode or ("forward" if chosen.decode else "forward_backward")
+    mode = cfg.mode or ("forward" if decode else "forward_backward")
     _choice("mode", mode, MODES)
-    if chosen.decode and mode != "forward":
-        raise InvalidConfig(f"mode={mode}: {name} is a decode and has no backward; use mode=forward")
+    if decode and mode != "forward":
+        raise InvalidConfig(
+            f"mode={mode}: {name if chosen else f'q_len={cfg.q_len}'} is a decode and has no backward; use mode=forward"
+        )
     _choice("baseline", cfg.baseline, BASELINES)
     _choice("hardware", cfg.hardware.name, HARDWARE)
     device = _device(cfg, gpus)
@@ -288,8 +292,11 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         raise InvalidConfig(f"seed={cfg.seed}: must be below 2**31 = {SEEDS}")
     try:
         check_heads(work.heads, work.kv_heads)
-        chosen.problem(work.cu_seqlens, world, work.mask, options, work.q_len)
-        chosen.check_options(options, work.heads, work.kv_heads, world)
+        if chosen is None:
+            _check_automatic(work, world, options, mode)
+        else:
+            chosen.problem(work.cu_seqlens, world, work.mask, options, work.q_len)
+            chosen.check_options(options, work.heads, work.kv_heads, world)
     except ValueError as error:
         raise InvalidConfig(str(error)) from None
     timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
@@ -323,6 +330,19 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     )
 
 
+def _check_automatic(work: Workload, world: int, options: dict[str, Any], mode: str) -> None:
+    """Raises ValueError where attention=auto has nothing to choose from, or an option of its own is wrong."""
+    memory = options["memory_gb"]
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or memory <= 0):
+        raise ValueError(f"memory_gb={memory}: must be a number above 0, or null for all that the GPU has")
+    shapes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
+    backward = mode == "forward_backward"
+    task = choice.Task(work.cu_seqlens, world, work.mask, shapes, bool(work.seqlens), backward, work.q_len)
+    able, left_out = choice.candidates(task)
+    if not able:
+        raise ValueError(choice.nothing(task, left_out))
+
+
 def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: int = 0) -> Workload:
     """The sizes of a composed configuration; those left open are filled in for `device` and the variant. Raises
     InvalidConfig."""
@@ -342,7 +362,7 @@ def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: 
                 f"{key}={cfg[key]}: describes the lengths that seqlens=random draws, and this is seqlens={given}; "
                 f"give seqlens=random or {key}=null"
             )
-    decode = chosen is not None and chosen.decode
+    decode = chosen.decode if chosen is not None else cfg.q_len is not None
     q_len = None if cfg.q_len is None else _positive("q_len", cfg.q_len)
     if q_len is not None and chosen is not None and not decode:
         raise InvalidConfig(
@@ -351,8 +371,9 @@ def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: 
         )
     if decode and q_len is None:
         q_len = 1
-    if decode and chosen is not None and cfg.seqlens is not None:
-        raise InvalidConfig(f"seqlens={cfg.seqlens}: {chosen.name} is a decode of single sequences; use seqlens=null")
+    if decode and cfg.seqlens is not None:
+        name = chosen.name if chosen is not None else f"q_len={q_len}"
+        raise InvalidConfig(f"seqlens={cfg.seqlens}: {name} is a decode of single sequences; use seqlens=null")
     lengths = None if decode else _lengths(cfg, sizes, chosen is not None and chosen.packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}

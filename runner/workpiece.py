@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 import attention
+from attention import automatic
+from attention.choice import Ceilings, Choice
 from attention.function import ContextParallel
 from runner.rank import Rank
 from runner.schema import Experiment, UnsupportedHere, Workload
@@ -40,6 +42,23 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
         deterministic=experiment.deterministic,
         **experiment.options,
     )
+
+
+def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | None) -> Choice:
+    """What attention=auto takes for the experiment. Raises ValueError where no variant can do it here."""
+    work = experiment.workload
+    shape = {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
+    given = {
+        **shape,
+        **{name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "causal", "window")},
+        "dtype": DTYPES[work.dtype],
+        "backward": experiment.mode == "forward_backward",
+        "q_tokens": work.q_len,
+        "device": device,
+        "ceilings": ceilings,
+        **experiment.options,
+    }
+    return automatic.decide(None, experiment.kernel, experiment.transport, given)
 
 
 class AttentionWork:

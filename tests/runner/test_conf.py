@@ -9,6 +9,7 @@ import pytest
 from composing import composed, configured, resolved
 from omegaconf import OmegaConf
 
+from attention.choice import AUTO, OPTIONS
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
 from attention.variants import VARIANTS, everything
@@ -108,7 +109,8 @@ def test_anything_of_a_workload_may_be_overridden(name):
 
 
 def test_every_variant_has_its_file_with_its_options():
-    assert set(groups()["attention"]) == set(everything())
+    assert set(groups()["attention"]) == {AUTO, *everything()}
+    assert plain(composed("attention=auto").attention) == {"name": AUTO, **OPTIONS}
     for name, variant in everything().items():
         assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options}
 
