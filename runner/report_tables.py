@@ -1,0 +1,255 @@
+"""The tables of a report, as cells of text: the runs, each way to do a workload beside the others, the environment."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner import display
+from runner.report_runs import FACTS, WORKLOAD, Run, labels, options_text, scaling, sortable, varying_options
+
+PASSES = ("forward", "backward", "total")
+BEST = "**{}**"
+
+
+@dataclass
+class Table:
+    """Cells are plain text, but for **bold**. `left` are the titles of the columns that hold words; `notes` stand below."""
+
+    titles: list[str]
+    rows: list[list[str]]
+    left: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        rule = ["---" if title in self.left else "---:" for title in self.titles]
+        lines = [_line(self.titles), "|" + "|".join(rule) + "|", *(_line(row) for row in self.rows)]
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
+
+    def html(self) -> str:
+        def cell(tag: str, title: str, text: str) -> str:
+            bold = text.startswith("**") and text.endswith("**")
+            said = html.escape(text.strip("*") if bold else text)
+            kind = ' class="words"' if title in self.left else ""
+            return f"<{tag}{kind}>{f'<b>{said}</b>' if bold else said}</{tag}>"
+
+        head = "".join(cell("th", title, title) for title in self.titles)
+        rows = ["".join(cell("td", *pair) for pair in zip(self.titles, row, strict=True)) for row in self.rows]
+        body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+        notes = "".join(f"<p>{html.escape(note).replace('`', '')}</p>" for note in self.notes)
+        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{notes}'
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def digits(value: float | None) -> str:
+    """Four of them: no timing here is better than that."""
+    if value is None:
+        return ""
+    return f"{value:.1f}" if value >= 99.995 else f"{value:.2f}" if value >= 9.9995 else f"{value:.3f}"
+
+
+def fact(run: Run, key: str, varying: set[tuple[str, str]]) -> str:
+    if key == "options":
+        return options_text(run, varying)
+    value = run.facts[key]
+    if value is None:
+        return ""
+    if key == "attention" and run.facts["took"]:
+        return f"{value}: {run.facts['took']}"
+    return f"{value:,}" if key in ("seq_len", "q_len") and isinstance(value, int) else str(value)
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The facts that are not the same of all runs, those that do not say left aside."""
+    varying = varying_options(runs)
+    empty_too = ("options", "pack")  # where nothing is something, too
+    seen = {key: {fact(run, key, varying) for run in runs} for key in FACTS}
+    found = [key for key in FACTS if len(seen[key] - (set() if key in empty_too else {""})) > 1]
+    return found or ["attention"]
+
+
+def same(runs: Sequence[Run]) -> str:
+    """What all runs have in common, beside the machine, in a line."""
+    shown, (first, *_) = set(differing(runs)), runs
+    phrases: dict[str, str] = {
+        "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
+        "heads": "{} heads (query:KV)", "head_dim": "D = {}", "mask": "{}", "pack": "a pack of {}", "dtype": "{}",
+        "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "timing": "timing {}",
+    }  # fmt: skip
+    said = []
+    for key, phrase in phrases.items():
+        value = next((text for run in runs if (text := fact(run, key, set()))), "")
+        if key not in shown and value:
+            said.append(phrase.format(value.replace("_", " and ") if key == "mode" else value))
+    if "attention" not in shown:
+        said.insert(0, f"attention {first.facts['attention']}")
+    counts = {run.passes["forward"]["n"] for run in runs if run.ok}
+    return ", ".join(said) + (f" of {counts.pop()} samples" if len(counts) == 1 and "timing" not in shown else "")
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """A row a run: what differs between them, and what was measured."""
+    varying, against = varying_options(runs), scaling(runs)
+    columns: list[tuple[str, Callable[[Run], str]]] = []
+    for key in differing(runs):
+        columns.append((FACTS[key], lambda run, key=key: fact(run, key, varying)))  # type: ignore[misc]
+    columns.append(("status", lambda run: "" if run.ok else run.row["status"]))
+    for which in PASSES:
+        columns.append((f"{which} ms (IQR)", lambda run, which=which: _spread(run, which)))  # type: ignore[misc]
+    columns += [
+        ("TFLOP/s a GPU", lambda run: digits(run.row["tflops_per_device"])),
+        ("speedup", lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else ""),
+        ("efficiency", lambda run: f"{against[run].efficiency:.0%}{against[run].mark}" if run in against else ""),
+        ("exposed comm. forward ms", lambda run: digits(run.row["exposed_forward_ms"])),
+        ("exposed comm. backward ms", lambda run: digits(run.row["exposed_backward_ms"])),
+        ("peak memory a rank", lambda run: display.gib(run.row["peak_bytes"]) if run.ok else ""),
+        ("forward ms against do_bench's", lambda run: _do_bench(run, "forward")),
+        ("backward ms against do_bench's", lambda run: _do_bench(run, "backward")),
+    ]
+    filled = [(title, [value(run) for run in runs]) for title, value in columns]
+    filled = [(title, cells) for title, cells in filled if any(cells)]  # no column without a word in it
+    titles = [title for title, _ in filled]
+    left = {FACTS[key] for key in ("attention", "options", "mask", "kernel", "transport", "timing")} | {"status"}
+    rows = [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
+    return Table(titles, rows, left, _notes(runs, {found.mark for found in against.values()}))
+
+
+def _spread(run: Run, which: str) -> str:
+    found = run.passes.get(which)
+    if not run.ok or not found:
+        return ""
+    return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''})"
+
+
+def _do_bench(run: Run, which: str) -> str:
+    found = ((run.result.get("timing") or {}).get("do_bench") or {}).get(which)
+    return f"{digits(found['ours_ms'])} against {digits(found['do_bench_ms'])}" if found else ""
+
+
+def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
+    notes = []
+    if any(found["noisy"] for run in runs for found in run.passes.values()):
+        notes.append("`!`: noisy, the interquartile range is above 5% of the median.")
+    if "*" in marks:
+        notes.append("`*`: the single device's time is extrapolated by FLOPs from a shorter sequence that fits.")
+    if "†" in marks:
+        notes.append(
+            "`†`: against the fastest of these runs on one device, of the same workload or of as many tokens a rank."
+        )
+    return notes + failures(runs)
+
+
+def failures(runs: Sequence[Run]) -> list[str]:
+    """A line for every reason why runs are not ok."""
+    named = labels(runs)
+    by_reason: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        if not run.ok:
+            by_reason.setdefault((run.row["status"], run.row["reason"] or "without a reason"), []).append(run)
+    lines = []
+    for (status, reason), failed in by_reason.items():
+        who = dict.fromkeys(named[run] if run.facts["attention"] else run.row["name"] for run in failed)
+        lines.append(f"- {status}, {', '.join(who)} ({_count(len(failed), 'run')}): {' '.join(str(reason).split())}")
+    return ["\n".join(lines)] if lines else []
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def comparable(runs: Sequence[Run]) -> list[Run]:
+    """Those that say which workload they are."""
+    return [run for run in runs if run.facts["attention"] and run.facts["seq_len"]]
+
+
+def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
+    """A row a workload, a column a way to do it, in ms of a pass; the best of a row in bold. Where there are peers, how
+    many times the fastest peer's time is that of the fastest of ours."""
+    runs = comparable(runs)
+    named = labels(runs)
+    columns = sorted(
+        dict.fromkeys(named.values()), key=lambda label: any(run.peer for run in runs if named[run] == label)
+    )
+    works = sorted({run.work for run in runs}, key=lambda work: [sortable(value) for value in work])
+    shown = [i for i, key in enumerate(WORKLOAD) if len({work[i] for work in works}) > 1]
+    shown = shown or [WORKLOAD.index("seq_len")]
+    both = any(run.peer for run in runs) and not all(run.peer for run in runs)
+    titles = [FACTS[WORKLOAD[i]] for i in shown] + columns + (["best peer / best of ours"] if both else [])
+    rows, doubles = [], 0
+    for work in works:
+        cells: dict[str, list[Run]] = {}
+        for run in runs:
+            if run.work == work:
+                cells.setdefault(named[run], []).append(run)
+        doubles += sum(len(found) - 1 for found in cells.values())
+        latest = {label: max(found, key=_begun) for label, found in cells.items()}
+        times = {label: t for label, run in latest.items() if (t := run.ms(which)) is not None}
+        best = digits(min(times.values(), default=None))
+        row = [fact(next(r for r in runs if r.work == work), WORKLOAD[i], set()) for i in shown]
+        for label in columns:
+            time = times.get(label)
+            text = digits(time) if time is not None else latest[label].row["status"] if label in latest else ""
+            row.append(BEST.format(text) if text and text == best else text)
+        if both:
+            ours = min((t for label, t in times.items() if not latest[label].peer), default=None)
+            peers = min((t for label, t in times.items() if latest[label].peer), default=None)
+            row.append(f"{peers / ours:.2f}" if ours and peers else "")
+        rows.append(row)
+    left = {FACTS[key] for key in ("mask", "gpu", "mode", "dtype", "pack", "heads")}
+    notes = [f"Where a run was repeated, its latest: {_count(doubles, 'earlier run')} left out."] if doubles else []
+    return Table(titles, rows, left, notes + failures(runs))
+
+
+def _begun(run: Run) -> float:
+    return run.environment.get("started_at") or 0.0
+
+
+def environment_table(runs: Sequence[Run]) -> Table:
+    """Where the runs were made: each fact with all values that it had."""
+    asked: dict[str, Callable[[Run], Any]] = {
+        "GPU": lambda run: run.environment.get("gpu"),
+        "GPUs of the machine": lambda run: len(run.environment.get("gpus_before") or []) or None,
+        "driver": lambda run: next(iter(run.environment.get("gpus_before") or [{}])).get("driver_version"),
+        "torch": lambda run: run.environment.get("torch"),
+        "CUDA": lambda run: run.environment.get("cuda"),
+        "NCCL": lambda run: run.environment.get("nccl"),
+        "cuDNN": lambda run: _cudnn(run.environment.get("cudnn")),
+        "packages": lambda run: _pairs(run.environment.get("packages"), " "),
+        "Python": lambda run: run.environment.get("python"),
+        "CPU": lambda run: f"{run.environment['cpu']}, {run.environment['cores']} cores" if "cpu" in run.environment else None,
+        "platform": lambda run: run.environment.get("platform"),
+        "variables": lambda run: _pairs(run.environment.get("variables"), "="),
+        "commit": lambda run: _commit(run.environment.get("git")),
+        "command": lambda run: "python " + " ".join(run.environment["argv"]) if run.environment.get("argv") else None,
+    }  # fmt: skip
+    rows = []
+    for title, look in asked.items():
+        values = dict.fromkeys(str(found) for run in runs if (found := look(run)) is not None)
+        rows += [[title, "; ".join(values)]] if values else []
+    return Table(["", "of these runs"], rows, {"", "of these runs"})
+
+
+def machine(runs: Sequence[Run]) -> str:
+    """The machine and its libraries, in a line."""
+    found = dict(environment_table(runs).rows)
+    gpus = found.get("GPUs of the machine")
+    said = [f"{gpus} {found['GPU']}" if gpus and "GPU" in found else found.get("CPU", "")]
+    said += [f"{name} {found[name]}" for name in ("torch", "NCCL", "cuDNN") if name in found]
+    return ", ".join(filter(None, said))
+
+
+def _pairs(found: dict[str, Any] | None, sign: str) -> str | None:
+    return ", ".join(f"{key}{sign}{value}" for key, value in found.items() if value) if found else None
+
+
+def _cudnn(number: int | None) -> str | None:
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
+
+
+def _commit(git: dict[str, Any] | None) -> str | None:
+    return git["commit"][:10] + (" and uncommitted changes" if git.get("dirty") else "") if git else None
