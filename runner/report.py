@@ -116,6 +116,7 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
     table = report_tables.runs_table(runs)
     if options.table == "comparison":
         table = report_tables.comparison_table(runs, options.which)
+        table.notes += report_tables.failures(runs)
     picture = "" if options.chart == "none" else _picture(runs, options)
     unit = f" Times in ms ({options.which})." if options.table == "comparison" else ""
     said = f"{report_tables.machine(runs)}; {report_tables.same(runs)}.{unit}"

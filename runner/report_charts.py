@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """What a chart of these runs is over: one of OVER, or None where nothing is done at several of its values and bars
+    """What a chart of these runs is over: one of OVER, or None where little is done at several of its values and bars
     do; and the rest of the workload that varies, a panel each."""
 
     over: str | None
@@ -53,16 +53,16 @@ class Axes:
             return Axes("world_size", tuple(key for key in varying if key not in OVER), int(shares.pop()))
         named = labels(runs)
 
-        def longest(key: str) -> int:
-            """The most values of it at which one label does otherwise the same."""
+        def lines(key: str) -> float:
+            """How many of what is otherwise the same are at several values of it, as a share."""
             seen: dict[tuple[Any, ...], set[Any]] = {}
             for run in runs:
                 rest = tuple(run.facts[other] for other in varying if other != key)
                 seen.setdefault((named[run], *rest), set()).add(run.facts[key])
-            return max(len(values) for values in seen.values())
+            return sum(len(values) > 1 for values in seen.values()) / len(seen)
 
-        over = max((key for key in OVER if key in varying), key=longest, default=None)
-        if over is not None and longest(over) < 2:
+        over = max((key for key in OVER if key in varying), key=lines, default=None)
+        if over is not None and lines(over) < 0.5:
             over = None
         return Axes(over, tuple(key for key in varying if key != over))
 
@@ -104,8 +104,9 @@ def charts(runs: Sequence[Run], which: str = "total") -> dict[str, Any]:
 def _chart(rows: list[dict[str, Any]], kind: str, axes: Axes) -> Any:
     import altair as alt
 
-    step = " or ".join(sorted({row["pass"] for row in rows})).replace("total", "forward and backward")
-    title = {"time": f"{step}, ms", "tflops": f"TFLOP/s a GPU, {step}", "efficiency": "efficiency"}[kind]
+    passes = {row["pass"] for row in rows}
+    step = passes.pop().replace("total", "forward and backward") if len(passes) == 1 else "a step"
+    title = {"time": f"{step}, ms", "tflops": f"{step}, TFLOP/s a GPU", "efficiency": "efficiency"}[kind]
     base = alt.Chart(alt.Data(values=rows)).encode(
         tooltip=[
             alt.Tooltip("label:N", title="attention"), alt.Tooltip("kernel:N"),
@@ -149,7 +150,9 @@ def _lines(base: Any, rows: list[dict[str, Any]], kind: str, title: str, axes: A
     encoded = {"x": x, "y": _height(rows, kind, title), "color": _color(rows)}
     if len({row["whose"] for row in rows}) > 1:
         dash = alt.Scale(domain=[OURS, PEER], range=[[1, 0], [6, 4]])
-        encoded["strokeDash"] = alt.StrokeDash("whose:N", title=None, scale=dash)
+        encoded["strokeDash"] = alt.StrokeDash(
+            "whose:N", title=None, scale=dash, legend=alt.Legend(symbolType="stroke", symbolSize=400)
+        )
     line = base.mark_line(point=alt.OverlayMarkDef(size=45), strokeWidth=2)
     return line.encode(**encoded).properties(width=560, height=340)
 

@@ -13,13 +13,13 @@ from runner.report_tables import Table
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.45 system-ui, sans-serif; color: #1f2328; margin: 2rem auto; max-width: 90rem; padding: 0 1.5rem; }
+body { font: 15px/1.45 system-ui, sans-serif; color: #1f2328; margin: 2rem auto; max-width: 100rem; padding: 0 1.5rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #d1d9e0; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 p { max-width: 60rem; color: #59636e; white-space: pre-line; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #d1d9e0; text-align: right; white-space: nowrap; }
+table { border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .45rem; border-bottom: 1px solid #d1d9e0; text-align: right; white-space: nowrap; }
 th { background: #f6f8fa; vertical-align: bottom; white-space: normal; min-width: 3rem; }
 .words { text-align: left; }
 tbody tr:hover { background: #f6f8fa; }

@@ -89,6 +89,10 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
     heads, kv_heads = work.get("heads"), work.get("kv_heads") or work.get("heads")
     asked = {key: experiment.get(key) or _name(config.get(key)) for key in ("kernel", "transport")}
     chosen = value.get("chosen") or asked
+    took = None
+    if "variant" in chosen:  # by attention=auto, which may take another in each workload
+        took = " ".join([chosen["variant"], *(f"{k}={v}" for k, v in options.items() if v is not None)])
+        options = {}
     facts = {
         "attention": row["attention"],
         "config": config.get("config"),
@@ -104,10 +108,10 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
         "dtype": work["dtype"] if isinstance(work.get("dtype"), str) else _name(work.get("dtype")),
         "mode": experiment.get("mode") or config.get("mode") or _mode(row["attention"]),
         "timing": (experiment.get("timing") or config.get("timing") or {}).get("method"),
-        "kernel": chosen["kernel"],
+        "kernel": chosen["kernel"] if chosen["kernel"] != "auto" else None,  # none was chosen
         # a world of one has none, and a peer's is its own affair
         "transport": chosen["transport"] if chosen["transport"] != "none" and row["attention"] not in PEERS else None,
-        "took": chosen.get("variant"),  # by attention=auto
+        "took": took,
         "asked_kernel": asked["kernel"],
         "asked_transport": asked["transport"],
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from runner import display
 from runner.report_runs import FACTS, WORKLOAD, Run, labels, options_text, scaling, sortable, varying_options
+from runner.results import STATUSES
 
 PASSES = ("forward", "backward", "total")
 BEST = "**{}**"
@@ -32,8 +33,9 @@ class Table:
         def cell(tag: str, title: str, text: str) -> str:
             bold = text.startswith("**") and text.endswith("**")
             said = html.escape(text.strip("*") if bold else text)
-            kind = ' class="words"' if title in self.left else ""
-            return f"<{tag}{kind}>{f'<b>{said}</b>' if bold else said}</{tag}>"
+            kinds = ["words"] * (title in self.left) + ["failed"] * (text in STATUSES[1:])
+            of = f' class="{" ".join(kinds)}"' if kinds else ""
+            return f"<{tag}{of}>{f'<b>{said}</b>' if bold else said}</{tag}>"
 
         head = "".join(cell("th", title, title) for title in self.titles)
         rows = ["".join(cell("td", *pair) for pair in zip(self.titles, row, strict=True)) for row in self.rows]
@@ -61,6 +63,8 @@ def fact(run: Run, key: str, varying: set[tuple[str, str]]) -> str:
         return ""
     if key == "attention" and run.facts["took"]:
         return f"{value}: {run.facts['took']}"
+    if key == "mode":
+        return str(value).replace("_", " and ")
     return f"{value:,}" if key in ("seq_len", "q_len") and isinstance(value, int) else str(value)
 
 
@@ -85,7 +89,7 @@ def same(runs: Sequence[Run]) -> str:
     for key, phrase in phrases.items():
         value = next((text for run in runs if (text := fact(run, key, set()))), "")
         if key not in shown and value:
-            said.append(phrase.format(value.replace("_", " and ") if key == "mode" else value))
+            said.append(phrase.format(value))
     if "attention" not in shown:
         said.insert(0, f"attention {first.facts['attention']}")
     counts = {run.passes["forward"]["n"] for run in runs if run.ok}
@@ -105,8 +109,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
         ("TFLOP/s a GPU", lambda run: digits(run.row["tflops_per_device"])),
         ("speedup", lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else ""),
         ("efficiency", lambda run: f"{against[run].efficiency:.0%}{against[run].mark}" if run in against else ""),
-        ("exposed comm. forward ms", lambda run: digits(run.row["exposed_forward_ms"])),
-        ("exposed comm. backward ms", lambda run: digits(run.row["exposed_backward_ms"])),
+        ("exposed comm. forward ms", lambda run: _exposed(run, "forward")),
+        ("exposed comm. backward ms", lambda run: _exposed(run, "backward")),
         ("peak memory a rank", lambda run: display.gib(run.row["peak_bytes"]) if run.ok else ""),
         ("forward ms against do_bench's", lambda run: _do_bench(run, "forward")),
         ("backward ms against do_bench's", lambda run: _do_bench(run, "backward")),
@@ -114,7 +118,9 @@ def runs_table(runs: Sequence[Run]) -> Table:
     filled = [(title, [value(run) for run in runs]) for title, value in columns]
     filled = [(title, cells) for title, cells in filled if any(cells)]  # no column without a word in it
     titles = [title for title, _ in filled]
-    left = {FACTS[key] for key in ("attention", "options", "mask", "kernel", "transport", "timing")} | {"status"}
+    left = {FACTS[key] for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "timing")} | {
+        "status"
+    }
     rows = [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
     return Table(titles, rows, left, _notes(runs, {found.mark for found in against.values()}))
 
@@ -124,6 +130,10 @@ def _spread(run: Run, which: str) -> str:
     if not run.ok or not found:
         return ""
     return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''})"
+
+
+def _exposed(run: Run, which: str) -> str:
+    return digits(run.row[f"exposed_{which}_ms"]) if run.ok and run.facts["world_size"] > 1 else ""
 
 
 def _do_bench(run: Run, which: str) -> str:
@@ -202,7 +212,7 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
         rows.append(row)
     left = {FACTS[key] for key in ("mask", "gpu", "mode", "dtype", "pack", "heads")}
     notes = [f"Where a run was repeated, its latest: {_count(doubles, 'earlier run')} left out."] if doubles else []
-    return Table(titles, rows, left, notes + failures(runs))
+    return Table(titles, rows, left, notes)
 
 
 def _begun(run: Run) -> float:
@@ -212,7 +222,7 @@ def _begun(run: Run) -> float:
 def environment_table(runs: Sequence[Run]) -> Table:
     """Where the runs were made: each fact with all values that it had."""
     asked: dict[str, Callable[[Run], Any]] = {
-        "GPU": lambda run: run.environment.get("gpu"),
+        "GPU": lambda run: run.facts["gpu"],
         "GPUs of the machine": lambda run: len(run.environment.get("gpus_before") or []) or None,
         "driver": lambda run: next(iter(run.environment.get("gpus_before") or [{}])).get("driver_version"),
         "torch": lambda run: run.environment.get("torch"),

@@ -1,0 +1,364 @@
+"""Reports: numbers are those of the files, no run disappears, sections are replaced and can be made again."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from composing import python
+
+from runner import report, report_charts, report_runs, report_tables, results
+from runner.report_runs import FACTS, labels, read, scaling, where
+from runner.report_tables import comparison_table, digits, runs_table
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+SWEEPS = sorted({path.parents[1] for path in RESULTS.glob("*/*/*/result.json")})
+needs_charts = pytest.mark.skipif(report_charts.missing() is not None, reason=str(report_charts.missing()))
+
+
+def summary(ms: float) -> dict:
+    return {"n": 20, "median": ms, "p10": ms, "p90": ms, "iqr_over_median": 0.01, "noisy": False}
+
+
+def result(attention: str, ms: float | None, **changes) -> dict:
+    """A run of 32768 tokens on 4 ranks whose forward takes `ms`, its backward twice that; not ok without `ms`."""
+    asked = {"seq_len": 32768, "world_size": 4, "kernel": "auto", "options": {}, "head_dim": 128, "started_at": 1.0}
+    asked |= {"status": "ok", "reason": None, "chosen": "flash4", "baseline": None, **changes}
+    work = {
+        "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": asked["head_dim"], "seq_len": asked["seq_len"],
+        "causal": True, "window": [-1, -1], "dtype": "bf16",
+    }  # fmt: skip
+    value = results.result(
+        status=asked["status"],
+        reason=asked["reason"],
+        key="0",
+        name=f"{attention}_w{asked['world_size']}_{abs(hash(str((attention, ms, sorted(changes.items(), key=str)))))}",
+        config={
+            **work, "attention": {"name": attention, **asked["options"]}, "kernel": {"name": asked["kernel"]},
+            "transport": {"name": "auto"}, "dtype": {"name": "bf16"}, "timing": {"method": "warmup"},
+            "world_size": asked["world_size"], "mode": None,
+        },
+        environment={"gpus_before": [{"name": "NVIDIA H200"}] * 4, "started_at": asked["started_at"]},
+    )  # fmt: skip
+    if asked["status"] == "unsupported":
+        return value  # refused before anything was started
+    value["experiment"] = {
+        "variant": attention, "options": asked["options"], "workload": work, "world_size": asked["world_size"],
+        "device": "cuda", "kernel": asked["kernel"], "transport": "auto", "timing": {"method": "warmup"},
+        "mode": "forward_backward",
+    }  # fmt: skip
+    if ms is None:
+        return value
+    passes = {"forward": ms, "backward": 2 * ms, "total": 3 * ms}
+    rate = 1e-6 * asked["seq_len"] ** 2 / asked["world_size"]
+    return value | {
+        "chosen": {"kernel": asked["chosen"], "transport": "nccl"},
+        "timing": {"passes": {which: summary(x) for which, x in passes.items()}},
+        "metrics": {"passes": {which: {"tflops_per_device": rate / x} for which, x in passes.items()}},
+        "memory": {"by_rank": [{"peak_allocated": 2**30, "symmetric": 2**29}] * asked["world_size"]},
+        "baseline": asked["baseline"],
+        "phases": {"forward": {"exposed_communication_ms": 0.125}},
+    }
+
+
+def written(folder: Path, *values: dict) -> Path:
+    for value in values:
+        results.write_result(folder / value["name"], value)
+    return folder
+
+
+def speed(folder: Path) -> Path:
+    """Two of ours and two peers at two lengths; a peer runs out of memory at one, another is not installed."""
+    values = []
+    for seq_len in (8192, 131072):
+        unit = (seq_len / 8192) ** 2
+        values += [result("zigzag", 2 * unit, seq_len=seq_len), result("ulysses", 1.5 * unit, seq_len=seq_len)]
+        values.append(result("torch_cp", 3 * unit, seq_len=seq_len, chosen="sdpa_cudnn"))
+        values.append(result("transformer_engine", None, seq_len=seq_len, status="unsupported", reason="not installed"))
+    values.append(result("rfa_zigzag", 4, seq_len=8192))
+    values.append(result("rfa_zigzag", None, seq_len=131072, status="oom", reason="rank 2 ran out of memory"))
+    return written(folder, *values)
+
+
+def cells(table: report_tables.Table, title: str) -> list[str]:
+    return [row[table.titles.index(title)] for row in table.rows]
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda path: str(path.relative_to(RESULTS)))
+def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file(sweep):
+    values = [json.loads(path.read_text()) for path in sweep.glob("*/result.json")]
+    runs = read([sweep])
+    table = runs_table(runs)
+    assert len(table.rows) == len(runs) == len(values)
+    assert {run.result["name"] for run in runs} == {value["name"] for value in values}
+    for run, row in zip(runs, table.rows, strict=True):
+        stored = json.loads((run.folder / "result.json").read_text())
+        for which, found in ((stored["timing"] or {}).get("passes") or {}).items():
+            shown = row[table.titles.index(f"{which} ms (IQR)")]
+            assert float(shown.split()[0]) == pytest.approx(found["median"], rel=6e-4, abs=5e-4)
+            assert shown.split()[1].startswith(f"({found['iqr_over_median']:.1%}")
+        if stored["status"] != "ok":
+            assert stored["status"] in row
+    compared = comparison_table(runs)
+    medians = {digits(run.ms("total")) for run in runs if run.ok}
+    width = sum(title in FACTS.values() for title in compared.titles)
+    assert {cell.strip("*") for row in compared.rows for cell in row[width:] if cell.strip("*")[:1].isdigit()} <= {
+        *medians,
+        *(row[-1] for row in compared.rows),
+    }
+
+
+def test_a_run_shows_its_times_memory_with_symmetric_memory_and_exposed_communication(tmp_path):
+    table = runs_table(read([written(tmp_path, result("ring", 4.0), result("zigzag", 2.0))]))
+    assert table.titles[0] == "attention"
+    assert not {"S", "W", "D", "status", "speedup"} & set(table.titles)  # the same of all, or nothing to say
+    assert cells(table, "forward ms (IQR)") == ["4.000 (1.0%)", "2.000 (1.0%)"]
+    assert cells(table, "total ms (IQR)") == ["12.00 (1.0%)", "6.000 (1.0%)"]
+    assert cells(table, "peak memory a rank") == ["1.50 GiB"] * 2
+    assert cells(table, "exposed comm. forward ms") == ["0.125"] * 2
+
+
+def test_runs_that_are_not_ok_stay_visible_with_their_reason(tmp_path):
+    runs = read([speed(tmp_path)])
+    table = runs_table(runs)
+    assert sorted(filter(None, cells(table, "status"))) == ["oom", "unsupported", "unsupported"]
+    assert "- unsupported, transformer_engine (2 runs): not installed" in table.markdown()
+    assert "- oom, rfa_zigzag" in table.markdown() and "rank 2 ran out of memory" in table.markdown()
+    compared = comparison_table(runs)
+    assert compared.rows[1][compared.titles.index("transformer_engine")] == "unsupported"
+    assert "oom" in compared.rows[1]
+    assert '<td class="failed">oom</td>' in compared.html()
+
+
+def test_a_comparison_has_a_row_a_workload_the_best_marked_and_ours_against_the_peers(tmp_path):
+    table = comparison_table(read([speed(tmp_path)]))
+    assert table.titles == [
+        "S", "zigzag flash4", "ulysses flash4", "torch_cp sdpa_cudnn", "rfa_zigzag flash4", "transformer_engine",
+        "best peer / best of ours",
+    ]  # fmt: skip
+    assert table.rows == [
+        ["8,192", "6.000", "**4.500**", "9.000", "12.00", "unsupported", "2.00"],
+        ["131,072", "1536.0", "**1152.0**", "2304.0", "oom", "unsupported", "2.00"],
+    ]
+    assert comparison_table(read([tmp_path]), "forward").rows[0][2] == "**1.500**"
+
+
+def test_kernels_and_options_that_were_asked_for_are_columns(tmp_path):
+    values = [result("zigzag", 3, kernel=kernel, chosen=kernel) for kernel in ("flash2", "flash4")]
+    values += [result("usp", 2, kernel="flash4", options={"ulysses_size": n}) for n in (1, 2)]
+    assert comparison_table(read([written(tmp_path, *values)])).titles[1:] == [
+        "zigzag flash2", "zigzag flash4", "usp ulysses_size=1 flash4", "usp ulysses_size=2 flash4",
+    ]  # fmt: skip
+
+
+def test_of_a_run_done_twice_the_comparison_has_the_later_one(tmp_path):
+    runs = read([written(tmp_path, result("ring", 2, started_at=2.0), result("ring", 1, started_at=1.0))])
+    table = comparison_table(runs)
+    assert table.rows == [["32,768", "**6.000**"]]
+    assert "1 earlier run left out" in table.notes[0]
+    assert len(runs_table(runs).rows) == 2
+
+
+def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(tmp_path):
+    own = {"speedup": {"total": 3.0}, "efficiency": {"total": 0.75}, "extrapolated": True}
+    values = [result("ring", 8, world_size=1), result("zigzag", 9, world_size=1), result("zigzag", 2.5)]
+    values.append(result("ulysses", 2.0, baseline=own))
+    found = {
+        labels([run])[run] + str(run.facts["world_size"]): s
+        for run, s in scaling(read([written(tmp_path, *values)])).items()
+    }
+    assert found["zigzag4"].efficiency == pytest.approx(8 / (4 * 2.5))
+    assert found["zigzag4"].speedup == pytest.approx(8 / 2.5)
+    assert (found["zigzag4"].mark, found["ring1"].efficiency) == ("†", 1)
+    assert (found["ulysses4"].speedup, found["ulysses4"].efficiency, found["ulysses4"].mark) == (3.0, 0.75, "*")
+
+
+def test_weak_scaling_is_the_rate_of_each_device_over_that_of_one(tmp_path):
+    values = [result("ring", 1, world_size=1, seq_len=8192), result("ring", 5, world_size=4, seq_len=32768)]
+    runs = read([written(tmp_path, *values)])
+    # four times the work of the one device, in five times its time
+    assert [s.efficiency for s in scaling(runs).values()] == pytest.approx([1, 4 / 5])
+    axes = report_charts.Axes.of(runs)
+    assert (axes.over, axes.panel, axes.weak) == ("world_size", (), 8192)
+
+
+def test_a_chart_is_over_what_varies_and_a_panel_a_workload(tmp_path):
+    ways = [result(name, ms, seq_len=s) for name, ms in (("ring", 3), ("zigzag", 2)) for s in (8192, 16384)]
+    runs = read([written(tmp_path / "a", *ways)])
+    assert report_charts.Axes.of(runs) == report_charts.Axes("seq_len", ())
+    more = read([written(tmp_path / "a", *(result("ring", 3, seq_len=s, head_dim=64) for s in (8192, 16384)))])
+    assert report_charts.Axes.of(more) == report_charts.Axes("seq_len", ("head_dim",))
+    apart = read([written(tmp_path / "b", result("ring", 3, seq_len=8192), result("zigzag", 3, seq_len=16384))])
+    assert report_charts.Axes.of(apart) == report_charts.Axes(None, ("seq_len",))
+    rows = report_charts.points(runs, report_charts.Axes.of(runs))
+    assert {(row["label"], row["over"], row["time"]) for row in rows} == {
+        ("ring", 8192, 9), ("ring", 16384, 9), ("zigzag", 8192, 6), ("zigzag", 16384, 6),
+    }  # fmt: skip
+
+
+def test_runs_are_chosen_by_what_was_asked_and_by_options(tmp_path):
+    values = [result("usp", 2, options={"ulysses_size": n}) for n in (1, 2, 4)] + [result("ring", 3)]
+    runs = read([written(tmp_path, *values)])
+    assert len(where(runs, ["ulysses_size=1,4"])) == 2
+    assert len(where(runs, ["attention=usp", "heads=32:8"])) == 3
+    with pytest.raises(ValueError, match=r"--where atention=usp: must be KEY=VALUE with one of these keys:.*attention"):
+        where(runs, ["atention=usp"])
+    with pytest.raises(ValueError, match="none of the 4 runs is so"):
+        where(runs, ["attention=usp", "seq_len=7"])
+
+
+def test_a_folder_without_results_is_one_clear_line(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path}: no result.json there or below; give the folder of a run, a sweep, or several\n"
+    )
+
+
+@needs_charts
+def test_a_report_is_markdown_pictures_and_a_page_that_needs_no_network(tmp_path):
+    assert report.main([str(speed(tmp_path / "speed"))]) == 0
+    folder = tmp_path / "speed"
+    text = (folder / "report.md").read_text()
+    for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {
+        "report.md", "report.html", "time.png", "tflops.png",
+    }  # fmt: skip
+    page = (folder / "report.html").read_text()
+    assert "https://" not in page.partition("<script>")[0] and "<script src" not in page
+    page = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"<script|<link|<img|\*\*", page)
+    assert page.count('class="chart"') == 2 and "NVIDIA H200" in page and "rank 2 ran out of memory" in page
+
+
+@needs_charts
+def test_a_tree_of_sweeps_has_a_part_for_each_or_one_for_all(tmp_path):
+    written(tmp_path / "a", result("ring", 3), result("zigzag", 2))
+    written(tmp_path / "b", result("torch_cp", 4))
+    assert report.main([str(tmp_path)]) == 0
+    text = (tmp_path / "report.md").read_text()
+    assert f"## {tmp_path / 'a'}\n" in text and f"## {tmp_path / 'b'}\n" in text and "best peer" not in text
+    assert (tmp_path / "a_time.png").exists() and (tmp_path / "b_time.png").exists()
+    assert report.main([str(tmp_path), "--together", "--out", str(tmp_path / "c")]) == 0
+    assert "best peer / best of ours" in (tmp_path / "c" / "report.md").read_text()
+
+
+def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts(tmp_path):
+    speed(tmp_path / "speed")
+    program = "import sys; sys.modules['altair'] = None; from runner.report import main; sys.exit(main(['speed']))"
+    done = python("-c", program, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "no charts without altair: pip install '.[report]'\n")
+    assert "**4.500**" in (tmp_path / "speed" / "report.md").read_text()
+    assert "<b>4.500</b>" in (tmp_path / "speed" / "report.html").read_text()
+    (tmp_path / "N.md").write_text("<!-- report:x -->\n<!-- /report:x -->\n")
+    section = program.replace("['speed']", "['speed', '--into', 'N.md', '--section', 'x']")
+    done = python("-c", section, cwd=tmp_path)
+    assert done.returncode == 2 and "or leave the picture out with --chart none" in done.stderr
+
+
+def test_a_report_loads_neither_torch_nor_pandas(tmp_path):
+    speed(tmp_path / "speed")
+    program = (
+        "import sys; from runner.report import main; main(['speed']); print({'torch', 'pandas'} & set(sys.modules))"
+    )
+    assert python("-c", program, cwd=tmp_path).stdout.endswith("set()\n")
+
+
+BEFORE, AFTER = "# Title\n\nwords\n\n", "\nmore words\n<!-- report:b -->\nkept\n<!-- /report:b -->\n"
+
+
+def sectioned(folder: Path, inside: str = "") -> Path:
+    path = folder / "R.md"
+    path.write_text(f"{BEFORE}<!-- report:a -->\n{inside}<!-- /report:a -->\n{AFTER}")
+    return path
+
+
+def test_a_section_is_replaced_and_nothing_else_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    speed(tmp_path / "speed")
+    path = sectioned(tmp_path, "an old number: 17\n")
+    command = [
+        "speed",
+        "--where",
+        "seq_len=8192",
+        "--table",
+        "comparison",
+        "--chart",
+        "none",
+        "--into",
+        "R.md",
+        "--section",
+        "a",
+    ]
+    assert report.main(command) == 0
+    text = path.read_text()
+    assert text.startswith(BEFORE) and text.endswith(AFTER)
+    assert "17" not in text and "| 8,192 | 6.000 | **4.500** |" in text
+    assert f"Made by `python -m runner.report {' '.join(command)}`." in text
+    assert report.main(command) == 0
+    assert path.read_text() == text
+    written(tmp_path / "speed", result("zigzag", 1, seq_len=8192, started_at=9.0))
+    path.write_text(text.replace("<!-- report:b -->\nkept\n<!-- /report:b -->\n", ""))
+    assert report.main(["--refresh", "R.md"]) == 0
+    assert "| 8,192 | **3.000** | 4.500 |" in path.read_text()
+
+
+@needs_charts
+def test_a_sections_picture_is_linked_from_the_file_that_shows_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    speed(tmp_path / "results" / "speed")
+    (tmp_path / "docs").mkdir()
+    path = sectioned(tmp_path / "docs")
+    assert report.main(["results/speed", "--chart", "tflops", "--into", "docs/R.md", "--section", "a"]) == 0
+    assert "(../results/speed/a_tflops.png)" in path.read_text()
+    assert (tmp_path / "results" / "speed" / "a_tflops.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--section", "c"], "must have <!-- report:c --> and after it <!-- /report:c --> once"),
+        ([], "belong together"),
+        (["--section", "a", "--where", "seq_len=8192", "--chart", "efficiency"], "these runs have nothing for it"),
+    ],
+)
+@needs_charts
+def test_a_section_that_can_not_be_made_leaves_the_file_as_it_was(tmp_path, capsys, arguments, said):
+    path = sectioned(tmp_path, "old\n")
+    before = path.read_text()
+    assert report.main([str(speed(tmp_path / "speed")), "--into", str(path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_a_section_that_does_not_say_its_command_can_not_be_made_again(tmp_path, capsys):
+    assert report.main(["--refresh", str(sectioned(tmp_path, "old\n"))]) == 2
+    assert "section a does not say the command that made it" in capsys.readouterr().err
+
+
+@needs_charts
+def test_the_readme_shows_what_the_results_say(tmp_path, monkeypatch):
+    """Its sections, made again from the result files, are as they stand there."""
+    text = (ROOT / "README.md").read_text()
+    for made in report.MADE_BY.finditer(text):
+        for folder in made["arguments"].split(" --")[0].split():
+            ignore = shutil.ignore_patterns("*.parquet", "*.csv", ".hydra", "*.png", "run.log")
+            shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore, dirs_exist_ok=True)
+    (tmp_path / "README.md").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["--refresh", "README.md"]) == 0
+    assert (tmp_path / "README.md").read_text() == text
+    for link in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text):
+        assert (ROOT / link).exists() and (tmp_path / link).exists()
+
+
+def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(tmp_path):
+    values = [result("auto", 2, seq_len=8192, options={"head_parts": 2}), result("auto", 2, seq_len=16384)]
+    for value, took in zip(values, ("ulysses", "zigzag"), strict=True):
+        value["chosen"]["variant"] = took
+    runs = report_runs.read([written(tmp_path, *values)])
+    assert set(labels(runs).values()) == {"auto"}
+    assert cells(runs_table(runs), "attention") == ["auto: ulysses head_parts=2", "auto: zigzag"]
