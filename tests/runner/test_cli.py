@@ -328,3 +328,24 @@ def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus
     value = by_reduction["fused"]
     assert value["status"] == "unsupported"
     assert "reduce=packed" in value["reason"]
+
+
+def test_auto_records_what_it_chose_and_why(tmp_path):
+    """On a CPU by its own ceilings; the experiment, the metrics and the phases are those of the chosen variant."""
+    done = run(tmp_path, "attention=auto", "world_size=2")
+    assert done.returncode == 0, done.stderr
+    value = only(tmp_path)
+    chosen, experiment = value["chosen"], value["experiment"]
+    assert (experiment["variant"], experiment["options"]) == (chosen["variant"], chosen["options"])
+    assert experiment["transport"] == chosen["transport"] == "gloo"
+    assert value["config"]["attention"] == {"name": "auto", "memory_gb": None}
+    first = next(iter(chosen["estimates_ms"]))
+    assert first.startswith(chosen["variant"])
+    assert chosen["why"].startswith(f"{first}: ")
+    assert chosen["why"] in " ".join(done.stdout.split())
+    assert len({label.split(",")[0].split()[0] for label in chosen["estimates_ms"]}) > 4
+    assert chosen["left_out"]["dense"] == "nothing is sharded"
+    assert "ceilings" in chosen["basis"]
+    assert value["correctness"]["passed"]
+    assert results.row(value)["attention"] == "auto"
+    assert results.row(value)["options"].split()[0] == chosen["variant"]
