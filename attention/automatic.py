@@ -17,7 +17,7 @@ from attention.masks import Mask
 NEEDED = ("heads", "head_dim")  # and tokens or cu_seqlens
 KNOWN = (
     "tokens", "cu_seqlens", "batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "window", "backward", "q_tokens",
-    "device", "memory_gb", "ceilings",
+    "device", "memory_gb", "ceilings", "graphed",
 )  # fmt: skip
 
 
@@ -28,7 +28,8 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
     given: `tokens` of a sequence or a pack's global `cu_seqlens`; `heads`, `head_dim`; `kv_heads` (default: as many as
     heads), `batch` (1), `dtype` (torch.bfloat16), `causal` (False), `window`, `backward` (True), `q_tokens` of a decode,
     `device` (CUDA where there is one), `memory_gb` that a rank may hold beside its inputs (a GPU's whole memory),
-    `ceilings` that stand for the links, and for the rates of a GPU that is not in their table.
+    `ceilings` that stand for the links, and for the rates of a GPU that is not in their table;
+    `graphed` where calls are captured in a CUDA graph.
     Raises ValueError for what is missing, unknown or impossible."""
     for option, value in given.items():
         if option not in KNOWN:
@@ -93,6 +94,7 @@ def machine(
         "cuda" if cuda else "cpu",
         memory * 1e9 if memory is not None else torch.cuda.get_device_properties(device).total_memory if cuda else None,
         given.get("ceilings"),
+        bool(given.get("graphed", False)),
     )
 
 

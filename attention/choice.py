@@ -29,7 +29,7 @@ AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
 TILE = 128  # queries of a kernel's tile: on a mask's edge half of one is computed for nothing, on average
-MERGE_SHARE = 0.5  # of a copy's bandwidth that a merge or sum reaches, which is bound by fp32 partial results
+MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at
 
@@ -113,6 +113,7 @@ class Machine:
     device: str = "cuda"
     memory: float | None = None
     ceilings: Ceilings | None = None
+    graphed: bool = False  # calls are captured in a CUDA graph, whose replay costs the host nothing
 
     @property
     def symmetric(self) -> bool:
@@ -467,7 +468,11 @@ class _Rank:
         if self.exchange != "all_to_all":
             return 1
         each, more = divmod(self.task.shapes.kv_heads, self.problem.ulysses)
-        return self.candidate.options["head_parts"] or (2 if each and not more and each % 2 == 0 else 1)
+        wanted = self.candidate.options["head_parts"]
+        halved = (
+            each and not more and each % 2 == 0 and self._overlapped(self.task.cu_seqlens[-1] // self.problem.world)
+        )
+        return wanted or (2 if halved else 1)
 
     @property
     def shapes(self) -> Shapes:
@@ -517,9 +522,10 @@ class _Rank:
         from attention.executors.gather import head_groups
 
         sizes, options = self.shapes, self.candidate.options
-        groups = head_groups(sizes.heads, sizes.kv_heads, options["heads_k_stride"], self.pulls)
-        shares = [(g.k_stop - g.k_start) / sizes.kv_heads for g in groups]
         (step,) = self.work
+        most = max(_work(self.problem, place)[0].seen for place in _places(self.problem))
+        groups = head_groups(sizes.heads, sizes.kv_heads, options["heads_k_stride"], self.pulls, most)
+        shares = [(g.k_stop - g.k_start) / sizes.kv_heads for g in groups]
         received = self._received(backward)
         gathered = not self.pulls and not self.problem.mask.windowed
         link, home = self._link("gather" if gathered else "many"), self._link("many")
@@ -541,6 +547,12 @@ class _Rank:
         merges = copies + (self._summed(step, len(groups)) if backward else 0.0)
         exchanges = len(groups) * (2 if backward else 1) + (2 if "q" in received else 0)
         return Pass(compute, exposed, merges, self._host(calls * len(groups), exchanges))
+
+    def _overlapped(self, tokens: int) -> bool:
+        """Whether an executor left to itself divides its heads, so that some travel while others compute."""
+        from attention.executors.gather import OVERLAPPED
+
+        return tokens >= OVERLAPPED
 
     def _summed(self, step: _Work, groups: int) -> float:
         """The gather's backward: dk and dv of calls over the same keys are summed before they go home, and there those of
@@ -591,6 +603,8 @@ class _Rank:
         return (self.machine.overheads.call_backward if backward else self.machine.overheads.call) / 1e6
 
     def _host(self, calls: int = 0, exchanges: int = 0) -> float:
+        if self.machine.graphed:
+            return 0.0
         each = self.machine.overheads
         moves = exchanges if self.task.world > 1 else 0
         return (calls * each.host_call.get(self.kernel, each.host_other) + moves * each.host_exchange) / 1e6

@@ -56,6 +56,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "q_tokens": work.q_len,
         "device": device,
         "ceilings": ceilings,
+        "graphed": experiment.timing["method"] == "cudagraph",
         **experiment.options,
     }
     return automatic.decide(None, experiment.kernel, experiment.transport, given)

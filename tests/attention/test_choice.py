@@ -100,6 +100,14 @@ def test_head_groups_hide_the_gather_until_the_host_binds():
     assert short.best.candidate.options.get("heads_k_stride") != 1
 
 
+def test_a_graph_takes_the_host_out():
+    short = task(tokens=4096)
+    eager, graphed = choose(short, machine()), choose(short, machine(graphed=True))
+    assert eager.best.forward.ms == eager.best.forward.host
+    assert all(e.forward.host == 0 for e in graphed.estimates)
+    assert graphed.best.ms < eager.best.ms
+
+
 def test_the_causal_mask_is_balanced_and_others_are_not_asked_for():
     found = choose(task(), machine())
     assert found.best.candidate.variant not in ("ring", "llama3")  # imbalanced
@@ -177,13 +185,13 @@ def test_a_world_of_one_is_dense():
 
 def test_the_measured_order_on_four_h200_is_kept_to_five_percent():
     """What auto takes there is within 5% of the fastest measured: total ms of 32768 tokens, 32:8 heads, D 128, causal."""
-    measured = {"zigzag_llama3": 13.64, "ulysses": 13.29, "zigzag": 14.38}
+    measured = {"zigzag_llama3": 13.71, "ulysses": 13.04, "zigzag": 13.94}
     here = Machine(H200, lambda masks: "flash4", ("symm", "nccl"), rates.table(), links.table())
     found = choose(task(), here)
     fastest = {v: min(e.ms for e in found.estimates if e.candidate.variant == v) for v in measured}
     assert measured[min(fastest, key=lambda v: fastest[v])] <= 1.05 * min(measured.values())
     for name, total in measured.items():
-        assert fastest[name] == pytest.approx(total, rel=0.08)
+        assert fastest[name] == pytest.approx(total, rel=0.05)
     assert found.best.transport == "symm"
     assert found.basis == "rates: measured on NVIDIA H200; links: measured on NVIDIA H200"
 
