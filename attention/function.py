@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,8 @@ from attention.transports import Transport
 from attention.variants import Variant, check_heads, everything, nearest, variant
 
 __all__ = ["ContextParallel", "make", "names"]
+
+MOST_PLANS = 256
 
 Packs = Tensor | list[int] | tuple[int, ...] | None
 
@@ -180,7 +183,8 @@ class ContextParallel:
         held = k.shape[token_dim(k)]
         total = kv_tokens if kv_tokens is not None else held * (1 if self.layout.replicated else self.world)
         cu = _host(cu_seqlens, k, total)
-        shape = Shape.of(q, k)
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        shape = replace(Shape.of(q, k), backward=trained)
         q_tokens = q.shape[token_dim(q)]
         window = (window[0], window[1])
         key = (shape, cu, causal, scale, window, cu_seqlens is not None, q.device, return_lse, q_tokens)
@@ -192,7 +196,7 @@ class ContextParallel:
                 raise ValueError(f"k has {held} tokens: rank {self.rank} of {self.world} holds {share} of {cu[-1]}")
             self.variant.check_options(self.options, shape.heads, shape.kv_heads, self.world)
             if self.variant.decode and shape.backward:
-                raise ValueError(f"q.requires_grad=True: {self.variant.name} has no backward; call it under no_grad")
+                raise ValueError(f"requires_grad=True: {self.variant.name} has no backward; call it under no_grad")
             grouping.check(self.options, q.device, shape.head_dim)
             if self.options.get("reduce") == "fused" and self.world > 1 and q.device.type != "cuda":
                 raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
@@ -204,6 +208,8 @@ class ContextParallel:
             scale = shape.head_dim**-0.5 if scale is None else scale
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)
+            while len(self.plans) >= MOST_PLANS:  # changing packs, or a decode whose keys grow
+                self.plans.pop(next(iter(self.plans)))
             self.plans[key] = Plan(
                 self.variant,
                 problem,

@@ -4,7 +4,7 @@ one to one, so that a message carries nothing but the tokens and a receiver know
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from attention.layouts import Shard
 from attention.masks import Interval
@@ -31,6 +31,10 @@ class Route:
 
     def reversed(self) -> Route:
         """The way back: what was received is sent home."""
+        return self._back
+
+    @cached_property
+    def _back(self) -> Route:
         return Route(_turned(self.receives), _turned(self.sends))
 
     @property

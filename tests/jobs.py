@@ -363,3 +363,52 @@ def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
         first = first or found
         same &= all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
     return all(me.gather(same))
+
+
+def after_a_release(me: Rank, transport: str) -> float:
+    """The error of a living function's call after the symmetric memory was given back."""
+    from attention.transports import held_bytes, release
+
+    fn = attention.make("zigzag", transport=transport)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+    local = [fn.shard(x) for x in (q, k, v)]
+    fn(*local, causal=True)
+    assert held_bytes() > 0
+    me.barrier()
+    release()
+    assert held_bytes() == 0
+    me.barrier()
+    out = fn.unshard(fn(*local, causal=True))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
+    return max(me.gather(rel(out, exact)))
+
+
+def replayed(me: Rank, name: str, transport: str) -> float:
+    """Calls of a function and replays of a CUDA graph of it, in turn and behind other work: the largest error of either."""
+    fn = attention.make(name, transport=transport, kernel="flash2")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 512 * me.world, 4, 64, generator=generator).to(me.device, torch.bfloat16) for _ in range(3)
+    )
+    local = [fn.shard(x) for x in (q, k, v)]
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 64, me.device))
+    wanted = fn.shard(exact)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn(*local, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = fn(*local, causal=True)
+    busy = torch.randn(8192, 8192, device=me.device)
+    errors = []
+    for i in range(12):
+        if i % 3 == me.rank % 3:
+            busy = (busy @ busy).clamp_(-1, 1)
+        graph.replay()
+        if i % 2:
+            errors.append(rel(fn(*local, causal=True), wanted))
+        errors.append(rel(captured, wanted))
+    return max(me.gather(max(errors)))

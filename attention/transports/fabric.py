@@ -8,7 +8,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,11 +42,12 @@ class Fabric(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Tokens `[n, h, D]`, any rank's, on the current stream; each token's heads lie together."""
 
-    def signal(self, flags: Sequence[Tensor]) -> None:
-        """Set int32 flags to 1, after all that the current stream did so far."""
+    def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
+        """What sets int32 flags to 1, after all that the current stream did so far."""
 
-    def take(self, flags: Sequence[Tensor]) -> None:
-        """The current stream (on a CPU the calling thread) waits until its own int32 flags are 1, and sets them to 0."""
+    def taking(self, flags: Sequence[Tensor]) -> Callable[[], None]:
+        """What makes the current stream (on a CPU the calling thread) wait until its own int32 flags are 1, and set them to
+        0."""
 
 
 def symmetric_buffer(
@@ -56,6 +58,14 @@ def symmetric_buffer(
 
     buffer = symmetric.empty(shape, dtype=dtype, device=device)
     return buffer, symmetric.rendezvous(buffer, group.group_name)
+
+
+def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """What is kept for a group must not keep the group."""
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group is gone; make the function again over a living one")
+    return found
 
 
 WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
@@ -104,8 +114,12 @@ class CudaFabric:
     has to find room on a multiprocessor that is busy computing."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group, self.device = group, device
+        self._group, self.device = weakref.ref(group), device
         self.driver = ctypes.CDLL("libcuda.so.1")
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _alive(self._group)
 
     def allocate(self, size: int) -> Shared:
         buffer, handle = symmetric_buffer((size,), torch.uint8, self.device, self.group)
@@ -139,29 +153,35 @@ class CudaFabric:
         dist.barrier(self.group, device_ids=[self.device.index])
         torch.cuda.synchronize(self.device)
 
-    def signal(self, flags: Sequence[Tensor]) -> None:
-        self._enqueue([(WRITE, flag, 1) for flag in flags])
+    def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
+        return self._batch([(WRITE, flag, 1) for flag in flags])
 
-    def take(self, flags: Sequence[Tensor]) -> None:
-        self._enqueue([*((WAIT, flag, 1) for flag in flags), *((WRITE, flag, 0) for flag in flags)])
+    def taking(self, flags: Sequence[Tensor]) -> Callable[[], None]:
+        return self._batch([*((WAIT, flag, 1) for flag in flags), *((WRITE, flag, 0) for flag in flags)])
 
-    def _enqueue(self, operations: Sequence[tuple[int, Tensor, int]]) -> None:
-        if not operations:
-            return
+    def _batch(self, operations: Sequence[tuple[int, Tensor, int]]) -> Callable[[], None]:
         # condition 0 of a wait: until it is at least the value; of a write: after all memory operations before it
         every = [_StreamOperation(operation, flag.data_ptr(), value, 0) for operation, flag, value in operations]
         batch = (_StreamOperation * len(every))(*every)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        error = self.driver.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(every), batch, 0)
-        if error:
-            raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
+
+        def enqueue() -> None:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            error = self.driver.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(every), batch, 0)
+            if error:
+                raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
+
+        return enqueue
 
 
 class HostFabric:
     """Files in shared memory, unlinked as soon as every rank has mapped them."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        self._group = weakref.ref(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _alive(self._group)
 
     def allocate(self, size: int) -> Shared:
         number, name = tempfile.mkstemp(prefix="attention-", dir=SHARED_MEMORY)
@@ -182,15 +202,21 @@ class HostFabric:
     def settle(self) -> None:
         dist.barrier(self.group)
 
-    def signal(self, flags: Sequence[Tensor]) -> None:
-        for flag in flags:
-            flag.fill_(1)
+    def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
+        def signal() -> None:
+            for flag in flags:
+                flag.fill_(1)
 
-    def take(self, flags: Sequence[Tensor]) -> None:
-        for flag in flags:
-            while int(flag) != 1:
-                time.sleep(20e-6)
-            flag.fill_(0)
+        return signal
+
+    def taking(self, flags: Sequence[Tensor]) -> Callable[[], None]:
+        def take() -> None:
+            for flag in flags:
+                while int(flag) != 1:
+                    time.sleep(20e-6)
+                flag.fill_(0)
+
+        return take
 
 
 def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:

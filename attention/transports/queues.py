@@ -58,8 +58,9 @@ class CudaQueue:
     """A stream of its own, which waits for the caller's stream first (what is sent must be there) and is waited for by
     `Handle.wait`."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, captures: Captures | None = None):
         self.stream = torch.cuda.Stream(device)
+        self.captures = captures or Captures()
 
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -70,12 +71,12 @@ class CudaQueue:
         return _CudaHandle(done, list(tensors), what, step, after)
 
     def then(self, run: Work) -> None:
-        _capture(self.stream)
+        self.captures.enter(self.stream)
         with torch.cuda.stream(self.stream):
             run()
 
     def join(self) -> None:
-        _captured(self.stream)
+        self.captures.leave(self.stream)
 
 
 class _CudaHandle:
@@ -92,19 +93,37 @@ class _CudaHandle:
             self.after()
             self.after = None
 
-
-def _capture(stream: torch.cuda.Stream) -> None:
-    """A CUDA graph holds what follows from the stream that is captured,"""
-    if torch.cuda.is_current_stream_capturing():
-        stream.wait_stream(torch.cuda.current_stream())
+    def __del__(self) -> None:
+        if self.tensors:  # never waited for: an exception came between, and their memory is about to be someone else's
+            torch.cuda.current_stream().wait_event(self.done)
 
 
-def _captured(stream: torch.cuda.Stream) -> None:
-    """and all of it must lead back there."""
+class Captures:
+    """Whether a CUDA graph holds any of a group's transfers. Its replays run on the stream that they are replayed on, and take
+    and set the same flags as calls do; so from then on every stream of the transport follows the caller's, and is followed
+    by it."""
+
+    def __init__(self) -> None:
+        self.some = False
+
+    def enter(self, stream: torch.cuda.Stream) -> None:
+        """Before `stream` does anything."""
+        if torch.cuda.is_current_stream_capturing():
+            self.some = True
+            if _capturing(stream):
+                return
+        if self.some:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def leave(self, stream: torch.cuda.Stream) -> None:
+        """At the end of a pass."""
+        if self.some and (_capturing(stream) or not torch.cuda.is_current_stream_capturing()):
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+def _capturing(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
-        holds_some = torch.cuda.is_current_stream_capturing()
-    if holds_some:
-        torch.cuda.current_stream().wait_stream(stream)
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Aside(Protocol):
@@ -131,11 +150,12 @@ class HostAside:
 
 
 class CudaAside:
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, captures: Captures):
         self.stream = torch.cuda.Stream(device)
+        self.captures = captures
 
     def before(self, run: Work) -> None:
-        _capture(self.stream)
+        self.captures.enter(self.stream)
         with torch.cuda.stream(self.stream):
             run()
         torch.cuda.current_stream().wait_stream(self.stream)
@@ -146,4 +166,4 @@ class CudaAside:
             run()
 
     def join(self) -> None:
-        _captured(self.stream)
+        self.captures.leave(self.stream)

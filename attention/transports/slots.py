@@ -16,8 +16,9 @@ from attention.transports.fabric import symmetric_buffer
 
 @dataclass
 class Slots:
-    """Two slots of a symmetric buffer, used in turn: a slot is written again only two calls later, when every rank has
-    passed a barrier after reading it."""
+    """Three slots of a symmetric buffer. Two are used in turn: a slot is written again only two calls later, when every rank
+    has passed a barrier after reading it. The third is for CUDA graphs, whose replays always write the same: they end with
+    a barrier."""
 
     buffer: Tensor
     handle: Any
@@ -26,8 +27,9 @@ class Slots:
     def next(self) -> tuple[Tensor, int]:
         """This call's slot and its offset in elements."""
         self.turn ^= 1
-        slot = self.buffer[self.turn]
-        return slot, self.turn * slot.numel()
+        which = 2 if torch.cuda.is_current_stream_capturing() else self.turn
+        slot = self.buffer[which]
+        return slot, which * slot.numel()
 
 
 Key = tuple[tuple[int, ...], torch.dtype]
@@ -40,7 +42,12 @@ def slots_of(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtyp
     made = _made.setdefault(group, {})
     if (shape, dtype) not in made:
         try:
-            made[shape, dtype] = Slots(*symmetric_buffer((2, *shape), dtype, device, group))
+            made[shape, dtype] = Slots(*symmetric_buffer((3, *shape), dtype, device, group))
         except (ImportError, RuntimeError) as error:
             raise UnsupportedCall(f"no symmetric memory here: {str(error).splitlines()[0]}") from None
     return made[shape, dtype]
+
+
+def release_slots() -> None:
+    """As `release`."""
+    _made.clear()

@@ -6,7 +6,7 @@ kept in them, so that a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from weakref import WeakKeyDictionary
@@ -21,7 +21,8 @@ from attention.transfers import Intervals
 from attention.transports.collective import Collective
 from attention.transports.fabric import CudaFabric, Fabric, HostFabric, Shared, obstacle
 from attention.transports.interface import Done, Handle, Message, Offer
-from attention.transports.queues import Aside, CudaAside, CudaQueue, HostAside, HostQueue, Queue
+from attention.transports.queues import Aside, Captures, CudaAside, CudaQueue, HostAside, HostQueue, Queue
+from attention.transports.slots import release_slots
 
 LANES = 32  # kinds of offers: kv, dkv, ...
 DEPTHS = {
@@ -33,13 +34,18 @@ MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 
 
+Operation = Callable[[], None]
+
+
 @dataclass
 class Flags:
-    """Of one slot, by rank and peer. `ready[p][q]` is with rank p: rank q's offer is there. `done[p][q]` is with rank p:
-    rank q is done with its offer, and at first."""
+    """Of one slot, what is done with its flags. Each rank has two for each peer: the peer's offer is there; the peer is done
+    with this rank's, which is so at first."""
 
-    ready: list[Tensor]
-    done: list[Tensor]
+    tell_ready: Operation  # to all peers
+    take_ready: dict[int, Operation]  # by peer
+    tell_done: Operation
+    take_done: Operation  # of all peers
 
 
 class Lane:
@@ -55,18 +61,26 @@ class Lane:
 
 
 class Pool:
-    """The lanes of a group and device, kept and reused by every function over the group."""
+    """The lanes of a group and device, kept and reused by every function over the group. One thread and one stream at a time:
+    a rank reads its own offers without flags."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.fabric: Fabric = CudaFabric(group, device) if device.type == "cuda" else HostFabric(group)
-        self.queue: Queue = CudaQueue(device) if device.type == "cuda" else HostQueue()
-        self.signals: Aside = CudaAside(device) if device.type == "cuda" else HostAside()
+        self.fabric: Fabric
+        self.queue: Queue
+        self.signals: Aside
+        if device.type == "cuda":
+            captures = Captures()
+            self.fabric = CudaFabric(group, device)
+            self.queue, self.signals = CudaQueue(device, captures), CudaAside(device, captures)
+        else:
+            self.fabric, self.queue, self.signals = HostFabric(group), HostQueue(), HostAside()
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
         self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
         self.fabric.settle()
         self.lanes: dict[str, Lane] = {}
+        self.captured: list[Shared] = []  # a CUDA graph knows their addresses
 
     @property
     def nbytes(self) -> int:
@@ -77,19 +91,35 @@ class Pool:
         """By lane, slot, ready or done, and peer."""
         return self.flags.by_rank[rank].view(torch.int32).view(LANES, MOST_SLOTS, 2, self.world)
 
+    def _slot_flags(self, lane: int, slot: int) -> Flags:
+        every = [self._flags(rank)[lane][slot] for rank in range(self.world)]
+        mine, fabric = every[self.rank], self.fabric
+        return Flags(
+            fabric.signalling([every[peer][0][self.rank] for peer in self.peers]),
+            {peer: fabric.taking([mine[0][peer]]) for peer in self.peers},
+            fabric.signalling([every[peer][1][self.rank] for peer in self.peers]),
+            fabric.taking([mine[1][peer] for peer in self.peers]),
+        )
+
     def lane(self, what: str, size: int) -> Lane:
         """The lane for offers of that kind, with slots of at least `size` bytes. Collective where it has to grow."""
         if what not in self.lanes:
             n = len(self.lanes)
-            every = [self._flags(rank)[n] for rank in range(self.world)]
-            slots = range(DEPTHS.get(what, 1))
-            self.lanes[what] = Lane([Flags([x[i][0] for x in every], [x[i][1] for x in every]) for i in slots])
+            self.lanes[what] = Lane([self._slot_flags(n, slot) for slot in range(DEPTHS.get(what, 1))])
         lane = self.lanes[what]
+        if lane.filling is not None:  # an exception came between; the peers take it for an offer
+            left, lane.filling = lane.filling, None
+            self.publish(left.flags)
+            left.close()
         if size > lane.capacity:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
+            size = max(size, lane.capacity * 5 // 4)  # what grows by little, as a decode does, does so seldom
             self.fabric.settle()
-            lane.shared = Shared([])  # before the larger one is made
-            lane.capacity = -(-size // ALIGNMENT) * ALIGNMENT
-            lane.shared = self.fabric.allocate(lane.capacity * len(lane.flags))
+            lane.shared, lane.capacity = Shared([]), 0  # before the larger one is made
+            size = -(-size // ALIGNMENT) * ALIGNMENT
+            lane.shared = self.fabric.allocate(size * len(lane.flags))
+            lane.capacity = size
         return lane
 
     def filling(self, what: str) -> _Offered | None:
@@ -98,31 +128,31 @@ class Pool:
 
     def acquire(self, lane: Lane) -> int:
         """The slot of the next offer, once the peers are done with what it held."""
-        if lane.filling is not None:  # an exception came between; the peers take it for an offer
-            left, lane.filling = lane.filling, None
-            self.publish(left.flags)
-            left.close()
         lane.turn = (lane.turn + 1) % len(lane.flags)
-        done = [lane.flags[lane.turn].done[self.rank][peer] for peer in self.peers]
-        self.signals.before(lambda: self.fabric.take(done))
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.captured.append(lane.shared)
+        self.signals.before(lane.flags[lane.turn].take_done)
         return lane.turn
 
     def publish(self, flags: Flags) -> None:
         """Tell the peers that the offer is there once the caller's stream has written it."""
-        ready = [flags.ready[peer][self.rank] for peer in self.peers]
-        self.signals.after(lambda: self.fabric.signal(ready))
+        self.signals.after(flags.tell_ready)
 
     def finish(self, flags: Flags, unseen: Sequence[int]) -> None:
         """Tell the peers that this rank is done with their offers, once the pulls so far are over, and those of the `unseen`
         peers are there, whose flags are still to be taken down."""
-        ready = [flags.ready[self.rank][peer] for peer in unseen]
-        done = [flags.done[peer][self.rank] for peer in self.peers]
 
         def run() -> None:
-            self.fabric.take(ready)
-            self.fabric.signal(done)
+            for peer in unseen:
+                flags.take_ready[peer]()
+            flags.tell_done()
 
         self.queue.then(run)
+
+    def release(self) -> None:
+        for lane in self.lanes.values():
+            lane.shared, lane.capacity = Shared([]), 0
+        self.captured.clear()
 
 
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()
@@ -147,7 +177,11 @@ def release() -> None:
     """Give all symmetric memory back; it is taken again at the next use. Every rank of a group has to."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    _pools.clear()
+    for pools in _pools.values():
+        for pool in pools.values():
+            if isinstance(pool, Pool):
+                pool.release()
+    release_slots()
 
 
 def held_bytes() -> int:
@@ -169,20 +203,17 @@ class Symmetric(Collective):
         self.pool.signals.join()
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        offered = _Offered(self, what, shapes, like.dtype, tokens)
-        offered.lane.filling = offered
-        return offered.mine
+        return _Offered(self, what, shapes, like.dtype, tokens).mine
 
     def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
         offered = self.pool.filling(what)
-        if offered is not None and all(x is y for x, y in zip(tensors, offered.mine, strict=True)):
-            offered.lane.filling = None
-        else:
+        if offered is None or list(map(id, tensors)) != list(map(id, offered.mine)):
             most = max(x.shape[token_dim(x)] for x in tensors) if tokens is None else tokens
             offered = _Offered(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
                 for mine, x in zip(offered.mine, tensors, strict=True):
                     mine.copy_(x)
+        offered.lane.filling = None
         self.pool.publish(offered.flags)
         return offered
 
@@ -206,6 +237,7 @@ class _Offered:
         slot = pool.acquire(lane)
         self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
         self.seen: set[int] = set()  # the peers whose offer was waited for
+        lane.filling = self
         held = [self.tensor(pool.rank, i) for i in range(len(shapes))]
         self.mine = [x.narrow(token_dim(x), 0, shape[-3]) for x, shape in zip(held, shapes, strict=True)]
 
@@ -226,7 +258,7 @@ class _Offered:
         def run() -> None:
             for peer, messages, first in wanted:
                 if first:
-                    pool.fabric.take([self.flags.ready[pool.rank][peer]])
+                    self.flags.take_ready[peer]()
                 with phase(f"comm_{self.what}", step):
                     for message in messages:
                         self._pull(message)

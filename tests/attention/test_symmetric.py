@@ -67,3 +67,7 @@ def test_what_was_pulled_once_holds_again_in_a_small_decode(in_world):
     for _ in range(3):
         (found,) = in_world("decode", 4, name="ring_decode", options={}, cases=[BASE], transport="symm")
         assert found["error"] < 1e-6
+
+
+def test_memory_that_was_given_back_is_taken_again(in_world):
+    assert in_world("after_a_release", 2, transport="symm") < 1e-6

@@ -84,7 +84,9 @@ def test_variant_matches_fp64_in_a_world_of_eight(in_world, name):
 def test_heads_exchanged_in_parts_match_fp64(in_world, name, options, transport):
     base = {"tokens": 64, "heads": 16, "kv_heads": 8, "head_dim": 16, "causal": True}
     every = [base, base | {"packs": [0, 16, 64]}, base | {"batch": 1}]
-    for found in in_world("compare", 4, name=name, options=options | {"head_parts": 2}, cases=every, transport=transport):
+    for found in in_world(
+        "compare", 4, name=name, options=options | {"head_parts": 2}, cases=every, transport=transport
+    ):
         assert found["errors"][0] < 1e-6, found
         assert max(found["errors"][1:]) < 1e-5, found
         assert found["lse"] < 1e-5, found
@@ -181,3 +183,8 @@ def test_phases_name_transfers_and_waits_apart(in_world):
     assert {"comp_block", "comp_merge", "comm_kv", "wait_kv", "comm_dkv", "wait_dkv"} <= set(
         in_world("phase_names", 2, name="zigzag")
     )
+
+
+def test_parts_that_do_not_divide_a_ranks_heads_are_refused():
+    with pytest.raises(ValueError, match=r"head_parts=3: must divide a rank's 4 KV heads; it may be \[1, 2, 4\]"):
+        VARIANTS["ulysses"].check_options({"head_parts": 3}, 8, 8, 2)
