@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.report_runs import FACTS, WORKLOAD, Run, labels, scaling
+from runner.report_runs import FACTS, WORKLOAD, Run, labels, rate, scaling
 from runner.report_tables import comparable, fact
 
 KINDS = {
     "time": "Time of a step",
-    "tflops": "Rate of each GPU",
+    "tflops": "Rate",
     "efficiency": "Efficiency against one device",
 }
 OVER = {"seq_len": "sequence length, tokens", "world_size": "world size, ranks"}
@@ -76,11 +76,12 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
         if not run.ok:
             continue
         panel = [f"{FACTS[key]} {fact(run, key, set()) or 'none'}" for key in axes.panel]
-        found, rate = run.passes[taken], run.result["metrics"]["passes"][taken]["tflops_per_device"]
+        found, metrics = run.passes[taken], run.result["metrics"]["passes"][taken]
         rows.append({
             "label": named[run], "whose": PEER if run.peer else OURS, "panel": ", ".join(panel), "pass": taken,
             "over": run.facts[axes.over] if axes.over else None, "time": found["median"], "p10": found["p10"],
-            "p90": found["p90"], "tflops": rate, "efficiency": against[run].efficiency if run in against else None,
+            "p90": found["p90"], "tflops": metrics["tflops_per_device"],
+            "efficiency": against[run].efficiency if run in against else None,
             "kernel": run.facts["kernel"],
         })  # fmt: skip
     return rows
@@ -94,25 +95,25 @@ def charts(runs: Sequence[Run], which: str = "total") -> dict[str, Any]:
         return {}
     axes = Axes.of(timed)
     rows = points(runs, axes, which)
-    made = {kind: _chart(rows, kind, axes) for kind in ("time", "tflops")}
+    made = {kind: _chart(rows, kind, axes, rate(timed)) for kind in ("time", "tflops")}
     scaled = [row for row in rows if row["efficiency"] is not None]
     if axes.over == "world_size" and which == "total" and len({row["over"] for row in scaled}) > 1:
-        made["efficiency"] = _chart(scaled, "efficiency", axes)
+        made["efficiency"] = _chart(scaled, "efficiency", axes, rate(timed))
     return made
 
 
-def _chart(rows: list[dict[str, Any]], kind: str, axes: Axes) -> Any:
+def _chart(rows: list[dict[str, Any]], kind: str, axes: Axes, rate_of: str) -> Any:
     import altair as alt
 
     passes = {row["pass"] for row in rows}
     step = passes.pop().replace("total", "forward and backward") if len(passes) == 1 else "a step"
-    title = {"time": f"{step}, ms", "tflops": f"{step}, TFLOP/s a GPU", "efficiency": "efficiency"}[kind]
+    title = {"time": f"{step}, ms", "tflops": f"{step}, {rate_of}", "efficiency": "efficiency"}[kind]
     base = alt.Chart(alt.Data(values=rows)).encode(
         tooltip=[
             alt.Tooltip("label:N", title="attention"), alt.Tooltip("kernel:N"),
             alt.Tooltip("time:Q", title="ms", format=".4g"), alt.Tooltip("p10:Q", title="p10 ms", format=".4g"),
             alt.Tooltip("p90:Q", title="p90 ms", format=".4g"),
-            alt.Tooltip("tflops:Q", title="TFLOP/s a GPU", format=".4g"),
+            alt.Tooltip("tflops:Q", title=rate_of, format=".4g"),
         ]
     )  # fmt: skip
     drawn = _bars(base, rows, kind, title) if axes.over is None else _lines(base, rows, kind, title, axes)
@@ -147,14 +148,13 @@ def _lines(base: Any, rows: list[dict[str, Any]], kind: str, title: str, axes: A
     label = TOKENS if axes.over == "seq_len" else "format(datum.value, '~r')"
     axis = alt.Axis(values=sorted({row["over"] for row in rows}), labelExpr=label, grid=False)
     x = alt.X("over:Q", title=over, scale=alt.Scale(type="log", base=2, nice=False, padding=16), axis=axis)
-    encoded = {"x": x, "y": _height(rows, kind, title), "color": _color(rows)}
+    at = base.encode(x=x, y=_height(rows, kind, title), color=_color(rows))
+    line = at.mark_line(strokeWidth=2)
     if len({row["whose"] for row in rows}) > 1:
         dash = alt.Scale(domain=[OURS, PEER], range=[[1, 0], [6, 4]])
-        encoded["strokeDash"] = alt.StrokeDash(
-            "whose:N", title=None, scale=dash, legend=alt.Legend(symbolType="stroke", symbolSize=400)
-        )
-    line = base.mark_line(point=alt.OverlayMarkDef(size=45), strokeWidth=2)
-    return line.encode(**encoded).properties(width=560, height=340)
+        legend = alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor="#555")
+        line = line.encode(strokeDash=alt.StrokeDash("whose:N", title=None, scale=dash, legend=legend))
+    return alt.layer(line, at.mark_circle(size=45, opacity=1)).properties(width=560, height=340)
 
 
 def _height(rows: list[dict[str, Any]], kind: str, title: str) -> Any:

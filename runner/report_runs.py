@@ -91,7 +91,7 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
     chosen = value.get("chosen") or asked
     took = None
     if "variant" in chosen:  # by attention=auto, which may take another in each workload
-        took = " ".join([chosen["variant"], *(f"{k}={v}" for k, v in options.items() if v is not None)])
+        took = " ".join([str(chosen["variant"]), *(f"{k}={v}" for k, v in options.items() if v is not None)])
         options = {}
     facts = {
         "attention": row["attention"],
@@ -109,8 +109,10 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
         "mode": experiment.get("mode") or config.get("mode") or _mode(row["attention"]),
         "timing": (experiment.get("timing") or config.get("timing") or {}).get("method"),
         "kernel": chosen["kernel"] if chosen["kernel"] != "auto" else None,  # none was chosen
-        # a world of one has none, and a peer's is its own affair
-        "transport": chosen["transport"] if chosen["transport"] != "none" and row["attention"] not in PEERS else None,
+        # a world of one has none, a peer's is its own affair
+        "transport": None
+        if chosen["transport"] in ("none", "auto") or row["attention"] in PEERS
+        else chosen["transport"],
         "took": took,
         "asked_kernel": asked["kernel"],
         "asked_transport": asked["transport"],
@@ -194,6 +196,11 @@ def varying_options(runs: Sequence[Run]) -> set[tuple[str, str]]:
 
 def options_text(run: Run, varying: set[tuple[str, str]]) -> str:
     return " ".join(f"{k}={v}" for k, v in run.options.items() if (run.facts["attention"], k) in varying)
+
+
+def rate(runs: Sequence[Run]) -> str:
+    """What TFLOP/s are of."""
+    return "TFLOP/s a GPU" if any(run.facts["gpu"] for run in runs) else "TFLOP/s a rank"
 
 
 def labels(runs: Sequence[Run]) -> dict[Run, str]:

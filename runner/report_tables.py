@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner import display
-from runner.report_runs import FACTS, WORKLOAD, Run, labels, options_text, scaling, sortable, varying_options
+from runner.report_runs import FACTS, WORKLOAD, Run, labels, options_text, rate, scaling, sortable, varying_options
 from runner.results import STATUSES
 
 PASSES = ("forward", "backward", "total")
@@ -49,7 +49,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Four of them: no timing here is better than that."""
+    """Four of them, or three below 1: no timing here is better than that."""
     if value is None:
         return ""
     return f"{value:.1f}" if value >= 99.995 else f"{value:.2f}" if value >= 9.9995 else f"{value:.3f}"
@@ -106,7 +106,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     for which in PASSES:
         columns.append((f"{which} ms (IQR)", lambda run, which=which: _spread(run, which)))  # type: ignore[misc]
     columns += [
-        ("TFLOP/s a GPU", lambda run: digits(run.row["tflops_per_device"])),
+        (rate(runs), _rate),
         ("speedup", lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else ""),
         ("efficiency", lambda run: f"{against[run].efficiency:.0%}{against[run].mark}" if run in against else ""),
         ("exposed comm. forward ms", lambda run: _exposed(run, "forward")),
@@ -130,6 +130,11 @@ def _spread(run: Run, which: str) -> str:
     if not run.ok or not found:
         return ""
     return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''})"
+
+
+def _rate(run: Run) -> str:
+    found = run.row["tflops_per_device"]
+    return f"{found:.3g}" if found is not None and found < 0.1 else digits(found)
 
 
 def _exposed(run: Run, which: str) -> str:

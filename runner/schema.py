@@ -137,6 +137,16 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=RunConf)
     if not OmegaConf.has_resolver("run_name"):
         OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)))
+        OmegaConf.register_new_resolver("per_rank", lambda n, *, _root_: per_rank(_root_, n))
+
+
+def per_rank(cfg: DictConfig, n: int) -> int:
+    """`seq_len: ${per_rank:8192}`: n for each rank of the world, so that a sweep over world_size is weak scaling."""
+    if cfg.world_size == "auto":
+        return n * _world_size(cfg, _device(cfg, usable_gpus(cfg)), usable_gpus(cfg))
+    # what is no world size is refused later, by its name
+    world = cfg.world_size if isinstance(cfg.world_size, int) else 1
+    return n * max(world, 1)
 
 
 # what does not change what is measured, and so is not part of a run's identity

@@ -13,8 +13,8 @@ from attention.choice import AUTO, OPTIONS
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
 from attention.variants import VARIANTS, everything
-from runner.overrides import groups
-from runner.schema import MODELS, TIMING_METHODS
+from runner.overrides import groups, problem
+from runner.schema import MODELS, TIMING_METHODS, InvalidConfig, run_name
 from runner.workpiece import DTYPES
 
 HERE = Path(__file__).parent
@@ -78,6 +78,21 @@ def test_every_run_of_an_experiment_is_one(name):
     swept = [[f"{key}={value}" for value in str(values).split(",")] for key, values in params.items()]
     runs = [resolved(f"+experiment={name}", *overrides, gpus=8) for overrides in itertools.product(*swept)]
     assert len({json.dumps(run.plain()) for run in runs}) == len(runs) > 1  # no run twice
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_tokens_per_rank_follow_the_world_size(world):
+    spec = resolved("+experiment=weak_scaling", f"world_size={world}", gpus=8)
+    assert (spec.world_size, spec.workload.seq_len) == (world, 8192 * world)
+    cfg = configured("config=tiny", "seq_len=${per_rank:96}", f"world_size={world}", "hardware=cpu")
+    assert run_name(cfg, 0).startswith(f"zigzag_tiny_s{96 * world}_w{world}_")
+
+
+def test_tokens_per_rank_are_of_the_ranks_that_auto_stands_for_and_leave_a_wrong_world_size_to_its_rule():
+    assert resolved("config=tiny", "seq_len=${per_rank:96}", "hardware=cpu").workload.seq_len == 96 * 2
+    assert problem(["seq_len=${per_rank:96}", "world_size=1,2"]) is None
+    with pytest.raises(InvalidConfig, match="world_size=0: must be auto or a whole number"):
+        resolved("config=tiny", "seq_len=${per_rank:96}", "hardware=cpu", "world_size=0")
 
 
 def test_the_help_composes():
