@@ -129,6 +129,8 @@ def _spread(run: Run, which: str) -> str:
     found = run.passes.get(which)
     if not run.ok or not found:
         return ""
+    if found["n"] == 1:  # a mean of many calls, without a spread
+        return digits(found["median"])
     return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''})"
 
 
