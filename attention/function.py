@@ -230,9 +230,11 @@ class ContextParallel:
 
     def _transport(self, device: torch.device) -> Transport:
         if device not in self.transports:
-            transports.resolve(self.transport_name, device)
+            name = transports.resolve(self.transport_name, device)
+            if self.variant.exchange == "peer":  # brings its own exchange; ours only gathers what unshard wants
+                name = "nccl" if device.type == "cuda" else "gloo"
             # a function made for one rank of a larger world, as a baseline is, moves nothing
-            made = transports.select(self.transport_name, device, self.group) if self.world > 1 else None
+            made = transports.select(name, device, self.group) if self.world > 1 else None
             self.transports[device] = made or transports.Nothing()
         return self.transports[device]
 

@@ -143,6 +143,8 @@ class Variant:
         if "node_size" in options:
             node_size(world, options)
         ulysses = self.ulysses(world, options)
+        if options.get("head_parts") is not None:
+            check_parts(options["head_parts"], kv_heads, ulysses)
         repeats = self.exchange != "peer"  # KV heads, where there are fewer than ranks
 
         def shared(n: int) -> bool:

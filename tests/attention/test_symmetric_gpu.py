@@ -21,7 +21,7 @@ def test_a_thousand_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(
     found = in_world("many_calls", world, "cuda", name=name, calls=1000, transport=transport, timeout_s=200)
     assert found["error"] < 1e-5
     assert found["held"][0] == found["held"][1]
-    assert (found["held"][0] > 0) == (transport == "symm")
+    assert found["held"][0] > 0 or transport == "nccl"
 
 
 @every_transport
