@@ -87,7 +87,8 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
     if world == "auto" and (named := re.search(r"_w(\d+)_", value["name"])):
         world = int(named[1])  # a refused run's name has the ranks that auto stands for
     heads, kv_heads = work.get("heads"), work.get("kv_heads") or work.get("heads")
-    asked = {key: experiment.get(key) or _name(config.get(key)) for key in ("kernel", "transport")}
+    # the configuration: in the experiment attention=auto has put what it took
+    asked = {key: _name(config.get(key)) or experiment.get(key) for key in ("kernel", "transport")}
     chosen = value.get("chosen") or asked
     took = None
     if "variant" in chosen:  # by attention=auto, which may take another in each workload

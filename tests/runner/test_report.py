@@ -360,6 +360,7 @@ def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(tmp_path)
     values = [result("auto", 2, seq_len=8192, options={"head_parts": 2}), result("auto", 2, seq_len=16384)]
     for value, took in zip(values, ("ulysses", "zigzag"), strict=True):
         value["chosen"]["variant"] = took
+        value["experiment"]["transport"] = f"that of {took}"
     runs = report_runs.read([written(tmp_path, *values)])
     assert set(labels(runs).values()) == {"auto"}
     assert cells(runs_table(runs), "attention") == ["auto: ulysses head_parts=2", "auto: zigzag"]
