@@ -14,7 +14,7 @@ from attention.variants import VARIANTS
 @pytest.mark.parametrize("world", (2, 3, 4))
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_variant_matches_fp64(in_world, name, world):
-    for chosen in options(name, world):
+    for chosen in options(name, world) if world == 2 else [{}]:
         some = cases(name, world, chosen)
         for found in in_world("compare", world, name=name, options=chosen, cases=some, transport="symm"):
             forward, *backward = found["errors"]
