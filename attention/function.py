@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -71,6 +74,21 @@ def _check_names(kernel: str, transport: str) -> None:
         raise ValueError(f"transport={transport!r} is not a transport; {nearest(transport, transports.names())}")
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _outside_graphs(call: Method) -> Method:
+    """The exchange between ranks runs outside a compiled graph. As `torch.compiler.disable`, which would import the compiler
+    right here: that takes seconds, and after `init_process_group` holds on to the process group for good."""
+    disabled = torch._disable_dynamo(call)
+
+    @wraps(call)
+    def inner(*args: Any, **options: Any) -> Any:
+        return disabled(*args, **options) if "torch._dynamo" in sys.modules else call(*args, **options)
+
+    return cast(Method, inner)
+
+
 class ContextParallel:
     """A context-parallel attention function; `make` builds it.
 
@@ -131,7 +149,7 @@ class ContextParallel:
     def _shards(self, cu_seqlens: CuSeqlens) -> tuple[Shard, ...]:
         return self.layout.shards(cu_seqlens, self.world)
 
-    @torch.compiler.disable(reason="attention: the exchange between ranks runs outside the compiled graph")
+    @_outside_graphs
     def __call__(
         self,
         q: Tensor,
