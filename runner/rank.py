@@ -176,7 +176,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, (RuntimeError, OSError)) and any(
         sign in text
-        for sign in ("can't allocate memory", "out of memory", "Cannot allocate memory", "DefaultCPUAllocator")
+        for sign in (
+            "can't allocate memory",
+            "out of memory",
+            "Cannot allocate memory",
+            "DefaultCPUAllocator",
+            "could not create a primitive",  # what oneDNN says of it
+        )
     )
 
 
