@@ -129,7 +129,7 @@ def transport() -> Table:
 
     device = _device()
     table = _table(f"Transports on this machine ({device}): transport=NAME", "name", "works here", "what it is")
-    table.add_row("auto", "yes", "nccl on GPUs, gloo on a CPU")
+    table.add_row("auto", "yes", "symm on GPUs that reach each other, nccl on others, gloo on a CPU")
     for name, summary in SUMMARIES.items():
         table.add_row(name, _works(missing(name, device)), summary)
     return table
