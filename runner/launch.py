@@ -269,12 +269,33 @@ class World:
         return all(state["phase"] == "idle" for state in self.states())
 
     def _kill(self, pids: list[int]) -> None:
+        # multiprocessing's tracker ends by itself once the others have, and unlinks their semaphores: not before
+        trackers = [pid for pid in _group(self.agent.pid) if _is_tracker(pid)]
+        for pid in {*_group(self.agent.pid), *(pid for pid in pids if _belongs(pid, self.folder))} - set(trackers):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + STOP_S
+        while set(trackers) & set(_group(self.agent.pid)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         with contextlib.suppress(OSError):
             os.killpg(self.agent.pid, signal.SIGKILL)
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                if _belongs(pid, self.folder):
-                    os.kill(pid, signal.SIGKILL)
+
+
+def _group(leader: int) -> list[int]:
+    """The living processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _belongs(pid: int, folder: Path) -> bool:

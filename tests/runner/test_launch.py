@@ -104,6 +104,14 @@ def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
     assert gone(pids)
 
 
+def test_a_world_that_was_killed_leaves_no_shared_memory():
+    before = set(Path("/dev/shm").iterdir())
+    world = World(WorldSpec(2, "cpu"))
+    assert world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=1.0).status == "timeout"
+    world.close()
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
 def test_memory_over_the_limit_is_oom(world):
     pids = world.call("tests.jobs:pids", {}).result
     outcome = world.call("tests.jobs:hoard", {"gigabytes": 0.5})
