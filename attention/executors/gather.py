@@ -43,7 +43,8 @@ def head_groups(
     gradients' way home is waited for, and the rest between.
 
     Raises ValueError when the stride does not divide the KV heads."""
-    sizes = [check_stride(stride, kv_heads)] * (kv_heads // check_stride(stride, kv_heads))
+    each = check_stride(stride, kv_heads)
+    sizes = [each] * (kv_heads // each)
     if stride is None and pulls and kv_heads >= 4 and tokens >= OVERLAPPED:
         small = kv_heads // 4
         sizes = [small, kv_heads - 2 * small, small]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, some_row_without_keys
-from attention.kernels.flash4 import dense_like
+from attention.kernels.flash4 import dense_like, pack_lengths
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
 
@@ -41,7 +41,7 @@ class Flash3:
             lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
             return settle((torch.zeros_like(q), lse), into)
         out, lse, *_ = _functions()._flash_attn_forward(
-            q, k, v, **_lengths(call), softmax_scale=call.scale, causal=call.mask.causal, **window(call.mask)
+            q, k, v, **pack_lengths(call), softmax_scale=call.scale, causal=call.mask.causal, **window(call.mask)
         )
         if some_row_without_keys(q, k, call):
             lse.masked_fill_(lse == torch.inf, -torch.inf)
@@ -68,7 +68,7 @@ class Flash3:
             v,
             out,
             lse.contiguous(),
-            **_lengths(call),
+            **pack_lengths(call),
             dq=grads[0],
             dk=grads[1],
             dv=grads[2],
@@ -103,14 +103,3 @@ def _functions() -> ModuleType:
     if module is None:
         raise UnsupportedCall(f"kernel=flash3: {reason}")
     return module
-
-
-def _lengths(call: Call) -> dict[str, Tensor | int]:
-    if call.cu_q is None or call.cu_k is None:
-        return {}
-    return {
-        "cu_seqlens_q": call.cu_q,
-        "cu_seqlens_k": call.cu_k,
-        "max_seqlen_q": call.max_q,
-        "max_seqlen_k": call.max_k,
-    }

@@ -59,7 +59,7 @@ class Flash4:
             q,
             k,
             v,
-            **_lengths(call),
+            **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
             out=out if writable(out) else None,
@@ -95,7 +95,7 @@ class Flash4:
             out,
             dout,
             lse.contiguous(),
-            **_lengths(call),
+            **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
             deterministic=call.deterministic,
@@ -173,7 +173,8 @@ def lse_like(q: Tensor) -> Tensor:
     return torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)
 
 
-def _lengths(call: Call) -> dict[str, Tensor | int]:
+def pack_lengths(call: Call) -> dict[str, Tensor | int]:
+    """A pack's cumulative lengths, int32 `[n + 1]`, and longest sequences in tokens, as FlashAttention-3 and -4 name them."""
     if call.cu_q is None or call.cu_k is None:
         return {}
     return {
