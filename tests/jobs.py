@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from itertools import pairwise
 from typing import Any
@@ -412,3 +413,62 @@ def replayed(me: Rank, name: str, transport: str) -> float:
             errors.append(rel(fn(*local, causal=True), wanted))
         errors.append(rel(captured, wanted))
     return max(me.gather(max(errors)))
+
+
+def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
+    """A function made while one rank can open no further file: what each rank says of its transport, the error of its call
+    over a transport that stands in, and that of a group made later, whose ranks can all open files again."""
+    groups = [dist.new_group(list(range(me.world))) for _ in range(2)]
+    for group in groups:
+        dist.barrier(group)
+    fns = [attention.make("zigzag", group=group, transport="symm") for group in groups]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator) for _ in range(3))
+    local = [fns[0].shard(x) for x in (q, k, v)]
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if me.rank == failing:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        note = fns[0].plan(*local, causal=True).transport.note
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    errors = [rel(fn.unshard(fn(*local, causal=True)), exact) for fn in fns]
+    return {
+        "notes": me.gather(note),
+        "later": me.gather(fns[1].plan(*local, causal=True).transport.note),
+        "error": max(me.gather(max(errors))),
+    }
+
+
+def outgrown(me: Rank, failing: int) -> dict[str, Any]:
+    """A call whose shared memory cannot grow on one rank: what every rank raises, the error of the next call and the files
+    left behind."""
+    from attention.transports.fabric import SHARED_MEMORY
+
+    before = set(SHARED_MEMORY.glob("attention-*"))
+    group = dist.new_group(list(range(me.world)))
+    dist.barrier(group)
+    fn = attention.make("ring", group=group, transport="symm")
+    generator = torch.Generator().manual_seed(0)
+    small, large = (torch.randn(3, 1, n * me.world, 4, 64, generator=generator) for n in (8, 1024))
+    fn(*(fn.shard(x) for x in small))
+    local = [fn.shard(x) for x in large]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = "nothing"
+    if me.rank == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        fn(*local)
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    out = fn.unshard(fn(*local))
+    exact, _ = KERNELS["math"].forward(*large.double(), _call(Mask(), None, 64, me.device))
+    me.barrier()
+    return {
+        "said": me.gather(said),
+        "error": max(me.gather(rel(out, exact))),
+        "files": len(set(SHARED_MEMORY.glob("attention-*")) - before),
+    }

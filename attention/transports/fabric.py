@@ -9,7 +9,8 @@ import socket
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ class Shared:
 
 class Fabric(Protocol):
     def allocate(self, size: int) -> Shared:
-        """`size` zeroed bytes on every rank. Collective."""
+        """`size` zeroed bytes on every rank. Collective. Raises RuntimeError on all ranks if any can't have them."""
 
     def settle(self) -> None:
         """Return when every rank has done all it has started. Collective."""
@@ -53,11 +54,36 @@ class Fabric(Protocol):
 def symmetric_buffer(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    """A symmetric tensor and its handle. Collective. Raises RuntimeError where symmetric memory can't be had."""
-    import torch.distributed._symmetric_memory as symmetric
+    """A symmetric tensor and its handle. Collective. Raises RuntimeError, on every rank, where symmetric memory can't be
+    had."""
+    with together(group):
+        import torch.distributed._symmetric_memory as symmetric
 
-    buffer = symmetric.empty(shape, dtype=dtype, device=device)
-    return buffer, symmetric.rendezvous(buffer, group.group_name)
+        buffer = symmetric.empty(shape, dtype=dtype, device=device)
+    with together(group):
+        handle = symmetric.rendezvous(buffer, group.group_name)
+    return buffer, handle
+
+
+def agreed(group: dist.ProcessGroup, mine: str | None) -> str | None:
+    """The first rank's reason that has one, the same on every rank. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return next((reason for reason in everyone if reason), None)
+
+
+@contextmanager
+def together(group: dist.ProcessGroup) -> Iterator[None]:
+    """What may fail on one rank alone between collective operations: where it does, it raises on every rank, which would
+    otherwise wait for that rank for ever. Raises RuntimeError with the first failing rank's reason. Collective."""
+    try:
+        yield
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(agreed(group, f"rank {dist.get_rank(group)}: {said}")) from error
+    reason = agreed(group, None)
+    if reason is not None:
+        raise RuntimeError(reason)
 
 
 def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -116,6 +142,9 @@ class CudaFabric:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device = weakref.ref(group), device
         self.driver = ctypes.CDLL("libcuda.so.1")
+        for needed in ("cuMemcpy2DAsync_v2", "cuStreamBatchMemOp_v2"):
+            if not hasattr(self.driver, needed):
+                raise RuntimeError(f"the CUDA driver has no {needed}")
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -184,16 +213,23 @@ class HostFabric:
         return _alive(self._group)
 
     def allocate(self, size: int) -> Shared:
-        number, name = tempfile.mkstemp(prefix="attention-", dir=SHARED_MEMORY)
+        name: str | None = None
         try:
-            os.ftruncate(number, size)
+            with together(self.group):
+                number, name = tempfile.mkstemp(prefix="attention-", dir=SHARED_MEMORY)
+                try:
+                    os.posix_fallocate(
+                        number, 0, size
+                    )  # a file without its memory would be a SIGBUS when it is written
+                finally:
+                    os.close(number)
             names: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(names, name, group=self.group)
-            mapped = [torch.from_file(other, shared=True, size=size, dtype=torch.uint8) for other in names]
-            dist.barrier(self.group)
+            with together(self.group):  # and all have mapped it when it ends
+                mapped = [torch.from_file(other, shared=True, size=size, dtype=torch.uint8) for other in names]
         finally:
-            os.close(number)
-            os.unlink(name)
+            if name is not None:
+                os.unlink(name)
         return Shared(mapped)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -227,8 +263,13 @@ def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if len({host for host, _ in places}) > 1:
         found = "the ranks are on several hosts"
     elif device.type == "cuda":
-        unreachable = [i for _, i in places if i != device.index and not torch.cuda.can_device_access_peer(device, i)]
+        unreachable = [i for _, i in places if i != device.index and not _reads(device, i)]
         found = f"GPU {device.index} cannot read the memory of GPU {unreachable[0]}" if unreachable else None
-    everyone: list[Any] = [None] * len(places)
-    dist.all_gather_object(everyone, found, group=group)
-    return next((reason for reason in everyone if reason), None)
+    return agreed(group, found)
+
+
+def _reads(device: torch.device, peer: int) -> bool:
+    try:
+        return torch.cuda.can_device_access_peer(device, peer)
+    except (AssertionError, RuntimeError):  # this rank does not see that GPU
+        return False

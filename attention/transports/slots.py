@@ -43,7 +43,7 @@ def slots_of(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtyp
     if (shape, dtype) not in made:
         try:
             made[shape, dtype] = Slots(*symmetric_buffer((3, *shape), dtype, device, group))
-        except (ImportError, RuntimeError) as error:
+        except RuntimeError as error:
             raise UnsupportedCall(f"no symmetric memory here: {str(error).splitlines()[0]}") from None
     return made[shape, dtype]
 

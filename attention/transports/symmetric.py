@@ -19,7 +19,14 @@ from attention.phases import phase
 from attention.tensors import token_dim
 from attention.transfers import Intervals
 from attention.transports.collective import Collective
-from attention.transports.fabric import CudaFabric, Fabric, HostFabric, Shared, obstacle
+from attention.transports.fabric import (
+    CudaFabric,
+    Fabric,
+    HostFabric,
+    Shared,
+    obstacle,
+    together,
+)
 from attention.transports.interface import Done, Handle, Message, Offer
 from attention.transports.queues import Aside, Captures, CudaAside, CudaQueue, HostAside, HostQueue, Queue
 from attention.transports.slots import release_slots
@@ -69,12 +76,13 @@ class Pool:
         self.fabric: Fabric
         self.queue: Queue
         self.signals: Aside
-        if device.type == "cuda":
-            captures = Captures()
-            self.fabric = CudaFabric(group, device)
-            self.queue, self.signals = CudaQueue(device, captures), CudaAside(device, captures)
-        else:
-            self.fabric, self.queue, self.signals = HostFabric(group), HostQueue(), HostAside()
+        with together(group):  # the driver may be missing on one rank alone
+            if device.type == "cuda":
+                captures = Captures()
+                self.fabric = CudaFabric(group, device)
+                self.queue, self.signals = CudaQueue(device, captures), CudaAside(device, captures)
+            else:
+                self.fabric, self.queue, self.signals = HostFabric(group), HostQueue(), HostAside()
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
         self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
@@ -159,7 +167,8 @@ _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = W
 
 
 def pool_of(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
-    """The group's pool, made at the first call on all ranks, or why there is none."""
+    """The group's pool, made at the first call on all ranks, or why there is none, the same on every rank. Collective at
+    that call."""
     made = _pools.setdefault(group, {})
     if device not in made:
         made[device] = obstacle(group, device) or _pool(group, device)
@@ -169,7 +178,7 @@ def pool_of(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
 def _pool(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
     try:
         return Pool(group, device)
-    except (ImportError, OSError, RuntimeError) as error:
+    except RuntimeError as error:
         return f"no symmetric memory here: {str(error).splitlines()[0]}"
 
 

@@ -71,3 +71,20 @@ def test_what_was_pulled_once_holds_again_in_a_small_decode(in_world):
 
 def test_memory_that_was_given_back_is_taken_again(in_world):
     assert in_world("after_a_release", 2, transport="symm") < 1e-6
+
+
+@pytest.mark.parametrize("failing", (0, 2))
+def test_a_rank_without_shared_memory_makes_every_rank_fall_back_for_the_same_reason(in_world, failing):
+    found = in_world("without_shared_memory", 3, failing=failing, timeout_s=30)
+    (note,) = set(found["notes"])
+    assert note.startswith(f"symm: no symmetric memory here: rank {failing}: [Errno 24] Too many open files")
+    assert set(found["later"]) == {None}
+    assert found["error"] < 1e-6
+
+
+def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in_world):
+    found = in_world("outgrown", 3, failing=1, timeout_s=30)
+    (said,) = set(found["said"])
+    assert said == "rank 1: [Errno 27] File too large"
+    assert found["error"] < 1e-6
+    assert found["files"] == 0, "shared memory left behind"
