@@ -4,7 +4,7 @@ given in program order."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 import torch
@@ -21,7 +21,8 @@ class Queue(Protocol):
         """Start `run`, which uses `tensors`; `after` is done by whoever waits, once it is over."""
 
     def then(self, run: Work) -> None:
-        """`run` follows what was issued, and waits for nothing else."""
+        """`run` follows what was issued, and waits for nothing else. What it raises is raised by the next `issue`, `join` or
+        wait for a handle."""
 
     def join(self) -> None:
         """Let a CUDA graph that is being captured hold all that was issued."""
@@ -32,23 +33,34 @@ class HostQueue:
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
+        self.failed: Future[object] | None = None  # the first without a handle that failed, until that was raised
 
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
-        return _HostHandle(self.thread.submit(run), what, step, after)
+        self.join()
+        return _HostHandle(self, self.thread.submit(run), what, step, after)
 
     def then(self, run: Work) -> None:
-        self.thread.submit(run)
+        self.thread.submit(run).add_done_callback(self._done)
 
-    def join(self) -> None: ...
+    def _done(self, future: Future[object]) -> None:
+        if future.exception() is not None and self.failed is None:
+            self.failed = future
+
+    def join(self) -> None:
+        if self.failed is not None:
+            failed, self.failed = self.failed, None
+            failed.result()
 
 
 class _HostHandle:
-    def __init__(self, future: Future[object], what: str, step: int, after: Work | None):
-        self.future, self.what, self.step, self.after = future, what, step, after
+    def __init__(self, queue: HostQueue, future: Future[object], what: str, step: int, after: Work | None):
+        self.queue, self.future, self.what, self.step, self.after = queue, future, what, step, after
 
     def wait(self) -> None:
         with phase(f"wait_{self.what}", self.step):
-            self.future.result()
+            wait([self.future])
+        self.queue.join()  # what failed before it may be why it failed
+        self.future.result()
         if self.after is not None:
             self.after()
             self.after = None
@@ -59,16 +71,16 @@ class CudaQueue:
     `Handle.wait`."""
 
     def __init__(self, device: torch.device, captures: Captures | None = None):
-        self.stream = torch.cuda.Stream(device)
+        self.stream, self.device = torch.cuda.Stream(device), device
         self.captures = captures or Captures()
 
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             run()
             done = torch.cuda.Event()
             done.record()
-        return _CudaHandle(done, list(tensors), what, step, after)
+        return _CudaHandle(self.device, done, list(tensors), what, step, after)
 
     def then(self, run: Work) -> None:
         self.captures.enter(self.stream)
@@ -82,12 +94,21 @@ class CudaQueue:
 class _CudaHandle:
     """Holds the tensors until they were waited for: the allocator knows only the caller's stream."""
 
-    def __init__(self, done: torch.cuda.Event, tensors: list[Tensor], what: str, step: int, after: Work | None):
-        self.done, self.tensors, self.what, self.step, self.after = done, tensors, what, step, after
+    def __init__(
+        self,
+        device: torch.device,
+        done: torch.cuda.Event,
+        tensors: list[Tensor],
+        what: str,
+        step: int,
+        after: Work | None,
+    ):
+        self.device, self.done, self.tensors = device, done, tensors
+        self.what, self.step, self.after = what, step, after
 
     def wait(self) -> None:
         with phase(f"wait_{self.what}", self.step):
-            torch.cuda.current_stream().wait_event(self.done)
+            torch.cuda.current_stream(self.device).wait_event(self.done)
         self.tensors = []
         if self.after is not None:
             self.after()
@@ -95,7 +116,7 @@ class _CudaHandle:
 
     def __del__(self) -> None:
         if self.tensors:  # never waited for: an exception came between, and their memory is about to be someone else's
-            torch.cuda.current_stream().wait_event(self.done)
+            torch.cuda.current_stream(self.device).wait_event(self.done)
 
 
 class Captures:
@@ -108,21 +129,26 @@ class Captures:
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """Before `stream` does anything."""
-        if torch.cuda.is_current_stream_capturing():
+        if _caller_capturing(stream.device):
             self.some = True
             if _capturing(stream):
                 return
         if self.some:
-            stream.wait_stream(torch.cuda.current_stream())
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def leave(self, stream: torch.cuda.Stream) -> None:
         """At the end of a pass."""
-        if self.some and (_capturing(stream) or not torch.cuda.is_current_stream_capturing()):
-            torch.cuda.current_stream().wait_stream(stream)
+        if self.some and (_capturing(stream) or not _caller_capturing(stream.device)):
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def _capturing(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _caller_capturing(device: torch.device) -> bool:
+    with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -151,17 +177,17 @@ class HostAside:
 
 class CudaAside:
     def __init__(self, device: torch.device, captures: Captures):
-        self.stream = torch.cuda.Stream(device)
+        self.stream, self.device = torch.cuda.Stream(device), device
         self.captures = captures
 
     def before(self, run: Work) -> None:
         self.captures.enter(self.stream)
         with torch.cuda.stream(self.stream):
             run()
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def after(self, run: Work) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             run()
 
