@@ -519,7 +519,7 @@ class _Rank:
         return Pass(n * each.compute + slowed, n * each.exposed + exposed, n * each.merges, host)
 
     def _gather(self, backward: bool) -> Pass:
-        from attention.executors.gather import head_groups
+        from attention.executors.heads import head_groups
 
         sizes, options = self.shapes, self.candidate.options
         (step,) = self.work
@@ -550,7 +550,7 @@ class _Rank:
 
     def _overlapped(self, tokens: int) -> bool:
         """Whether an executor left to itself divides its heads, so that some travel while others compute."""
-        from attention.executors.gather import OVERLAPPED
+        from attention.executors.heads import OVERLAPPED
 
         return tokens >= OVERLAPPED
 

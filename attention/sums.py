@@ -82,6 +82,7 @@ class Sum:
 
     def result(self) -> Tensor:
         assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
+        self.running = Running(self.passes.running)  # its memory is not needed any more
         return self._begun()
 
     def _begun(self) -> Tensor:

@@ -185,6 +185,7 @@ _register(
         layouts.CONTIGUOUS,
         schedules.ring,
         "ring",
+        options={"head_parts": None},
     )
 )
 _register(
@@ -207,6 +208,7 @@ _register(
         "ring",
         causal_only=True,
         windows=False,
+        options={"head_parts": None},
     )
 )
 _register(
@@ -229,6 +231,7 @@ _register(
         "ring",
         causal_only=True,
         windows=False,
+        options={"head_parts": None},
     )
 )
 _register(

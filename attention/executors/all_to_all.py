@@ -11,7 +11,7 @@ from contextlib import closing
 from torch import Tensor
 
 from attention.executors import ring
-from attention.executors.gather import OVERLAPPED
+from attention.executors.heads import OVERLAPPED
 from attention.executors.plan import Plan
 from attention.phases import phase
 from attention.tensors import put_, room, take, tokens, wide

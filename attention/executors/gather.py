@@ -5,12 +5,13 @@ again, and each owner sums its ranks' dk and dv in fp32."""
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attention.executors import grouping
+from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
 from attention.merge import empty_result
 from attention.phases import phase
@@ -19,39 +20,6 @@ from attention.sums import sum_parts
 from attention.tensors import put_, room, take, token_dim
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
-from attention.variants import check_stride
-
-
-@dataclass(frozen=True)
-class HeadGroup:
-    """KV heads `[k_start, k_stop)` and the query heads that they serve."""
-
-    k_start: int
-    k_stop: int
-    q_start: int
-    q_stop: int
-
-
-OVERLAPPED = 16384  # gathered tokens from which a transfer costs more than the calls that hide it
-
-
-def head_groups(
-    heads: int, kv_heads: int, stride: int | None, pulls: bool = False, tokens: int = OVERLAPPED
-) -> list[HeadGroup]:
-    """`stride` KV heads at a time. None: all at once where all are sent together anyway, or the `tokens` to be gathered are
-    few; where they are pulled, a small group first, since the compute waits for it, a small one last, since its
-    gradients' way home is waited for, and the rest between.
-
-    Raises ValueError when the stride does not divide the KV heads."""
-    each = check_stride(stride, kv_heads)
-    sizes = [each] * (kv_heads // each)
-    if stride is None and pulls and kv_heads >= 4 and tokens >= OVERLAPPED:
-        small = kv_heads // 4
-        sizes = [small, kv_heads - 2 * small, small]
-    ratio = heads // kv_heads
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [HeadGroup(a, a + n, a * ratio, (a + n) * ratio) for a, n in zip(starts, sizes, strict=True)]
-
 
 Saved = tuple[Tensor, ...]
 
@@ -85,7 +53,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
-            heads = slice(group.q_start, group.q_stop)
+            heads = group.queries
             with phase("comp_block", i):
                 grouping.forward(
                     q[..., heads, :], keys, values, step.calls, plan, (out[..., heads, :], lse[..., heads, :])
@@ -109,7 +77,7 @@ def _backward(
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
-            heads = slice(group.q_start, group.q_stop)
+            heads = group.queries
             home = _Return(keys, plan, group, i)
             mine = (dout[..., heads, :], q[..., heads, :], out[..., heads, :], lse[..., heads, :], dq[..., heads, :])
             home.compute(*mine, keys, values)
@@ -162,7 +130,7 @@ class _Keys:
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]):
         self.plan = plan
-        self.mine = [[x[..., group.k_start : group.k_stop, :] for x in (k, v)] for group in groups]
+        self.mine = [[x[..., group.keys, :] for x in (k, v)] for group in groups]
         self.moving = gather_move(plan.problem, plan.rank)
         self.offer: Offer | None = None
         if plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls:
@@ -273,4 +241,4 @@ class _Return:
                     (take(self.sums[i], (place,)), (here,)) for here, place in self.moving.local
                 ]
                 parts += [(pair[i], places) for places, pair in self.received]
-                sum_parts(grad[..., self.group.k_start : self.group.k_stop, :], parts)
+                sum_parts(grad[..., self.group.keys, :], parts)

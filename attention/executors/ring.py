@@ -3,7 +3,8 @@ merge. A step's keys come straight from their owner, and only those that some bl
 dk and dv go straight home and are summed there in fp32. A schedule with one step is a local call.
 
 What parts a token of out, dq, dk and dv will have is known beforehand, so that only what lies between its first and its
-last part is ever kept in fp32."""
+last part is ever kept in fp32. A long backward goes through the ring once for each half of the heads: what it holds beside
+its inputs and results is halved, and the second half's keys travel while the first computes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
 from attention.kernels.interface import Triple
 from attention.layouts import size
@@ -19,17 +21,18 @@ from attention.merge import Accumulator
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import Sum
-from attention.tensors import room, take, token_dim
+from attention.tensors import room, take, token_dim, tokens
 from attention.transfers import Intervals, side_by_side
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
+HALVED = 8192  # a rank's tokens from which memory is worth more than launches
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
     """q, k, v: this rank's shards. Returns (out, lse) for this rank's queries."""
     total = Accumulator(q, [each.q for step in plan.steps for each in step.calls])
-    with closing(_Keys(k, v, plan)) as source:
+    with closing(_Keys(k, v, plan, head_groups(q.shape[-2], k.shape[-2], None))) as source:
         incoming = source.fetch(0)
         for i, step in enumerate(plan.steps):
             keys, values = incoming.wait()
@@ -53,50 +56,81 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
         if each.q == ((0, q.shape[token_dim(q)]),) and each.k == ((0, k.shape[token_dim(k)]),):
             with phase("comp_block", 0):
                 return plan.kernel.backward(dout, q, k, v, out, lse, each.call, wanted)
-    in_q, in_k, in_v = wanted or (None, None, None)
-    dq = Sum(q, [each.q for step in plan.steps for each in step.calls], in_q)
-    dk, dv = (Sum(x, _key_parts(plan), into) for x, into in ((k, in_k), (v, in_v)))
+    groups = _backward_groups(q, k, plan)
+    if len(groups) > 1 and wanted is None:
+        wanted = (room(q, tokens(q)), room(k, tokens(k)), room(v, tokens(v)))
+    rounds = [(g, i) for g in range(len(groups)) for i in range(len(plan.steps))]
+    sums: list[_Gradients] = []
     returning: _Return | None = None
-    with closing(_Keys(k, v, plan)) as source:
+    with closing(_Keys(k, v, plan, groups)) as source:
         incoming = source.fetch(0)
-        for i, step in enumerate(plan.steps):
+        for ahead, (g, i) in enumerate(rounds, 1):
             keys, values = incoming.wait()
-            if i + 1 < len(plan.steps):
-                incoming = source.fetch(i + 1)
-            mine = step.owner == plan.rank
-            home = _Return(k, v, plan, i) if step.most else None
+            if ahead < len(rounds):
+                incoming = source.fetch(rounds[ahead][1], rounds[ahead][0])
+            heads, own, step = groups[g].queries, source.mine[g], plan.steps[i]
+            if i == 0:
+                sums.append(_Gradients(q[..., heads, :], own, plan, groups[g].of(wanted) if wanted else None))
+            grads = sums[g]
+            home = _Return(grads, plan, i) if step.most else None
             for each in step.calls:
                 into: Triple | None = None
                 if home is not None and home.direct:
-                    into = (room(q, length(each.q)), home.grads[0], home.grads[1])
+                    into = (room(grads.q, length(each.q)), home.parts[0], home.parts[1])
                 with phase("comp_block", i):
                     dq_part, dk_part, dv_part = plan.kernel.backward(
-                        take(dout, each.q),
-                        take(q, each.q),
+                        take(dout[..., heads, :], each.q),
+                        take(grads.q, each.q),
                         take(keys, each.k),
                         take(values, each.k),
-                        take(out, each.q),
-                        take(lse, each.q, -1),
+                        take(out[..., heads, :], each.q),
+                        take(lse[..., heads, :], each.q, -1),
                         each.call,
                         into,
                     )
                 with phase("comp_merge", i):
-                    dq.add(dq_part)
-                    if mine:
-                        dk.add(dk_part)
-                        dv.add(dv_part)
+                    grads.dq.add(dq_part)
+                    if step.owner == plan.rank:
+                        grads.add_keys(dk_part, dv_part)
                     elif home is not None and not home.direct:
                         home.add(dk_part, dv_part)
             if returning is not None:
-                returning.add_to(dk, dv)
-                returning = None
+                returning.arrive()
+            if g and i == 0:
+                sums[g - 1].results()
             if home is not None:
                 home.start()
-                returning = home
+            returning = home
     if returning is not None:
-        returning.add_to(dk, dv)
+        returning.arrive()
     with phase("comp_merge", len(plan.steps)):
-        return dq.result(), dk.result(), dv.result()
+        found = sums[-1].results()
+    return wanted if wanted is not None and len(groups) > 1 else found
+
+
+def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
+    """`head_parts` as many. None: two where the shard is long. Within an all-to-all, whose parts they would be, all at once."""
+    kv_heads, parts = k.shape[-2], 1
+    if "head_parts" in plan.options and plan.problem.ulysses == 1:
+        parts = plan.options["head_parts"] or (2 if kv_heads % 2 == 0 and tokens(k) >= HALVED else 1)
+    return head_groups(q.shape[-2], kv_heads, kv_heads // parts)
+
+
+class _Gradients:
+    """The gradients of one group of heads, summed up as their parts come; in `wanted` where that is given."""
+
+    def __init__(self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, wanted: Triple | None):
+        self.q, (self.k, self.v) = q, own
+        in_q, in_k, in_v = wanted or (None, None, None)
+        self.dq = Sum(q, [each.q for step in plan.steps for each in step.calls], in_q)
+        self.dk, self.dv = (Sum(x, _key_parts(plan), into) for x, into in ((self.k, in_k), (self.v, in_v)))
+
+    def add_keys(self, dk_part: Tensor, dv_part: Tensor) -> None:
+        self.dk.add(dk_part)
+        self.dv.add(dv_part)
+
+    def results(self) -> Triple:
+        return self.dq.result(), self.dk.result(), self.dv.result()
 
 
 def _key_parts(plan: Plan) -> list[Intervals]:
@@ -113,17 +147,18 @@ def _key_parts(plan: Plan) -> list[Intervals]:
 
 
 class _Keys:
-    """This rank's keys and values, offered to all, and those of the steps, to be fetched."""
+    """This rank's keys and values, offered to all by head group, and those of the steps, to be fetched."""
 
-    def __init__(self, k: Tensor, v: Tensor, plan: Plan):
-        self.k, self.v, self.plan = k, v, plan
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]):
+        self.plan = plan
+        self.mine = [(k[..., each.keys, :], v[..., each.keys, :]) for each in groups] if len(groups) > 1 else [(k, v)]
         self.offer: Offer | None = None
         if any(step.most for step in plan.steps):
             shards = plan.problem.layout.shards(plan.problem.cu_seqlens, plan.problem.world)
-            self.offer = plan.transport.offer("kv", (k, v), max(map(size, shards)))
+            self.offer = plan.transport.offer("kv", [x for pair in self.mine for x in pair], max(map(size, shards)))
 
-    def fetch(self, i: int) -> _Incoming:
-        return _Incoming(self, i)
+    def fetch(self, i: int, group: int = 0) -> _Incoming:
+        return _Incoming(self, i, group)
 
     def close(self) -> None:
         if self.offer is not None:
@@ -133,15 +168,17 @@ class _Keys:
 class _Incoming:
     """The keys and values of one step on their way to this rank, and this rank's to those who need them."""
 
-    def __init__(self, source: _Keys, i: int):
+    def __init__(self, source: _Keys, i: int, group: int):
         plan, step = source.plan, source.plan.steps[i]
         self.handle: Handle | None = None
-        self.keys = (source.k, source.v)
+        self.keys = source.mine[group]
         if step.owner != plan.rank:
-            self.keys = (room(source.k, step.n_keys), room(source.v, step.n_keys))
+            k, v = self.keys
+            self.keys = (room(k, step.n_keys), room(v, step.n_keys))
         if source.offer is not None and step.most:
-            receives = plan.messages(step.route.receives, self.keys)
-            self.handle = source.offer.fetch(plan.messages(step.route.sends), receives, i)
+            first = 2 * group
+            receives = plan.messages(step.route.receives, self.keys, first)
+            self.handle = source.offer.fetch(plan.messages(step.route.sends, first=first), receives, i)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         if self.handle is not None:
@@ -153,39 +190,38 @@ class _Return:
     """One step's dk and dv on their way home, and others' for this rank's keys on their way here. What goes home is written
     where the transport takes it from, by the kernel itself if one call has all of the step's keys (`direct`)."""
 
-    def __init__(self, k: Tensor, v: Tensor, plan: Plan, i: int):
-        self.plan, self.i, self.k = plan, i, k
+    def __init__(self, sums: _Gradients, plan: Plan, i: int):
+        self.plan, self.i, self.sums = plan, i, sums
         step = plan.steps[i]
         self.route = step.route.reversed()
         mine = step.owner == plan.rank
         n = 0 if mine else step.n_keys
-        shapes = [(*x.shape[:-3], n, *x.shape[-2:]) for x in (k, v)]
-        self.grads = plan.transport.room("dkv", shapes, k, step.most)
+        shapes = [(*x.shape[:-3], n, *x.shape[-2:]) for x in (sums.k, sums.v)]
+        self.parts = plan.transport.room("dkv", shapes, sums.k, step.most)
         self.direct = not mine and len(step.calls) == 1 and step.calls[0].k == ((0, n),)
-        self.sums: list[Sum] = []
+        self.totals: list[Sum] = []
         if not mine and not self.direct:
-            self.sums = [Sum(grad, [each.k for each in step.calls], into=grad) for grad in self.grads]
+            self.totals = [Sum(part, [each.k for each in step.calls], into=part) for part in self.parts]
 
     def add(self, dk_part: Tensor, dv_part: Tensor) -> None:
-        self.sums[0].add(dk_part)
-        self.sums[1].add(dv_part)
+        for total, part in zip(self.totals, (dk_part, dv_part), strict=True):
+            total.add(part)
 
     def start(self) -> None:
         plan = self.plan
         self.received = []
         receives = []
         for piece in self.route.receives:
-            parts = [room(self.k, length(piece.target)) for _ in self.grads]
+            parts = [room(self.sums.k, length(piece.target)) for _ in self.parts]
             self.received.append(parts)
             receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
-        for total in self.sums:
+        for total in self.totals:
             total.result()
-        with closing(plan.transport.offer("dkv", self.grads, plan.steps[self.i].most)) as offer:
+        with closing(plan.transport.offer("dkv", self.parts, plan.steps[self.i].most)) as offer:
             self.handle = offer.fetch(plan.messages(self.route.sends), receives, self.i)
 
-    def add_to(self, dk: Sum, dv: Sum) -> None:
+    def arrive(self) -> None:
         self.handle.wait()
         with phase("comp_merge", self.i):
             for k_part, v_part in self.received:
-                dk.add(k_part)
-                dv.add(v_part)
+                self.sums.add_keys(k_part, v_part)

@@ -80,8 +80,18 @@ def test_variant_matches_fp64_in_a_world_of_eight(in_world, name):
 
 
 @pytest.mark.parametrize("transport", ("gloo", "symm"))
-@pytest.mark.parametrize(("name", "options"), [("ulysses", {}), ("usp", {"ulysses_size": 2})])
-def test_heads_exchanged_in_parts_match_fp64(in_world, name, options, transport):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ulysses", {}),
+        ("usp", {"ulysses_size": 2}),
+        ("ring", {}),
+        ("zigzag", {}),
+        ("stripe", {}),
+        ("zigzag_varlen", {}),
+    ],
+)
+def test_heads_in_parts_match_fp64(in_world, name, options, transport):
     base = {"tokens": 64, "heads": 16, "kv_heads": 8, "head_dim": 16, "causal": True}
     every = [base, base | {"packs": [0, 16, 64]}, base | {"batch": 1}]
     for found in in_world(
