@@ -16,7 +16,7 @@ from torch import Tensor
 from attention import automatic, kernels, transports
 from attention.choice import AUTO, SUMMARY, Choice
 from attention.executors import EXECUTORS, grouping
-from attention.executors.plan import Plan, masks_of, plan_steps
+from attention.executors.plan import Plan, masks_of, plan_steps, resized
 from attention.kernels import Shape, UnsupportedCall
 from attention.layouts import CuSeqlens, Shard, size
 from attention.masks import Mask
@@ -205,13 +205,14 @@ class ContextParallel:
         shape = replace(Shape.of(q, k), backward=trained)
         q_tokens = q.shape[token_dim(q)]
         window = (window[0], window[1])
-        key = (shape, cu, causal, scale, window, cu_seqlens is not None, q.device, return_lse, q_tokens)
+        # a decode's plan is one for all lengths at which the same ranks hold keys, and follows them as they grow
+        sizes = tuple(map(size, self._shards(cu))) if self.variant.decode else ()
+        lengths = tuple(n > 0 for n in sizes) if self.variant.decode else cu
+        key = (shape, lengths, causal, scale, window, cu_seqlens is not None, q.device, return_lse, q_tokens)
         if key not in self.plans:
             mask = Mask.of(causal, window)
             problem = self.variant.problem(cu, self.world, mask, self.options, q_tokens)
-            share = size(self._shards(cu)[self.rank])
-            if held != share:
-                raise ValueError(f"k has {held} tokens: rank {self.rank} of {self.world} holds {share} of {cu[-1]}")
+            self._check_share(held, cu)
             self.variant.check_options(self.options, shape.heads, shape.kv_heads, self.world)
             if self.variant.decode and shape.backward:
                 raise ValueError(f"requires_grad=True: {self.variant.name} has no backward; call it under no_grad")
@@ -226,7 +227,7 @@ class ContextParallel:
             scale = shape.head_dim**-0.5 if scale is None else scale
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)
-            while len(self.plans) >= MOST_PLANS:  # changing packs, or a decode whose keys grow
+            while len(self.plans) >= MOST_PLANS:  # changing packs
                 self.plans.pop(next(iter(self.plans)))
             self.plans[key] = Plan(
                 self.variant,
@@ -244,7 +245,16 @@ class ContextParallel:
                 self.options,
                 plan_steps(problem, place, scale, packed, self.deterministic, q.device),
             )
+        if self.variant.decode:
+            self._check_share(held, cu)
+            if self.plans[key].problem.cu_seqlens != cu:
+                self.plans[key] = resized(self.plans[key], cu, sizes)
         return self.plans[key]
+
+    def _check_share(self, held: int, cu_seqlens: CuSeqlens) -> None:
+        share = size(self._shards(cu_seqlens)[self.rank])
+        if held != share:
+            raise ValueError(f"k has {held} tokens: rank {self.rank} of {self.world} holds {share} of {cu_seqlens[-1]}")
 
     def _transport(self, device: torch.device) -> Transport:
         if device not in self.transports:

@@ -472,3 +472,40 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
         "error": max(me.gather(rel(out, exact))),
         "files": len(set(SHARED_MEMORY.glob("attention-*")) - before),
     }
+
+
+def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: int) -> dict[str, Any]:
+    """A decode whose keys grow by one at a time: the largest error of out and lse, the plans kept, the schedules built for
+    them, and the lengths at which a plan is not what its schedule says."""
+    from attention.executors.plan import plan_steps
+    from attention.schedules import steps
+
+    fn = attention.make(name, transport=transport, **options)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 32, generator=generator).to(me.device) for n, h in ((2, 4), (most, 2), (most, 2)))
+    call = _call(Mask(), None, 32, me.device)
+
+    def local(n: int) -> list[torch.Tensor]:
+        return [q, *(fn.shard(x[:, :n], role="kv") for x in (k, v))]
+
+    steps.cache_clear()
+    errors = []
+    for n in range(1, most + 1):
+        out, lse = fn(*local(n), kv_tokens=n, return_lse=True)
+        exact, exact_lse = KERNELS["math"].forward(q.double(), k[:, :n].double(), v[:, :n].double(), call)
+        errors += [rel(out, exact), rel(lse, exact_lse)]
+    built, kept = steps.cache_info().misses, len(fn.plans)
+    wrong = []
+    for n in (*range(1, most + 1), *range(most, 0, -1)):
+        plan = fn.plan(*local(n), kv_tokens=n)
+        problem = fn.variant.problem((0, n), me.world, Mask(), fn.options, 2)
+        said = plan_steps(problem, me.rank, plan.scale, False, False, me.device)
+        if plan.problem != problem or list(map(_without_calls, plan.steps)) != list(map(_without_calls, said)):
+            wrong.append(n)
+    return {"error": max(me.gather(max(errors))), "kept": kept, "built": built, "wrong": me.gather(wrong)}
+
+
+def _without_calls(step: Any) -> tuple[Any, ...]:
+    """A step but for the identity of its kernel calls."""
+    calls = [(each.q, each.k, each.call.scale, each.call.mask) for each in step.calls]
+    return step.owner, step.keys, step.n_keys, calls, step.route, step.most

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.kernels import Call, Kernel
+from attention.layouts import CuSeqlens
 from attention.masks import Interval, Mask
 from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
 from attention.transfers import Intervals, Piece, Route, side_by_side, step_route
@@ -99,6 +100,25 @@ def plan_steps(
             route, most = step_route(problem, rank, i), max(step_route(problem, p, i).received_tokens for p in everyone)
         planned.append(PlannedStep(step.owner, keys, length(keys), calls, route, most))
     return tuple(planned)
+
+
+def resized(plan: Plan, cu_seqlens: CuSeqlens, sizes: Sequence[int]) -> Plan:
+    """A decode's plan for another number of keys, what `plan_steps` would make of its schedule: with the same ranks holding
+    keys, only how many there are is another. `sizes`: by rank."""
+
+    def keys_of(rank: int) -> Intervals:
+        return ((0, sizes[rank]),)
+
+    mine, most, changed = keys_of(plan.rank), max(sizes), []
+    for step in plan.steps:
+        keys = keys_of(step.owner) if step.keys else ()
+        route = Route(
+            tuple(Piece(piece.peer, mine, mine) for piece in step.route.sends),
+            tuple(Piece(piece.peer, keys, keys) for piece in step.route.receives),
+        )
+        calls = tuple(LocalCall(each.q, keys, each.call) for each in step.calls)
+        changed.append(PlannedStep(step.owner, keys, length(keys), calls, route, most if step.most else 0))
+    return replace(plan, problem=replace(plan.problem, cu_seqlens=cu_seqlens), steps=tuple(changed))
 
 
 def _identity(interval: Interval) -> Interval:

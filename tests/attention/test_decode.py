@@ -57,3 +57,34 @@ def test_the_phases_are_those_of_the_paper(in_world):
         *("comp_shard_kv", "comp_local_attention", "comp_num_den", "comp_final_output"),
         *("comm_max_lse", "comm_sum_den", "comm_sum_num", "wait_max_lse", "wait_sum_den", "wait_sum_num"),
     }
+
+
+@pytest.mark.parametrize("world", (1, 3, 4, 8))
+@pytest.mark.parametrize(
+    ("name", "options", "transport"),
+    [("tree", {"reduce": "packed"}, "auto"), ("ring_decode", {}, "auto"), ("ring_decode", {}, "symm")],
+    ids=str,
+)
+def test_a_decode_whose_keys_grow_is_planned_once_for_the_ranks_that_hold_any(
+    in_world, name, options, transport, world
+):
+    found = in_world("growing", world, name=name, options=options, transport=transport, most=24)
+    assert found["error"] < 1e-6
+    assert found["wrong"] == [[]] * world
+    assert found["kept"] <= world
+    assert found["built"] <= world * world
+
+
+def test_a_decode_refuses_keys_that_did_not_grow_with_the_others():
+    import torch
+
+    import attention
+
+    q, k = torch.zeros(1, 1, 2, 8), torch.zeros(1, 4, 2, 8)
+    fn = attention.make("tree")
+    fn(q, k, k, kv_tokens=4)
+    for n in (5, 3):
+        with pytest.raises(ValueError, match=f"k has 4 tokens: rank 0 of 1 holds {n} of {n}"):
+            fn(q, k, k, kv_tokens=n)
+    with pytest.raises(ValueError, match="k has 3 tokens: rank 0 of 1 holds 4 of 4"):
+        fn(q, k[:, :3], k[:, :3], kv_tokens=4)
