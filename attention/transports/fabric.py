@@ -32,6 +32,9 @@ class Shared:
     by_rank: list[Tensor]
     owner: Any = None
 
+    def __post_init__(self) -> None:
+        self.addresses = [x.data_ptr() for x in self.by_rank]
+
 
 class Fabric(Protocol):
     def allocate(self, size: int) -> Shared:
@@ -40,8 +43,9 @@ class Fabric(Protocol):
     def settle(self) -> None:
         """Return when every rank has done all it has started. Collective."""
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Tokens `[n, h, D]`, any rank's, on the current stream; each token's heads lie together."""
+    def copy(self, into: Tensor, element: int, start: int, n: int, shared: Shared, rank: int, at: int) -> None:
+        """On the current stream, to the tokens `[start, start + n)` of `into` `[S, h, D]` or of its batch element `[B, S, h, D]`
+        what lies in a rank's memory from byte `at` on, token by token. Each token's heads lie together in `into`."""
 
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
         """What sets int32 flags to 1, after all that the current stream did so far."""
@@ -142,9 +146,18 @@ class CudaFabric:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device = weakref.ref(group), device
         self.driver = ctypes.CDLL("libcuda.so.1")
-        for needed in ("cuMemcpy2DAsync_v2", "cuStreamBatchMemOp_v2"):
-            if not hasattr(self.driver, needed):
-                raise RuntimeError(f"the CUDA driver has no {needed}")
+        self._copy = self._function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy_rows = self._function("cuMemcpy2DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
+        self._operate = self._function(
+            "cuStreamBatchMemOp_v2", ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
+        )
+
+    def _function(self, name: str, *arguments: Any) -> Callable[..., int]:
+        if not hasattr(self.driver, name):
+            raise RuntimeError(f"the CUDA driver has no {name}")
+        function = self.driver[name]
+        function.argtypes = arguments
+        return function
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -157,25 +170,32 @@ class CudaFabric:
         everyone = range(dist.get_world_size(self.group))
         return Shared([handle.get_buffer(rank, (size,), torch.uint8) for rank in everyone], (buffer, handle))
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        if target.is_contiguous() and source.is_contiguous():
-            target.copy_(source, non_blocking=True)
+    def copy(self, into: Tensor, element: int, start: int, n: int, shared: Shared, rank: int, at: int) -> None:
+        # straight to the driver: PyTorch's views and copies cost the host several times as much, and rows of a pitch it
+        # would copy by a kernel, where a copy engine can take them
+        *batch, pitch, _, _ = into.stride()
+        size = into.element_size()
+        width = into.shape[-2] * into.shape[-1] * size
+        target = into.data_ptr() + (start * pitch + (element * batch[0] if batch else 0)) * size
+        source, stream = shared.addresses[rank] + at, torch._C._cuda_getCurrentRawStream(self.device.index)
+        if n * width == 0:
             return
-        # PyTorch would copy these by a kernel; a copy engine can take them as rows
-        rows = _Copy2D(
-            source_type=UNIFIED,
-            source=source.data_ptr(),
-            source_pitch=source.stride(0) * source.element_size(),
-            target_type=UNIFIED,
-            target=target.data_ptr(),
-            target_pitch=target.stride(0) * target.element_size(),
-            width=target[0].nbytes,
-            height=target.shape[0],
-        )
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        error = self.driver.cuMemcpy2DAsync_v2(ctypes.byref(rows), ctypes.c_void_p(stream))
+        if pitch * size == width or n == 1:
+            error = self._copy(target, source, n * width, stream)
+        else:
+            rows = _Copy2D(
+                source_type=UNIFIED,
+                source=source,
+                source_pitch=width,
+                target_type=UNIFIED,
+                target=target,
+                target_pitch=pitch * size,
+                width=width,
+                height=n,
+            )
+            error = self._copy_rows(ctypes.byref(rows), stream)
         if error:
-            raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {error}")
+            raise RuntimeError(f"a copy from a peer's memory failed with CUDA error {error}")
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -194,8 +214,7 @@ class CudaFabric:
         batch = (_StreamOperation * len(every))(*every)
 
         def enqueue() -> None:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            error = self.driver.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(every), batch, 0)
+            error = self._operate(torch._C._cuda_getCurrentRawStream(self.device.index), len(every), batch, 0)
             if error:
                 raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
 
@@ -232,8 +251,10 @@ class HostFabric:
                 os.unlink(name)
         return Shared(mapped)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
+    def copy(self, into: Tensor, element: int, start: int, n: int, shared: Shared, rank: int, at: int) -> None:
+        target = (into if into.dim() == 3 else into[element])[start : start + n]
+        source = shared.by_rank[rank][at : at + n * into.shape[-2] * into.shape[-1] * into.element_size()]
+        target.copy_(source.view(into.dtype).view(target.shape))
 
     def settle(self) -> None:
         dist.barrier(self.group)

@@ -79,7 +79,7 @@ class CudaQueue:
         with torch.cuda.stream(self.stream):
             run()
             done = torch.cuda.Event()
-            done.record()
+            done.record(self.stream)
         return _CudaHandle(self.device, done, list(tensors), what, step, after)
 
     def then(self, run: Work) -> None:
@@ -148,6 +148,8 @@ def _capturing(stream: torch.cuda.Stream) -> bool:
 
 
 def _caller_capturing(device: torch.device) -> bool:
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 

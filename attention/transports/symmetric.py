@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -39,9 +41,30 @@ DEPTHS = {
 }  # slots of a kind that is offered again before its peers are done; of the others 1
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
+MOST_ARRANGEMENTS = 64  # of a lane that are remembered
 
 
 Operation = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the tensors of an offer lie in a slot: `shapes` of a rank's own, `rooms` with room for as many tokens as any rank
+    has, the bytes that each starts at, and all together."""
+
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    rooms: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    size: int
+
+
+@lru_cache(maxsize=4096)
+def arrange(shapes: tuple[tuple[int, ...], ...], tokens: int, dtype: torch.dtype) -> Arrangement:
+    rooms = tuple((*shape[:-3], tokens, *shape[-2:]) for shape in shapes)
+    sizes = [-(-prod(each) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for each in rooms]
+    starts = list(accumulate(sizes, initial=0))
+    return Arrangement(dtype, shapes, rooms, tuple(starts[:-1]), starts[-1])
 
 
 @dataclass
@@ -64,7 +87,14 @@ class Lane:
         self.turn = 0
         self.capacity = 0
         self.shared = Shared([])
+        self.mine: dict[
+            tuple[int, Arrangement], list[Tensor]
+        ] = {}  # this rank's tensors in a slot, which come back call by call
         self.filling: _Offered | None = None  # has its slot, but was not offered yet
+
+    def forget(self) -> None:
+        self.shared, self.capacity = Shared([]), 0
+        self.mine.clear()
 
 
 class Pool:
@@ -73,6 +103,7 @@ class Pool:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.on_cuda = device.type == "cuda"
         self.fabric: Fabric
         self.queue: Queue
         self.signals: Aside
@@ -120,15 +151,19 @@ class Pool:
             self.publish(left.flags)
             left.close()
         if size > lane.capacity:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
             size = max(size, lane.capacity * 5 // 4)  # what grows by little, as a decode does, does so seldom
             self.fabric.settle()
-            lane.shared, lane.capacity = Shared([]), 0  # before the larger one is made
+            lane.forget()  # before the larger one is made
             size = -(-size // ALIGNMENT) * ALIGNMENT
             lane.shared = self.fabric.allocate(size * len(lane.flags))
             lane.capacity = size
         return lane
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def filling(self, what: str) -> _Offered | None:
         lane = self.lanes.get(what)
@@ -137,7 +172,7 @@ class Pool:
     def acquire(self, lane: Lane) -> int:
         """The slot of the next offer, once the peers are done with what it held."""
         lane.turn = (lane.turn + 1) % len(lane.flags)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self.capturing():
             self.captured.append(lane.shared)
         self.signals.before(lane.flags[lane.turn].take_done)
         return lane.turn
@@ -159,7 +194,7 @@ class Pool:
 
     def release(self) -> None:
         for lane in self.lanes.values():
-            lane.shared, lane.capacity = Shared([]), 0
+            lane.forget()
         self.captured.clear()
 
 
@@ -234,34 +269,38 @@ class _Offered:
     def __init__(
         self, transport: Symmetric, what: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype, tokens: int
     ):
-        self.transport, self.what, self.dtype = transport, what, dtype
-        self.shapes = [(*shape[:-3], tokens, *shape[-2:]) for shape in shapes]
-        self.starts = []
-        size = 0
-        for shape in self.shapes:
-            self.starts.append(size)
-            size += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.transport, self.what = transport, what
+        self.arranged = arrange(tuple(map(tuple, shapes)), tokens, dtype)
         pool = transport.pool
-        self.lane = lane = pool.lane(what, size)
+        self.lane = lane = pool.lane(what, self.arranged.size)
         slot = pool.acquire(lane)
         self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
         self.seen: set[int] = set()  # the peers whose offer was waited for
         lane.filling = self
-        held = [self.tensor(pool.rank, i) for i in range(len(shapes))]
-        self.mine = [x.narrow(token_dim(x), 0, shape[-3]) for x, shape in zip(held, shapes, strict=True)]
+        kept = slot, self.arranged
+        if kept not in lane.mine:
+            if len(lane.mine) >= MOST_ARRANGEMENTS:
+                lane.mine.clear()
+            lane.mine[kept] = self._mine()
+        self.mine = lane.mine[kept]
 
-    def tensor(self, rank: int, i: int) -> Tensor:
-        """Tensor number i of a rank's offer."""
-        shape, start = self.shapes[i], self.at + self.starts[i]
-        stretch = self.shared.by_rank[rank][start : start + prod(shape) * self.dtype.itemsize]
-        return stretch.view(self.dtype).view(shape)
+    def _mine(self) -> list[Tensor]:
+        held, arranged = self.shared.by_rank[self.transport.pool.rank], self.arranged
+        found = []
+        for shape, whole, start in zip(arranged.shapes, arranged.rooms, arranged.starts, strict=True):
+            first = self.at + start
+            x = held[first : first + prod(whole) * arranged.dtype.itemsize].view(arranged.dtype).view(whole)
+            found.append(x.narrow(token_dim(x), 0, shape[-3]))
+        return found
 
     def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
         if not receives:
             return Done()
         pool = self.transport.pool
-        by_peer = [(peer, [m for m in receives if m.peer == peer]) for peer in pool.peers]
-        wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer if messages]
+        by_peer: dict[int, list[Message]] = {peer: [] for peer in pool.peers}
+        for message in receives:
+            by_peer[message.peer].append(message)
+        wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer.items() if messages]
         self.seen.update(peer for peer, *_ in wanted)
 
         def run() -> None:
@@ -276,25 +315,32 @@ class _Offered:
         return pool.queue.issue(run, into, self.what, step)
 
     def _pull(self, message: Message) -> None:
-        source, into = self.tensor(message.peer, message.tensor), message.into
+        into = message.into
         assert into is not None, "a receiver's message says where to"
-        rows = [(into, source)] if into.dim() == 3 else list(zip(into.unbind(0), source.unbind(0), strict=True))
-        for target, origin in rows:  # a copy engine takes rows of one pitch
-            for (a, b), (c, d) in _stretches(message.source, message.target):
-                self.transport.pool.fabric.copy(target[c:d], origin[a:b])
-                self.transport.counted(self.what, (d - c) * target[0].nbytes)
+        transport, shape = self.transport, self.arranged.rooms[message.tensor]
+        each = shape[-2] * shape[-1] * self.arranged.dtype.itemsize  # bytes of a token
+        first = self.at + self.arranged.starts[message.tensor]
+        moved = 0
+        for element in range(shape[0] if len(shape) == 4 else 1):  # a copy engine takes rows of one pitch
+            for source, target, n in stretches(message.source, message.target):
+                at = first + (element * shape[-3] + source) * each
+                transport.pool.fabric.copy(into, element, target, n, self.shared, message.peer, at)
+                moved += n * each
+        transport.counted(self.what, moved)
 
     def close(self) -> None:
         pool = self.transport.pool
         pool.finish(self.flags, [peer for peer in pool.peers if peer not in self.seen])
 
 
-def _stretches(source: Intervals, target: Intervals) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The pairs of intervals, with neighbours that are neighbours on both ends joined."""
-    joined: list[tuple[tuple[int, int], tuple[int, int]]] = []
-    for (a, b), (c, d) in zip(source, target, strict=True):
-        if joined and joined[-1][0][1] == a and joined[-1][1][1] == c:
-            (first, _), (there, _) = joined.pop()
-            a, c = first, there
-        joined.append(((a, b), (c, d)))
-    return joined
+@lru_cache(maxsize=4096)
+def stretches(source: Intervals, target: Intervals) -> tuple[tuple[int, int, int], ...]:
+    """(from, to, tokens) of each pair of intervals, with neighbours that are neighbours on both ends joined."""
+    joined: list[tuple[int, int, int]] = []
+    for (a, b), (c, _) in zip(source, target, strict=True):
+        if joined and joined[-1][0] + joined[-1][2] == a and joined[-1][1] + joined[-1][2] == c:
+            there, here, before = joined.pop()
+            joined.append((there, here, before + b - a))
+        else:
+            joined.append((a, c, b - a))
+    return tuple(joined)
