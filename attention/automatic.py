@@ -13,6 +13,7 @@ from attention.choice import Choice, Machine, Task, choose, task_of
 from attention.costs import Shapes
 from attention.kernels import Shape
 from attention.masks import Mask
+from attention.tensors import on_host
 
 NEEDED = ("heads", "head_dim")  # and tokens or cu_seqlens
 KNOWN = (
@@ -105,4 +106,4 @@ def known(device: torch.device) -> bool:
 
 
 def _plain(packs: torch.Tensor | Sequence[int]) -> Sequence[int]:
-    return packs.tolist() if isinstance(packs, torch.Tensor) else packs
+    return on_host(packs) if isinstance(packs, torch.Tensor) else packs

@@ -21,7 +21,7 @@ from attention.kernels import Shape, UnsupportedCall
 from attention.layouts import CuSeqlens, Shard, size
 from attention.masks import Mask
 from attention.peers import calls
-from attention.tensors import token_dim
+from attention.tensors import on_host, token_dim
 from attention.transports import Transport
 from attention.variants import Variant, check_heads, everything, nearest, variant
 
@@ -167,7 +167,8 @@ class ContextParallel:
         """Attention of this rank's queries over the global keys.
 
         q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads. `cu_seqlens`: the global ones,
-        for packed tensors. `scale` defaults to D^-0.5. `window` (left, right) in tokens, -1 unbounded. `kv_tokens`: of a
+        for packed tensors; a list or a CPU tensor never synchronises, a GPU tensor does when it is new or was written
+        (`tensors.on_host`). `scale` defaults to D^-0.5. `window` (left, right) in tokens, -1 unbounded. `kv_tokens`: of a
         decode, how many keys there are on all ranks; by default this rank's times the world size.
         Returns out like q; with `return_lse` also the fp32 log-sum-exp `[B, H, s]` or `[H, t]`, not differentiable.
         Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
@@ -296,7 +297,7 @@ def _host(cu_seqlens: Packs, x: Tensor, total: int | None = None) -> CuSeqlens:
     total = x.shape[token_dim(x)] if total is None else total
     if cu_seqlens is None:
         return (0, total)
-    cu = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, Tensor) else tuple(int(c) for c in cu_seqlens)
+    cu = on_host(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(int(c) for c in cu_seqlens)
     if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)) or cu[-1] != total:
         shown = cu if len(cu) < 9 else (*cu[:4], "...", *cu[-3:])
         raise ValueError(f"cu_seqlens={shown}: must rise from 0 to the global number of tokens, {total}")

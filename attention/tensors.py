@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.masks import Interval
+
+_read = WeakTensorKeyDictionary()  # by tensor, when it was read and what stood there
 
 
 def token_dim(x: Tensor) -> int:
@@ -52,3 +55,22 @@ def add_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor) -> None:
     for start, stop in intervals:
         x.narrow(dim, start, stop - start).add_(values.narrow(dim, at, stop - start))
         at += stop - start
+
+
+def on_host(x: Tensor) -> tuple[int, ...]:
+    """The numbers `[n]` of an integer tensor. A device's tensor is read once, which waits for the device, and again only when
+    it was written. A write that its `_version` does not count, as a CUDA graph's replay, is not noticed; an inference tensor
+    has no version and is read each time."""
+    if x.device.type == "cpu":
+        return tuple(x.tolist())  # waits for nothing, and sees what NumPy wrote
+    return kept(x)
+
+
+def kept(x: Tensor) -> tuple[int, ...]:
+    if x.is_inference():
+        return tuple(x.tolist())
+    state = (x._version, x.data_ptr(), x.shape)
+    found = _read.get(x)
+    if found is None or found[0] != state:
+        found = _read[x] = (state, tuple(x.tolist()))
+    return found[1]
