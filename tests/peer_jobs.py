@@ -14,7 +14,7 @@ from attention.kernels import KERNELS, Call
 from attention.masks import Mask
 from attention.peers import PEERS
 from runner.rank import Rank
-from tests.jobs import DTYPES, _by_kernel, _call, rel
+from tests.jobs import DTYPES, by_kernel, inputs, rel
 
 
 def compare(
@@ -30,23 +30,17 @@ def compare(
     fn = attention.make(name, kernel=kernel, **options)
     exactly = torch.float32 if me.device.type == "cuda" else torch.float64
     forwards, found = [], []
-    for number, case in enumerate(cases):
+    for case in cases:
         packs = case.get("packs")
-        lead = (case["tokens"],) if packs else (case.get("batch", 2), case["tokens"])
-        generator = torch.Generator().manual_seed(number)
-        heads = (case["heads"], case["kv_heads"], case["kv_heads"], case["heads"])
-        whole = [
-            torch.randn(*lead, h, case["head_dim"], generator=generator).to(me.device, DTYPES[dtype]) for h in heads
-        ]
+        whole = inputs(case, dtype, me.device)
         shards = [fn.shard(x, packs).requires_grad_() for x in whole[:3]]
         how = {"causal": case["causal"], "cu_seqlens": packs}
         forwards.append((case, whole, shards, fn(*shards, **how), fn.plan(*shards, **how)))
     for case, whole, shards, out, plan in forwards:
         packs = case.get("packs")
         gradients = torch.autograd.grad(out, shards, fn.shard(whole[3], packs))
-        call = _call(Mask.of(case["causal"]), packs, case["head_dim"], me.device)
-        exact = _by_kernel("math", call, *(x.to(exactly) for x in whole))
-        alone = _by_kernel(case.get("local", plan.kernel.name), call, *whole)
+        exact, _ = by_kernel("math", case, dtype, exactly, me.device)
+        alone, _ = by_kernel(case.get("local", plan.kernel.name), case, dtype, DTYPES[dtype], me.device)
         ours = [fn.unshard(x, packs) for x in (out, *gradients)]
         found.append({
             "case": case,
