@@ -56,7 +56,7 @@ INVALID = [
     *((["check.enabled=false", f"launch.fault=0:check_{what}:raise"], f"0:check_{what}:raise", "no phase check_",
        "check.enabled=true would") for what in ("variant", "reference", "compare")),
     (["launch.fault=x:timing:kill"], "launch.fault=x:timing:kill", "rank below 2"),
-    (["attention=ring", "+attention.stride=2"], "attention.stride", "ring has no such option", "its options: none"),
+    (["attention=ring", "+attention.stride=2"], "attention.stride", "ring has no such option", "its options: head_parts"),
     (["attention=ring_allgather", "+attention.stride=2"], "attention.stride", "its options: heads_k_stride"),
     (["attention=ring_allgather", "attention.heads_k_stride=3"], "heads_k_stride=3", "divide kv_heads=8", "[1, 2, 4, 8]"),
     (["attention=ring_allgather", "attention.heads_k_stride=0"], "heads_k_stride=0", "divide kv_heads=8", "[1, 2, 4, 8]"),
