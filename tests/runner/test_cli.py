@@ -1,4 +1,4 @@
-"""The main job through its command line, in real processes; what needs no process of its own runs in this one."""
+"""The main job through its command line, in real processes."""
 
 import json
 import os
@@ -9,14 +9,12 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
-from runner import app, results
-from runner.__main__ import exit_status, main
-from tests.conftest import run
+from runner import results
+from runner.__main__ import exit_status
 
 SMALL = [
     "seq_len=128",
@@ -29,26 +27,15 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def run_here(pool, monkeypatch, capsys):
-    """Run the program in this process and over the tests' worlds: to start both takes longer than most runs do."""
+def environment(tmp_path):
+    return {**os.environ, "TEST_OUTPUT": str(tmp_path)}
 
-    def call(folder, *arguments):
-        handler = signal.getsignal(signal.SIGTERM)
-        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it
-        monkeypatch.setattr(sys, "argv", ["runner", f"output={folder}", *SMALL, *arguments])
-        monkeypatch.setattr(app, "pool", SimpleNamespace(get=pool.get, close=lambda: None))
-        monkeypatch.setattr(app, "statuses", [])
-        monkeypatch.setattr(app, "sweeps", [])
-        app.fresh_seed.cache_clear()
-        try:
-            returncode = main()
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-        shown = capsys.readouterr()
-        return SimpleNamespace(returncode=returncode, stdout=shown.out, stderr=shown.err)
 
-    return call
+def run(tmp_path, *arguments, small=True, timeout=120, **options):
+    command = [sys.executable, "-m", "runner", f"output={tmp_path}", *(SMALL if small else []), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment(tmp_path), **options
+    )
 
 
 def results_in(tmp_path):
@@ -88,10 +75,10 @@ def test_the_exit_status_is_zero_when_a_run_is_ok_or_there_was_none(statuses, st
     assert exit_status(statuses) == status
 
 
-@pytest.mark.program(*SMALL)
-def test_a_run_is_checked_timed_and_recorded(done):
+def test_a_run_is_checked_timed_and_recorded(tmp_path):
+    done = run(tmp_path)
     assert done.returncode == 0, done.stderr
-    value = only(done.folder)
+    value = only(tmp_path)
     assert value["status"] == "ok"
     assert set(results.FIELDS) == set(value)
     assert value["correctness"]["passed"] is True
@@ -101,7 +88,7 @@ def test_a_run_is_checked_timed_and_recorded(done):
     assert value["experiment"]["world_size"] == 2
     assert value["baseline"]["speedup"]["total"] > 0
     assert value["memory"]["by_rank"][1]["peak_resident"] > 0
-    folder = next(done.folder.glob("runs/*/*"))
+    folder = next(Path(tmp_path).glob("runs/*/*"))
     samples = pd.read_parquet(folder / "samples.parquet")
     assert len(samples) == 2 * 2 * 3  # ranks, passes, samples
     assert set(samples["pass"]) == {"forward", "backward"}
@@ -113,15 +100,15 @@ def test_a_run_is_checked_timed_and_recorded(done):
         assert word in done.stdout
 
 
-@pytest.mark.program(
-    *SMALL, "-m", "attention=zigzag,ring", "causal=false", "launch.fault=null,1:timing:raise,0:check_variant:kill",
-    "launch.timeout_s=60", "hydra.sweep.dir=${output}/sweep",
-)  # fmt: skip
-def test_a_sweep_records_every_outcome_and_goes_on(done):
+def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
     # raises, hangs and the rest are provoked in one rank each; runs after them get a fresh world
+    done = run(
+        tmp_path, "-m", "attention=zigzag,ring", "causal=false",
+        "launch.fault=null,1:timing:raise,0:check_variant:kill", "launch.timeout_s=60",
+        "hydra.sweep.dir=" + str(tmp_path / "sweep"),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    sweep = done.folder / "sweep"
-    found = results_in(sweep)
+    found = results_in(tmp_path / "sweep")
     assert len(found) == 6
     by_kind = {}
     for value in found.values():
@@ -140,33 +127,33 @@ def test_a_sweep_records_every_outcome_and_goes_on(done):
             rank, phase, kind = fault.split(":")
             assert (value["failure"]["rank"], value["failure"]["phase"]) == (int(rank), phase)
             assert ("SIGKILL" if kind == "kill" else "provoked") in value["reason"]
-    summary = pd.read_csv(sweep / "summary.csv")
+    summary = pd.read_csv(tmp_path / "sweep" / "summary.csv")
     assert sorted(summary["status"]) == sorted(v["status"] for v in found.values())
-    assert (sweep / "summary.parquet").exists()
-    assert (sweep / "summary.md").read_text().count("\n") > 6
-    assert not started_by(done.folder)
+    assert (tmp_path / "sweep" / "summary.parquet").exists()
+    assert (tmp_path / "sweep" / "summary.md").read_text().count("\n") > 6
+    assert not started_by(tmp_path)
 
 
-@pytest.mark.program(*SMALL, "launch.fault=1:timing:hang", "launch.timeout_s=3")
-def test_a_hang_is_a_timeout_with_the_stack_in_the_log(done):
+def test_a_hang_is_a_timeout_with_the_stack_in_the_log(tmp_path):
+    done = run(tmp_path, "launch.fault=1:timing:hang", "launch.timeout_s=2")
     assert done.returncode == 1
-    value = only(done.folder)
+    value = only(tmp_path)
     assert value["status"] == "timeout"
     assert value["failure"]["phase"] == "timing"
-    log = next(done.folder.glob("runs/*/*/run.log")).read_text()
+    log = next(Path(tmp_path).glob("runs/*/*/run.log")).read_text()
     assert "_provoke" in log
 
 
-@pytest.mark.program(*SMALL, "launch.memory_limit_gb=0.05", "seq_len=4096", "heads=8", "kv_heads=8", "head_dim=64")
-def test_too_little_memory_is_oom(done):
+def test_too_little_memory_is_oom(tmp_path):
+    done = run(tmp_path, "launch.memory_limit_gb=0.05", "seq_len=4096", "heads=8", "kv_heads=8", "head_dim=64")
     assert done.returncode == 1
-    value = only(done.folder)
+    value = only(tmp_path)
     assert value["status"] == "oom", value["reason"]
     assert value["failure"]["phase"]
 
 
 def test_invalid_values_say_value_rule_and_way_out(tmp_path):
-    done = run(tmp_path, *SMALL, "seq_len=130")
+    done = run(tmp_path, "seq_len=130")
     assert done.returncode == 2
     value = only(tmp_path)
     assert value["status"] == "invalid"
@@ -175,8 +162,8 @@ def test_invalid_values_say_value_rule_and_way_out(tmp_path):
         assert word in done.stderr
 
 
-def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_timing(run_here, tmp_path):
-    done = run_here(tmp_path, "-m", "kernel=flash2,math", "dtype.rel_l2=1e-9", "mode=forward")
+def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_timing(tmp_path):
+    done = run(tmp_path, "-m", "kernel=flash2,math", "dtype.rel_l2=1e-9", "mode=forward")
     assert done.returncode == 1  # none of them is ok
     by_kernel = {value["config"]["kernel"]["name"]: value for value in results_in(tmp_path).values()}
     value = by_kernel["flash2"]
@@ -189,9 +176,9 @@ def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_timi
     assert "rel L2" in value["reason"]
 
 
-def test_every_timing_method_runs_on_a_cpu_forward_only_too(run_here, tmp_path):
-    arguments = ["-m", "timing=simple,adaptive,profiler", "timing.time_cap_s=1", "mode=null,forward", "baseline=none"]
-    done = run_here(tmp_path, *arguments, "attention=ring_allgather", "phases=false")
+def test_every_timing_method_runs_on_a_cpu_forward_only_too(tmp_path):
+    arguments = ["-m", "timing=simple,adaptive,profiler", "timing.time_cap_s=2", "mode=null,forward", "baseline=none"]
+    done = run(tmp_path, *arguments, "attention=ring_allgather", "phases=false")
     assert done.returncode == 0, done.stderr
     folders = {path.parent: json.loads(path.read_text()) for path in tmp_path.rglob("result.json")}
     assert {(v["timing"]["method"], v["experiment"]["mode"]) for v in folders.values()} == set(
@@ -211,7 +198,7 @@ def test_every_timing_method_runs_on_a_cpu_forward_only_too(run_here, tmp_path):
                 assert profile["exposed_communication_ms"] <= profile["communication_ms"]
 
 
-def test_resume_keeps_what_is_ok(run_here, tmp_path):
+def test_resume_keeps_what_is_ok(tmp_path):
     arguments = [
         "-m",
         "attention=dense,ring",
@@ -220,11 +207,11 @@ def test_resume_keeps_what_is_ok(run_here, tmp_path):
         "seed=1",
         "phases=false",
     ]
-    run_here(tmp_path, *arguments)
+    run(tmp_path, *arguments)
     times = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
     broken = next(iter(times))
     broken.write_text(broken.read_text().replace('"status": "ok"', '"status": "crash"'))
-    done = run_here(tmp_path, *arguments)
+    done = run(tmp_path, *arguments)
     assert done.stdout.count("kept from before") == 1
     again = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
     assert again.keys() == times.keys()
@@ -233,7 +220,7 @@ def test_resume_keeps_what_is_ok(run_here, tmp_path):
 
 def test_an_output_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
     (tmp_path / "file").write_text("")
-    done = run(tmp_path / "file", *SMALL)
+    done = run(tmp_path / "file")
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert "cannot write" in line
@@ -269,12 +256,12 @@ def ended_by_a_full_disk(done, folder):
 
 def test_a_disk_that_is_full_before_a_run_starts_is_one_clear_line(disk):
     folder = disk(8)  # Hydra's own files need more
-    ended_by_a_full_disk(run(folder, *SMALL), folder)
+    ended_by_a_full_disk(run(folder), folder)
 
 
 def test_a_disk_that_fills_up_within_a_sweep_ends_it_with_one_clear_line(disk):
     folder = disk(72)
-    done = run(folder, *SMALL, "-m", "attention=ring,zigzag,ring_allgather", "phases=false", "baseline=none", "seed=1")
+    done = run(folder, "-m", "attention=dense,ring,zigzag", "phases=false", "baseline=none", "seed=1")
     ended_by_a_full_disk(done, folder)
     finished = len(results_in(folder))
     assert 1 <= finished < 3
@@ -284,8 +271,7 @@ def test_a_disk_that_fills_up_within_a_sweep_ends_it_with_one_clear_line(disk):
 def test_a_result_too_large_for_the_limit_on_files_is_one_clear_line(tmp_path):
     """What a full disk does, where no file system can be mounted: no file may be longer than 6 KiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6144, 6144))  # noqa: E731
-    done = run(tmp_path, *SMALL, "phases=false", "baseline=none", preexec_fn=limit)
-    ended_by_a_full_disk(done, tmp_path)
+    ended_by_a_full_disk(run(tmp_path, "phases=false", "baseline=none", preexec_fn=limit), tmp_path)
     assert list(tmp_path.rglob("*.parquet")) and not results_in(tmp_path)
 
 
@@ -299,7 +285,7 @@ def test_interrupting_a_sweep_keeps_what_is_finished_and_leaves_no_process(tmp_p
         text=True,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
-        env={**os.environ, "TEST_OUTPUT": str(tmp_path)},
+        env=environment(tmp_path),
     )
     deadline = time.time() + 60
     while not results_in(tmp_path) and time.time() < deadline:
@@ -314,25 +300,25 @@ def test_interrupting_a_sweep_keeps_what_is_finished_and_leaves_no_process(tmp_p
     assert not started_by(tmp_path)
 
 
-@pytest.mark.program("timing.timing_runs=5000", "launch.fault=0:timing:raise", "seq_len=2048", "batch=1", "heads=8",
-                     "kv_heads=8", "head_dim=64", "check.enabled=false")  # fmt: skip
-def test_a_long_workload_says_so_and_goes_on(done):
+def test_a_long_workload_says_so_and_goes_on(tmp_path):
     # one small iteration, but many of them: the estimate counts all
+    done = run(tmp_path, "timing.timing_runs=5", "launch.fault=0:timing:raise", "seq_len=8192", "batch=8", "heads=8",
+               "check.enabled=false", small=False)  # fmt: skip
     assert "FLOP" in done.stderr
     assert "going on" in done.stderr
 
 
-@pytest.mark.program("-m", "attention=dense,ring,zigzag,ring_allgather", "seed=1,2,3,4,5", "config=tiny", "seq_len=256")
-def test_twenty_tiny_runs_take_less_than_a_minute(done):
+def test_twenty_tiny_runs_take_less_than_a_minute(tmp_path):
+    start = time.time()
+    done = run(tmp_path, "-m", "attention=dense,ring,zigzag,ring_allgather", "seed=1,2,3,4,5", "config=tiny", "seq_len=256",
+               small=False)  # fmt: skip
     assert done.returncode == 0
-    assert len(results_in(done.folder)) == 20
-    assert done.seconds < 60
+    assert len(results_in(tmp_path)) == 20
+    assert time.time() - start < 60
 
 
-def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus_is_unsupported_without(
-    run_here, tmp_path
-):
-    done = run_here(tmp_path, "-m", "attention=tree", "attention.reduce=packed,fused", "causal=false", "seq_len=512")
+def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus_is_unsupported_without(tmp_path):
+    done = run(tmp_path, "-m", "attention=tree", "attention.reduce=packed,fused", "causal=false", "seq_len=512")
     assert done.returncode == 0, done.stderr
     by_reduction = {value["config"]["attention"]["reduce"]: value for value in results_in(tmp_path).values()}
     value = by_reduction["packed"]
@@ -344,9 +330,9 @@ def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus
     assert "reduce=packed" in value["reason"]
 
 
-def test_auto_records_what_it_chose_and_why(run_here, tmp_path):
+def test_auto_records_what_it_chose_and_why(tmp_path):
     """On a CPU by its own ceilings; the experiment, the metrics and the phases are those of the chosen variant."""
-    done = run_here(tmp_path, "attention=auto", "world_size=2")
+    done = run(tmp_path, "attention=auto", "world_size=2")
     assert done.returncode == 0, done.stderr
     value = only(tmp_path)
     chosen, experiment = value["chosen"], value["experiment"]
