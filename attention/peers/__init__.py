@@ -17,7 +17,7 @@ from attention.schedules import Problem, Step
 from attention.variants import Variant
 
 EXTRA = "pip install '.[peers]'"
-SDPA = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+SDPA = ("sdpa_cudnn", "sdpa_flash")  # not sdpa_efficient: no GQA, and its dq was wrong over two GPUs (torch 2.11)
 
 
 @dataclass(frozen=True)

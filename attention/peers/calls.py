@@ -48,11 +48,6 @@ def kernel(name: str, wanted: str, shape: Shape, masks: tuple[Mask, ...]) -> Ker
     if name == "transformer_engine":
         chosen = copy.copy(chosen)  # what a local call is compared with; what ran is its own
         chosen.name = name
-    if name == "torch_cp" and chosen.name == "sdpa_efficient" and shape.heads != shape.kv_heads:
-        raise UnsupportedCall(
-            f"kernel=sdpa_efficient: PyTorch's has no GQA ({shape.heads}:{shape.kv_heads} heads); use sdpa_flash or "
-            "sdpa_cudnn, or repeat the KV heads"
-        )
     return chosen
 
 

@@ -23,7 +23,6 @@ from attention.executors.plan import Plan
 BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _open = ExitStack()
 _attention: dict[Any, Callable[..., Tensor]] = {}  # of the one open context, by group and device type

@@ -52,13 +52,6 @@ def test_pytorchs_context_parallel(in_world, rotate, kernel, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_pytorchs_context_parallel_with_memory_efficient_attention(in_world, world):
-    able("torch_cp", "sdpa_efficient")
-    cases = [base(world, kv_heads=16)]
-    near(in_world("compare", world, name="torch_cp", options={}, cases=cases, dtype="bf16", kernel="sdpa_efficient"))
-
-
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", SAME_KERNELS)
 @pytest.mark.parametrize("name", FLASH_CALLERS)
 def test_a_peer_over_each_local_kernel(in_world, name, kernel, world):
