@@ -1,15 +1,20 @@
 """The agent of a world on one node: starts this node's ranks through torch.distributed's elastic launch and writes down
 who failed. `python -m runner.agent FOLDER SPEC`; on a further node of a larger world the same with the first node's
-endpoint in SPEC."""
+endpoint in SPEC.
+
+The ranks are forked off a server that has imported what they need (runner.forked), once for all of them, while the agent
+itself imports what it needs."""
 
 from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import uuid
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,8 @@ def die_with_parent() -> None:
 def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
     os.environ["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
+    multiprocessing.set_forkserver_preload(["runner.forked"])
+    forkserver.ensure_running()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -38,7 +45,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
         rdzv_endpoint=spec["endpoint"] or "localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="spawn",
+        start_method="forkserver",
         local_addr="localhost" if nodes == 1 else None,
     )
     try:

@@ -12,7 +12,12 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from runner.launch import Outcome, Pool, WorldSpec  # noqa: E402
+from runner.launch import Outcome, Pool, WorldSpec, cores  # noqa: E402
+
+
+def pytest_xdist_auto_num_workers(config):
+    """The files of tests go to several workers, which have their own worlds; GPUs are not shared."""
+    return 0 if torch.cuda.is_available() else min(4, cores())
 
 
 @pytest.fixture(scope="session")
