@@ -23,7 +23,7 @@ from attention.passes import passes
 from attention.rates import LONG, Rate
 from attention.schedules import Problem, length, steps, union
 from attention.transfers import Intervals, gather_move, step_route
-from attention.variants import VARIANTS, Variant, check_heads
+from attention.variants import OVERLAPPED, VARIANTS, Variant, check_heads
 
 AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
@@ -395,14 +395,16 @@ def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
             edges = (block.mask.left >= 0) + (block.mask.right >= 0)
             computed = min(n * keys, block.pairs + edges * n * min(TILE, keys) // 2)
             pairs[block.mask] = pairs.get(block.mask, 0) + computed
+        # whole blocks of the same queries are one call
+        apart = list({(b.q, b.k if not b.mask.full else None): b for b in step.blocks}.values())
         gathered = step.owner < 0
         route = gather_move(problem, place).route if gathered else step_route(problem, place, i)
         found.append(
             _Work(
                 tuple(pairs.items()),
-                len(step.blocks),
+                len(apart),
                 len({(block.mask, block.group) for block in step.blocks}),
-                sum(b.q[1] - b.q[0] for b in step.blocks),
+                sum(b.q[1] - b.q[0] for b in apart),
                 sum(b.k[1] - b.k[0] for b in step.blocks),
                 length(step.keys),
                 route.received_tokens,
@@ -522,9 +524,9 @@ class _Rank:
         from attention.executors.heads import head_groups
 
         sizes, options = self.shapes, self.candidate.options
-        (step,) = self.work
-        most = max(_work(self.problem, place)[0].seen for place in _places(self.problem))
-        groups = head_groups(sizes.heads, sizes.kv_heads, options["heads_k_stride"], self.pulls, most)
+        *own, step = self.work
+        most = max(_work(self.problem, place)[-1].seen for place in _places(self.problem))
+        groups = head_groups(sizes.heads, sizes.kv_heads, options["heads_k_stride"], self.pulls and not own, most)
         shares = [(g.k_stop - g.k_start) / sizes.kv_heads for g in groups]
         received = self._received(backward)
         gathered = not self.pulls and not self.problem.mask.windowed
@@ -539,19 +541,23 @@ class _Rank:
             copies = self.machine.copied(2 * rows * sizes.batch * sizes.head_dim * sizes.itemsize)
             copies += len(groups) * PACK_US / 1e6
         busy = [self._step(step, backward) * share + calls * self._tail(backward) for share in shares]
+        if own:  # whose keys are here, and whose gradients stay
+            busy = [self._step(own[0], backward) + self._tail(backward), *busy]
+            incoming, homeward = [0.0, *incoming], [0.0, *homeward] if backward else []
         compute, exposed = _pipeline(busy, incoming, homeward, max(link.slows, home.slows if backward else 0.0))
         if "q" in received:  # queries there, results back
             exposed += 2 * home.seconds(received["q"] / 2)
         if gathered and self.task.world > 1:  # from where they arrived to their place
             copies += self.machine.copied(2 * step.seen * self.kv_token)
         merges = copies + (self._summed(step, len(groups)) if backward else 0.0)
+        if own:  # out, or dq, is read twice and written once
+            merged = 3 * step.queries * sizes.batch * sizes.heads * sizes.head_dim * sizes.itemsize
+            merges += self.machine.copied(merged) / MERGE_SHARE + calls * self.machine.overheads.merge / 1e6
         exchanges = len(groups) * (2 if backward else 1) + (2 if "q" in received else 0)
-        return Pass(compute, exposed, merges, self._host(calls * len(groups), exchanges))
+        return Pass(compute, exposed, merges, self._host(len(own) + calls * len(groups), exchanges))
 
     def _overlapped(self, tokens: int) -> bool:
         """Whether an executor left to itself divides its heads, so that some travel while others compute."""
-        from attention.executors.heads import OVERLAPPED
-
         return tokens >= OVERLAPPED
 
     def _summed(self, step: _Work, groups: int) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from attention.layouts import CuSeqlens, Layout, size
+from attention.layouts import CuSeqlens, Layout, Shard, size
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
@@ -148,6 +148,18 @@ def stripe(problem: Problem, rank: int) -> list[Step]:
 
 def gather(problem: Problem, rank: int) -> list[Step]:
     """All needed keys in sequence order: each of the rank's query chunks is one block against its keys."""
+    return [Step(SEQUENCE, _chunks(problem, rank, ()))]
+
+
+def own_first(problem: Problem, rank: int) -> list[Step]:
+    """As `gather`, of zigzag shards without a window, in two steps: the rank's own keys, which nothing has to be waited for,
+    as in zigzag, and then the others'."""
+    mine = problem.layout.shards(problem.cu_seqlens, problem.world)[rank]
+    return [zigzag(problem, rank)[0], Step(SEQUENCE, _chunks(problem, rank, mine))]
+
+
+def _chunks(problem: Problem, rank: int, without: Shard) -> tuple[Block, ...]:
+    """The blocks of the rank's query chunks against the keys of their sequences, but for the ranges `without`."""
     blocks = []
     at = 0
     seen = [0] * len(problem.cu_seqlens)  # chunks of each sequence so far
@@ -156,11 +168,25 @@ def gather(problem: Problem, rank: int) -> list[Step]:
         for number, (start, stop) in enumerate(pairwise(problem.cu_seqlens)):
             a, b = max(chunk.start, start), min(chunk.stop, stop)
             if a < b:
-                found = _tiles(problem.mask, (a - start, b - start), at - (a - start), (0, stop - start), start)
-                blocks += [replace(block, group=seen[number]) for block in found]
+                for k, k_stop in _gaps((start, stop), without):
+                    found = _tiles(
+                        problem.mask, (a - start, b - start), at - (a - start), (k - start, k_stop - start), start
+                    )
+                    blocks += [replace(block, group=seen[number]) for block in found]
                 seen[number] += 1
                 at += b - a
-    return [Step(SEQUENCE, tuple(blocks))]
+    return tuple(blocks)
+
+
+def _gaps(interval: Interval, without: Shard) -> Iterator[Interval]:
+    """What the ranges leave of an interval, in order."""
+    at, end = interval
+    for start, stop in sorted((r.start, r.stop) for r in without):
+        if at < min(start, end):
+            yield at, min(start, end)
+        at = max(at, stop)
+    if at < end:
+        yield at, end
 
 
 def tree(problem: Problem, rank: int) -> list[Step]:

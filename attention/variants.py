@@ -18,6 +18,7 @@ Exchange = Literal["ring", "gather", "all_to_all", "tree", "peer"]  # peer: a pa
 GROUPINGS = ("separate", "packed", "fused")
 REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
 RINGS = ("zigzag", "contiguous")
+OVERLAPPED = 16384  # gathered tokens from which a transfer costs more than the calls that hide it
 ROTATES = ("allgather", "alltoall")
 CP_COMM_TYPES = ("p2p", "all_gather")
 
@@ -63,8 +64,10 @@ class Variant:
     def _outer(self, options: Mapping[str, Any]) -> Layout:
         return layouts.CONTIGUOUS if options.get("ring") == "contiguous" else self.layout
 
-    def steps(self, options: Mapping[str, Any]) -> StepsOf:
+    def steps(self, options: Mapping[str, Any], cu_seqlens: CuSeqlens, world: int, mask: Mask) -> StepsOf:
         """The schedule, which an option may choose."""
+        if world > 1 and own_first(options, cu_seqlens, mask):
+            return schedules.own_first
         return schedules.ring if options.get("ring") == "contiguous" else self.schedule
 
     def problem(
@@ -101,7 +104,7 @@ class Variant:
             mask,
             outer,
             q_layout,
-            self.steps(options),
+            self.steps(options, cu_seqlens, world, mask),
             q_tokens if self.decode else None,
             ulysses,
         )
@@ -126,6 +129,11 @@ class Variant:
                 "ring=contiguous has one" if zigzag else "ring, ring_allgather, llama3, zigzag_llama3 and ulysses do"
             )
             raise ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {others}")
+        if mask.windowed and options.get("own_first"):
+            raise ValueError(
+                f"window=({mask.left}, {mask.right}): {self.name} with own_first=true has no sliding window; own_first=null "
+                "has one"
+            )
 
     def check_options(self, options: Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
         """Raises ValueError for an option's value that does not go with these heads in this world."""
@@ -140,6 +148,12 @@ class Variant:
         ):
             if name in options and options[name] not in known:
                 raise ValueError(f"{name}={options[name]}: {nearest(str(options[name]), known)}")
+        if options.get("own_first") not in (None, True, False):
+            raise ValueError(f"own_first={options['own_first']}: must be true, false or null")
+        if options.get("own_first") and options["grouping"] != "separate":
+            raise ValueError(
+                f"own_first=true: what is left of the chunks is not grouped; use grouping=separate, not {options['grouping']}"
+            )
         if "node_size" in options:
             node_size(world, options)
         ulysses = self.ulysses(world, options)
@@ -270,7 +284,7 @@ _register(
         schedules.gather,
         "gather",
         causal_only=True,
-        options={"heads_k_stride": None, "grouping": "separate"},
+        options={"heads_k_stride": None, "grouping": "separate", "own_first": None},
     )
 )
 _register(
@@ -373,6 +387,16 @@ def variant(name: str) -> Variant:
     if name not in known:
         raise ValueError(f"attention={name!r} is not a variant; {nearest(name, known)}")
     return known[name]
+
+
+def own_first(options: Mapping[str, Any], cu_seqlens: CuSeqlens, mask: Mask) -> bool:
+    """Whether a gather begins with the rank's own keys. None: where the sequence is too short for the other way to hide the
+    transfer, a group of heads after another, which needs no merges."""
+    wanted = options.get("own_first", False)
+    if wanted is None:
+        short = len(cu_seqlens) == 2 and cu_seqlens[-1] < OVERLAPPED and options["heads_k_stride"] is None
+        return short and options["grouping"] == "separate" and not mask.windowed
+    return bool(wanted)
 
 
 def node_size(world: int, options: Mapping[str, Any]) -> int:

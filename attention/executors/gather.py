@@ -1,6 +1,7 @@
 """The gather executor: the needed keys of all ranks come together in sequence order, a group of KV heads at a time, the
 next group travelling while this one computes; each query chunk is then one call, and nothing is merged. Backward gathers
-again, and each owner sums its ranks' dk and dv in fp32."""
+again, and each owner sums its ranks' dk and dv in fp32. A schedule that begins with the rank's own keys computes on them
+while the others' travel, and merges."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from torch import Tensor
 from attention.executors import grouping
 from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
-from attention.merge import empty_result
+from attention.merge import empty_result, merge
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_parts
-from attention.tensors import put_, room, take, token_dim
+from attention.tensors import put_, room, take, token_dim, tokens
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
@@ -41,44 +42,64 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """q in the schedule's q layout, k and v this rank's shards. Returns (out, lse) for q."""
-    step = plan.steps[0]
-    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls, step.most)
-    out = torch.empty_like(q)
-    lse = empty_result(q[..., :0])[1]
-    if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
-        out.zero_()  # some query sees no key
+    *own, step = plan.steps
+    groups = _groups(q, k, plan)
     with closing(_Keys(k, v, plan, groups)) as source:
         incoming = source.fetch(0)
+        if own:
+            (each,) = own[0].calls
+            with phase("comp_block", 0):
+                out, lse = plan.kernel.forward(q, k, v, each.call)
+        else:
+            out, lse = torch.empty_like(q), empty_result(q[..., :0])[1]
+            if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
+                out.zero_()  # some query sees no key
         for i, group in enumerate(groups):
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
-            heads = group.queries
-            with phase("comp_block", i):
-                grouping.forward(
-                    q[..., heads, :], keys, values, step.calls, plan, (out[..., heads, :], lse[..., heads, :])
-                )
+            mine, into = q[..., group.queries, :], (out[..., group.queries, :], lse[..., group.queries, :])
+            if own:
+                _merge_rest(mine, keys, values, plan, into, 1 + i)
+            else:
+                with phase("comp_block", i):
+                    grouping.forward(mine, keys, values, step.calls, plan, into)
     return out, lse
+
+
+def _merge_rest(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, into: tuple[Tensor, Tensor], number: int) -> None:
+    """What the own keys left of the calls, merged into `into`."""
+    for each in plan.steps[-1].calls:
+        with phase("comp_block", number):
+            part, part_lse = plan.kernel.forward(take(q, each.q), take(keys, each.k), take(values, each.k), each.call)
+        with phase("comp_merge", number):
+            for rows, here in zip(each.q, side_by_side(each.q), strict=True):
+                out, lse = take(into[0], (rows,)), take(into[1], (rows,), -1)
+                merge(out, lse, out, lse, take(part, (here,)), take(part_lse, (here,), -1))
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout, q, out and lse in the schedule's q layout. Returns dq in that layout, dk and dv of this rank's shards."""
-    step = plan.steps[0]
-    groups = head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], plan.transport.pulls, step.most)
-    once = _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
+    *own, step = plan.steps
+    groups = _groups(q, k, plan)
+    once = own or _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
     dq = torch.empty_like(q) if once else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) for x in (k, v))
     returning: _Return | None = None
     with closing(_Keys(k, v, plan, groups)) as source:
         incoming = source.fetch(0)
+        if own:
+            (each,) = own[0].calls
+            with phase("comp_block", 0):
+                plan.kernel.backward(dout, q, k, v, out, lse, each.call, (dq, dk, dv))
         for i, group in enumerate(groups):
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
             heads = group.queries
-            home = _Return(keys, plan, group, i)
+            home = _Return(keys, plan, group, i + len(own))
             mine = (dout[..., heads, :], q[..., heads, :], out[..., heads, :], lse[..., heads, :], dq[..., heads, :])
             home.compute(*mine, keys, values)
             if returning is not None:
@@ -88,6 +109,12 @@ def _backward(
     if returning is not None:
         returning.finish(dk, dv)
     return dq, dk, dv
+
+
+def _groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
+    # small groups at the ends hide what own keys hide too
+    pulls = plan.transport.pulls and len(plan.steps) == 1
+    return head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], pulls, plan.steps[-1].most)
 
 
 def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
@@ -147,7 +174,7 @@ class _Keys:
 class _Pulled:
     def __init__(self, source: _Keys, offer: Offer, i: int):
         plan, route, mine = source.plan, source.moving.route, source.mine[i]
-        self.keys = [room(x, plan.steps[0].n_keys) for x in mine]
+        self.keys = [room(x, plan.steps[-1].n_keys) for x in mine]
         sends = plan.messages(route.sends, first=2 * i)
         self.handle: Handle = offer.fetch(sends, plan.messages(route.receives, self.keys, first=2 * i), i)
         with phase("comp_place", i):
@@ -163,7 +190,7 @@ class _Pulled:
 class _AllGathered:
     def __init__(self, source: _Keys, i: int):
         self.plan, self.step = source.plan, i
-        self.keys = [room(x, self.plan.steps[0].n_keys) for x in source.mine[i]]
+        self.keys = [room(x, self.plan.steps[-1].n_keys) for x in source.mine[i]]
         both = torch.stack(source.mine[i])
         self.staged = both.new_empty((self.plan.problem.world, *both.shape))
         self.handle = self.plan.transport.all_gather(self.staged, both, "kv", i)
@@ -181,12 +208,14 @@ class _AllGathered:
 
 
 class _Return:
-    """dk and dv of one head group: computed, sent home and summed there, in fp32 at each place."""
+    """dk and dv of one head group: computed, sent home and summed there, in fp32 at each place. Where the own keys came first,
+    dq, dk and dv hold what these gave, to which the rest is added."""
 
     def __init__(self, keys: Tensor, plan: Plan, group: HeadGroup, number: int):
         self.plan, self.group, self.number = plan, group, number
         self.moving = gather_move(plan.problem, plan.rank)
-        self.most = plan.steps[0].most
+        *self.own, self.step = plan.steps
+        self.most = self.step.most
         self.sums = plan.transport.room("dkv", [keys.shape, keys.shape], keys, self.most)
 
     def compute(
@@ -195,13 +224,14 @@ class _Return:
         """All calls of the step; writes dq, and this rank's dk and dv of the gathered keys."""
         everything = ((0, keys.shape[token_dim(keys)]),)
         # a call that sees every key writes its dk and dv where they are sent from, the others are added to it
-        calls = sorted(self.plan.steps[0].calls, key=lambda each: each.k != everything)
+        calls = sorted(self.step.calls, key=lambda each: each.k != everything)
         parts: list[tuple[Intervals, Tensor, Tensor]] = []
         for each in calls:
-            whole = not parts and each.k == everything
+            first = not parts and each.k == everything
             with phase("comp_block", self.number):
-                target = take(dq, each.q) if len(each.q) == 1 else room(dq, length(each.q))
-                dkv = self.sums if whole else [room(keys, length(each.k)) for _ in self.sums]
+                direct = len(each.q) == 1 and not self.own
+                target = take(dq, each.q) if direct else room(dq, length(each.q))
+                dkv = self.sums if first else [room(keys, length(each.k)) for _ in self.sums]
                 self.plan.kernel.backward(
                     take(dout, each.q),
                     take(q, each.q),
@@ -212,8 +242,14 @@ class _Return:
                     each.call,
                     into=(target, dkv[0], dkv[1]),
                 )
-                if len(each.q) > 1:
+                if not direct and not self.own:
                     put_(dq, each.q, target)
+            if self.own:
+                with phase("comp_merge", self.number):
+                    for rows, here in zip(each.q, side_by_side(each.q), strict=True):
+                        total = take(dq, (rows,))
+                        whole = ((0, tokens(total)),)
+                        sum_parts(total, [(total, whole), (take(target, (here,)), whole)])
             parts.append((each.k, dkv[0], dkv[1]))
         if len(parts) == 1 and parts[0][0] == everything:
             return
@@ -241,4 +277,7 @@ class _Return:
                     (take(self.sums[i], (place,)), (here,)) for here, place in self.moving.local
                 ]
                 parts += [(pair[i], places) for places, pair in self.received]
-                sum_parts(grad[..., self.group.keys, :], parts)
+                total = grad[..., self.group.keys, :]
+                if self.own:
+                    parts.append((total, ((0, tokens(total)),)))
+                sum_parts(total, parts)

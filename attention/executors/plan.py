@@ -143,18 +143,31 @@ def _calls(
     step: Step, where: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> Iterator[LocalCall]:
     """Dense, a call a block. Packed, a call for all sequences' blocks that have the same mask and group."""
+    tiles = _tiles(step.blocks, where)
     if not packed:
-        for block in step.blocks:
-            yield LocalCall((block.q,), (where(block.k),), Call(scale, block.mask, deterministic=deterministic))
+        for block, k in tiles:
+            yield LocalCall((block.q,), k, Call(scale, block.mask, deterministic=deterministic))
         return
-    alike: dict[tuple[Mask, int], list[Block]] = {}
-    for block in step.blocks:
-        alike.setdefault((block.mask, block.group), []).append(block)
-    for (mask, _), blocks in alike.items():
-        q_lengths = [b.q[1] - b.q[0] for b in blocks]
-        k_lengths = [b.k[1] - b.k[0] for b in blocks]
+    alike: dict[tuple[Mask, int], list[tuple[Block, Intervals]]] = {}
+    for block, k in tiles:
+        alike.setdefault((block.mask, block.group), []).append((block, k))
+    for (mask, _), found in alike.items():
+        q_lengths = [block.q[1] - block.q[0] for block, _ in found]
+        k_lengths = [length(k) for _, k in found]
         call = Call.of_packed(scale, mask, q_lengths, k_lengths, device, deterministic)
-        yield LocalCall(_joined(b.q for b in blocks), _joined(where(b.k) for b in blocks), call)
+        yield LocalCall(_joined(block.q for block, _ in found), _joined(x for _, k in found for x in k), call)
+
+
+def _tiles(blocks: Iterable[Block], where: Place) -> list[tuple[Block, Intervals]]:
+    """The blocks and where their keys lie. Whole blocks of the same queries are one, over the keys of them all."""
+    found: list[tuple[Block, Intervals]] = []
+    for block in blocks:
+        k = (where(block.k),)
+        if found and block.mask.full and (block.q, block.mask) == (found[-1][0].q, found[-1][0].mask):
+            found[-1] = (found[-1][0], _joined((*found[-1][1], *k)))
+        else:
+            found.append((block, k))
+    return found
 
 
 def _joined(intervals: Iterable[Interval]) -> Intervals:

@@ -40,12 +40,16 @@ def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
         return [{"ring": ring, "ulysses_size": n} for ring in ("zigzag", "contiguous") for n in divisors(world)]
     if variant.name == "grouped":
         return [{"n_groups": n} for n in range(1, 9)] if world == 1 else []
+    if "own_first" in variant.options:
+        return [{"own_first": False}, {"own_first": True}]
     return [{}]
 
 
 def does(variant: Variant, mask: Mask, options: Mapping[str, Any] | None = None) -> bool:
     if variant.name in DECODES:
         return mask.full
+    if mask.windowed and (options or {}).get("own_first"):
+        return False
     zigzag = variant.name == "usp" and {**variant.options, **(options or {})}["ring"] == "zigzag"
     if (zigzag or variant.name in CAUSAL_ONLY) and mask.right != 0:
         return False

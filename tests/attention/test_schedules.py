@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ from geometry import (
 import attention
 from attention.layouts import CONTIGUOUS, positions
 from attention.masks import CAUSAL, FULL, Mask
-from attention.schedules import SEQUENCE, Problem, length, steps, union
+from attention.schedules import SEQUENCE, Problem, length, own_first, steps, union, zigzag
 from attention.transfers import needed_keys
-from attention.variants import VARIANTS, Variant, check_heads, variant
+from attention.variants import OVERLAPPED, VARIANTS, Variant, check_heads, variant
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_world = pytest.mark.parametrize("world", WORLDS)
@@ -168,7 +169,7 @@ def test_gathered_queries_make_one_call_a_chunk():
 @every_world
 def test_zigzag_chunks_make_one_call_each_against_their_prefix_of_every_sequence(world):
     lengths = (2 * world, 6 * world)
-    problem = VARIANTS["zigzag_llama3"].problem(cumulated(lengths), world, CAUSAL)
+    problem = VARIANTS["zigzag_llama3"].problem(cumulated(lengths), world, CAUSAL, {"own_first": False})
     for r in range(world):
         (step,) = steps(problem, r)
         assert step.owner == SEQUENCE
@@ -185,7 +186,7 @@ def test_zigzag_chunks_make_one_call_each_against_their_prefix_of_every_sequence
 @every_world
 def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
     for problem in problems(VARIANTS[name], world):
-        if not problem.mask.causal:
+        if not problem.mask.causal or problem.build is own_first:
             continue
         for rank in range(world):
             (step,) = steps(problem, rank)
@@ -194,6 +195,35 @@ def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
                 assert [b.group for b in own] == list(range(len(own)))
                 ends = [b.k[1] for b in own]
                 assert ends == sorted(ends), (problem, rank)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_with_own_first_only_others_keys_are_gathered_and_whole(world):
+    for problem in problems(VARIANTS["zigzag_llama3"], world):
+        if problem.build is not own_first:
+            continue
+        for rank, shard in enumerate(problem.layout.shards(problem.cu_seqlens, world)):
+            mine, others = steps(problem, rank)
+            assert mine == steps(replace(problem, build=zigzag), rank)[0]
+            assert others.owner == SEQUENCE and all(block.mask.full for block in others.blocks)
+            assert not set(positions(needed_keys(problem, rank))) & set(positions(shard))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        (OVERLAPPED // 2, {}, True),
+        (OVERLAPPED, {}, False),
+        (OVERLAPPED, {"own_first": True}, True),
+        (OVERLAPPED // 2, {"own_first": False}, False),
+        (OVERLAPPED // 2, {"heads_k_stride": 1}, False),
+        (OVERLAPPED // 2, {"grouping": "packed"}, False),
+    ],
+)
+def test_short_sequences_begin_with_ones_own_keys(tokens, options, expected):
+    problem = VARIANTS["zigzag_llama3"].problem((0, tokens), 4, CAUSAL, options)
+    assert (problem.build is own_first) == expected
+    assert VARIANTS["zigzag_llama3"].problem((0, tokens), 1, CAUSAL, options).build is not own_first
 
 
 @every_world
@@ -268,7 +298,7 @@ def test_a_tree_rank_attends_its_own_keys_only_and_an_empty_shard_has_no_block(k
         assert [(b.q, b.k, b.mask) for b in step.blocks] == ([((0, 2), (0, n), FULL)] if n else [])
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("name", sorted(DECODES))
 @every_world
 def test_a_decode_has_no_balance_to_keep_and_takes_every_number_of_keys(name, world):
     for n in range(1, 30):
@@ -308,6 +338,10 @@ def test_masks_that_a_variant_lacks_are_refused_with_a_way_out_that_works(name):
             if name == "usp":
                 assert "ring=contiguous" in text
                 chosen.problem(cu, world, mask, {**options, "ring": "contiguous"})
+                continue
+            if options.get("own_first") and mask.right == 0:
+                assert "own_first=null" in text
+                chosen.problem(cu, world, mask, {**options, "own_first": None})
                 continue
             ways_out = set(re.findall(r"\w+", text.removeprefix(value))) & set(VARIANTS) - {name}
             assert ways_out

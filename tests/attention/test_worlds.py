@@ -17,7 +17,13 @@ def options(name, world):
     return {
         "ring_allgather": [{}, {"heads_k_stride": 1}],
         "llama3": [{}, {"heads_k_stride": None}],
-        "zigzag_llama3": [{}, {"heads_k_stride": 1}, {"grouping": "packed"}],
+        "zigzag_llama3": [
+            {"own_first": False},
+            {"own_first": True},
+            {"own_first": True, "heads_k_stride": 1},
+            {"heads_k_stride": 1},
+            {"grouping": "packed"},
+        ],
         "usp": [{}, {"ulysses_size": 1}, {"ulysses_size": world}, {"ring": "contiguous"}],
     }.get(name, [{}])
 
@@ -55,7 +61,7 @@ def does(name, case, chosen):
     """Whether the variant is for the case's mask; that it refuses others is tested with the schedules."""
     variant, mask = VARIANTS[name], Mask.of(case["causal"], case.get("window", (-1, -1)))
     zigzag = variant.causal_only or {**variant.options, **chosen}.get("ring") == "zigzag"
-    if zigzag and not case["causal"]:
+    if (zigzag and not case["causal"]) or (mask.windowed and chosen.get("own_first")):
         return False
     return not (mask.windowed and (not variant.windows or {**variant.options, **chosen}.get("ring") == "zigzag"))
 
