@@ -526,7 +526,9 @@ class _Rank:
         sizes, options = self.shapes, self.candidate.options
         *own, step = self.work
         most = max(_work(self.problem, place)[-1].seen for place in _places(self.problem))
-        groups = head_groups(sizes.heads, sizes.kv_heads, options["heads_k_stride"], self.pulls and not own, most)
+        small_first, small_last = self.pulls and not own, self.pulls and backward
+        stride = options["heads_k_stride"]
+        groups = head_groups(sizes.heads, sizes.kv_heads, stride, small_first, small_last, most)
         shares = [(g.k_stop - g.k_start) / sizes.kv_heads for g in groups]
         received = self._received(backward)
         gathered = not self.pulls and not self.problem.mask.windowed

@@ -83,7 +83,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout, q, out and lse in the schedule's q layout. Returns dq in that layout, dk and dv of this rank's shards."""
     *own, step = plan.steps
-    groups = _groups(q, k, plan)
+    groups = _groups(q, k, plan, backward=True)
     once = own or _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
     dq = torch.empty_like(q) if once else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) for x in (k, v))
@@ -111,10 +111,11 @@ def _backward(
     return dq, dk, dv
 
 
-def _groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
-    # small groups at the ends hide what own keys hide too
-    pulls = plan.transport.pulls and len(plan.steps) == 1
-    return head_groups(q.shape[-2], k.shape[-2], plan.options["heads_k_stride"], pulls, plan.steps[-1].most)
+def _groups(q: Tensor, k: Tensor, plan: Plan, backward: bool = False) -> list[HeadGroup]:
+    # what is sent comes all at once anyway, and one's own keys give the first group the time to come
+    pulls, first = plan.transport.pulls, len(plan.steps) == 1
+    stride, most = plan.options["heads_k_stride"], plan.steps[-1].most
+    return head_groups(q.shape[-2], k.shape[-2], stride, pulls and first, pulls and backward, most)
 
 
 def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:

@@ -32,18 +32,23 @@ class HeadGroup:
 
 
 def head_groups(
-    heads: int, kv_heads: int, stride: int | None, pulls: bool = False, tokens: int = OVERLAPPED
+    heads: int,
+    kv_heads: int,
+    stride: int | None,
+    small_first: bool = False,
+    small_last: bool = False,
+    tokens: int = OVERLAPPED,
 ) -> list[HeadGroup]:
-    """`stride` KV heads at a time. None: all at once where all are sent together anyway, or the `tokens` to be gathered are
-    few; where they are pulled, a small group first, since the compute waits for it, a small one last, since its
-    gradients' way home is waited for, and the rest between.
+    """`stride` KV heads at a time. None: all at once, but where many `tokens` are to be gathered, on demand a quarter of the
+    heads first, since the compute waits for its keys, or last, since its gradients' way home is waited for.
 
     Raises ValueError when the stride does not divide the KV heads."""
     each = check_stride(stride, kv_heads)
     sizes = [each] * (kv_heads // each)
-    if stride is None and pulls and kv_heads >= 4 and tokens >= OVERLAPPED:
+    if stride is None and kv_heads >= 4 and tokens >= OVERLAPPED:
         small = kv_heads // 4
-        sizes = [small, kv_heads - 2 * small, small]
+        first, last = [small] * small_first, [small] * small_last
+        sizes = [*first, kv_heads - sum(first) - sum(last), *last]
     ratio = heads // kv_heads
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [HeadGroup(a, a + n, a * ratio, (a + n) * ratio) for a, n in zip(starts, sizes, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 from weakref import WeakKeyDictionary
@@ -303,13 +303,15 @@ class _Offered:
         wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer.items() if messages]
         self.seen.update(peer for peer, *_ in wanted)
 
+        def pull(peer: int, messages: list[Message], first: bool) -> None:
+            if first:
+                self.flags.take_ready[peer]()
+            with phase(f"comm_{self.what}", step):
+                for message in messages:
+                    self._pull(message)
+
         def run() -> None:
-            for peer, messages, first in wanted:
-                if first:
-                    self.flags.take_ready[peer]()
-                with phase(f"comm_{self.what}", step):
-                    for message in messages:
-                        self._pull(message)
+            pool.queue.spread([partial(pull, *each) for each in wanted])
 
         into = [m.into for m in receives if m.into is not None]
         return pool.queue.issue(run, into, self.what, step)
