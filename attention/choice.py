@@ -23,7 +23,7 @@ from attention.passes import passes
 from attention.rates import LONG, Rate
 from attention.schedules import Problem, length, steps, union
 from attention.transfers import Intervals, gather_move, step_route
-from attention.variants import OVERLAPPED, VARIANTS, Variant, check_heads
+from attention.variants import VARIANTS, Variant, check_heads
 
 AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
@@ -560,6 +560,8 @@ class _Rank:
 
     def _overlapped(self, tokens: int) -> bool:
         """Whether an executor left to itself divides its heads, so that some travel while others compute."""
+        from attention.executors.heads import OVERLAPPED
+
         return tokens >= OVERLAPPED
 
     def _summed(self, step: _Work, groups: int) -> float:

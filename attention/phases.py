@@ -21,8 +21,7 @@ class Span(Protocol):
     name: str
     step: int
 
-    def between(self, first: Span) -> tuple[float, float]:
-        """Start and end in ms after the start of another span of its kind."""
+    def milliseconds(self) -> float: ...
 
 
 class _CpuSpan:
@@ -32,9 +31,8 @@ class _CpuSpan:
     def end(self) -> None:
         self.stop = time.perf_counter_ns()
 
-    def between(self, first: Span) -> tuple[float, float]:
-        assert isinstance(first, _CpuSpan)
-        return (self.start - first.start) / 1e6, (self.stop - first.start) / 1e6
+    def milliseconds(self) -> float:
+        return (self.stop - self.start) / 1e6
 
 
 class _CudaSpan:
@@ -49,10 +47,8 @@ class _CudaSpan:
     def end(self) -> None:
         self.finish.record()
 
-    def between(self, first: Span) -> tuple[float, float]:
-        assert isinstance(first, _CudaSpan)
-        start = first.begin.elapsed_time(self.begin)
-        return start, start + self.begin.elapsed_time(self.finish)
+    def milliseconds(self) -> float:
+        return self.begin.elapsed_time(self.finish)
 
 
 class Recorder:
@@ -64,23 +60,10 @@ class Recorder:
         self.annotate = annotate
 
     def take(self) -> list[tuple[str, int, float]]:
-        """(phase, step, ms) of everything recorded since the last call; the device must be idle. What of one phase and step
-        went on at the same time, as pulls from several peers, counts once."""
-        found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        for span in self.spans:
-            found.setdefault((span.name, span.step), []).append(span.between(self.spans[0]))
+        """(phase, step, ms) of everything recorded since the last call; the device must be idle."""
+        rows = [(s.name, s.step, s.milliseconds()) for s in self.spans]
         self.spans.clear()
-        return [(*key, stop - start) for key, spans in found.items() for start, stop in _joined(spans)]
-
-
-def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for start, stop in sorted(spans):
-        if joined and start < joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
-        else:
-            joined.append((start, stop))
-    return joined
+        return rows
 
 
 _active: Recorder | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from attention.layouts import CuSeqlens, Layout, Shard, size
+from attention.layouts import CuSeqlens, Layout, size
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
@@ -32,13 +32,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
+    """`order`: how gathered keys lie, where that is not as in the sequence."""
+
     owner: int
     blocks: tuple[Block, ...]
+    order: tuple[Interval, ...] = ()
 
     @property
     def keys(self) -> tuple[Interval, ...]:
-        """The owner's keys that the blocks touch: disjoint intervals in order."""
-        return union(b.k for b in self.blocks)
+        """The owner's keys that the blocks touch: disjoint intervals in the order in which they lie for this rank."""
+        return self.order or union(b.k for b in self.blocks)
 
     @property
     def pairs(self) -> int:
@@ -148,18 +151,6 @@ def stripe(problem: Problem, rank: int) -> list[Step]:
 
 def gather(problem: Problem, rank: int) -> list[Step]:
     """All needed keys in sequence order: each of the rank's query chunks is one block against its keys."""
-    return [Step(SEQUENCE, _chunks(problem, rank, ()))]
-
-
-def own_first(problem: Problem, rank: int) -> list[Step]:
-    """As `gather`, of zigzag shards without a window, in two steps: the rank's own keys, which nothing has to be waited for,
-    as in zigzag, and then the others'."""
-    mine = problem.layout.shards(problem.cu_seqlens, problem.world)[rank]
-    return [zigzag(problem, rank)[0], Step(SEQUENCE, _chunks(problem, rank, mine))]
-
-
-def _chunks(problem: Problem, rank: int, without: Shard) -> tuple[Block, ...]:
-    """The blocks of the rank's query chunks against the keys of their sequences, but for the ranges `without`."""
     blocks = []
     at = 0
     seen = [0] * len(problem.cu_seqlens)  # chunks of each sequence so far
@@ -168,25 +159,31 @@ def _chunks(problem: Problem, rank: int, without: Shard) -> tuple[Block, ...]:
         for number, (start, stop) in enumerate(pairwise(problem.cu_seqlens)):
             a, b = max(chunk.start, start), min(chunk.stop, stop)
             if a < b:
-                for k, k_stop in _gaps((start, stop), without):
-                    found = _tiles(
-                        problem.mask, (a - start, b - start), at - (a - start), (k - start, k_stop - start), start
-                    )
-                    blocks += [replace(block, group=seen[number]) for block in found]
+                found = _tiles(problem.mask, (a - start, b - start), at - (a - start), (0, stop - start), start)
+                blocks += [replace(block, group=seen[number]) for block in found]
                 seen[number] += 1
                 at += b - a
-    return tuple(blocks)
+    return [Step(SEQUENCE, tuple(blocks))]
 
 
-def _gaps(interval: Interval, without: Shard) -> Iterator[Interval]:
-    """What the ranges leave of an interval, in order."""
-    at, end = interval
-    for start, stop in sorted((r.start, r.stop) for r in without):
-        if at < min(start, end):
-            yield at, min(start, end)
-        at = max(at, stop)
-    if at < end:
-        yield at, end
+def own_first(problem: Problem, rank: int) -> list[Step]:
+    """Zigzag shards, causal, in two steps: one's own keys as in zigzag, then those of all others, which are seen whole, so
+    that they may lie as they come: the first chunks of earlier ranks, which all queries see, and both chunks of the later
+    ones, which the second query chunk sees."""
+    world, blocks, order = problem.world, [], []
+    for start, (at, n) in zip(problem.cu_seqlens, _local_sequences(problem), strict=False):
+        c = n // 2
+
+        def chunk(i: int, start: int = start, c: int = c) -> Interval:
+            return start + i * c, start + (i + 1) * c
+
+        earlier = [chunk(peer) for peer in range(rank)]
+        later = [chunk(i) for peer in range(rank + 1, world) for i in (peer, 2 * world - 1 - peer)]
+        if c:
+            order += earlier + later
+            blocks += [Block((at, at + c), k, FULL, 0) for k in earlier]
+            blocks += [Block((at + c, at + n), k, FULL, 1) for k in earlier + later]
+    return [zigzag(problem, rank)[0], Step(SEQUENCE, tuple(blocks), tuple(order))]
 
 
 def tree(problem: Problem, rank: int) -> list[Step]:

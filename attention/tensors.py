@@ -32,6 +32,13 @@ def room(x: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty(shape, dtype=dtype)
 
 
+def rooms(x: Tensor, n: int, count: int = 2) -> list[Tensor]:
+    """Several as of `room`, in one piece of memory: what is copied to all of them is one copy."""
+    shape = list(x.shape)
+    shape[token_dim(x)] = n
+    return list(x.new_empty((count, *shape)))
+
+
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:
     """The tokens of `intervals`: a view when they are one stretch, else a copy."""
     dim = token_dim(x) if dim is None else dim

@@ -123,7 +123,7 @@ def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> M
 
 
 def needed_keys(problem: Problem, rank: int) -> Shard:
-    """The global positions of the keys that a gathering rank's blocks need, as ranges in sequence order."""
+    """The global positions of the keys that a gathering rank's blocks need, as ranges in the order in which they lie."""
     step = steps(problem, rank)[-1]
     assert step.owner == SEQUENCE
     return tuple(range(*interval) for interval in step.keys)

@@ -18,7 +18,6 @@ Exchange = Literal["ring", "gather", "all_to_all", "tree", "peer"]  # peer: a pa
 GROUPINGS = ("separate", "packed", "fused")
 REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
 RINGS = ("zigzag", "contiguous")
-OVERLAPPED = 16384  # gathered tokens from which a transfer costs more than the calls that hide it
 ROTATES = ("allgather", "alltoall")
 CP_COMM_TYPES = ("p2p", "all_gather")
 
@@ -390,12 +389,11 @@ def variant(name: str) -> Variant:
 
 
 def own_first(options: Mapping[str, Any], cu_seqlens: CuSeqlens, mask: Mask) -> bool:
-    """Whether a gather begins with the rank's own keys. None: where the sequence is too short for the other way to hide the
-    transfer, a group of heads after another, which needs no merges."""
+    """Whether a gather begins with the rank's own keys. None: of single sequences, which are two merges then."""
     wanted = options.get("own_first", False)
     if wanted is None:
-        short = len(cu_seqlens) == 2 and cu_seqlens[-1] < OVERLAPPED and options["heads_k_stride"] is None
-        return short and options["grouping"] == "separate" and not mask.windowed
+        single = len(cu_seqlens) == 2 and not mask.windowed
+        return single and options["heads_k_stride"] is None and options["grouping"] == "separate"
     return bool(wanted)
 
 

@@ -11,12 +11,12 @@ from contextlib import closing
 from torch import Tensor
 
 from attention.executors import ring
+from attention.executors.heads import OVERLAPPED
 from attention.executors.plan import Plan
 from attention.phases import phase
 from attention.tensors import put_, room, take, tokens, wide
 from attention.transfers import Intervals
 from attention.transports import Handle, Message
-from attention.variants import OVERLAPPED
 
 Saved = tuple[Tensor, ...]
 Heads = list[list[slice]]  # by part, of each rank in the group

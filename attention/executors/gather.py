@@ -18,7 +18,7 @@ from attention.merge import empty_result, merge
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_parts
-from attention.tensors import put_, room, take, token_dim, tokens
+from attention.tensors import put_, room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
@@ -175,7 +175,7 @@ class _Keys:
 class _Pulled:
     def __init__(self, source: _Keys, offer: Offer, i: int):
         plan, route, mine = source.plan, source.moving.route, source.mine[i]
-        self.keys = [room(x, plan.steps[-1].n_keys) for x in mine]
+        self.keys = rooms(mine[0], plan.steps[-1].n_keys)
         sends = plan.messages(route.sends, first=2 * i)
         self.handle: Handle = offer.fetch(sends, plan.messages(route.receives, self.keys, first=2 * i), i)
         with phase("comp_place", i):
@@ -263,7 +263,7 @@ class _Return:
         self.received = []
         receives = []
         for piece in route.receives:
-            parts = [room(x, length(piece.target)) for x in self.sums]
+            parts = rooms(self.sums[0], length(piece.target))
             self.received.append((piece.target, parts))
             receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
         self.offer = plan.transport.offer("dkv", self.sums, self.most)  # holds this rank's own sums

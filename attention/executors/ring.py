@@ -21,7 +21,7 @@ from attention.merge import Accumulator
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import Sum
-from attention.tensors import room, take, token_dim, tokens
+from attention.tensors import room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, side_by_side
 from attention.transports import Handle, Offer
 
@@ -171,10 +171,10 @@ class _Incoming:
     def __init__(self, source: _Keys, i: int, group: int):
         plan, step = source.plan, source.plan.steps[i]
         self.handle: Handle | None = None
-        self.keys = source.mine[group]
+        k, v = source.mine[group]
         if step.owner != plan.rank:
-            k, v = self.keys
-            self.keys = (room(k, step.n_keys), room(v, step.n_keys))
+            k, v = rooms(k, step.n_keys)
+        self.keys = (k, v)
         if source.offer is not None and step.most:
             first = 2 * group
             receives = plan.messages(step.route.receives, self.keys, first)
@@ -212,7 +212,7 @@ class _Return:
         self.received = []
         receives = []
         for piece in self.route.receives:
-            parts = [room(self.sums.k, length(piece.target)) for _ in self.parts]
+            parts = rooms(self.sums.k, length(piece.target))
             self.received.append(parts)
             receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
         for total in self.totals:

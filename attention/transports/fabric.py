@@ -43,9 +43,12 @@ class Fabric(Protocol):
     def settle(self) -> None:
         """Return when every rank has done all it has started. Collective."""
 
-    def copy(self, into: Tensor, element: int, start: int, n: int, shared: Shared, rank: int, at: int) -> None:
-        """On the current stream, to the tokens `[start, start + n)` of `into` `[S, h, D]` or of its batch element `[B, S, h, D]`
-        what lies in a rank's memory from byte `at` on, token by token. Each token's heads lie together in `into`."""
+    def copy(
+        self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
+    ) -> None:
+        """On the current stream, to the tokens `[start, start + n)` of each `into` `[S, h, D]` or of its batch element
+        `[B, S, h, D]` what lies in a rank's memory from the byte of `at` on, token by token. Each token's heads lie together
+        in `into`, and all have one shape."""
 
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
         """What sets int32 flags to 1, after all that the current stream did so far."""
@@ -137,6 +140,7 @@ class _Copy2D(ctypes.Structure):
 
 
 UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
+MOST_PITCH = 2**31 - 1  # of a GPU's copies, in bytes
 
 
 class CudaFabric:
@@ -170,30 +174,48 @@ class CudaFabric:
         everyone = range(dist.get_world_size(self.group))
         return Shared([handle.get_buffer(rank, (size,), torch.uint8) for rank in everyone], (buffer, handle))
 
-    def copy(self, into: Tensor, element: int, start: int, n: int, shared: Shared, rank: int, at: int) -> None:
+    def copy(
+        self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
+    ) -> None:
         # straight to the driver: PyTorch's views and copies cost the host several times as much, and rows of a pitch it
         # would copy by a kernel, where a copy engine can take them
-        *batch, pitch, _, _ = into.stride()
-        size = into.element_size()
-        width = into.shape[-2] * into.shape[-1] * size
-        target = into.data_ptr() + (start * pitch + (element * batch[0] if batch else 0)) * size
-        source, stream = shared.addresses[rank] + at, torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        size, width = into[0].element_size(), into[0].shape[-2] * into[0].shape[-1] * into[0].element_size()
         if n * width == 0:
             return
-        if pitch * size == width or n == 1:
-            error = self._copy(target, source, n * width, stream)
-        else:
-            rows = _Copy2D(
-                source_type=UNIFIED,
-                source=source,
-                source_pitch=width,
-                target_type=UNIFIED,
-                target=target,
-                target_pitch=pitch * size,
-                width=width,
-                height=n,
-            )
-            error = self._copy_rows(ctypes.byref(rows), stream)
+        rows, targets = [], []
+        for x in into:
+            *batch, pitch, _, _ = x.stride()
+            rows.append(pitch * size)
+            targets.append(x.data_ptr() + (start * pitch + (element * batch[0] if batch else 0)) * size)
+        sources = [shared.addresses[rank] + each for each in at]
+        whole = n == 1 or all(row == width for row in rows)
+        if whole and len(into) == 2:  # a row each
+            apart = targets[1] - targets[0], sources[1] - sources[0]
+            if n * width <= min(apart) and max(apart) <= MOST_PITCH:
+                self._rows(targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
+                return
+        for target, source, row in zip(targets, sources, rows, strict=True):
+            if whole:
+                self._checked(self._copy(target, source, n * width, stream))
+            else:
+                self._rows(target, row, source, width, width, n, stream)
+
+    def _rows(self, target: int, row: int, source: int, source_row: int, width: int, n: int, stream: int) -> None:
+        """n rows of `width` bytes, which start `row` and `source_row` bytes apart."""
+        rows = _Copy2D(
+            source_type=UNIFIED,
+            source=source,
+            source_pitch=source_row,
+            target_type=UNIFIED,
+            target=target,
+            target_pitch=row,
+            width=width,
+            height=n,
+        )
+        self._checked(self._copy_rows(ctypes.byref(rows), stream))
+
+    def _checked(self, error: int) -> None:
         if error:
             raise RuntimeError(f"a copy from a peer's memory failed with CUDA error {error}")
 
@@ -251,10 +273,13 @@ class HostFabric:
                 os.unlink(name)
         return Shared(mapped)
 
-    def copy(self, into: Tensor, element: int, start: int, n: int, shared: Shared, rank: int, at: int) -> None:
-        target = (into if into.dim() == 3 else into[element])[start : start + n]
-        source = shared.by_rank[rank][at : at + n * into.shape[-2] * into.shape[-1] * into.element_size()]
-        target.copy_(source.view(into.dtype).view(target.shape))
+    def copy(
+        self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
+    ) -> None:
+        for x, first in zip(into, at, strict=True):
+            target = (x if x.dim() == 3 else x[element])[start : start + n]
+            source = shared.by_rank[rank][first : first + n * x.shape[-2] * x.shape[-1] * x.element_size()]
+            target.copy_(source.view(x.dtype).view(target.shape))
 
     def settle(self) -> None:
         dist.barrier(self.group)

@@ -14,15 +14,11 @@ from attention.phases import phase
 from attention.transports.interface import Handle
 
 Work = Callable[[], object]
-BRANCHES = 4  # copies at a time: a short one is mostly the time until it starts
 
 
 class Queue(Protocol):
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
         """Start `run`, which uses `tensors`; `after` is done by whoever waits, once it is over."""
-
-    def spread(self, runs: Sequence[Work]) -> None:
-        """Within what was issued: `runs` that do not wait for each other."""
 
     def then(self, run: Work) -> None:
         """`run` follows what was issued, and waits for nothing else. What it raises is raised by the next `issue`, `join` or
@@ -42,10 +38,6 @@ class HostQueue:
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
         self.join()
         return _HostHandle(self, self.thread.submit(run), what, step, after)
-
-    def spread(self, runs: Sequence[Work]) -> None:
-        for run in runs:
-            run()
 
     def then(self, run: Work) -> None:
         self.thread.submit(run).add_done_callback(self._done)
@@ -81,7 +73,6 @@ class CudaQueue:
     def __init__(self, device: torch.device, captures: Captures | None = None):
         self.stream, self.device = torch.cuda.Stream(device), device
         self.captures = captures or Captures()
-        self.branches = [torch.cuda.Stream(device) for _ in range(BRANCHES - 1)]
 
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -90,18 +81,6 @@ class CudaQueue:
             done = torch.cuda.Event()
             done.record(self.stream)
         return _CudaHandle(self.device, done, list(tensors), what, step, after)
-
-    def spread(self, runs: Sequence[Work]) -> None:
-        branches = self.branches[: max(0, len(runs) - 1)]
-        for i, branch in enumerate(branches, 1):
-            branch.wait_stream(self.stream)
-            with torch.cuda.stream(branch):
-                for run in runs[i :: len(branches) + 1]:
-                    run()
-        for run in runs[:: len(branches) + 1]:
-            run()
-        for branch in branches:
-            self.stream.wait_stream(branch)
 
     def then(self, run: Work) -> None:
         self.captures.enter(self.stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from weakref import WeakKeyDictionary
@@ -303,36 +303,53 @@ class _Offered:
         wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer.items() if messages]
         self.seen.update(peer for peer, *_ in wanted)
 
-        def pull(peer: int, messages: list[Message], first: bool) -> None:
-            if first:
-                self.flags.take_ready[peer]()
-            with phase(f"comm_{self.what}", step):
-                for message in messages:
-                    self._pull(message)
-
         def run() -> None:
-            pool.queue.spread([partial(pull, *each) for each in wanted])
+            for peer, messages, first in wanted:
+                if first:
+                    self.flags.take_ready[peer]()
+                with phase(f"comm_{self.what}", step):
+                    for alike in _alike(messages):
+                        self._pull(alike)
 
         into = [m.into for m in receives if m.into is not None]
         return pool.queue.issue(run, into, self.what, step)
 
-    def _pull(self, message: Message) -> None:
-        into = message.into
-        assert into is not None, "a receiver's message says where to"
-        transport, shape = self.transport, self.arranged.rooms[message.tensor]
+    def _pull(self, messages: list[Message]) -> None:
+        """Of several tensors the same tokens."""
+        peer, shape = messages[0].peer, self.arranged.rooms[messages[0].tensor]
+        targets: list[Tensor] = [m.into for m in messages if m.into is not None]
+        assert len(targets) == len(messages), "a receiver's message says where to"
         each = shape[-2] * shape[-1] * self.arranged.dtype.itemsize  # bytes of a token
-        first = self.at + self.arranged.starts[message.tensor]
-        moved = 0
-        for element in range(shape[0] if len(shape) == 4 else 1):  # a copy engine takes rows of one pitch
-            for source, target, n in stretches(message.source, message.target):
-                at = first + (element * shape[-3] + source) * each
-                transport.pool.fabric.copy(into, element, target, n, self.shared, message.peer, at)
-                moved += n * each
+        first = [self.at + self.arranged.starts[m.tensor] for m in messages]
+        transport, moved = self.transport, 0
+        for element in range(shape[0] if len(shape) == 4 else 1):
+            for source, target, n in stretches(messages[0].source, messages[0].target):
+                skip = (element * shape[-3] + source) * each
+                at = [start + skip for start in first]
+                transport.pool.fabric.copy(targets, element, target, n, self.shared, peer, at)
+                moved += n * each * len(at)
         transport.counted(self.what, moved)
 
     def close(self) -> None:
         pool = self.transport.pool
         pool.finish(self.flags, [peer for peer in pool.peers if peer not in self.seen])
+
+
+def _alike(messages: list[Message]) -> list[list[Message]]:
+    """Neighbours of the same tokens, of tensors of one shape."""
+    found: list[list[Message]] = []
+    for each in messages:
+        before = found[-1][0] if found else None
+        same = before is not None and (before.source, before.target) == (each.source, each.target)
+        if same and _shape(before) == _shape(each):
+            found[-1].append(each)
+        else:
+            found.append([each])
+    return found
+
+
+def _shape(message: Message | None) -> torch.Size | None:
+    return None if message is None or message.into is None else message.into.shape
 
 
 @lru_cache(maxsize=4096)

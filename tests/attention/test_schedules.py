@@ -34,7 +34,7 @@ from attention.layouts import CONTIGUOUS, positions
 from attention.masks import CAUSAL, FULL, Mask
 from attention.schedules import SEQUENCE, Problem, length, own_first, steps, union, zigzag
 from attention.transfers import needed_keys
-from attention.variants import OVERLAPPED, VARIANTS, Variant, check_heads, variant
+from attention.variants import VARIANTS, Variant, check_heads, variant
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_world = pytest.mark.parametrize("world", WORLDS)
@@ -210,20 +210,22 @@ def test_with_own_first_only_others_keys_are_gathered_and_whole(world):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options", "expected"),
+    ("cu_seqlens", "mask", "options", "expected"),
     [
-        (OVERLAPPED // 2, {}, True),
-        (OVERLAPPED, {}, False),
-        (OVERLAPPED, {"own_first": True}, True),
-        (OVERLAPPED // 2, {"own_first": False}, False),
-        (OVERLAPPED // 2, {"heads_k_stride": 1}, False),
-        (OVERLAPPED // 2, {"grouping": "packed"}, False),
+        ((0, 64), CAUSAL, {}, True),
+        ((0, 64), CAUSAL, {"own_first": False}, False),
+        ((0, 64), CAUSAL, {"heads_k_stride": 1}, False),
+        ((0, 64), CAUSAL, {"heads_k_stride": 1, "own_first": True}, True),
+        ((0, 64), CAUSAL, {"grouping": "packed"}, False),
+        ((0, 64), Mask(9, 0), {}, False),
+        ((0, 16, 64), CAUSAL, {}, False),
+        ((0, 16, 64), CAUSAL, {"own_first": True}, True),
     ],
 )
-def test_short_sequences_begin_with_ones_own_keys(tokens, options, expected):
-    problem = VARIANTS["zigzag_llama3"].problem((0, tokens), 4, CAUSAL, options)
+def test_single_sequences_begin_with_ones_own_keys(cu_seqlens, mask, options, expected):
+    problem = VARIANTS["zigzag_llama3"].problem(cu_seqlens, 4, mask, options)
     assert (problem.build is own_first) == expected
-    assert VARIANTS["zigzag_llama3"].problem((0, tokens), 1, CAUSAL, options).build is not own_first
+    assert VARIANTS["zigzag_llama3"].problem(cu_seqlens, 1, mask, options).build is not own_first
 
 
 @every_world

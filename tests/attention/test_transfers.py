@@ -138,7 +138,9 @@ def test_a_gather_brings_exactly_the_needed_keys_in_sequence_order(name, world):
         assert_agreed([m.route for m in moves])
         wanted = [needed(problem, rank, np.arange(problem.cu_seqlens[-1])) for rank in range(world)]
         if len(steps(problem, 0)) > 1:  # one's own keys are there
-            wanted = [[t for t in keys if t not in positions(own)] for keys, own in zip(wanted, sources, strict=True)]
+            others = [[t for t in keys if t not in positions(own)] for keys, own in zip(wanted, sources, strict=True)]
+            wanted = [positions(needed_keys(problem, rank)) for rank in range(world)]  # as they come
+            assert [sorted(keys) for keys in wanted] == others
         assert [positions(needed_keys(problem, rank)) for rank in range(world)] == wanted, problem
         assert played(sources, moves, [len(keys) for keys in wanted]) == wanted, problem
 

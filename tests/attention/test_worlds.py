@@ -18,8 +18,8 @@ def options(name, world):
         "ring_allgather": [{}, {"heads_k_stride": 1}],
         "llama3": [{}, {"heads_k_stride": None}],
         "zigzag_llama3": [
+            {},
             {"own_first": False},
-            {"own_first": True},
             {"own_first": True, "heads_k_stride": 1},
             {"heads_k_stride": 1},
             {"grouping": "packed"},

@@ -131,17 +131,6 @@ def test_spans_come_in_the_order_in_which_they_ended_and_are_taken_once():
     assert recorder.take() == []
 
 
-def test_transfers_that_went_on_at_once_count_once():
-    recorder = Recorder(CPU)
-    with recording(recorder):
-        for step in (0, 0, 0, 1):
-            with phase("comm_kv", step):
-                pass
-    for span, (start, stop) in zip(recorder.spans, [(0, 5), (3, 4), (7, 9), (0, 2)], strict=True):
-        span.start, span.stop = start * 10**6, stop * 10**6
-    assert recorder.take() == [("comm_kv", 0, 5.0), ("comm_kv", 0, 2.0), ("comm_kv", 1, 2.0)]
-
-
 def test_a_nested_recording_gives_back_to_the_outer_one():
     outer, inner = Recorder(CPU), Recorder(CPU)
     with recording(outer):
