@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention.passes import passes
 from attention.sums import Running, cut, may_be_result
-from attention.tensors import room, tokens, wide
+from attention.tensors import put_, room, take, tokens, wide
 from attention.transfers import Intervals
 
 
@@ -61,22 +61,23 @@ class Accumulator:
             self.out, self.lse = part, part_lse
         out, lse = self._begun()
         self.kept[self.number] = part, part_lse
-        for each in self.passes.of[self.number]:
-            n = each.stop - each.start
-            piece, piece_lse = cut(part, each.at, n), part_lse.narrow(-1, each.at, n)
-            target, target_lse = cut(out, each.start, n), lse.narrow(-1, each.start, n)
+        for each in self.passes.bundles[self.number]:
+            piece, piece_lse = take(part, each.at), take(part_lse, each.at, -1)
             if not each.first:
                 if each.kept:
                     first, first_lse = self.kept[each.kept[0]]
-                    before, before_lse = cut(first, each.kept[1], n), first_lse.narrow(-1, each.kept[1], n)
+                    before, before_lse = take(first, each.kept[1]), take(first_lse, each.kept[1], -1)
                 else:
-                    before, before_lse = self.running.cut(out, each), target_lse
-                if not each.last:
-                    target = self.running.cut(out, each)
+                    before, before_lse = take(*self.running.place(out, each.rows)), take(lse, each.rows, -1)
+                into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
+                target, target_lse = take(into, rows), take(lse, each.rows, -1)
                 merge(target, target_lse, before, before_lse, piece, piece_lse)
+                if len(rows) > 1:  # which are copies
+                    put_(into, rows, target)
+                    put_(lse, each.rows, target_lse, -1)
             elif each.last and part is not out:
-                target.copy_(piece)
-                target_lse.copy_(piece_lse)
+                put_(out, each.rows, piece)
+                put_(lse, each.rows, piece_lse, -1)
         self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
         self.number += 1
 

@@ -4,13 +4,15 @@ running result, and the last goes straight to the final one. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 from attention.masks import Interval
 from attention.transfers import Intervals
+
+FEW = 8  # passes of a kind that are cheaper one by one, where they copy nothing
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,34 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """Passes of one kind that are done together: the result's tokens, which those of the part at hand they are, and of which
+    part, and where in it, the first ones to be combined with."""
+
+    rows: Intervals
+    at: Intervals
+    first: bool
+    last: bool
+    kept: tuple[int, Intervals] | None
+
+    @staticmethod
+    def of(alike: Sequence[Pass]) -> Bundle:
+        sizes = [x.stop - x.start for x in alike]
+        kept = None
+        if alike[0].kept:
+            places = [x.kept[1] for x in alike if x.kept]
+            kept = alike[0].kept[0], tuple((a, a + n) for a, n in zip(places, sizes, strict=True))
+        at = tuple((x.at, x.at + n) for x, n in zip(alike, sizes, strict=True))
+        return Bundle(tuple((x.start, x.stop) for x in alike), at, alike[0].first, alike[0].last, kept)
+
+
+@dataclass(frozen=True)
 class Passes:
-    """`of[i]` are those of part i. `until[i]`: with which part the last pass reads the kept part i. `running`: what spans the
+    """`of[i]` are those of part i, and `bundles[i]` the same where many of a kind are one. `until[i]`: with which part the last pass reads the kept part i. `running`: what spans the
     tokens of three parts or more. `bare`: the tokens of none."""
 
     of: tuple[tuple[Pass, ...], ...]
+    bundles: tuple[tuple[Bundle, ...], ...]
     until: tuple[int, ...]
     running: Interval
     bare: Intervals
@@ -82,7 +107,17 @@ def passes(n: int, parts: tuple[Intervals, ...]) -> Passes:
                 mine.append(one)
         found.append(tuple(mine))
     running = (several[0][0], several[-1][1]) if several else (0, 0)
-    return Passes(tuple(found), tuple(until), running, bare)
+    return Passes(tuple(found), tuple(map(_bundled, found)), tuple(until), running, bare)
+
+
+def _bundled(mine: tuple[Pass, ...]) -> tuple[Bundle, ...]:
+    alike: dict[tuple[bool, bool, int | None], list[Pass]] = {}
+    for each in mine:
+        alike.setdefault((each.first, each.last, each.kept and each.kept[0]), []).append(each)
+    found: list[Bundle] = []
+    for several in alike.values():
+        found += [Bundle.of(several)] if len(several) > FEW else [Bundle.of([each]) for each in several]
+    return tuple(found)
 
 
 def _within(intervals: Intervals, number_of: dict[int, int], n: int) -> Iterable[int]:

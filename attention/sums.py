@@ -10,12 +10,13 @@ from functools import lru_cache
 from torch import Tensor
 
 from attention.masks import Interval
-from attention.passes import Pass, passes
+from attention.passes import passes
 from attention.schedules import length
-from attention.tensors import add_, room, token_dim, tokens, wide
+from attention.tensors import add_, put_, room, take, token_dim, tokens, wide
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
+MANY = 4 * MOST  # of more the tokens are added by their indices
 
 Parts = Sequence[tuple[Tensor, Intervals]]
 
@@ -33,7 +34,7 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
                 f"part {list(part.shape)} over the tokens {intervals} of out {list(out.shape)}: give as many tokens as the "
                 "intervals have, and the same heads and head dim"
             )
-    if out.is_cuda:
+    if out.is_cuda and sum(len(intervals) for _, intervals in parts) <= MANY:
         from attention.kernels.triton_sum import sum_triton
 
         sum_triton(out, parts)
@@ -68,15 +69,19 @@ class Sum:
             self.out = part
         out = self._begun()
         self.kept[self.number] = part
-        for each in self.passes.of[self.number]:
-            n = each.stop - each.start
-            piece = cut(part, each.at, n)
+        for each in self.passes.bundles[self.number]:
+            piece = take(part, each.at)
             if not each.first:
-                before = cut(self.kept[each.kept[0]], each.kept[1], n) if each.kept else self.running.cut(out, each)
-                target = cut(out, each.start, n) if each.last else self.running.cut(out, each)
-                sum_parts(target, [(before, ((0, n),)), (piece, ((0, n),))])
+                first, places = (
+                    (self.kept[each.kept[0]], each.kept[1]) if each.kept else self.running.place(out, each.rows)
+                )
+                into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
+                target, everything = take(into, rows), ((0, length(rows)),)
+                sum_parts(target, [(take(first, places), everything), (piece, everything)])
+                if len(rows) > 1:  # which are a copy
+                    put_(into, rows, target)
             elif each.last and part is not out:
-                cut(out, each.start, n).copy_(piece)
+                put_(out, each.rows, piece)
         self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
         self.number += 1
 
@@ -102,14 +107,14 @@ class Running:
         self.span = span
         self.buffer: Tensor | None = None
 
-    def cut(self, out: Tensor, each: Pass) -> Tensor:
-        n = each.stop - each.start
+    def place(self, out: Tensor, rows: Intervals) -> tuple[Tensor, Intervals]:
+        """Where the result's rows are kept so far."""
         if out.dtype == wide(out.dtype):
-            return cut(out, each.start, n)
+            return out, rows
         start, stop = self.span
         if self.buffer is None:
             self.buffer = room(out, stop - start, wide(out.dtype))
-        return cut(self.buffer, each.start - start, n)
+        return self.buffer, tuple((a - start, b - start) for a, b in rows)
 
 
 def cut(x: Tensor, start: int, n: int) -> Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -39,9 +41,20 @@ def rooms(x: Tensor, n: int, count: int = 2) -> list[Tensor]:
     return list(x.new_empty((count, *shape)))
 
 
+FEW = 8  # stretches that are cheaper to copy one by one
+
+
+@lru_cache(maxsize=256)
+def _index(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:
+    """int64 `[n]`: the places of all tokens of the intervals."""
+    return torch.cat([torch.arange(start, stop) for start, stop in intervals]).to(device)
+
+
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:
     """The tokens of `intervals`: a view when they are one stretch, else a copy."""
     dim = token_dim(x) if dim is None else dim
+    if len(intervals) > FEW:
+        return x.index_select(dim, _index(intervals, x.device))
     parts = [x.narrow(dim, start, stop - start) for start, stop in intervals]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -49,6 +62,9 @@ def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> 
 def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int | None = None) -> None:
     """Write `values` to the tokens of `intervals`, in order."""
     dim = token_dim(x) if dim is None else dim
+    if len(intervals) > FEW:
+        x.index_copy_(dim, _index(intervals, x.device), values.to(x.dtype))
+        return
     at = 0
     for start, stop in intervals:
         x.narrow(dim, start, stop - start).copy_(values.narrow(dim, at, stop - start))
@@ -58,6 +74,9 @@ def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int | 
 def add_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor) -> None:
     """Add `values` to the tokens of `intervals`, in order."""
     dim = token_dim(x)
+    if len(intervals) > FEW:
+        x.index_add_(dim, _index(intervals, x.device), values.to(x.dtype))
+        return
     at = 0
     for start, stop in intervals:
         x.narrow(dim, start, stop - start).add_(values.narrow(dim, at, stop - start))

@@ -39,6 +39,7 @@ def cases(name, world, chosen):
         base | {"kv_heads": heads},
         base | {"kv_heads": 1, "packs": packs},
         base | {"packs": [0, tokens]},
+        base | {"packs": list(range(0, tokens + 1, 2 * world))},  # more stretches than are done one by one
         base | {"head_dim": 80, "batch": 3},
         base | {"head_dim": 96, "kv_heads": 1, "batch": 1},
         base | {"causal": False},
