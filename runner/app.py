@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
 from attention import peers
-from runner import display, environment, metrics, results
+from runner import counters, display, environment, metrics, results
 from runner.launch import Outcome, Pool, WorldSpec
 from runner.schema import Experiment, InvalidConfig, UnsupportedHere, experiment, identity, run_name, usable_gpus
 
@@ -114,6 +114,8 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
             status=outcome.status, reason=outcome.reason, failure=failure, artifacts=artifacts, **about
         )
     about["experiment"] = outcome.result.pop("experiment", about["experiment"])  # what attention=auto became
+    if spec.timing["counters"] and outcome.result.get("timing"):
+        outcome.result["timing"]["counters"] = counters.count(Experiment.from_plain(about["experiment"]))
     return _record(outcome.result, folder, about)
 
 

@@ -107,7 +107,8 @@ COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
     "kv_heads", "head_dim", "causal", "window", "dtype", "timing", "forward_ms", "forward_iqr", "backward_ms",
     "backward_iqr", "total_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
-    "exposed_forward_ms", "exposed_backward_ms", "peak_bytes", "rel_l2_out", "reason",
+    "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
+    "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
 )  # fmt: skip
 
 
@@ -136,6 +137,9 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         last = list(value["timing"]["passes"])[-1]
         entry = value["metrics"]["passes"][last]
         found |= {key: entry.get(key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
+        found["kv_read_bytes"] = max(value["metrics"].get("kv_bytes_read_by_rank") or [0]) or None
+        counted = (value["timing"].get("counters") or {}).get("passes", {}).get("forward", {})
+        found |= {f"forward_{key}": counted.get(key) for key in ("memory_read_bytes", "l2_read_bytes")}
         peaks = value["memory"]["by_rank"]
         found["peak_bytes"] = max(
             p.get("peak_allocated", p.get("peak_resident", 0)) + p.get("symmetric", 0) for p in peaks
@@ -196,6 +200,9 @@ SHOWN = (
     ("efficiency", "eff.", "{:.0%}"),
     ("exposed_forward_ms", "exp. fwd", "{:.3f}"),
     ("exposed_backward_ms", "exp. bwd", "{:.3f}"),
+    ("kv_read_bytes", "KV bytes, model", "{:,}"),
+    ("forward_memory_read_bytes", "memory read", "{:,}"),
+    ("forward_l2_read_bytes", "L2 read", "{:,}"),
     ("rel_l2_out", "rel L2", "{:.1e}"),
 )
 
@@ -205,8 +212,10 @@ def cells(entry: dict[str, Any]) -> list[str]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    lines = ["| " + " | ".join(title for _, title, _ in SHOWN) + " |", "|" + " --- |" * len(SHOWN)]
-    lines += ["| " + " | ".join(cells(entry)) + " |" for entry in rows]
+    """The columns in which any run has something."""
+    shown = [i for i, (key, *_) in enumerate(SHOWN) if any(entry.get(key) is not None for entry in rows)]
+    lines = ["| " + " | ".join(SHOWN[i][1] for i in shown) + " |", "|" + " --- |" * len(shown)]
+    lines += ["| " + " | ".join(cells(entry)[i] for i in shown) + " |" for entry in rows]
     failed = [entry for entry in rows if entry["status"] != "ok"]
     lines += [""] + [f"- `{entry['name']}`: {entry['status']}: {entry['reason']}" for entry in failed] if failed else []
     return "\n".join(lines) + "\n"

@@ -76,6 +76,7 @@ class TimingConf:
     timing_runs: int | None = None  # samples; null: 20 on a GPU, 6 on a CPU, the least that give an interval
     flush_l2: bool = False  # overwrite the L2 cache before every sample
     do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
+    counters: bool = False  # also count by ncu the bytes that the kernels move; world_size=1 on CUDA
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
     time_cap_s: float = 60.0  # adaptive
     profile_runs: int = 3  # profiler
@@ -317,6 +318,8 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
             raise InvalidConfig(f"timing.{key}={timing[key]}: must be above 0")
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
+    if timing["counters"] and (device != "cuda" or world > 1):
+        raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
     if timing["do_bench"] and (device != "cuda" or world > 1):
         raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
     _check_fault(cfg, world)

@@ -136,6 +136,8 @@ UNSUPPORTED = [
     (["hardware=cuda", "world_size=3"], 2, "world_size=3", "this machine has 2", "world_size=2 or hardware=cpu"),
     (["timing=cudagraph"], 0, "timing=cudagraph", "need a GPU", "timing=warmup works"),
     (["timing=cudagraph", "hardware=cpu"], 2, "timing=cudagraph", "need a GPU", "timing=warmup works"),
+    (["timing.counters=true"], 0, "timing.counters=true", "one process", "world_size=1 on CUDA"),
+    (["timing.counters=true"], 2, "timing.counters=true", "one process", "world_size=1 on CUDA"),
     (["timing.do_bench=true"], 0, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
     (["timing.do_bench=true"], 2, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
 ]  # fmt: skip
