@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from attention import pulls
 from attention.layouts import Shard
 from attention.masks import Interval
 from attention.schedules import SEQUENCE, Problem, length, steps
@@ -25,7 +24,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Route:
-    """The messages of one rank in one exchange, in the order in which they are best pulled."""
+    """The messages of one rank in one exchange, in the peers' order."""
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
@@ -109,31 +108,18 @@ class Move:
 
 def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> Move:
     """From the shards `sources` to the shards `targets`, both lists by rank."""
-    there, back = _orders(sources, targets)
-    receives, sends = (
-        [Piece(peer, *zip(*found, strict=True)) for peer, found in each if found]
-        for each in (
-            [(peer, overlaps(sources[peer], targets[rank])) for peer in there[rank]],
-            [(peer, overlaps(sources[rank], targets[peer])) for peer in back[rank]],
-        )
-    )
+    sends: list[Piece] = []
+    receives: list[Piece] = []
+    for peer in range(len(sources)):
+        if peer == rank:
+            continue
+        for pieces, found in (
+            (sends, overlaps(sources[rank], targets[peer])),
+            (receives, overlaps(sources[peer], targets[rank])),
+        ):
+            if found:
+                pieces.append(Piece(peer, tuple(here for here, _ in found), tuple(there for _, there in found)))
     return Move(Route(tuple(sends), tuple(receives)), tuple(overlaps(sources[rank], targets[rank])))
-
-
-@lru_cache(maxsize=64)
-def _orders(sources: tuple[Shard, ...], targets: tuple[Shard, ...]) -> tuple[pulls.Orders, pulls.Orders]:
-    """In which order ranks turn to their peers, there and back."""
-    world = len(sources)
-    if world > pulls.MOST_RANKS:
-        return pulls.rotated(world), pulls.rotated(world)
-    sizes = tuple(
-        tuple(
-            0 if peer == rank else sum(b - a for (a, b), _ in overlaps(sources[peer], targets[rank]))
-            for peer in range(world)
-        )
-        for rank in range(world)
-    )
-    return pulls.orders(sizes), pulls.orders(tuple(zip(*sizes, strict=True)))
 
 
 def needed_keys(problem: Problem, rank: int) -> Shard:

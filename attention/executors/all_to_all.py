@@ -14,7 +14,6 @@ from attention.executors import ring
 from attention.executors.heads import OVERLAPPED
 from attention.executors.plan import Plan
 from attention.phases import phase
-from attention.pulls import rotated
 from attention.tensors import put_, room, take, tokens, wide
 from attention.transfers import Intervals
 from attention.transports import Handle, Message
@@ -124,8 +123,9 @@ class _ToHeads:
         whole: Intervals = ((0, s),)
         first = part * len(group) * n
         sends, receives = [], []
-        for i in rotated(len(group))[me]:
-            peer = group[i]
+        for i, peer in enumerate(group):
+            if i == me:
+                continue
             place: Intervals = ((i * s, (i + 1) * s),)
             sends += [Message(peer, first + i * n + j, whole, place) for j in range(n)]
             receives += [Message(peer, first + me * n + j, whole, place, out[j]) for j in range(n)]
@@ -166,8 +166,9 @@ class _ToTokens:
         mine: Intervals = ((me * s, (me + 1) * s),)
         here = [pieces[part] for pieces in self.pieces]
         sends, receives = [], []
-        for i in rotated(len(group))[me]:
-            peer = group[i]
+        for i, peer in enumerate(group):
+            if i == me:
+                continue
             sends += [Message(peer, j, ((i * s, (i + 1) * s),), whole) for j in range(len(xs))]
             receives += [Message(peer, j, mine, whole, here[j][i]) for j in range(len(xs))]
         with closing(plan.transport.offer(self.what, xs)) as offer:

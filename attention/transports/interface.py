@@ -34,8 +34,7 @@ class Handle(Protocol):
 
 class Offer(Protocol):
     def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
-        """Both ends list the messages between them in the same order. Where offers are pulled, the peers come in the order in
-        which `receives` first names them."""
+        """Both ends list the messages between them in the same order."""
 
     def close(self) -> None:
         """Nothing more will be fetched by this rank from its peers' offers of the same turn."""

@@ -297,10 +297,10 @@ class _Offered:
         if not receives:
             return Done()
         pool = self.transport.pool
-        by_peer: dict[int, list[Message]] = {}
+        by_peer: dict[int, list[Message]] = {peer: [] for peer in pool.peers}
         for message in receives:
-            by_peer.setdefault(message.peer, []).append(message)
-        wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer.items()]
+            by_peer[message.peer].append(message)
+        wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer.items() if messages]
         self.seen.update(peer for peer, *_ in wanted)
 
         def run() -> None:
