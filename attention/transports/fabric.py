@@ -190,7 +190,7 @@ class CudaFabric:
             targets.append(x.data_ptr() + (start * pitch + (element * batch[0] if batch else 0)) * size)
         sources = [shared.addresses[rank] + each for each in at]
         whole = n == 1 or all(row == width for row in rows)
-        if whole and len(into) == 2:  # a row each
+        if whole and len(into) == 2 and _together(*into):  # a row each
             apart = targets[1] - targets[0], sources[1] - sources[0]
             if n * width <= min(apart) and max(apart) <= MOST_PITCH:
                 self._rows(targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
@@ -241,6 +241,11 @@ class CudaFabric:
                 raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
 
         return enqueue
+
+
+def _together(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one allocation, as the rows of a copy have to."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class HostFabric:
