@@ -44,7 +44,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint=spec["endpoint"] or "localhost:0",
         max_restarts=0,
-        monitor_interval=0.1,
+        monitor_interval=0.25,
         start_method="forkserver",
         local_addr="localhost" if nodes == 1 else None,
     )

@@ -14,7 +14,7 @@ from attention.executors import ring
 from attention.executors.heads import OVERLAPPED
 from attention.executors.plan import Plan
 from attention.phases import phase
-from attention.tensors import put_, room, rooms, take, tokens, wide
+from attention.tensors import put_, room, take, tokens, wide
 from attention.transfers import Intervals
 from attention.transports import Handle, Message
 
@@ -119,8 +119,7 @@ class _ToHeads:
         plan, s, n = self.plan, self.s, len(self.xs)
         me, group = plan.head, _group(plan)
         mine = [x[..., share[part][me], :] for x, share in zip(self.xs, self.heads, strict=True)]
-        q, *kv = mine  # or dout alone
-        out = [room(q, len(group) * s), *(rooms(kv[0], len(group) * s) if kv else [])]
+        out = [room(x, len(group) * s) for x in mine]
         whole: Intervals = ((0, s),)
         first = part * len(group) * n
         sends, receives = [], []
