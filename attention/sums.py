@@ -16,7 +16,7 @@ from attention.tensors import add_, put_, room, take, token_dim, tokens, wide
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
-MANY = 4 * MOST  # of more the tokens are added by their indices
+MANY = 2 * MOST  # of more the tokens are added by their indices
 
 Parts = Sequence[tuple[Tensor, Intervals]]
 

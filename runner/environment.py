@@ -69,8 +69,9 @@ def _lines(path: str) -> list[str]:
 
 
 def _git() -> dict[str, Any] | None:
-    commit = _output("git", "rev-parse", "HEAD", cwd=ROOT)
-    if commit is None:  # a copy without its history may be told
+    top = _output("git", "rev-parse", "--show-toplevel", cwd=ROOT)
+    commit = _output("git", "rev-parse", "HEAD", cwd=ROOT) if top and Path(top) == ROOT.resolve() else None
+    if commit is None:  # a copy without its history, in whatever repository it lies, may be told
         told = os.environ.get("RUNNER_GIT_COMMIT")
         return {"commit": told, "dirty": None} if told else None
     return {"commit": commit, "dirty": bool(_output("git", "status", "--porcelain", cwd=ROOT))}

@@ -18,7 +18,7 @@ from attention.merge import empty_result, merge
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_parts
-from attention.tensors import put_, room, rooms, take, token_dim, tokens
+from attention.tensors import FEW, move_, put_, room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
@@ -143,9 +143,8 @@ class _Redistribution:
         with closing(plan.transport.offer(what, sources)) as offer:
             sends = plan.messages(moving.route.sends, n=n)
             self.handle = offer.fetch(sends, plan.messages(moving.route.receives, targets, n=n), 0)
-        for mine, place in moving.local:
-            for source, target in zip(sources, targets, strict=True):
-                put_(target, (place,), take(source, (mine,)))
+        for source, target in zip(sources, targets, strict=True):
+            move_(target, source, moving.local)
 
     def wait(self) -> None:
         self.handle.wait()
@@ -179,9 +178,8 @@ class _Pulled:
         sends = plan.messages(route.sends, first=2 * i)
         self.handle: Handle = offer.fetch(sends, plan.messages(route.receives, self.keys, first=2 * i), i)
         with phase("comp_place", i):
-            for here, place in source.moving.local:
-                for x, keys in zip(mine, self.keys, strict=True):
-                    put_(keys, (place,), take(x, (here,)))
+            for x, keys in zip(mine, self.keys, strict=True):
+                move_(keys, x, source.moving.local)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         self.handle.wait()
@@ -202,9 +200,9 @@ class _AllGathered:
         needs = needed_keys(problem, self.plan.rank)
         with phase("comp_place", self.step):
             for peer, shard in enumerate(problem.layout.shards(problem.cu_seqlens, problem.world)):
-                for source, target in overlaps(shard, needs):
-                    for i, keys in enumerate(self.keys):
-                        put_(keys, (target,), take(self.staged[peer, i], (source,)))
+                moves = overlaps(shard, needs)
+                for i, keys in enumerate(self.keys):
+                    move_(keys, self.staged[peer, i], moves)
         return self.keys[0], self.keys[1]
 
 
@@ -274,9 +272,12 @@ class _Return:
         self.handle.wait()
         with phase("comp_merge", self.number):
             for i, grad in enumerate((dk, dv)):
-                parts: list[tuple[Tensor, Intervals]] = [
-                    (take(self.sums[i], (place,)), (here,)) for here, place in self.moving.local
-                ]
+                here, place = (tuple(x[end] for x in self.moving.local) for end in (0, 1))
+                parts: list[tuple[Tensor, Intervals]] = []
+                if len(here) > FEW:
+                    parts.append((take(self.sums[i], place), here))
+                else:
+                    parts += [(take(self.sums[i], (b,)), (a,)) for a, b in self.moving.local]
                 parts += [(pair[i], places) for places, pair in self.received]
                 total = grad[..., self.group.keys, :]
                 if self.own:
