@@ -185,7 +185,7 @@ def test_a_world_of_one_is_dense():
 
 def test_the_measured_order_on_four_h200_is_kept_to_five_percent():
     """What auto takes there is within 5% of the fastest measured: total ms of 32768 tokens, 32:8 heads, D 128, causal."""
-    measured = {"zigzag_llama3": 13.71, "ulysses": 13.04, "zigzag": 13.94}
+    measured = {"zigzag_llama3": 13.46, "ulysses": 13.07, "zigzag": 13.98}
     here = Machine(H200, lambda masks: "flash4", ("symm", "nccl"), rates.table(), links.table())
     found = choose(task(), here)
     fastest = {v: min(e.ms for e in found.estimates if e.candidate.variant == v) for v in measured}
