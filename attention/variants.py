@@ -276,7 +276,7 @@ _register(
 _register(
     Variant(
         "zigzag_llama3",
-        "zigzag chunks, keys gathered: each chunk is one call against its prefix, no merges",
+        "zigzag chunks, keys gathered: one's own first, then a call a chunk and a merge; or a call a chunk, no merges",
         "Llama 3's gathering with zigzag balance (ring-flash-attention's zigzag_llama3, 2024)",
         "causal training on fast links: the fastest form while the gathered KV fits",
         layouts.ZIGZAG,
