@@ -292,8 +292,8 @@ def test_interrupting_a_sweep_keeps_what_is_finished_and_leaves_no_process(tmp_p
     while not results_in(tmp_path) and time.time() < deadline:
         time.sleep(0.05)
     os.killpg(program.pid, signal.SIGINT)
-    program.communicate(timeout=30)
-    assert program.returncode == 130
+    _, said = program.communicate(timeout=30)
+    assert program.returncode == 130, said
     found = results_in(tmp_path)
     assert 1 <= len(found) < 4
     assert all(value["status"] == "ok" for value in found.values())
