@@ -71,9 +71,8 @@ class World:
             environment["OMP_NUM_THREADS"] = str(max(1, cores() // spec.world_size))
             environment["CUDA_VISIBLE_DEVICES"] = ""
         environment.setdefault("PYTHONUNBUFFERED", "1")
-        environment.setdefault(
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"
-        )  # what it compiled serves later worlds too
+        # what FlashAttention-4 compiled serves later worlds too
+        environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [environment.get("PYTHONPATH")])])
         self.log = (self.folder / "agent.log").open("wb")
         self.agent = subprocess.Popen(
