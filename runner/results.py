@@ -137,9 +137,10 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         last = list(value["timing"]["passes"])[-1]
         entry = value["metrics"]["passes"][last]
         found |= {key: entry.get(key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
-        found["kv_read_bytes"] = max(value["metrics"].get("kv_bytes_read_by_rank") or [0]) or None
-        counted = (value["timing"].get("counters") or {}).get("passes", {}).get("forward", {})
-        found |= {f"forward_{key}": counted.get(key) for key in ("memory_read_bytes", "l2_read_bytes")}
+        counted = (value["timing"].get("counters") or {}).get("passes", {}).get("forward")
+        if counted:  # beside what the model says
+            found["kv_read_bytes"] = max(value["metrics"].get("kv_bytes_read_by_rank") or [0]) or None
+            found |= {f"forward_{key}": counted[key] for key in ("memory_read_bytes", "l2_read_bytes")}
         peaks = value["memory"]["by_rank"]
         found["peak_bytes"] = max(
             p.get("peak_allocated", p.get("peak_resident", 0)) + p.get("symmetric", 0) for p in peaks

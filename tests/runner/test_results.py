@@ -203,3 +203,12 @@ def test_a_summary_of_failures_only_can_be_written(tmp_path):
     results.write_result(tmp_path / "a", value)
     results.summarize_sweep(tmp_path)
     assert list(pd.read_parquet(tmp_path / "summary.parquet")["status"]) == ["invalid"]
+
+
+def test_what_was_counted_stands_in_the_summary_beside_the_models_bytes():
+    value = measured("grouped")
+    value["metrics"]["kv_bytes_read_by_rank"] = [10, 12]
+    assert results.row(value)["kv_read_bytes"] is None
+    value["timing"]["counters"] = {"passes": {"forward": {"memory_read_bytes": 5, "l2_read_bytes": 7}}}
+    found = results.row(value)
+    assert [found[key] for key in ("kv_read_bytes", "forward_memory_read_bytes", "forward_l2_read_bytes")] == [12, 5, 7]
