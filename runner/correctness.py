@@ -2,7 +2,8 @@
 
 The reference is plain softmax in fp64 (fp32 where fp64 would take too long), on the unsharded tensors, in chunks of
 queries. Its work is done once a run: it falls apart into (batch element, KV head) pieces, and each rank does its share of
-them. The same pieces go through a local call of the same kernel in the same dtype: what error one device makes."""
+them; of fewer pieces than ranks, several ranks do one together, each for some of the queries. The same pieces go through
+a local call of the same kernel in the same dtype: what error one device makes."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from attention.kernels import KERNELS, Call, Shape, select
+from attention.kernels import Call, Shape, select
+from attention.kernels.math import SCORES, Math
+from attention.masks import Interval, tile
 from runner.rank import Rank
 from runner.schema import Experiment, Workload
 from runner.workpiece import AttentionWork, global_input
@@ -20,6 +24,8 @@ from runner.workpiece import AttentionWork, global_input
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
 MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # over it a sample of the pieces is checked
 CACHED_BYTES = 512 << 20
+SHARED_ROWS = 64  # queries of a chunk from which on ranks share a piece
+MOST_SCORES = 1 << 29  # held at once by a reference on a GPU
 
 
 @dataclass
@@ -61,23 +67,39 @@ class _Piece:
 
     batch: int
     head: int
+    number: int = 0
+    rows: tuple[Interval, ...] | None = None  # the tokens that this rank compares, of a piece that ranks share
     reference: dict[str, Tensor] = field(default_factory=dict)
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This rank's tokens of `[1, S, H, D]`."""
+        return x if self.rows is None else torch.cat([x[:, a:b] for a, b in self.rows], 1)
 
 
 _references: dict[Any, list[_Piece]] = {}  # of the last workload: a sweep over variants needs it once
 
 
-def pieces_of(work: Workload, world: int, rank: int, limit_tflop: float, backward: bool) -> tuple[list[_Piece], float]:
-    """This rank's pieces and the share of all pieces that is checked; every rank has one at least when there are
-    enough."""
+def pieces_of(
+    work: Workload, world: int, rank: int, limit_tflop: float, backward: bool
+) -> tuple[list[_Piece], float, int]:
+    """This rank's pieces, the share of all pieces that is checked, and how many of them ranks share (all or none)."""
     everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
     pairs = work.pairs
     one = 4 * (work.heads // work.kv_heads) * work.head_dim * pairs * (3.5 if backward else 1) / 1e12
     wanted = min(len(everything), max(1, int(limit_tflop / one)))
     # spread over batch and heads
     chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]
-    mine = [_Piece(b, h) for i, (b, h) in enumerate(chosen) if i % world == rank]
-    return mine, len(chosen) / len(everything)
+    share = len(chosen) / len(everything)
+    queries = work.q_len or work.seq_len
+    sharers = world // wanted  # ranks for each piece
+    if sharers < 2 or work.seqlens is not None or queries < 2 * sharers * SHARED_ROWS:
+        return [_Piece(b, h, i) for i, (b, h) in enumerate(chosen) if i % world == rank], share, 0
+    if rank >= wanted * sharers:
+        return [], share, wanted
+    number, which = divmod(rank, sharers)
+    borders = [i * queries // (2 * sharers) for i in range(2 * sharers + 1)]
+    rows = tuple((borders[i], borders[i + 1]) for i in (which, 2 * sharers - 1 - which))  # causal: equal work
+    return [_Piece(*chosen[number], number, rows)], share, wanted
 
 
 def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, Any]:
@@ -102,7 +124,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     key = (spec, experiment.seed, backward, dtype, me.world, limit)
     if key not in _references:
         _references.clear()
-    mine, share = pieces_of(spec, me.world, me.rank, limit, backward)
+    mine, share, shared = pieces_of(spec, me.world, me.rank, limit, backward)
     pieces = _references.get(key, mine)
     gqa = spec.heads != spec.kv_heads
     atol = tolerance["gqa_atol"] if gqa else tolerance["atol"]
@@ -111,6 +133,9 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     local = {name: _Error() for name in results}
     group = spec.heads // spec.kv_heads
     me.say("check_reference")  # also of a rank that has no piece to check
+    if shared and any(me.gather(not all(piece.reference for piece in pieces))):
+        _share_reference(me, experiment, mine, shared, dtype)
+        pieces = mine
     for number, piece in enumerate(pieces):
         me.say("check_reference", note=f"{number + 1} of {len(pieces)}")
         inputs = _piece_inputs(spec, piece, experiment.seed, me.device, backward)
@@ -122,8 +147,8 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
         for name, reference in piece.reference.items():
             heads = kv_head if name in ("dk", "dv") else q_heads
             rtol = atol if name == "out" else grad_atol
-            errors[name].add(_part(results[name], piece.batch, heads), reference, rtol)
-            local[name].add(mine_locally[name], reference, rtol)
+            errors[name].add(piece.mine(_part(results[name], piece.batch, heads)), reference, rtol)
+            local[name].add(piece.mine(mine_locally[name]), reference, rtol)
         if sum(t.numel() * t.element_size() for t in piece.reference.values()) * len(pieces) > CACHED_BYTES:
             piece.reference = {}
     if all(piece.reference for piece in pieces):
@@ -203,16 +228,77 @@ def _piece_inputs(spec: Workload, piece: _Piece, seed: int, device: torch.device
 
 
 def _reference(inputs: dict[str, Tensor], spec: Workload, dtype: torch.dtype) -> dict[str, Tensor]:
-    exact = KERNELS["math"]
     call = _call(spec, inputs["q"].device)
+    return _plainly(inputs["q"], inputs["k"], inputs["v"], inputs.get("dout"), call, dtype)
+
+
+def _plainly(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
+    exact = Math(_scores_held(q.device, dtype))
     with _exact_matmul():
-        q, k, v = (inputs[name].to(dtype) for name in ("q", "k", "v"))
+        q, k, v = (x.to(dtype) for x in (q, k, v))
         out, lse = exact.forward(q, k, v, call)
-        found = {"out": out}
-        if "dout" in inputs:
-            gradients = exact.backward(inputs["dout"].to(dtype), q, k, v, out, lse, call)
-            found |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        if dout is None:
+            return {"out": out}
+        gradients = exact.backward(dout.to(dtype), q, k, v, out, lse, call)
+        return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+
+
+def _share_reference(me: Rank, experiment: Experiment, mine: list[_Piece], pieces: int, dtype: torch.dtype) -> None:
+    """The references of pieces that ranks share: each computes for its queries, and dk and dv are the sums over all."""
+    spec = experiment.workload
+    backward = experiment.mode == "forward_backward"
+    sums: dict[str, Tensor] = {}
+    for piece in mine:
+        assert piece.rows is not None
+        inputs = _piece_inputs(spec, piece, experiment.seed, me.device, backward)
+        found: dict[str, list[Tensor]] = {"out": [], "dq": []}
+        sums = {name: torch.zeros_like(inputs[name[1:]], dtype=dtype) for name in ("dk", "dv")} if backward else {}
+        for number, rows in enumerate(piece.rows):
+            me.say("check_reference", note=f"part {number + 1} of {len(piece.rows)}")
+            for name, x in _of_rows(inputs, spec, rows, dtype, sums).items():
+                found[name].append(x)
+        piece.reference = {name: torch.cat(parts, 1) for name, parts in found.items() if parts}
+    if not backward:
+        return
+    shape = (1, spec.seq_len, 1, spec.head_dim)
+    for number in range(pieces):
+        for name in ("dk", "dv"):
+            of_mine = bool(mine) and mine[0].number == number
+            total = sums.pop(name) if of_mine else torch.zeros(shape, dtype=dtype, device=me.device)
+            dist.all_reduce(total)
+            if of_mine:
+                mine[0].reference[name] = mine[0].mine(total)
+
+
+def _of_rows(
+    inputs: dict[str, Tensor], spec: Workload, rows: Interval, dtype: torch.dtype, sums: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """out and dq of some queries; what they add to dk and dv goes into `sums`."""
+    q, dout = (inputs[name][:, rows[0] : rows[1]] if name in inputs else None for name in ("q", "dout"))
+    assert q is not None
+    shift = spec.seq_len - (spec.q_len or spec.seq_len)
+    seen = tile(spec.mask, (rows[0] + shift, rows[1] + shift), (0, spec.seq_len))
+    found = {name: torch.zeros_like(q, dtype=dtype) for name in ("out", *(("dq",) if dout is not None else ()))}
+    if seen is None:
+        return found
+    (a, b), (c, d), band = seen
+    a, b = a - shift - rows[0], b - shift - rows[0]
+    k, v = inputs["k"][:, c:d], inputs["v"][:, c:d]
+    call = Call(spec.head_dim**-0.5, band)
+    part = _plainly(q[:, a:b], k, v, dout[:, a:b] if dout is not None else None, call, dtype)
+    for name, x in found.items():
+        x[:, a:b] = part[name]
+    for name, x in sums.items():
+        x[:, c:d] += part[name]
     return found
+
+
+def _scores_held(device: torch.device, dtype: torch.dtype) -> int:
+    """On a GPU as many as a quarter of what is free takes with its temporaries, eight at most."""
+    if device.type != "cuda":
+        return SCORES
+    free = torch.cuda.mem_get_info(device)[0]
+    return max(SCORES, min(MOST_SCORES, free // (4 * 8 * dtype.itemsize)))
 
 
 class _exact_matmul:

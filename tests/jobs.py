@@ -16,8 +16,9 @@ import torch.distributed as dist
 import attention
 from attention.kernels import KERNELS, Call
 from attention.masks import Mask
+from runner import correctness
 from runner.rank import Rank
-from runner.schema import UnsupportedHere
+from runner.schema import Experiment, UnsupportedHere
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 KNOWN = 64  # calls whose results are kept
@@ -523,3 +524,21 @@ def _without_calls(step: Any) -> tuple[Any, ...]:
     """A step but for the identity of its kernel calls."""
     calls = [(each.q, each.k, each.call.scale, each.call.mask) for each in step.calls]
     return step.owner, step.keys, step.n_keys, calls, step.route, step.most
+
+
+def shared_reference(me: Rank, experiment: dict[str, Any], pieces: int) -> list[dict[str, Any]]:
+    """The pieces that this rank compares of a reference which the ranks share, and how far each tensor lies from one that
+    is computed alone."""
+    spec = Experiment.from_plain(experiment)
+    limit = 1e-12 if pieces == 1 else 1e9  # the least that can be checked, or everything
+    backward = spec.mode == "forward_backward"
+    mine, _, shared = correctness.pieces_of(spec.workload, me.world, me.rank, limit, backward)
+    correctness._share_reference(me, spec, mine, shared, torch.float64)
+    found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
+    for piece in mine:
+        inputs = correctness._piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
+        alone = correctness._reference(inputs, spec.workload, torch.float64)
+        found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows or () for token in range(a, b)]
+        assert piece.reference.keys() == alone.keys()
+        found["errors"] = {name: rel(x, piece.mine(alone[name])) for name, x in piece.reference.items()}
+    return me.gather(found)

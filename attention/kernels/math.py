@@ -18,6 +18,10 @@ class Math:
     name = "math"
     summary = "plain softmax in fp32 or fp64, in chunks of queries: the reference"
 
+    def __init__(self, scores: int | None = None):
+        """`scores`: the most of them held at once; the more, the fewer launches."""
+        self.scores = scores
+
     def missing(self, device: str) -> str | None:
         return None
 
@@ -25,7 +29,7 @@ class Math:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        return decompose.forward(PlainRectangles(), q, k, v, call, into)
+        return decompose.forward(PlainRectangles(self.scores), q, k, v, call, into)
 
     def backward(
         self,
@@ -38,15 +42,18 @@ class Math:
         call: Call,
         into: Triple | None = None,
     ) -> Triple:
-        return decompose.backward(PlainRectangles(), dout, q, k, v, out, lse, call, into)
+        return decompose.backward(PlainRectangles(self.scores), dout, q, k, v, out, lse, call, into)
 
 
 class PlainRectangles:
+    def __init__(self, scores: int | None = None):
+        self.scores = scores
+
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)  # [B, Hk, G, S, D], [B, Hk, S, D]
         out = torch.zeros_like(q_)
         lse = torch.full(q_.shape[:-1], -torch.inf, dtype=q_.dtype, device=q.device)
-        for (a, b), (c, d), band in _chunks(q_, k_, mask):
+        for (a, b), (c, d), band in _chunks(q_, k_, mask, self.scores or SCORES):
             s = _scores(q_, k_, (a, b), (c, d), scale, band)
             part = s.logsumexp(-1)
             out[..., a:b, :] = torch.einsum("bhgqk,bhkd->bhgqd", (s - part.unsqueeze(-1)).exp_(), v_[:, :, c:d])
@@ -61,7 +68,7 @@ class PlainRectangles:
         delta = (dout_ * out_).sum(-1)
         lse_ = lse.to(q_.dtype).unflatten(1, (k.shape[2], -1))
         dq, dk, dv = torch.zeros_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
-        for (a, b), (c, d), band in _chunks(q_, k_, mask):
+        for (a, b), (c, d), band in _chunks(q_, k_, mask, self.scores or SCORES):
             s = _scores(q_, k_, (a, b), (c, d), scale, band)
             p = s.sub_(lse_[..., a:b].unsqueeze(-1)).exp_()
             dv[:, :, c:d] += torch.einsum("bhgqk,bhgqd->bhkd", p, dout_[..., a:b, :])
@@ -89,9 +96,9 @@ def _ungrouped(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2)
 
 
-def _chunks(q: Tensor, k: Tensor, mask: Mask) -> list[tuple[Interval, Interval, Mask]]:
+def _chunks(q: Tensor, k: Tensor, mask: Mask, scores: int) -> list[tuple[Interval, Interval, Mask]]:
     sq, sk = q.shape[-2], k.shape[-2]
-    rows = max(1, SCORES // max(1, q.shape[0] * q.shape[1] * q.shape[2] * sk))
+    rows = max(1, scores // max(1, q.shape[0] * q.shape[1] * q.shape[2] * sk))
     shift = sk - sq
     found = []
     for start in range(0, sq, rows):

@@ -1,0 +1,47 @@
+"""A reference that several ranks share is the one that each would compute alone, and covers every token once."""
+
+import pytest
+
+from runner.correctness import pieces_of
+from tests.runner.composing import resolved
+
+MASKS = {
+    "causal": ["attention=ring", "causal=true"],
+    "full": ["attention=ring", "causal=false"],
+    "window": ["attention=ring_allgather", "causal=true", "window=[100,0]"],
+    "both_sides": ["attention=ring_allgather", "causal=false", "window=[70,30]"],
+    "forward": ["attention=ring", "causal=true", "mode=forward"],
+}
+
+
+@pytest.mark.parametrize(("world", "kv_heads", "wanted"), [(2, 1, 1), (4, 2, 2), (3, 1, 1), (4, 2, 1)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_ranks_share_what_is_fewer_than_they(in_world, world, kv_heads, wanted, mask):
+    size = ["batch=1", f"heads={2 * kv_heads}", f"kv_heads={kv_heads}", "head_dim=16", "seq_len=1200"]
+    spec = resolved(*MASKS[mask], *size, f"world_size={world}")
+    ranks = in_world("shared_reference", world, experiment=spec.plain(), pieces=wanted)
+    assert {rank["shared"] for rank in ranks} == {wanted}
+    tokens = [tuple(token) for rank in ranks for token in rank["tokens"]]
+    assert len(tokens) == len(set(tokens)) == 1200 * wanted
+    errors = [rank["errors"] for rank in ranks if rank["tokens"]]
+    assert len(errors) == world // wanted * wanted
+    for found in errors:
+        assert set(found) == ({"out"} if mask == "forward" else {"out", "dq", "dk", "dv"})
+        assert max(found.values()) < 1e-13
+
+
+def test_queries_of_a_decode_are_shared_from_many_on(in_world):
+    size = ["batch=1", "heads=2", "kv_heads=1", "head_dim=16", "seq_len=2048", "causal=true"]
+    spec = resolved("attention=tree", *size, "q_len=300", "world_size=2")
+    ranks = in_world("shared_reference", 2, experiment=spec.plain(), pieces=1)
+    assert [len(rank["tokens"]) for rank in ranks] == [150, 150]
+    assert max(rank["errors"]["out"] for rank in ranks) < 1e-13
+
+
+@pytest.mark.parametrize(
+    "size", [["attention=ring", "seq_len=96"], ["attention=ring_varlen", "seq_len=1024", "seqlens=[1000,24]"]]
+)
+def test_short_sequences_and_packs_are_not_shared(size):
+    spec = resolved(*size, "batch=1", "heads=2", "kv_heads=1", "head_dim=16", "world_size=2")
+    found = [pieces_of(spec.workload, 2, rank, 1e9, True) for rank in range(2)]
+    assert [(len(mine), share, shared) for mine, share, shared in found] == [(1, 1.0, 0), (0, 1.0, 0)]
