@@ -1,9 +1,9 @@
 """A reference that several ranks share is the one that each would compute alone, and covers every token once."""
 
 import pytest
+from composing import resolved
 
 from runner.correctness import pieces_of
-from tests.runner.composing import resolved
 
 MASKS = {
     "causal": ["attention=ring", "causal=true"],
