@@ -121,7 +121,8 @@ class ContextParallel:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
 
     def shard(self, x: Tensor, cu_seqlens: Packs = None, role: str | None = None) -> Tensor:
-        """This rank's part of a global `[B, S, H, D]` or packed `[T, H, D]`, in the variant's layout; differentiable.
+        """This rank's part of a global `[B, S, H, D]` or packed `[T, H, D]`, in the variant's layout; differentiable. A copy
+        that keeps nothing of the rest alive, or x itself where the part is all of it.
 
         role: "q" or "kv", needed for a decode, where every rank has all queries.
         Raises ValueError when the sequences do not divide."""
@@ -135,7 +136,10 @@ class ContextParallel:
         mine = self._shards(_host(cu_seqlens, x))[self.rank]
         dim = token_dim(x)
         parts = [_stretch(x, dim, r) for r in mine]
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+        if len(parts) > 1:
+            return torch.cat(parts, dim)
+        whole = parts[0].shape == x.shape
+        return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
 
     def unshard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
         """The global tensor from every rank's part, on every rank; for out and the gradients of q, k and v (a decode's

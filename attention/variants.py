@@ -128,6 +128,11 @@ class Variant:
                 "ring=contiguous has one" if zigzag else "ring, ring_allgather, llama3, zigzag_llama3 and ulysses do"
             )
             raise ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {others}")
+        if mask.windowed and options.get("grouping") == "fused":
+            raise ValueError(
+                f"window=({mask.left}, {mask.right}): {self.name} with grouping=fused computes on prefixes of the keys; "
+                "grouping=separate and packed take windows"
+            )
         if mask.windowed and options.get("own_first"):
             raise ValueError(
                 f"window=({mask.left}, {mask.right}): {self.name} with own_first=true has no sliding window; own_first=null "
@@ -368,7 +373,7 @@ def _grouped_layout(options: Mapping[str, Any], cu_seqlens: CuSeqlens, world: in
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a name that is not known: the nearest ones, else all."""
-    known = sorted(known)
+    known = sorted(set(known))
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
 

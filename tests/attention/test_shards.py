@@ -1,0 +1,40 @@
+"""What a rank holds of a global tensor is its own part and nothing else."""
+
+import pytest
+import torch
+
+import attention
+from attention.function import ContextParallel
+from attention.variants import VARIANTS
+
+WORLD = 4
+ONE_RANK = {"dense", "grouped"}  # every rank has everything
+
+
+def of_rank(name: str, rank: int) -> ContextParallel:
+    """The function as rank `rank` of a world of four has it: sharding talks to nobody."""
+    fn = attention.make(name)
+    fn.world, fn.rank, fn.layout = WORLD, rank, fn.variant.border(WORLD, fn.options)
+    return fn
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - ONE_RANK))
+@pytest.mark.parametrize("shape", [(1, 64, 4, 8), (2, 64, 4, 8), (64, 4, 8)], ids=str)
+def test_a_shard_keeps_nothing_of_the_whole(name, shape):
+    x = torch.randn(shape)
+    packs = [0, 32, 64] if len(shape) == 3 else None
+    if packs and VARIANTS[name].decode:
+        pytest.skip("a decode takes no packs")
+    for rank in range(WORLD):
+        mine = of_rank(name, rank).shard(x, packs, role="kv")
+        assert mine.numel() * WORLD == x.numel()
+        assert mine.untyped_storage().nbytes() == mine.numel() * mine.element_size()
+        assert mine.is_contiguous()
+
+
+def test_a_window_is_refused_where_the_chunks_are_fused():
+    fn = of_rank("zigzag_llama3", 0)
+    fn.options["grouping"] = "fused"
+    x = torch.randn(1, 16, 2, 64)
+    with pytest.raises(ValueError, match=r"window=\(9, 0\).*grouping=separate and packed take windows"):
+        fn.plan(x, x, x, causal=True, window=(9, 0))
