@@ -149,12 +149,12 @@ def _phase_table(which: str, entry: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     table = new_table()
-    for column in ("phase", "ms", "share", "by rank, ms"):
+    for column in ("phase", "ms", "share", "medians by rank, ms"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for name, p in entry["phases"].items():
         share = f"{p['share']:.0%}" if not name.startswith("comm_") else "beside"
-        table.add_row(name, f"{p['median_ms']:.3f}", share, " ".join(f"{ms:.3f}" for ms in p["by_rank_ms"]))
-    table.add_row("other", f"{entry['other_ms']:.3f}", f"{entry['other_ms'] / entry['total_ms']:.0%}", "")
+        table.add_row(name, f"{p['ms']:.3f}", share, " ".join(f"{ms:.3f}" for ms in p["by_rank_ms"]))
+    table.add_row("other", f"{entry['other_ms']:.3f}", f"{entry['other_share']:.0%}", "")
     out.print(table)
 
 
@@ -180,8 +180,12 @@ def sweep_table(rows: list[dict[str, Any]]) -> None:
     """What differs between the rows, beside what was measured."""
     table = new_table()
     filled = [results.cells(entry) for entry in rows]
-    same = [len(rows) > 1 and len({row[i] for row in filled}) == 1 for i in range(len(results.SHOWN))]
-    shown = [i for i, (key, _, _) in enumerate(results.SHOWN) if not same[i] or key in ("attention", "status")]
+    shown = []
+    for i, (key, _, _) in enumerate(results.SHOWN):
+        same = len(rows) > 1 and len({row[i] for row in filled}) == 1
+        hidden = not results.differ(rows, key) if key in results.WHERE_DIFFERENT else same
+        if not hidden or key in ("attention", "status"):
+            shown.append(i)
     for i in shown:
         key, title, _ = results.SHOWN[i]
         left = key in ("attention", "config", "kernel", "status")

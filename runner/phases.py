@@ -16,9 +16,9 @@ def _median(values: list[float]) -> float:
 
 
 def summarize(rows: list[Row], world: int) -> dict[str, Any]:
-    """`rows` as recorded; those with phase `pass` are a rank's whole pass. For each pass: every phase's median over the
-    iterations on the slowest rank and its share of the pass; of the middle iteration compute, exposed communication and
-    the rest (`other`, mostly the host and gaps), skew between the ranks' own work and the stragglers.
+    """`rows` as recorded; those with phase `pass` are a rank's whole pass. For each pass, of the middle iteration on the
+    slowest rank: every phase and its share, compute, exposed communication and the rest (`other`, mostly the host and
+    gaps), skew between the ranks' own work and the stragglers. Beside them every phase's median over the iterations.
 
     comp_* and wait_* lie one after another on the compute stream, so with `other` they add up to the pass; comm_* runs
     beside them."""
@@ -44,7 +44,7 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
 
     totals = medians("pass")
     slowest = max(ranks, key=lambda rank: totals[rank])
-    # sums are those of one iteration, the middle one, or they would not add up
+    # one iteration, the middle one: medians of each would not add up
     middle = sorted(iterations, key=lambda ranks_: ranks_[slowest]["pass"])[(len(iterations) - 1) // 2]
     total = middle[slowest]["pass"]
     names = sorted({name for ranks_ in iterations for name in ranks_[slowest]} - {"pass"})
@@ -59,8 +59,9 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
         "total_ms": total,
         "phases": {
             name: {
+                "ms": middle[slowest].get(name, 0.0),
+                "share": middle[slowest].get(name, 0.0) / total if total else 0.0,
                 "median_ms": medians(name)[slowest],
-                "share": medians(name)[slowest] / total if total else 0.0,
                 "by_rank_ms": medians(name),
             }
             for name in names
@@ -71,6 +72,7 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
         "other_ms": total - compute[slowest] - exposed[slowest],
         "compute_share": compute[slowest] / total if total else 0.0,
         "communication_share": exposed[slowest] / total if total else 0.0,
+        "other_share": 1 - (compute[slowest] + exposed[slowest]) / total if total else 0.0,
         "compute_by_rank_ms": compute,
         "exposed_by_rank_ms": exposed,
         "skew": (max(compute) - min(compute)) / usual if usual else 0.0,

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,10 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: list[str]) ->
         raise
 
 
+MOST_LENGTHS = 8  # of a pack that are written out
 COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
-    "kv_heads", "head_dim", "causal", "window", "dtype", "timing", "forward_ms", "forward_iqr", "backward_ms",
+    "kv_heads", "head_dim", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "forward_ms", "forward_iqr", "backward_ms",
     "backward_iqr", "total_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
     "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
@@ -122,6 +123,8 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         work = experiment["workload"]
         found |= {key: value for key, value in work.items() if key not in ("window", "seqlens")}
         found["window"] = "{},{}".format(*work["window"])
+        found["seqlens"] = _lengths(work.get("seqlens"))
+        found |= {key: experiment.get(key) for key in ("mode", "seed")}
         found["options"] = " ".join(f"{k}={v}" for k, v in experiment["options"].items() if v is not None)
         found |= {"world_size": experiment["world_size"], "device": experiment["device"]}
         found |= {"kernel": experiment["kernel"], "transport": experiment["transport"]}
@@ -153,6 +156,13 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
     if (value.get("correctness") or {}).get("tensors"):
         found["rel_l2_out"] = value["correctness"]["tensors"]["out"]["rel_l2"]
     return {column: found.get(column) for column in COLUMNS}
+
+
+def _lengths(seqlens: Sequence[int] | None) -> str | None:
+    if not seqlens:
+        return None
+    many = len(seqlens) > MOST_LENGTHS
+    return f"{len(seqlens)} sequences of {min(seqlens)} to {max(seqlens)}" if many else ",".join(map(str, seqlens))
 
 
 def sweep_rows(folder: Path) -> list[dict[str, Any]]:
@@ -189,9 +199,20 @@ SHOWN = (
     ("options", "options", "{}"),
     ("config", "config", "{}"),
     ("world_size", "W", "{}"),
+    ("batch", "batch", "{}"),
     ("seq_len", "tokens", "{:,}"),
+    ("q_len", "queries", "{}"),
+    ("seqlens", "sequences", "{}"),
+    ("heads", "heads", "{}"),
+    ("kv_heads", "KV heads", "{}"),
+    ("head_dim", "D", "{}"),
+    ("causal", "causal", "{}"),
+    ("window", "window", "{}"),
     ("dtype", "dtype", "{}"),
+    ("mode", "mode", "{}"),
+    ("seed", "seed", "{}"),
     ("kernel", "kernel", "{}"),
+    ("transport", "transport", "{}"),
     ("timing", "timing", "{}"),
     ("status", "status", "{}"),
     ("forward_ms", "fwd ms", "{:.3f}"),
@@ -208,13 +229,28 @@ SHOWN = (
 )
 
 
+# shown of a sweep only where its runs differ in it
+WHERE_DIFFERENT = {
+    "batch", "q_len", "seqlens", "heads", "kv_heads", "head_dim", "causal", "window", "mode", "seed", "transport",
+}  # fmt: skip
+
+
+def differ(rows: list[dict[str, Any]], key: str) -> bool:
+    """Whether the runs that got so far differ in it."""
+    return len({entry[key] for entry in rows if entry.get(key) is not None}) > 1
+
+
 def cells(entry: dict[str, Any]) -> list[str]:
     return [template.format(entry[key]) if entry.get(key) is not None else "" for key, _, template in SHOWN]
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The columns in which any run has something."""
-    shown = [i for i, (key, *_) in enumerate(SHOWN) if any(entry.get(key) is not None for entry in rows)]
+    """The columns in which any run has something, and of some those in which the runs differ."""
+    shown = [
+        i
+        for i, (key, *_) in enumerate(SHOWN)
+        if (differ(rows, key) if key in WHERE_DIFFERENT else any(entry.get(key) is not None for entry in rows))
+    ]
     lines = ["| " + " | ".join(SHOWN[i][1] for i in shown) + " |", "|" + " --- |" * len(shown)]
     lines += ["| " + " | ".join(cells(entry)[i] for i in shown) + " |" for entry in rows]
     failed = [entry for entry in rows if entry["status"] != "ok"]

@@ -21,8 +21,14 @@ def rows(rank: int, which: str, iteration: int, **ms: float | list[float]) -> li
 
 
 def adds_up(entry: dict) -> bool:
-    parts = entry["compute_ms"] + entry["exposed_communication_ms"] + entry["other_ms"]
-    return parts == pytest.approx(entry["total_ms"])
+    """Row by row, and the sums."""
+    on_stream = [phase for name, phase in entry["phases"].items() if not name.startswith("comm_")]
+    return (
+        sum(phase["ms"] for phase in on_stream) + entry["other_ms"] == pytest.approx(entry["total_ms"])
+        and sum(phase["share"] for phase in on_stream) + entry["other_share"] == pytest.approx(1)
+        and entry["compute_ms"] + entry["exposed_communication_ms"] + entry["other_ms"]
+        == pytest.approx(entry["total_ms"])
+    )
 
 
 STEADY = [
@@ -40,8 +46,9 @@ def test_the_slowest_ranks_phases_and_their_shares():
     assert (found["rank"], found["total_ms"]) == (0, 10)
     phases = found["phases"]
     assert set(phases) == {"comp_block", "comp_merge", "wait_kv", "comm_kv"}
-    assert phases["comp_block"] == {"median_ms": 5, "share": 0.5, "by_rank_ms": [5, 3]}  # steps of an iteration summed
-    assert phases["wait_kv"] == {"median_ms": 2.5, "share": 0.25, "by_rank_ms": [2.5, 1]}
+    # the steps of an iteration are summed
+    assert phases["comp_block"] == {"ms": 5, "share": 0.5, "median_ms": 5, "by_rank_ms": [5, 3]}
+    assert phases["wait_kv"] == {"ms": 2.5, "share": 0.25, "median_ms": 2.5, "by_rank_ms": [2.5, 1]}
 
 
 def test_compute_exposed_communication_and_the_rest_are_the_whole_and_transfers_run_beside():
@@ -65,6 +72,7 @@ def test_phases_are_medians_over_the_iterations():
     )["forward"]
     assert found["total_ms"] == 12
     assert found["phases"]["comp_block"]["median_ms"] == 5  # of 2, 91 and 5
+    assert found["phases"]["comp_block"]["ms"] == 91  # of the pass of 12
 
 
 def test_the_table_adds_up_when_the_iterations_differ():

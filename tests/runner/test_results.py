@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from composing import python, resolved
 
-from runner import metrics, results
+from runner import display, metrics, results
 from runner.statistics import summarize
 
 NAN, INF = float("nan"), float("inf")
@@ -178,6 +178,30 @@ def test_a_sweeps_summary_has_a_row_for_every_run_the_failed_ones_with_their_rea
     assert len({line.count("|") for line in table}) == 1
     assert "- `b`: oom: rank 1 in phase timing: out of memory, 3 GiB asked" in text.splitlines()
     assert files(tmp_path) == {"result.json", "summary.csv", "summary.parquet", "summary.md"}
+
+
+@pytest.mark.parametrize(
+    ("column", "title", "sets"),
+    [
+        ("window", "window", [{"window": (512, 0)}, {"window": (1024, 0)}]),
+        ("kv_heads", "KV heads", [{"kv_heads": 2}, {"kv_heads": 4}]),
+        ("batch", "batch", [{"batch": 1}, {"batch": 2}]),
+        ("q_len", "queries", [{"q_len": 1}, {"q_len": 4}]),
+        ("seqlens", "sequences", [{"seqlens": [512, 512]}, {"seqlens": [64] * 16}]),
+    ],
+)
+def test_a_sweeps_table_shows_what_was_swept_and_only_that(capsys, column, title, sets):
+    rows = []
+    for number, values in enumerate(sets):
+        value = measured(f"run{number}")
+        value["experiment"]["workload"] |= values
+        rows.append(results.row(value))
+    assert rows[0][column] != rows[1][column]
+    headings = results.markdown(rows).splitlines()[0].strip("| ").split(" | ")
+    titles = {title for key, title, _ in results.SHOWN if key in results.WHERE_DIFFERENT}
+    assert titles & set(headings) == {title}
+    display.sweep_table(rows)
+    assert title in capsys.readouterr().out
 
 
 def test_a_summary_picks_up_new_runs_and_passes_over_unfinished_ones(tmp_path):
