@@ -33,6 +33,9 @@ VALUED = (
     "-i",
 )
 
+# keys that one may look for, and why there is none
+LEFT_OUT = {"dropout": "not supported by any variant; leave it out"}
+
 
 def of(arguments: list[str]) -> list[str]:
     """The overrides among a command line's arguments, without Hydra's flags and their values."""
@@ -114,6 +117,8 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
                 options = [p for p in paths if p.startswith("attention.") and p != "attention.name"]
                 said = ", ".join(options) or "none"
                 return f"{name}: attention={cfg.attention.name} has no such option; its options: {said}"
+            if name in LEFT_OUT:
+                return f"{name}: {LEFT_OUT[name]}"
             return f"{name}: not a key; {nearest(name, [*paths, *known])}"
         for value in _values(override, []):
             try:

@@ -14,6 +14,8 @@ from runner.overrides import problem
 # overrides, then what the line must say: what was given, and the nearest names or the rule
 BAD = [
     (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
+    (["dropout=0.1"], "dropout: not supported"),
+    (["trnsport=nccl"], "trnsport: not a key; did you mean transport or transport.name?"),
     (["attention=flash"], "attention=flash", "known are auto, dense, grouped, llama3, rfa_llama3, rfa_ring"),
     (["config=qwen3_4"], "config=qwen3_4", "qwen3_4b"),
     (["timing=warmpu"], "timing=warmpu", "warmup"),
