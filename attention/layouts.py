@@ -115,35 +115,42 @@ def _chunk(length: int, n: int, i: int) -> range:
 
 
 def _contiguous(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: piece r of W. Ring Attention (Liu et al., 2023); of a whole pack ring-flash-attention's llama3 (Zhu, 2024)."""
     return tuple((_chunk(length, world, r),) for r in range(world))
 
 
 def _zigzag(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: chunks r and 2W-1-r of 2W. ring-flash-attention (Zhu, 2024); The Llama 3 Herd of Models (Llama Team, 2024)."""
     n = 2 * world
     return tuple((_chunk(length, n, r), _chunk(length, n, n - 1 - r)) for r in range(world))
 
 
 def _stripe(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: tokens t with t mod W = r. Striped Attention (Brandon et al., 2023)."""
     return tuple((range(r, length, world),) for r in range(world))
 
 
 def _paired(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: chunks 2r and 2W-1-2r of 2W. nnScaler's ring attention (Lin et al., 2024)."""
     n = 2 * world
     return tuple((_chunk(length, n, 2 * r), _chunk(length, n, n - 1 - 2 * r)) for r in range(world))
 
 
 def _replicated(length: int, world: int) -> tuple[Shard, ...]:
+    """Every rank: everything, as the queries in Tree Attention (Shyam et al., 2024)."""
     return tuple((range(length),) for _ in range(world))
 
 
 def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: piece r of ceil(length / W) tokens, as far as they go. The keys in Tree Attention (Shyam et al., 2024)."""
     each = -(-length // world)
     return tuple((range(min(r * each, length), min((r + 1) * each, length)),) for r in range(world))
 
 
 @lru_cache
 def chunked(n: int) -> Layout:
-    """Everything on every rank, in n chunks: how queries lie that are computed chunk by chunk."""
+    """Everything on every rank, in n chunks: how queries lie that are computed chunk by chunk. Of two, as zigzag_llama3 has
+    them, petrpan26/ring-flash-attention (2025)."""
 
     def split(length: int, world: int) -> tuple[Shard, ...]:
         return tuple(tuple(_chunk(length, n, i) for i in range(n)) for _ in range(world))

@@ -93,7 +93,9 @@ def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
 
 
 def local(problem: Problem, rank: int) -> list[Step]:
-    """Everything is here: one step against one's own keys."""
+    """Everything is here: one step against one's own keys.
+
+    Source: FlashAttention (Dao et al., 2022) on one device; DeepSpeed Ulysses (Jacobs et al., 2023) after its exchange."""
     blocks = []
     for start, stop in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
         blocks += _tiles(problem.mask, (0, stop - start), start, (0, stop - start), start)
@@ -102,7 +104,9 @@ def local(problem: Problem, rank: int) -> list[Step]:
 
 def ring(problem: Problem, rank: int) -> list[Step]:
     """Contiguous shards: step i against rank r-i, each block the tile of the mask that falls on the two shards. Causal,
-    later ranks do more; a window leaves most steps empty."""
+    later ranks do more; a window leaves most steps empty.
+
+    Source: Ring Attention (Liu et al., 2023)."""
     result = []
     for i in range(problem.world):
         owner = (rank - i) % problem.world
@@ -116,7 +120,9 @@ def ring(problem: Problem, rank: int) -> list[Step]:
 
 def zigzag(problem: Problem, rank: int) -> list[Step]:
     """Zigzag shards, causal: on one's own keys causal over both chunks; from an earlier rank all queries see its first
-    chunk; from a later rank the second query chunk sees both of its chunks. Every rank does the same work each step."""
+    chunk; from a later rank the second query chunk sees both of its chunks. Every rank does the same work each step.
+
+    Source: ring-flash-attention's zigzag ring (Zhu, 2024)."""
     result = []
     for i in range(problem.world):
         owner = (rank - i) % problem.world
@@ -135,7 +141,9 @@ def zigzag(problem: Problem, rank: int) -> list[Step]:
 
 def stripe(problem: Problem, rank: int) -> list[Step]:
     """Striped shards, causal: keys of this and earlier ranks are seen up to one's own index, keys of later ranks up to the
-    index before."""
+    index before.
+
+    Source: Striped Attention (Brandon et al., 2023)."""
     result = []
     for i in range(problem.world):
         owner = (rank - i) % problem.world
@@ -150,7 +158,9 @@ def stripe(problem: Problem, rank: int) -> list[Step]:
 
 
 def gather(problem: Problem, rank: int) -> list[Step]:
-    """All needed keys in sequence order: each of the rank's query chunks is one block against its keys."""
+    """All needed keys in sequence order: each of the rank's query chunks is one block against its keys.
+
+    Source: The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024)."""
     blocks = []
     at = 0
     seen = [0] * len(problem.cu_seqlens)  # chunks of each sequence so far
@@ -169,7 +179,9 @@ def gather(problem: Problem, rank: int) -> list[Step]:
 def own_first(problem: Problem, rank: int) -> list[Step]:
     """Zigzag shards, causal, in two steps: one's own keys as in zigzag, then those of all others, which are seen whole, so
     that they may lie as they come: the first chunks of earlier ranks, which all queries see, and both chunks of the later
-    ones, which the second query chunk sees."""
+    ones, which the second query chunk sees.
+
+    Source: ours, of the zigzag ring's first step (Zhu, 2024) and zigzag_llama3 (petrpan26/ring-flash-attention, 2025)."""
     world, blocks, order = problem.world, [], []
     for start, (at, n) in zip(problem.cu_seqlens, _local_sequences(problem), strict=False):
         c = n // 2
@@ -187,12 +199,16 @@ def own_first(problem: Problem, rank: int) -> list[Step]:
 
 
 def tree(problem: Problem, rank: int) -> list[Step]:
-    """Decode: all queries against one's own keys; the partial results are reduced over the ranks."""
+    """Decode: all queries against one's own keys; the partial results are reduced over the ranks.
+
+    Source: Tree Attention (Shyam et al., 2024)."""
     return [step for step in ring_decode(problem, rank) if step.owner == rank]
 
 
 def ring_decode(problem: Problem, rank: int) -> list[Step]:
-    """Decode: all queries against every rank's keys in turn."""
+    """Decode: all queries against every rank's keys in turn.
+
+    Source: Ring Attention (Liu et al., 2023), which Tree Attention (Shyam et al., 2024) compares itself with."""
     result = []
     for i in range(problem.world):
         owner = (rank - i) % problem.world

@@ -24,8 +24,9 @@ CP_COMM_TYPES = ("p2p", "all_gather")
 
 @dataclass(frozen=True)
 class Variant:
-    """`layout` is how a rank's q, k and v come in and its out goes back; `q_layout`, where given, is how the queries lie
-    while they are computed on."""
+    """`source` names the authors or the system and the year, `use` says in a clause when to take it; both stand in the
+    first comment of the variant's YAML, too. `layout` is how a rank's q, k and v come in and its out goes back; `q_layout`,
+    where given, is how the queries lie while they are computed on."""
 
     name: str
     summary: str
@@ -187,8 +188,8 @@ _register(
     Variant(
         "dense",
         "the whole attention on every rank, nothing sharded",
-        "FlashAttention (Dao et al., 2022) or what the kernel is",
-        "the reference point: what one device does with the same kernel",
+        "FlashAttention (Dao et al., 2022), or the kernel's own",
+        "a comparison with what one device does by the same kernel",
         layouts.REPLICATED,
         schedules.local,
         "ring",
@@ -198,8 +199,8 @@ _register(
     Variant(
         "ring",
         "contiguous shards; keys and values go round, partial results are merged",
-        "Ring Attention with Blockwise Transformers (Liu et al., 2023)",
-        "non-causal or windowed attention; causal it is imbalanced and the plain reference",
+        "Ring Attention with Blockwise Transformers for Near-Infinite Context (Liu et al., 2023)",
+        "masks that are not causal, and windows, which only neighbours send keys for; causal it is imbalanced",
         layouts.CONTIGUOUS,
         schedules.ring,
         "ring",
@@ -211,7 +212,8 @@ _register(
         VARIANTS["ring"],
         name="ring_varlen",
         summary="ring on packs: every sequence of the pack is cut into contiguous shards",
-        use="packs of long sequences, when each is a multiple of the world size",
+        source="Ring Attention (Liu et al., 2023), by sequence as in ring-flash-attention (Zhu, 2024)",
+        use="packs of many short sequences, each a multiple of W; long causal ones are imbalanced",
         packed=True,
     )
 )
@@ -219,8 +221,8 @@ _register(
     Variant(
         "zigzag",
         "ring over chunks r and 2W-1-r of 2W, so that every rank has the same causal work",
-        "zigzag ring attention (ring-flash-attention, Zhu, 2024; Llama 3 context parallelism, 2024)",
-        "causal training with little memory: two KV shards at a time",
+        "ring-flash-attention's zigzag ring (Zhu, 2024); its chunks are Llama 3's, too (Llama Team, 2024)",
+        "causal sequences where memory is short: two KV shards at a time, never the whole KV",
         layouts.ZIGZAG,
         schedules.zigzag,
         "ring",
@@ -234,7 +236,8 @@ _register(
         VARIANTS["zigzag"],
         name="zigzag_varlen",
         summary="zigzag on packs: every sequence of the pack is cut into 2W chunks",
-        use="causal packs of long sequences with little memory",
+        source="ring-flash-attention's zigzag ring on packs (Zhu, 2024)",
+        use="causal packs of long sequences, each a multiple of 2W, where memory is short",
         packed=True,
     )
 )
@@ -242,8 +245,8 @@ _register(
     Variant(
         "stripe",
         "ring over tokens t with t mod W = r: balanced to within a token, every step nearly causal",
-        "Striped Attention (Brandon et al., 2023)",
-        "causal training where the data is striped anyway; its blocks are half empty triangles",
+        "Striped Attention: Faster Ring Attention for Causal Transformers (Brandon et al., 2023)",
+        "causal sequences that lie striped already; zigzag was faster where both were measured",
         layouts.STRIPE,
         schedules.stripe,
         "ring",
@@ -256,8 +259,8 @@ _register(
     Variant(
         "ring_allgather",
         "contiguous shards whose second query halves are swapped to balance; all keys gathered, no merges",
-        "nnScaler's ring attention (Lin et al., 2024); all-gather context parallelism (Llama 3, 2024)",
-        "contiguous data with a causal mask; memory for the whole KV of the heads in flight",
+        "nnScaler's ring attention (nnScaler: Lin et al., 2024), which gathers as Llama 3 does (Llama Team, 2024)",
+        "causal masks and windows on tokens that stay contiguous, given room for the KV of the heads in flight",
         layouts.CONTIGUOUS,
         schedules.gather,
         "gather",
@@ -269,8 +272,8 @@ _register(
     Variant(
         "llama3",
         "an equal slice of the packed stream on each rank, across sequence borders; keys gathered, one call",
-        "The Llama 3 Herd of Models, section 3.3.2 (2024); ring-flash-attention's llama3 form (Zhu, 2024)",
-        "packs of any lengths; causal it is imbalanced within long sequences",
+        "The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024); packs as in ring-flash-attention (Zhu, 2024)",
+        "packs of any lengths whose total W divides; long causal sequences are imbalanced",
         layouts.PACKED,
         schedules.gather,
         "gather",
@@ -281,9 +284,10 @@ _register(
 _register(
     Variant(
         "zigzag_llama3",
-        "zigzag chunks, keys gathered: one's own first, then a call a chunk and a merge; or a call a chunk, no merges",
-        "Llama 3's gathering with zigzag balance (ring-flash-attention's zigzag_llama3, 2024)",
-        "causal training on fast links: the fastest form while the gathered KV fits",
+        "zigzag chunks, keys gathered, a call a chunk; a single sequence without a window begins by default with its own "
+        "keys: two steps and a merge instead",
+        "petrpan26/ring-flash-attention, a fork of Zhu's (2025): zigzag chunks gathered as in Llama 3",
+        "causal sequences and windows with any number of heads, given room for the KV of the heads in flight",
         layouts.ZIGZAG,
         schedules.gather,
         "gather",
@@ -295,8 +299,8 @@ _register(
     Variant(
         "grouped",
         "causal attention on one rank, its queries in n_groups chunks that attend nested prefixes of the keys",
-        "what zigzag_llama3 computes on a rank, for any number of chunks",
-        "measuring the groupings against each other",
+        "what zigzag_llama3 (petrpan26/ring-flash-attention, 2025) computes on a rank, for 1 to 8 chunks",
+        "the groupings measured against each other on one GPU",
         layouts.REPLICATED,
         schedules.gather,
         "gather",
@@ -309,8 +313,9 @@ _register(
     Variant(
         "ulysses",
         "heads exchanged for sequence before and after a local call over the whole sequence",
-        "DeepSpeed-Ulysses (Jacobs et al., 2023)",
-        "many heads on few ranks: least communication when W > 1 + H / Hk",
+        "DeepSpeed Ulysses (Jacobs et al., 2023)",
+        "heads that W divides: the fastest causal step measured on 4 GPUs; forward it receives less than a gather if "
+        "W > 1 + H / Hk",
         layouts.CONTIGUOUS,
         schedules.local,
         "all_to_all",
@@ -321,8 +326,8 @@ _register(
     Variant(
         "usp",
         "Ulysses within groups of ulysses_size ranks, a ring across the groups",
-        "USP: A Unified Sequence Parallelism Approach (Fang and Zhao, 2024)",
-        "more ranks than heads allow, or nodes: all-to-all on the fast links, the ring across",
+        "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI (Fang and Zhao, 2024)",
+        "more ranks than the heads can be shared among: heads within a group, a ring for the rest",
         layouts.ZIGZAG,
         schedules.zigzag,
         "all_to_all",
@@ -333,8 +338,8 @@ _register(
     Variant(
         "tree",
         "decode: each rank attends its shard of the keys, the partial results are reduced over the ranks",
-        "Tree Attention (Shyam et al., 2024)",
-        "decoding over very long contexts",
+        "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU Clusters (Shyam et al., 2024)",
+        "decoding over more keys than one GPU holds, or about a million, where reduce=packed and fused beat one GPU",
         layouts.DECODE,
         schedules.tree,
         "tree",
@@ -347,8 +352,8 @@ _register(
     Variant(
         "ring_decode",
         "decode: every rank's keys go round and each rank computes everything",
-        "Ring Attention (Liu et al., 2023), as Tree Attention (2024) compares with it",
-        "the comparison that the tree is made for",
+        "Ring Attention (Liu et al., 2023), as Tree Attention compares with it (Shyam et al., 2024)",
+        "a comparison with tree, which was faster on 2 and 4 GPUs",
         layouts.DECODE,
         schedules.ring_decode,
         "ring",

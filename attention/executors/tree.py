@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.executors.plan import Plan
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
-from attention.tensors import take, wide
+from attention.tensors import take
 from attention.transports import Message, symmetric_slots
 from attention.variants import node_size
 
@@ -27,12 +27,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
         calls = plan.steps[0].calls if plan.steps else ()
         keys, values = (take(x, calls[0].k) if calls else x for x in (k, v))
     with phase("comp_local_attention"):
+        out, lse = empty_result(q)  # wide: a partial result is not rounded before it is merged
         if calls:
-            out, lse = plan.kernel.forward(q, keys, values, calls[0].call)
-        else:
-            out, lse = empty_result(q)
+            out, lse = plan.kernel.forward(q, keys, values, calls[0].call, into=(out, lse))
     if plan.transport.name != "none":
-        out, lse = REDUCTIONS[plan.options["reduce"]](out.to(wide(q.dtype)), lse, plan)
+        out, lse = REDUCTIONS[plan.options["reduce"]](out, lse, plan)
     return out.to(q.dtype), lse, ()
 
 

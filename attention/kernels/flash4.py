@@ -62,7 +62,7 @@ class Flash4:
             **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
-            out=out if writable(out) else None,
+            out=out if writable(out) and out.dtype == q.dtype else None,
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
         )

@@ -86,8 +86,9 @@ class Shape:
 
 class Kernel(Protocol):
     """`into` are tensors to be written instead of new ones, and then are what is returned: of the shapes and dtypes that
-    the call gives, not overlapping its inputs. All but lse have a contiguous last dim; any other stride will do. A kernel
-    that can't write there copies (`settle`), so that a caller always gets what it asked for and at best pays nothing."""
+    the call gives, out also in the wide dtype, not overlapping its inputs. All but lse have a contiguous last dim; any
+    other stride will do. A kernel that can't write there copies (`settle`), so that a caller always gets what it asked for
+    and at best pays nothing (and a wide out may have been rounded)."""
 
     name: str
     summary: str

@@ -180,12 +180,12 @@ def decode(
 ) -> Pair:
     """Attention of all queries over all keys.
 
-        q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up
-        to 256. Gives (out `[B, Sq, H, D]` in `dtype`, by default q's; lse fp32 `[B, H, Sq]`, natural log). Over no keys out
-        is 0 and lse -inf. `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU; `into`
-    as in `Kernel`.
+    q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up to
+    256. Gives (out `[B, Sq, H, D]` in `dtype`, by default q's; lse fp32 `[B, H, Sq]`, natural log). Over no keys out is 0
+    and lse -inf. `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU; `into` as in
+    `Kernel`.
 
-        Raises ValueError for what the kernel does not do."""
+    Raises ValueError for what the kernel does not do."""
     _check(q, k, v)
     batch, n_queries, heads, head_dim = q.shape
     n_keys, kv_heads = k.shape[1:3]
