@@ -5,6 +5,7 @@ what each variant costs, before it runs."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
@@ -21,19 +22,24 @@ from runner import display, environment, metrics, overrides, schema
 
 
 def attention() -> Table:
-    table = _table(
-        "Variants: attention=NAME", "name", "what it is", "when to use it", "can", "works here", "options", "source"
-    )
+    """A few lines a variant, so that they can be read on a narrow terminal."""
+    table = _table("Variants: attention=NAME", "name", "what it is, when to use it, source", "works here, can, options")
+    table.leading = 1  # an empty line between variants
+    for column in table.columns:
+        column.overflow = "fold"  # a long module's name, too
     device = "cuda" if environment.gpu_count() and environment.torch_has_cuda() else "cpu"
-    options = ", ".join(f"{key}={value}" for key, value in OPTIONS.items())
-    can = "what any of them can"
-    table.add_row(AUTO, SUMMARY, "no variant is meant", can, "yes", options, "a cost model: attention/choice.py")
+
+    def add(name: str, summary: str, use: str, source: str, works: str, can: str, options: Mapping[str, Any]) -> None:
+        about = f"{summary}\n[bold]use:[/bold] {use}\n[bold]source:[/bold] {source}"
+        given = [f"{key}={value}" for key, value in options.items()]
+        table.add_row(name, about, "\n".join([works, can, *given]))
+
+    use = "where no particular variant is wanted"
+    add(AUTO, SUMMARY, use, "our cost model (attention/choice.py)", "yes", "what any of them can", OPTIONS)
     for v in everything().values():
         masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
         masks += (["window"] if v.windows else []) + (["packs"] if v.packs and not v.decode else [])
-        options = ", ".join(f"{key}={value}" for key, value in v.options.items())
-        works = _works(peer_missing(v.name, device))
-        table.add_row(v.name, v.summary, v.use, ", ".join(masks), works, options, v.source)
+        add(v.name, v.summary, v.use, v.source, _works(peer_missing(v.name, device)), ", ".join(masks), v.options)
     return table
 
 

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,26 @@ def test_every_variant_has_its_file_with_its_options():
     assert plain(composed("attention=auto").attention) == {"name": AUTO, **OPTIONS}
     for name, variant in everything().items():
         assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options}
+
+
+def years(text: str) -> set[str]:
+    return set(re.findall(r"\b20\d\d\b", text))
+
+
+def first_comment(name: str) -> str:
+    lines = (CONF / "attention" / f"{name}.yaml").read_text().splitlines()
+    return " ".join(line[1:].strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
+def test_every_variant_and_its_file_name_its_source_with_its_year_and_when_to_use_it():
+    for name, variant in everything().items():
+        comment = first_comment(name)
+        assert variant.source and variant.use, name
+        assert years(comment) and years(variant.source) <= years(comment), name
+        assert f"Use: {variant.use}." in comment, name
+    for name, variant in VARIANTS.items():
+        assert years(variant.source), name
+        assert f"Source: {variant.source}." in first_comment(name), name
 
 
 def test_every_kernel_and_transport_has_its_file():
