@@ -22,6 +22,7 @@ from runner.schema import Experiment, Workload
 from runner.workpiece import AttentionWork, global_input
 
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
+HALF = ("bf16", "fp16")  # whose errors an fp32 reference resolves as well: fp64 for a tenth of that work
 MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # over it a sample of the pieces is checked
 CACHED_BYTES = 512 << 20
 SHARED_ROWS = 64  # queries of a chunk from which on ranks share a piece
@@ -109,7 +110,8 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     limit = experiment.check["max_tflop"] or MAX_TFLOP[experiment.device]
     pairs = spec.pairs
     tflop = 4 * spec.batch * spec.heads * spec.head_dim * pairs * (3.5 if backward else 1) / 1e12
-    dtype = torch.float64 if tflop <= FP64_TFLOP[experiment.device] else torch.float32
+    affordable = FP64_TFLOP[experiment.device] / (10 if spec.dtype in HALF else 1)
+    dtype = torch.float64 if tflop <= affordable else torch.float32
 
     me.say("check_variant")
     work.run("forward")

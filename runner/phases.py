@@ -16,9 +16,10 @@ def _median(values: list[float]) -> float:
 
 
 def summarize(rows: list[Row], world: int) -> dict[str, Any]:
-    """`rows` as recorded; those with phase `pass` are a rank's whole pass. For each pass, of the middle iteration on the
-    slowest rank: every phase and its share, compute, exposed communication and the rest (`other`, mostly the host and
-    gaps), skew between the ranks' own work and the stragglers. Beside them every phase's median over the iterations.
+    """`rows` as recorded; those with phase `pass` are a rank's whole pass. For each pass, on the slowest rank: every phase
+    and its share, compute, exposed communication and the rest (`other`, mostly the host and gaps), skew between the ranks'
+    own work and the stragglers. All of these are means over the same iterations, the middle half by the length of the
+    pass, so that they add up. Beside them every phase's median over all iterations.
 
     comp_* and wait_* lie one after another on the compute stream, so with `other` they add up to the pass; comm_* runs
     beside them."""
@@ -34,6 +35,12 @@ def summarize(rows: list[Row], world: int) -> dict[str, Any]:
     return result
 
 
+def _mean(iterations: list[dict[str, float]]) -> dict[str, float]:
+    """By phase; one that an iteration lacks took no time in it."""
+    names = dict.fromkeys(name for found in iterations for name in found)
+    return {name: sum(found.get(name, 0.0) for found in iterations) / len(iterations) for name in names}
+
+
 def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
     ranks = range(len(iterations[0]))
 
@@ -44,8 +51,10 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
 
     totals = medians("pass")
     slowest = max(ranks, key=lambda rank: totals[rank])
-    # one iteration, the middle one: medians of each would not add up
-    middle = sorted(iterations, key=lambda ranks_: ranks_[slowest]["pass"])[(len(iterations) - 1) // 2]
+    ordered = sorted(iterations, key=lambda ranks_: ranks_[slowest]["pass"])
+    kept = max(1, len(ordered) // 2)
+    first = (len(ordered) - kept) // 2
+    middle = [_mean([ranks_[rank] for ranks_ in ordered[first : first + kept]]) for rank in ranks]
     total = middle[slowest]["pass"]
     names = sorted({name for ranks_ in iterations for name in ranks_[slowest]} - {"pass"})
 

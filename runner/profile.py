@@ -20,7 +20,8 @@ from runner.rank import Rank
 from runner.timing import Stopwatch, Workpiece
 
 Span = tuple[float, float]
-ALIGNMENT = re.compile(r"AllReduce_MinMax_[ui]8")  # the stopwatch's, see runner.timing
+# the stopwatch's, see runner.timing; NCCL does a minimum by kernels of several names, and no variant reduces bytes
+ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm", re.IGNORECASE)
 SHOWN = 40
 
@@ -94,6 +95,18 @@ def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
     }
 
 
+def _write(path: Path, text: str) -> None:
+    """A trace, whole or not at all. Raises OSError when the disk is full."""
+    part = path.with_name(f".{path.name}")
+    try:
+        with gzip.open(part, "wt", compresslevel=3) as out:
+            out.write(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def profile(
     me: Rank, work: Workpiece, watch: Stopwatch, runs: int, folder: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -122,8 +135,7 @@ def profile(
     files = []
     if folder is not None:
         name = f"trace_rank{me.rank}.json.gz"
-        with gzip.open(folder / name, "wt", compresslevel=3) as out:
-            out.write(text)
+        _write(folder / name, text)
         files.append(name)
     found["kernels"] = found["kernels"][:SHOWN]
     return found, files

@@ -98,7 +98,14 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def warm(work: Workpiece, watch: Stopwatch, runs: int, at_least_ms: float, agree: Callable[[bool], bool]) -> int:
+def warm(
+    work: Workpiece,
+    watch: Stopwatch,
+    runs: int,
+    at_least_ms: float,
+    agree: Callable[[bool], bool],
+    beat: Callable[[], None] | None = None,
+) -> int:
     """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's decision). Returns how many."""
     done = 0
     start = time.perf_counter()
@@ -108,6 +115,8 @@ def warm(work: Workpiece, watch: Stopwatch, runs: int, at_least_ms: float, agree
                 return 0
             _iteration(work)
             done += 1
+            if beat is not None:
+                beat()
         watch.settle()
         if agree(done >= runs and (time.perf_counter() - start) * 1e3 >= at_least_ms):
             return done

@@ -26,8 +26,9 @@ from runner.statistics import summarize, too_few
 from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
 from runner.workpiece import AttentionWork, build, decide
 
-PHASE_RUNS = 5  # at most; a slow run records fewer
+PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
+SLOW_S = 1.0  # an iteration from which waiting for it costs its timing nothing
 BASELINE_RUNS = 5
 BASELINE_CAP_S = 20.0  # a baseline is sampled at most this long, but once at least
 L2_BYTES = 256 << 20
@@ -85,7 +86,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     if spec.phases and not peer:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
         total_ms = sum(slowest[which]["median"] for which in work.passes)
-        rows = _phases(me, work, watch, max(1, min(PHASE_RUNS, int(PHASES_S * 1e3 / total_ms))))
+        rows = _phases(me, work, watch, _phase_runs(total_ms / 1e3))
         result["phase_rows"] = rows
         result["phases"] = phases.summarize(rows, me.world)
         result["comm"] = _received(me, work, rows)
@@ -163,7 +164,12 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
     shapes = metrics.shapes(spec)
     needed = max(costs.rank_flops(work.plan.problem, shapes)) * (1 + costs.BACKWARD if work.backward else 1)
     seconds_each = me.agree(max(me.gather(needed / _rates[key])))
-    timed = spec.timing["timing_runs"] + spec.timing["warmup_runs"] + 1 + (PHASE_RUNS + 1 if spec.phases else 0)
+    timed = (
+        spec.timing["timing_runs"]
+        + spec.timing["warmup_runs"]
+        + 1
+        + (_phase_runs(seconds_each) + 1 if spec.phases else 0)
+    )
     if spec.timing["method"] == "profiler":
         timed += spec.timing["profile_runs"]
     single = seconds_each * me.world * (1 + BASELINE_RUNS) if spec.baseline == "single" else 0.0
@@ -180,17 +186,21 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     note: dict[str, Any] = {}
 
     def beat() -> None:
-        if me.device.type == "cpu":
-            me.say("timing", iteration_s)
+        if me.device.type == "cuda":  # whose host runs ahead: of slow iterations it waits for each
+            if iteration_s < SLOW_S:
+                return
+            watch.settle()
+        me.say("timing", iteration_s)
 
     if method == "cudagraph":
         piece = timing.Graphed(work)
-    flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=me.device) if options["flush_l2"] else None
+    flush = _flush(me, spec)
     if method == "simple":
+        me.say("timing", iteration_s * options["timing_runs"])  # all in one stretch
         mine = timing.simple(piece, watch, options["timing_runs"])
     else:
         note["warmup_iterations"] = timing.warm(
-            piece, watch, options["warmup_runs"], options["warmup_ms"], lambda enough: me.agree(enough)
+            piece, watch, options["warmup_runs"], options["warmup_ms"], lambda enough: me.agree(enough), beat
         )
         if method == "adaptive":
 
@@ -223,6 +233,11 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             **note,
         },
     }
+
+
+def _flush(me: Rank, spec: Experiment) -> torch.Tensor | None:
+    """What is written before each pass to empty the L2 cache, if that is wanted."""
+    return torch.empty(L2_BYTES, dtype=torch.uint8, device=me.device) if spec.timing["flush_l2"] else None
 
 
 class _OnePass:
@@ -267,6 +282,10 @@ def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None)
     return found
 
 
+def _phase_runs(iteration_s: float) -> int:
+    return max(1, min(PHASE_RUNS, int(PHASES_S / iteration_s)))
+
+
 def _phases(me: Rank, work: AttentionWork, watch: Stopwatch, runs: int) -> list[dict[str, Any]]:
     """A pass of its own with the recorder active."""
     recorder = Recorder(me.device)
@@ -309,7 +328,9 @@ def _received(me: Rank, work: AttentionWork, rows: list[dict[str, Any]]) -> dict
 def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str, Any]:
     """The same global work on one device, by rank 0 alone while the others wait. Where it does not fit, at half the
     length (and so on), extrapolated by FLOPs and marked so."""
-    key = (spec.workload, spec.kernel, spec.mode, spec.device, me.world)
+    key = (
+        spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic, spec.timing["flush_l2"],
+    )  # fmt: skip
     me.say("baseline", 600.0)
     found = me.agree(_baselines.get(key))
     if found is None:
@@ -371,7 +392,7 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], str]:
     once = time.perf_counter() - start
     runs = max(1, min(BASELINE_RUNS, int(BASELINE_CAP_S / once)))
     me.say("baseline", max(600.0, 2 * once * runs))
-    samples = timing.slowest([timing.sample(work, watch, runs)])
+    samples = timing.slowest([timing.sample(work, watch, runs, _flush(me, spec))])
     return {which: summarize(ms).median for which, ms in samples.items()}, work.plan.kernel.name
 
 

@@ -75,6 +75,22 @@ def test_phases_are_medians_over_the_iterations():
     assert found["phases"]["comp_block"]["ms"] == 91  # of the pass of 12
 
 
+def test_sums_are_of_the_middle_half_of_the_iterations():
+    # passes of 10, 20, .. 80 ms: 30 to 60 count
+    passes = [80.0, 10.0, 60.0, 20.0, 30.0, 70.0, 40.0, 50.0]
+    found = summarize(
+        [
+            row
+            for i, ms in enumerate(passes)
+            for row in rows(0, "forward", i, **{"pass": ms}, comp_block=ms / 2, wait_kv=ms / 5)
+        ],
+        1,
+    )["forward"]
+    assert (found["total_ms"], found["compute_ms"]) == (45, 22.5)
+    assert found["exposed_communication_ms"] == pytest.approx(9)
+    assert adds_up(found)
+
+
 def test_the_table_adds_up_when_the_iterations_differ():
     # compute and waiting trade places from one iteration to the next, within every pass
     found = summarize(

@@ -73,6 +73,23 @@ def test_a_cuda_kernel_table_has_what_ran_on_the_device_the_longest_first():
     ]
 
 
+@pytest.mark.parametrize(
+    "kernel", ["AllReduce_Sum_u8_RING_LL", "AllReduce_MinMax_u8_RING_LL", "AllReduce_Sum_i8_TREE_LL"]
+)
+def test_what_aligns_the_ranks_is_neither_communication_nor_part_of_the_stretch(kernel):
+    name = f"ncclDevKernel_{kernel}(ncclDevKernelArgsStorage<4096ul>)"
+    between = [event("kernel", name, 0, 900), event("kernel", name, 41_000, 46_000)]
+    after = [event("kernel", "flash_bwd_kernel", 46_000, 50_000)]
+    found = analyse([*CUDA, *between, *after], "cuda")
+    assert (found["communication_ms"], found["exposed_communication_ms"]) == (19, 14)
+    assert (found["stretch_ms"], found["idle_ms"]) == (44, 6)
+    assert not any("AllReduce" in row["kernel"] for row in found["kernels"])
+    reduced = event(
+        "kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 50_000, 51_000
+    )
+    assert analyse([*CUDA, *after, reduced], "cuda")["communication_ms"] == 20
+
+
 def test_copies_within_a_device_are_compute():
     found = analyse([event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 1000)], "cuda")
     assert (found["compute_ms"], found["communication_ms"], found["overlapped_share"]) == (1, 0, None)
