@@ -70,7 +70,7 @@ class _Piece:
     head: int
     number: int = 0
     rows: tuple[Interval, ...] | None = None  # the tokens that this rank compares, of a piece that ranks share
-    reference: dict[str, Tensor] = field(default_factory=dict)
+    reference: dict[str, Tensor] = field(default_factory=dict)  # in the host's memory: a GPU's is measured
 
     def mine(self, x: Tensor) -> Tensor:
         """This rank's tokens of `[1, S, H, D]`."""
@@ -142,11 +142,12 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
         me.say("check_reference", note=f"{number + 1} of {len(pieces)}")
         inputs = _piece_inputs(spec, piece, experiment.seed, me.device, backward)
         if not piece.reference:
-            piece.reference = _reference(inputs, spec, dtype)
+            piece.reference = _on_host(_reference(inputs, spec, dtype))
         mine_locally = _local(inputs, spec, experiment, work)
         q_heads = slice(piece.head * group, (piece.head + 1) * group)
         kv_head = slice(piece.head, piece.head + 1)
-        for name, reference in piece.reference.items():
+        for name, kept in piece.reference.items():
+            reference = kept.to(me.device)
             heads = kv_head if name in ("dk", "dv") else q_heads
             rtol = atol if name == "out" else grad_atol
             errors[name].add(piece.mine(_part(results[name], piece.batch, heads)), reference, rtol)
@@ -259,7 +260,7 @@ def _share_reference(me: Rank, experiment: Experiment, mine: list[_Piece], piece
             me.say("check_reference", note=f"part {number + 1} of {len(piece.rows)}")
             for name, x in _of_rows(inputs, spec, rows, dtype, sums).items():
                 found[name].append(x)
-        piece.reference = {name: torch.cat(parts, 1) for name, parts in found.items() if parts}
+        piece.reference = _on_host({name: torch.cat(parts, 1) for name, parts in found.items() if parts})
     if not backward:
         return
     shape = (1, spec.seq_len, 1, spec.head_dim)
@@ -269,7 +270,11 @@ def _share_reference(me: Rank, experiment: Experiment, mine: list[_Piece], piece
             total = sums.pop(name) if of_mine else torch.zeros(shape, dtype=dtype, device=me.device)
             dist.all_reduce(total)
             if of_mine:
-                mine[0].reference[name] = mine[0].mine(total)
+                mine[0].reference |= _on_host({name: mine[0].mine(total)})
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.cpu() for name, x in tensors.items()}
 
 
 def _of_rows(

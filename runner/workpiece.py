@@ -109,6 +109,7 @@ class AttentionWork:
 
     def _backward(self, keep: bool) -> None:
         assert self.out is not None and self.dout is not None, "backward before forward"
+        self.gradients = ()  # the last iteration's are none of this one's memory
         self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
         if not keep:
             self.out = None
