@@ -120,6 +120,7 @@ class ContextParallel:
     def __repr__(self) -> str:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
 
+    @_outside_graphs
     def shard(self, x: Tensor, cu_seqlens: Packs = None, role: str | None = None) -> Tensor:
         """This rank's part of a global `[B, S, H, D]` or packed `[T, H, D]`, in the variant's layout; differentiable. A copy
         that keeps nothing of the rest alive, or x itself where the part is all of it.
@@ -141,6 +142,7 @@ class ContextParallel:
         whole = parts[0].shape == x.shape
         return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
 
+    @_outside_graphs
     def unshard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
         """The global tensor from every rank's part, on every rank; for out and the gradients of q, k and v (a decode's
         out is whole already). Differentiable: the gradient of a rank's part is its part of the gradient, so each rank

@@ -87,7 +87,7 @@ def _head_tail(problem: Problem, rank: int) -> list[Step]:
 _register(
     "torch_cp",
     "PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
-    "torch.distributed.tensor.experimental.context_parallel",
+    "torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
     layouts.ZIGZAG,
     _head_tail,
     "torch_cp",
@@ -159,7 +159,7 @@ _register(
 _register(
     "transformer_engine",
     "Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
-    "transformer_engine.pytorch.DotProductAttention",
+    "transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
     layouts.ZIGZAG,
     _head_tail,
     "transformer_engine_cp",
