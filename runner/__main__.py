@@ -1,34 +1,49 @@
-"""`python -m runner`: compose, launch, check, time and record."""
+"""`python -m runner`: compose, launch, check, time and record. All that takes long to import is imported where Ctrl-C
+already has its answer."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from runner import overrides, schema
-
-schema.register()
+CLOSING_S = 30.0  # what was started is ended well within
 
 
-@hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")
-def compose(cfg: DictConfig) -> None:
-    from runner import app
+class Stops:
+    """Ctrl-C and SIGTERM: the first one unwinds the program; while what was started is being ended, which takes seconds,
+    more of them change nothing."""
 
-    app.execute(cfg)
+    def __init__(self) -> None:
+        self.deaf_until = 0.0
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a script
+            signal.signal(signal.SIGINT, self)
+        signal.signal(signal.SIGTERM, self)
+
+    def hold(self) -> None:
+        self.deaf_until = time.monotonic() + CLOSING_S
+
+    def __call__(self, signum: int, _: Any) -> None:
+        if time.monotonic() < self.deaf_until:
+            return
+        self.hold()
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(143)
+
+
+def _interrupted_at_once(*_: Any) -> None:
+    os.write(2, b"interrupted; nothing was started\n")
+    os._exit(130)  # an exception could be lost within an import
 
 
 def refuse(reason: str, arguments: list[str]) -> int:
     """Record and say that the command line cannot work; nothing was started."""
+    import hashlib
+    from pathlib import Path
+
     from runner import environment, results
 
     output = next((a.partition("=")[2] for a in arguments if a.startswith("output=")), "outputs")
@@ -56,24 +71,38 @@ def exit_status(statuses: list[str]) -> int:
     return 2 if set(statuses) == {"invalid"} else 1
 
 
-def _terminated(*_: Any) -> None:
-    raise SystemExit(143)
-
-
 def main() -> int:
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupted_at_once)
+    try:
+        return _main()
+    except KeyboardInterrupt:  # another one, after an end that took too long
+        return 130
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's own end would die of it
+
+
+def _main() -> int:
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from runner import overrides, schema
+
+    schema.register()
     # Hydra's parser wants -m before or behind all overrides; here it may stand anywhere
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))
     arguments = overrides.of(sys.argv[1:])
     reason = overrides.problem(arguments, multirun=sys.argv[1:2] in (["-m"], ["--multirun"]))
     if reason is not None:
         return refuse(reason, arguments)
-    signal.signal(signal.SIGTERM, _terminated)
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
     from runner import app, display, results
 
+    stops = Stops()
     try:
-        compose()
+        hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(app.execute)()
     except KeyboardInterrupt:
         display.err.print("interrupted; what was finished is recorded")
         return 130
@@ -87,6 +116,7 @@ def main() -> int:
         print(f"error: {app.no_room(error.filename or 'a file of the run', error)}", file=sys.stderr)
         return 1
     finally:
+        stops.hold()
         app.pool.close()
         for folder in app.sweeps:
             display.sweep_table(results.sweep_rows(folder))

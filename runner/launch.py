@@ -255,20 +255,27 @@ class World:
                 self.agent.wait(STOP_S)
         except subprocess.TimeoutExpired:
             pass
-        finally:  # also when Ctrl-C comes in here
+        finally:  # also when Ctrl-C comes in here, or in there
             self.alive = False
-            self._kill(pids)
-            self._tidy()
+            try:
+                self._kill(pids)
+            finally:
+                self._tidy()
 
     def _tidy(self) -> None:
-        self.agent.wait()
-        for descriptor in (self.pipe, self.replies):
-            os.close(descriptor)
-        self.log.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.agent.wait(STOP_S)
+        finally:
+            for descriptor in (self.pipe, self.replies):
+                os.close(descriptor)
+            self.log.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _idle(self) -> bool:
-        return all(state["phase"] == "idle" for state in self.states())
+        """Whether every rank of this node waits for a job; those that are starting do not listen yet."""
+        states = self.states()
+        return len(states) == self.spec.world_size // self.spec.nodes and all(s["phase"] == "idle" for s in states)
 
     def _kill(self, pids: list[int]) -> None:
         # multiprocessing's tracker ends by itself once the others have, and unlinks their semaphores: not before

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import product
 from pathlib import Path
@@ -276,29 +277,50 @@ def test_a_result_too_large_for_the_limit_on_files_is_one_clear_line(tmp_path):
     assert list(tmp_path.rglob("*.parquet")) and not results_in(tmp_path)
 
 
-def test_interrupting_a_sweep_keeps_what_is_finished_and_leaves_no_process(tmp_path):
-    command = [sys.executable, "-m", "runner", "-m", f"output={tmp_path}", *SMALL, "seed=1",
-               "attention=dense,ring,zigzag,ring_allgather", "timing.timing_runs=200"]  # fmt: skip
-    program = subprocess.Popen(
-        command,
+def started(tmp_path, *options, before=(), **variables):
+    return subprocess.Popen(
+        [sys.executable, *before, "-m", "runner", f"output={tmp_path}", *SMALL, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores it
-        env=environment(tmp_path),
+        env=environment(tmp_path) | variables,
     )
-    deadline = time.time() + 60
-    while not results_in(tmp_path) and time.time() < deadline:
-        time.sleep(0.05)
-    os.killpg(program.pid, signal.SIGINT)
-    _, said = program.communicate(timeout=30)
+
+
+def test_interrupting_a_sweep_again_and_again_keeps_what_is_finished_and_leaves_nothing(tmp_path):
+    with tempfile.TemporaryDirectory() as worlds:  # a short path, for there are sockets in it
+        program = started(tmp_path, "-m", "seed=1", "attention=dense,ring,zigzag,ring_allgather",
+                          "timing.timing_runs=200", TMPDIR=worlds)  # fmt: skip
+        deadline = time.time() + 60
+        while not results_in(tmp_path) and time.time() < deadline:
+            time.sleep(0.05)
+        while program.poll() is None and time.time() < deadline:
+            os.killpg(program.pid, signal.SIGINT)
+            time.sleep(0.02)
+        shown, said = program.communicate(timeout=30)
+        assert not list(Path(worlds).glob("attention-world-*"))
     assert program.returncode == 130, said
+    assert "Traceback" not in said
+    assert "Sweep: " in shown
     found = results_in(tmp_path)
     assert 1 <= len(found) < 4
     assert all(value["status"] == "ok" for value in found.values())
     time.sleep(0.5)
     assert not started_by(tmp_path)
+
+
+def test_interrupting_the_program_while_it_imports_is_one_line(tmp_path):
+    program = started(tmp_path, before=["-X", "importtime"])
+    for line in program.stderr:
+        if "antlr4" in line:  # amid Hydra's own imports
+            os.killpg(program.pid, signal.SIGINT)
+            break
+    _, said = program.communicate(timeout=30)
+    assert program.returncode == 130
+    assert "interrupted; nothing was started" in said
+    assert "Traceback" not in said
 
 
 def test_a_long_workload_says_so_and_goes_on(tmp_path):

@@ -66,6 +66,16 @@ def test_an_idle_world_ends_by_itself_at_once():
     assert gone(pids)
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.5])
+def test_a_world_that_is_still_starting_is_not_waited_for(after_s):
+    world = World(WorldSpec(2, "cpu"))
+    time.sleep(after_s)
+    start = time.time()
+    world.close()
+    assert time.time() - start < STOP_S / 2
+    assert not world.folder.exists()
+
+
 def test_a_refusal_leaves_the_world_alive(pool):
     world = pool.get(WorldSpec(2, "cpu"))
     outcome = world.call("tests.jobs:refuse", {})
