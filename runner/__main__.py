@@ -44,16 +44,16 @@ def refuse(reason: str, arguments: list[str]) -> int:
     import hashlib
     from pathlib import Path
 
-    from runner import environment, results
+    from runner import environment, folders, results
 
     output = next((a.partition("=")[2] for a in arguments if a.startswith("output=")), "outputs")
     key = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:8]
-    folder = Path(output) / "invalid" / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{key}"
-    value = results.result(
-        status="invalid", reason=reason, key=key, name=folder.name, config={"overrides": arguments},
-        environment=environment.host(),
-    )  # fmt: skip
     try:
+        folder = folders.create(Path(output) / "invalid", f"{folders.now()}_{key}")
+        value = results.result(
+            status="invalid", reason=reason, key=key, name=folder.name, config={"overrides": arguments},
+            environment=environment.host(),
+        )  # fmt: skip
         results.write_result(folder, value)
     except OSError as error:
         print(

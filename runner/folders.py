@@ -1,9 +1,10 @@
-"""The output folder is tried before anything else happens in it."""
+"""The output folder is tried before anything else happens in it, and every invocation gets one of its own."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,36 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+
+_stamps: dict[str, str] = {}  # by the folder that they stand in
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def stamp(parent: str) -> str:
+    """`${stamp:PARENT}`: the time as a folder's name in `parent`, the same through the whole program, and its own once
+    `claim` has made it."""
+    return _stamps.setdefault(parent, now())
+
+
+def claim() -> None:
+    """Make the folders that `stamp` was asked for. Raises OSError."""
+    for parent, name in _stamps.items():
+        _stamps[parent] = create(Path(parent), name).name
+
+
+def create(parent: Path, name: str) -> Path:
+    """A new folder of that name; with -2, -3 and so on where another program had it first. Raises OSError."""
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 def require_writable(folder: Path) -> None:
@@ -33,12 +64,18 @@ def require_writable(folder: Path) -> None:
 
 
 class WritableFolder(Callback):
-    """Hydra would answer a folder that cannot be made with a traceback."""
+    """Hydra would answer a folder that cannot be made with a traceback, and two programs of one second would share one."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with suppress(OmegaConfBaseException):  # what cannot be resolved is said where the folder is made
-            require_writable(Path(config.hydra.run.dir))
+            _prepare(Path(config.hydra.run.dir))
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         with suppress(OmegaConfBaseException):
-            require_writable(Path(config.hydra.sweep.dir))
+            _prepare(Path(config.hydra.sweep.dir))
+
+
+def _prepare(folder: Path) -> None:
+    require_writable(folder)
+    with suppress(OSError):  # Hydra makes it next and says so
+        claim()

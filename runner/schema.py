@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from attention import choice, costs
 from attention.masks import Mask
 from attention.variants import Variant, check_heads, everything, nearest, variant
-from runner import environment
+from runner import environment, folders
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODELS = ("none",)
@@ -134,10 +134,11 @@ class RunConf:
 
 
 def register() -> None:
-    """Make the schema and the run folder's name known to Hydra."""
+    """Make the schema and the names of folders known to Hydra."""
     ConfigStore.instance().store(name="schema", node=RunConf)
     if not OmegaConf.has_resolver("run_name"):
         OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)))
+        OmegaConf.register_new_resolver("stamp", folders.stamp)
         OmegaConf.register_new_resolver("per_rank", lambda n, *, _root_: per_rank(_root_, n))
 
 

@@ -154,10 +154,20 @@ def test_too_little_memory_is_oom(tmp_path):
     assert value["failure"]["phase"]
 
 
-def test_invalid_values_say_value_rule_and_way_out(tmp_path):
+def taken(folder, seconds=150):
+    """Folders as other programs of these seconds have them."""
+    for second in range(seconds):
+        name = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(time.time() + second))
+        (folder / name).mkdir(parents=True, exist_ok=True)
+
+
+def test_invalid_values_say_value_rule_and_way_out_in_a_folder_of_their_own(tmp_path):
+    taken(tmp_path / "runs")
     done = run(tmp_path, "seq_len=130")
     assert done.returncode == 2
     value = only(tmp_path)
+    (folder,) = tmp_path.rglob("result.json")
+    assert folder.parents[1].name.endswith("-2") and folder.parents[2] == tmp_path / "runs"
     assert value["status"] == "invalid"
     assert value["timing"] is None
     for word in ("seq_len=130", "multiple", "= 4", "128"):
@@ -165,8 +175,11 @@ def test_invalid_values_say_value_rule_and_way_out(tmp_path):
 
 
 def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_timing(tmp_path):
+    taken(tmp_path / "multirun")
     done = run(tmp_path, "-m", "kernel=flash2,math", "dtype.rel_l2=1e-9", "mode=forward")
     assert done.returncode == 1  # none of them is ok
+    (summary,) = tmp_path.rglob("summary.csv")  # of both, where no other sweep is
+    assert summary.parent.name.endswith("-2") and len(list(summary.parent.glob("*/result.json"))) == 2
     by_kernel = {value["config"]["kernel"]["name"]: value for value in results_in(tmp_path).values()}
     value = by_kernel["flash2"]
     assert value["status"] == "unsupported"
