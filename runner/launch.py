@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 POLL_S = 0.02
 STOP_S = 3.0
@@ -51,6 +51,13 @@ class Outcome:
     @property
     def world_lost(self) -> bool:
         return self.status in ("oom", "timeout", "crash")
+
+
+class _Silence(NamedTuple):
+    rank: int
+    phase: str
+    limit_s: float
+    key: str  # of launch, that sets this limit
 
 
 class World:
@@ -137,7 +144,7 @@ class World:
                 progress(states)
             silent = self._silent(states, started, timeout_s)
             if silent is not None:
-                return self._timed_out(*silent)
+                return self._timed_out(silent)
 
     def _read_reply(self) -> dict[str, Any] | None:
         ready, _, _ = select.select([self.replies], [], [], POLL_S)
@@ -151,39 +158,37 @@ class World:
                 return reply
         return None
 
-    def _silent(self, states: list[dict[str, Any]], started: float, timeout_s: float) -> tuple[int, str, float] | None:
-        """(rank, phase, limit) of the rank that has been silent longest, when that is too long."""
+    def _silent(self, states: list[dict[str, Any]], started: float, timeout_s: float) -> _Silence | None:
+        """The rank that has been silent longest, when that is too long."""
         now = time.time()
         here = {state["rank"]: state for state in states if state["job"] == self.jobs}
+        first = (self.spec.start_timeout_s, "start_timeout_s")  # a rank's first job imports what it needs
         if not here:
-            limit = self.spec.start_timeout_s if self.jobs == 1 else timeout_s
-            return (0, "start", limit) if now - started > limit else None
+            limit, key = first if self.jobs == 1 else (timeout_s, "timeout_s")
+            return _Silence(0, "start", limit, key) if now - started > limit else None
         late = []
         for rank in range(self.spec.world_size):
             state = here.get(rank)
             since = state["since"] if state else started
-            limit = max(timeout_s, 10 * state["expected_s"]) if state else timeout_s
+            limit, key = max(timeout_s, 10 * state["expected_s"]) if state else timeout_s, "timeout_s"
             if self.jobs == 1 and (state is None or state["phase"] == "start"):
-                limit = self.spec.start_timeout_s  # a rank's first job imports what it needs
+                limit, key = first
             if now - since > limit:
-                late.append((since, rank, state["phase"] if state else "start", limit))
-        if not late:
-            return None
-        _, rank, phase, limit = min(late)
-        return rank, phase, limit
+                late.append((since, _Silence(rank, state["phase"] if state else "start", limit, key)))
+        return min(late)[1] if late else None
 
-    def _timed_out(self, rank: int, phase: str, limit: float) -> Outcome:
+    def _timed_out(self, silence: _Silence) -> Outcome:
         for pid in self.pids():  # their stacks go to their logs
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.3)
         return Outcome(
             "timeout",
-            f"rank {rank} was silent for more than {limit:.0f} s in phase {phase}; "
-            "its stack is in run.log; launch.timeout_s=N allows more",
-            rank=rank,
-            phase=phase,
-            log_tail=self._tail(rank),
+            f"rank {silence.rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
+            f"its stack is in run.log; launch.{silence.key}=N allows more",
+            rank=silence.rank,
+            phase=silence.phase,
+            log_tail=self._tail(silence.rank),
         )
 
     def _lost(self) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
 from dataclasses import asdict, dataclass, field
@@ -270,6 +271,28 @@ def _positive(key: str, value: Any, least: int = 1) -> int:
     return value
 
 
+def _above_zero(key: str, value: float | None, way_out: str) -> None:
+    if value is not None and not value > 0:
+        raise InvalidConfig(f"{key}={value:g}: must be above 0; {way_out}")
+
+
+def _check_limits(cfg: DictConfig) -> None:
+    for key in ("timeout_s", "start_timeout_s"):
+        way_out = f"the default is {getattr(LaunchConf, key):g}, inf for no limit"
+        _above_zero(f"launch.{key}", cfg.launch[key], way_out)
+    _above_zero("launch.memory_limit_gb", cfg.launch.memory_limit_gb, "launch.memory_limit_gb=null is no limit")
+    if cfg.launch.memory_limit_gb == math.inf:
+        raise InvalidConfig(
+            "launch.memory_limit_gb=inf: must be a number of GiB; launch.memory_limit_gb=null is no limit"
+        )
+    _above_zero(
+        "check.max_tflop", cfg.check.max_tflop, "null for what this hardware does, check.enabled=false for no check"
+    )
+    for key in cfg.dtype:
+        if key != "name":
+            _above_zero(f"dtype.{key}", cfg.dtype[key], f"leave it out for that of dtype={cfg.dtype.name}")
+
+
 def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     """The experiment of a composed configuration on a machine with `gpus` usable GPUs.
 
@@ -314,9 +337,11 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
     for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0)):
         _positive(f"timing.{key}", timing[key], least)
+    if not 0 <= timing["warmup_ms"] < math.inf:
+        raise InvalidConfig(f"timing.warmup_ms={timing['warmup_ms']:g}: must be a time of at least 0, or null")
     for key in ("precision", "time_cap_s"):
-        if timing[key] <= 0:
-            raise InvalidConfig(f"timing.{key}={timing[key]}: must be above 0")
+        _above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}")
+    _check_limits(cfg)
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["counters"] and (device != "cuda" or world > 1):

@@ -76,6 +76,13 @@ def test_a_world_that_is_still_starting_is_not_waited_for(after_s):
     assert not world.folder.exists()
 
 
+def test_a_timeout_names_the_limit_that_it_went_over():
+    world = World(WorldSpec(2, "cpu", start_timeout_s=0.2))
+    outcome = world.call("tests.jobs:pids", {}, timeout_s=60)
+    assert (outcome.status, outcome.phase) == ("timeout", "start")
+    assert "launch.start_timeout_s=N allows more" in outcome.reason
+
+
 def test_a_refusal_leaves_the_world_alive(pool):
     world = pool.get(WorldSpec(2, "cpu"))
     outcome = world.call("tests.jobs:refuse", {})
@@ -109,6 +116,7 @@ def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
     assert time.time() - start < 10
     assert outcome.status == "timeout"
     assert outcome.phase == "working"
+    assert "launch.timeout_s=N allows more" in outcome.reason
     assert outcome.rank in (0, 1)  # both are silent; their stacks say which one sleeps
     assert any("jobs.py" in line for line in outcome.log_tail)
     assert gone(pids)

@@ -66,6 +66,17 @@ INVALID = [
     (["attention=auto", "seq_len=1001"], "attention=auto", "seq_len=1001", "1000 would work"),
     (["attention=auto", "config=tiny", "q_len=1"], "attention=auto", "queries see all keys", "causal=false"),
     (["attention=auto", "q_len=1", "mode=forward_backward"], "mode=forward_backward", "q_len=1 is a decode", "mode=forward"),
+    *(([f"launch.{key}={value}"], f"launch.{key}={value}", "above 0", "the default is 300")
+      for key in ("timeout_s", "start_timeout_s") for value in (0, -3, "nan")),
+    (["launch.memory_limit_gb=-1"], "launch.memory_limit_gb=-1", "above 0", "launch.memory_limit_gb=null"),
+    (["launch.memory_limit_gb=inf"], "launch.memory_limit_gb=inf", "number of GiB", "launch.memory_limit_gb=null"),
+    (["check.max_tflop=-1"], "check.max_tflop=-1", "above 0", "null for", "check.enabled=false"),
+    (["check.max_tflop=0"], "check.max_tflop=0", "above 0", "null for"),
+    *(([f"dtype.{key}=-1"], f"dtype.{key}=-1", "above 0", "dtype=bf16")
+      for key in ("atol", "gqa_atol", "grad_atol", "rel_l2", "grad_rel_l2", "error_ratio")),
+    (["timing.warmup_ms=-1"], "timing.warmup_ms=-1", "at least 0", "null"),
+    (["timing.precision=0"], "timing.precision=0", "above 0", "the default is 0.01"),
+    (["timing.time_cap_s=-1"], "timing.time_cap_s=-1", "above 0", "the default is 60"),
     (["launch.nodes=0"], "launch.nodes=0", "whole number of at least 1"),
     (["launch.nodes=2", "launch.endpoint=host:29500", "world_size=3"], "world_size=3", "launch.nodes=2"),
     (["launch.nodes=2"], "launch.nodes=2", "launch.endpoint"),
