@@ -356,7 +356,7 @@ def _check_memory(candidate: Candidate, task: Task, machine: Machine) -> None:
         return
     v, problem = VARIANTS[candidate.variant], candidate.problem(task)
     ranks = [place * problem.ulysses for place in _places(problem)]
-    peak = max(costs.peak_bytes(v, problem, task.shapes, rank, candidate.options) for rank in ranks)
+    peak = max(costs.peak_bytes(v, problem, task.shapes, rank, candidate.options, task.backward) for rank in ranks)
     if peak > machine.memory:
         raise ValueError(f"holds {peak / 2**30:.2f} GiB beside the inputs, of {machine.memory / 2**30:.2f} allowed")
 
@@ -560,9 +560,7 @@ class _Rank:
 
     def _overlapped(self, tokens: int) -> bool:
         """Whether an executor left to itself divides its heads, so that some travel while others compute."""
-        from attention.executors.heads import OVERLAPPED
-
-        return tokens >= OVERLAPPED
+        return tokens >= costs.OVERLAPPED
 
     def _summed(self, step: _Work, groups: int) -> float:
         """The gather's backward: dk and dv of calls over the same keys are summed before they go home, and there those of

@@ -13,6 +13,8 @@ from attention.schedules import Problem, length, steps, union
 from attention.transfers import gather_move, move, step_route
 from attention.variants import Variant, node_size
 
+RING_HALVED = 8192  # a rank's tokens from which a ring's backward goes by halves of the heads: memory before launches
+OVERLAPPED = 16384  # tokens from which a transfer costs more than the calls that hide it
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
 
@@ -154,31 +156,129 @@ def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) ->
 
 
 def peak_bytes(
-    variant: Variant, problem: Problem, shapes: Shapes, rank: int, options: Mapping[str, Any] | None = None
+    variant: Variant,
+    problem: Problem,
+    shapes: Shapes,
+    rank: int,
+    options: Mapping[str, Any] | None = None,
+    backward: bool = False,
 ) -> int:
-    """What a rank holds at the height of a forward beside its inputs: out, lse and the keys in flight. A model, without
-    the kernels' own scratch."""
+    """What a rank holds at the height of a forward beside its inputs, or with `backward` of a training step: results, what
+    is saved, the keys in flight and what it offers to its peers. A model of a transport that pulls, without the kernels'
+    own scratch; one that sends holds a copy of gathered keys more."""
     options = {**variant.options, **(options or {})}
-    kv_token = 2 * shapes.batch * shapes.head_dim * shapes.itemsize
-    ranks = 1 if problem.layout.replicated else problem.ranks
-    q_tokens = problem.q_tokens or problem.cu_seqlens[-1] // ranks
-    out = shapes.batch * shapes.heads * q_tokens * (shapes.head_dim * shapes.itemsize + 4)
     if variant.exchange == "tree":
+        q_tokens = problem.q_tokens or 0
+        out = shapes.batch * shapes.heads * q_tokens * (shapes.head_dim * shapes.itemsize + 4)
         return out + tree_bytes(problem, shapes, options).get("partials", out)
-    if variant.exchange == "gather":
-        stride = options["heads_k_stride"] or shapes.kv_heads
-        flying = 1 if stride == shapes.kv_heads else 2
-        # what arrived, and the same in sequence order
-        return out + flying * 2 * problem.cu_seqlens[-1] * stride * kv_token
-    place = rank // problem.ulysses
-    most = max((length(step.keys) for step in steps(problem, place) if step.owner != place), default=0)
-    ring = 2 * most * kv_heads_each(problem, shapes) * kv_token
-    merged = _merged(problem, shapes, place)
-    if variant.exchange == "ring":
-        return out + merged + ring
-    tokens = problem.cu_seqlens[-1] // problem.world
-    mine = tokens * (shapes.heads // problem.ulysses * kv_token + kv_heads_each(problem, shapes) * kv_token)
-    return out + merged + ring + mine
+    return _Held(variant, problem, shapes, rank, options).peak(backward)
+
+
+class _Held:
+    """The bytes that one rank's executor holds."""
+
+    def __init__(self, variant: Variant, problem: Problem, shapes: Shapes, rank: int, options: Mapping[str, Any]):
+        self.variant, self.problem, self.options = variant, problem, options
+        self.place = rank // problem.ulysses
+        self.steps = steps(problem, self.place)
+        self.alone = problem.ranks == 1 or problem.layout.replicated
+        self.t = problem.cu_seqlens[-1] // (1 if problem.layout.replicated else problem.ranks)
+        self.q_tokens = problem.q_tokens or self.t
+        # bytes a token, of all heads; of an exchange of heads the tokens of the group and a share of the heads are as much
+        self.q = shapes.batch * shapes.heads * shapes.head_dim * shapes.itemsize
+        self.lse = shapes.batch * shapes.heads * 4
+        self.kv = 2 * shapes.batch * shapes.kv_heads * shapes.head_dim * shapes.itemsize
+        self.wide = 4 // shapes.itemsize if shapes.itemsize < 4 else 0  # times as much in fp32, where that is another
+        self.shapes = shapes
+
+    def peak(self, backward: bool) -> int:
+        """Of a forward, or of it and its backward."""
+        return max(self._peak(False), self._peak(True)) if backward else self._peak(False)
+
+    def _peak(self, backward: bool) -> int:
+        if self.variant.exchange == "gather":
+            return self._gather(backward)
+        if self.problem.ulysses == 1:
+            return self._ring(backward, self.q, self.kv, self.lse, self._halves())
+        return self._all_to_all(backward)
+
+    def _halves(self) -> int:
+        if self.variant.decode or "head_parts" not in self.options:
+            return 1
+        even = self.shapes.kv_heads % 2 == 0
+        return self.options["head_parts"] or (2 if even and self.t >= RING_HALVED else 1)
+
+    def _ring(self, backward: bool, q: int, kv: int, lse: int, parts: int, tokens: int | None = None) -> int:
+        """Of tokens of q, kv and lse bytes, the backward in parts of the heads."""
+        n, kv_tokens = (self.q_tokens, self.t) if tokens is None else (tokens, tokens)
+        out = n * (q + lse)
+        lengths = [length(step.keys) for step in self.steps if step.owner != self.place]
+        flying = sum(sorted(lengths)[-2:])
+        offered = kv_tokens * kv if lengths and not self.alone else 0
+        calls = tuple(union(b.q for b in step.blocks) for step in self.steps if step.blocks)
+        part = max(map(length, calls[1:]), default=0)
+        start, stop = passes(n, calls).running
+        if not backward:
+            return out + part * (q + lse) + (stop - start) * q * self.wide + flying * kv + offered
+        results = n * q + kv_tokens * kv
+        if self.alone:
+            return out + results
+        summed = (stop - start) * q * self.wide + (kv_tokens * kv * self.wide if len(lengths) > 1 else 0)
+        most = max(lengths, default=0)
+        each = summed + part * q + flying * kv + 3 * most * kv  # two offers of dk and dv, and what came for one's own
+        return out + results + offered + each // parts
+
+    def _all_to_all(self, backward: bool) -> int:
+        ranks = self.problem.ulysses
+        repeated = kv_heads_each(self.problem, self.shapes) * ranks // self.shapes.kv_heads
+        kv = self.kv * repeated
+        group = self.t * ranks  # tokens, of which a rank has a share of the heads
+        q, lse, share = self.q // ranks, self.lse // ranks, kv // ranks
+        each = self.shapes.kv_heads // ranks
+        default = 2 if each and each % 2 == 0 and group >= OVERLAPPED else 1
+        n = self.options["head_parts"] or default
+        saved, out = group * (q + share), group * (q + lse)  # as it is computed, all parts
+        results = self.t * self.q
+        slots = ranks * self.t * (q + share) + 2 * group * q // n  # of q, k and v, and two of out
+        if not backward:
+            rest = self._ring(False, q, share, lse, 1, group) - out
+            return saved + out + results + slots + rest // n
+        results += self.t * (self.q + self.kv * (1 + (repeated if repeated > 1 else 0)))
+        slots += ranks * self.t * q + 2 * group * (q + share) // n  # of dout, and two of dq, dk and dv
+        arriving = min(2, n) * group * q // n
+        rest = self._ring(True, q, share, lse, 1, group) - out - group * (q + share)  # which lie in the slots
+        return saved + out + results + slots + arriving + rest // n
+
+    def _gather(self, backward: bool) -> int:
+        problem, q, kv, lse, n = self.problem, self.q, self.kv, self.lse, self.q_tokens
+        *own, step = self.steps
+        stride = self.options["heads_k_stride"] or self.shapes.kv_heads
+        share = stride / self.shapes.kv_heads
+        flying = 1 if share == 1 else 2
+        moved = n * q if problem.layout != problem.q_layout else 0
+        offered = 0 if self.alone else self.t * kv
+        keys = 0 if self.alone else int(flying * length(step.keys) * kv * share)
+        out = n * (q + lse) + 2 * moved  # the queries moved, and the result moved back
+        rows = [length(union([b.q])) for b in step.blocks]
+        if not backward:
+            copies = 0
+            if own:
+                copies = max(rows, default=0) * (q + lse)
+            elif self.options.get("grouping", "separate") != "separate" and len(step.blocks) > 1:
+                copies = int(2 * n * (q + lse) * share)
+                if self.options["grouping"] == "packed":
+                    copies += int(sum(b.k[1] - b.k[0] for b in step.blocks) * kv * share)
+            return out + moved + offered + keys + copies
+        results = n * q + self.t * kv
+        if self.alone:
+            return out + results + n * q
+        by_length = sorted(b.k[1] - b.k[0] for b in step.blocks)
+        beside = sum(by_length[:-1]) if by_length and by_length[-1] == length(step.keys) else sum(by_length)
+        home = gather_move(problem, self.place).route.reversed().received_tokens
+        most = max(length(steps(problem, place)[-1].keys) for place in range(problem.world))
+        sums = min(2, self.shapes.kv_heads // stride + 1) * most * kv * share
+        target = max(rows, default=0) * q if own else 0
+        return out + 2 * moved + results + offered + keys + target + int(sums + (max(beside, home) * kv * share))
 
 
 def _merged(problem: Problem, shapes: Shapes, place: int) -> int:

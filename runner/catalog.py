@@ -75,11 +75,13 @@ def cost(arguments: list[str]) -> Table:
     given = [a for a in arguments if a.startswith("attention=")]
     rest = [a for a in arguments if not a.startswith("attention=")]
     table = _table(
-        f"Costs: {' '.join(arguments) or 'the default workload'}; the busiest rank's, the peak without q, k, v and scratch",
-        "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward", "by what",
+        f"Costs: {' '.join(arguments) or 'the default workload'}; the busiest rank's; a backward has {costs.BACKWARD} times the FLOP; the "
+        "peaks without inputs and kernels' scratch",
+        "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward",
+        "peak with backward", "by what",
     )  # fmt: skip
     if given and AUTO in given[0].partition("=")[2].split(","):
-        table.add_row(AUTO, *[""] * 5, "those of the variant that it takes when it runs")
+        table.add_row(AUTO, *[""] * 6, "those of the variant that it takes when it runs")
     with initialize_config_module("runner.conf", version_base="1.3"):
         for name, v in everything().items():
             if given and name not in given[0].partition("=")[2].split(","):
@@ -88,7 +90,7 @@ def cost(arguments: list[str]) -> Table:
             try:
                 spec = schema.experiment(cfg, 1 << 20, 0)
             except (schema.InvalidConfig, schema.UnsupportedHere) as error:
-                table.add_row(name, *[""] * 5, str(error))
+                table.add_row(name, *[""] * 6, str(error))
                 continue
             table.add_row(name, *_cost_cells(spec, v))
     return table
@@ -101,22 +103,32 @@ def _cost_cells(spec: schema.Experiment, v: Variant) -> list[str]:
     whole = costs.forward_flops(shapes, work.pairs)
     computed = [display.flop(max(by_rank)), f"{max(by_rank) * problem.ranks / whole:.2f}"]
     if v.exchange == "peer":
-        return [*computed, "", "", "", "unknown: the package's own exchange"]
+        return [*computed, "", "", "", "", "unknown: the package's own exchange"]
     forward, backward = (
         [costs.bytes_received(v, problem, shapes, rank, which, spec.options) for rank in range(problem.ranks)]
         for which in (False, True)
     )
     most = max(forward, key=lambda found: sum(found.values()))
     back = "none" if v.decode else display.gib(max(sum(found.values()) for found in backward))
-    peak = max(costs.peak_bytes(v, problem, shapes, rank, spec.options) for rank in range(problem.ranks))
-    parts = ", ".join(f"{what} {display.gib(n)}" for what, n in most.items() if n)
+    peaks = [
+        max(costs.peak_bytes(v, problem, shapes, rank, spec.options, which) for rank in range(problem.ranks))
+        for which in ((False,) if v.decode else (False, True))
+    ]
+    parts = _parts(most)
+    if not v.decode:
+        parts += f"; back {_parts(max(backward, key=lambda found: sum(found.values())))}" if parts else ""
     return [
         *computed,
         display.gib(sum(most.values())),
         back,
-        display.gib(peak),
+        display.gib(peaks[0]),
+        display.gib(peaks[1]) if len(peaks) > 1 else "none",
         parts,
     ]
+
+
+def _parts(found: dict[str, int]) -> str:
+    return ", ".join(f"{what} {display.gib(n)}" for what, n in found.items() if n)
 
 
 def kernel() -> Table:

@@ -10,8 +10,8 @@ from contextlib import closing
 
 from torch import Tensor
 
+from attention.costs import OVERLAPPED
 from attention.executors import ring
-from attention.executors.heads import OVERLAPPED
 from attention.executors.plan import Plan
 from attention.phases import phase
 from attention.tensors import put_, room, take, tokens, wide

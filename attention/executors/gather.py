@@ -76,6 +76,7 @@ def _merge_rest(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, into: tuple
             for rows, here in zip(each.q, side_by_side(each.q), strict=True):
                 out, lse = take(into[0], (rows,)), take(into[1], (rows,), -1)
                 merge(out, lse, out, lse, take(part, (here,)), take(part_lse, (here,), -1))
+        del part, part_lse  # or they would be held beside the next
 
 
 def _backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attention.costs import OVERLAPPED
 from attention.kernels.interface import Triple
 from attention.variants import check_stride
 
@@ -29,9 +30,6 @@ class HeadGroup:
         """These heads of tensors like q, k and v."""
         q, k, v = qkv
         return q[..., self.queries, :], k[..., self.keys, :], v[..., self.keys, :]
-
-
-OVERLAPPED = 16384  # gathered tokens from which a transfer costs more than the calls that hide it
 
 
 def head_groups(

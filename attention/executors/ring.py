@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from attention.costs import RING_HALVED
 from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
 from attention.kernels.interface import Triple
@@ -26,7 +27,6 @@ from attention.transfers import Intervals, side_by_side
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
-HALVED = 8192  # a rank's tokens from which memory is worth more than launches
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
@@ -43,6 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
                     part = plan.kernel.forward(take(q, each.q), take(keys, each.k), take(values, each.k), each.call)
                 with phase("comp_merge", i):
                     total.add(*part)
+                del part  # or it would be held beside the next
     with phase("comp_merge", len(plan.steps)):
         out, lse = total.result()
     return out, lse, (q, k, v, out, lse)
@@ -94,6 +95,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                         grads.add_keys(dk_part, dv_part)
                     elif home is not None and not home.direct:
                         home.add(dk_part, dv_part)
+                del dq_part, dk_part, dv_part, into
             if returning is not None:
                 returning.arrive()
             if g and i == 0:
@@ -112,7 +114,7 @@ def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
     """`head_parts` as many. None: two where the shard is long. Within an all-to-all, whose parts they would be, all at once."""
     kv_heads, parts = k.shape[-2], 1
     if "head_parts" in plan.options and plan.problem.ulysses == 1:
-        parts = plan.options["head_parts"] or (2 if kv_heads % 2 == 0 and tokens(k) >= HALVED else 1)
+        parts = plan.options["head_parts"] or (2 if kv_heads % 2 == 0 and tokens(k) >= RING_HALVED else 1)
     return head_groups(q.shape[-2], kv_heads, kv_heads // parts)
 
 

@@ -1,0 +1,44 @@
+"""The model of peak memory against what executors really hold, scratch of kernels left out."""
+
+import pytest
+
+from attention import costs
+from attention.masks import CAUSAL
+from attention.variants import VARIANTS
+from runner.launch import WorldSpec
+
+TOKENS, HEADS, HEAD_DIM = 1024, (16, 4), 16
+CASES = [
+    ("dense", {}),
+    ("ring", {}),
+    ("zigzag", {}),
+    ("zigzag", {"head_parts": 2}),
+    ("stripe", {}),
+    ("ring_allgather", {}),
+    ("llama3", {}),
+    ("zigzag_llama3", {}),
+    ("zigzag_llama3", {"own_first": False}),
+    ("zigzag_llama3", {"heads_k_stride": 1}),
+    ("zigzag_llama3", {"grouping": "packed"}),
+    ("ulysses", {}),
+    ("ulysses", {"head_parts": 2}),
+    ("usp", {}),
+]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_model_of_peak_memory_is_what_is_held(pool, world):
+    cases = [
+        case for case in CASES if world == 2 or case != ("ulysses", {"head_parts": 2})
+    ]  # one KV head a rank of four
+    arguments = {"cases": cases, "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
+    outcome = pool.get(WorldSpec(world, "cpu")).call("tests.memory_jobs:held", arguments, 120.0)
+    assert outcome.status == "ok", "\n".join(outcome.log_tail)
+    shapes = costs.Shapes(1, *HEADS, HEAD_DIM, 2)
+    for (name, options), by_rank in zip(cases, outcome.result, strict=True):
+        variant = VARIANTS[name]
+        problem = variant.problem((0, TOKENS), world, CAUSAL, options)
+        for backward in (False, True):
+            model = max(costs.peak_bytes(variant, problem, shapes, r, options, backward) for r in range(world))
+            real = max(held[backward] for held in by_rank)
+            assert 0.8 < real / model < 1.3, (name, options, backward, real, model)

@@ -1,0 +1,89 @@
+"""What a call really holds, in a real world: every tensor that PyTorch makes, followed for as long as it lives."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import attention
+from attention import merge, sums
+from attention.transports import symmetric
+from runner.rank import Rank
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of living storages at a time, without those of `ignored`."""
+
+    def __init__(self, ignored: set[int]):
+        super().__init__()
+        self.ignored, self.made, self.peak = ignored, list[weakref.ref[Tensor]](), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.made = [ref for ref in self.made if ref() is not None]
+        storages = [x.untyped_storage() for ref in self.made if (x := ref()) is not None]
+        held = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self.ignored}
+        self.peak = max(self.peak, sum(held.values()))
+        return out
+
+
+class Nothing:
+    """A kernel without scratch: it makes its results and computes nothing."""
+
+    name, summary = "nothing", ""
+
+    def forward(self, q: Any, k: Any, v: Any, call: Any, into: Any = None) -> Any:
+        lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]))
+        return into or (torch.empty(q.shape, dtype=q.dtype), lse)
+
+    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Any, into: Any = None) -> Any:
+        return into or tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+
+
+def held(me: Rank, cases: list[tuple[str, dict[str, Any]]], tokens: int, heads: tuple[int, int], head_dim: int) -> Any:
+    """By case, of a forward and of a training step: the bytes that each rank holds beside its inputs."""
+    eager = merge.merge_eager, sums.sum_eager
+    merge.merge_eager = sums.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
+    try:
+        return [me.gather([_held(name, options, tokens, heads, head_dim, both) for both in (False, True)])
+                for name, options in cases]  # fmt: skip
+    finally:
+        merge.merge_eager, sums.sum_eager = eager
+
+
+def _held(
+    name: str, options: dict[str, Any], tokens: int, heads: tuple[int, int], head_dim: int, backward: bool
+) -> int:
+    symmetric.release()
+    fn = attention.make(name, transport="symm", kernel="math", **options)
+    q, kv = (torch.zeros(1, tokens, n, head_dim, dtype=torch.bfloat16) for n in heads)
+    q, k, v, dout = (fn.shard(x) for x in (q, kv, kv, q))
+    inputs = [x.requires_grad_(backward) for x in (q, k, v)]
+    plan = fn.plan(*inputs, causal=True)
+    (key,) = fn.plans
+    fn.plans[key] = replace(plan, kernel=Nothing())  # type: ignore[arg-type]
+
+    def step() -> None:
+        out = fn(*inputs, causal=True)
+        if backward:
+            torch.autograd.grad(out, inputs, dout)
+
+    step()  # slots are made
+    pools = [pool for by_device in symmetric._pools.values() for pool in by_device.values()]
+    pools = [pool for pool in pools if isinstance(pool, symmetric.Pool)]
+    mapped = chain.from_iterable(
+        (pool.flags.by_rank, *(lane.shared.by_rank for lane in pool.lanes.values())) for pool in pools
+    )
+    outside = {x.untyped_storage().data_ptr() for x in (*inputs, dout, *chain.from_iterable(mapped))}
+    live = Live(outside)
+    with live:
+        step()
+    return live.peak + sum(pool.nbytes for pool in pools)
