@@ -4,18 +4,21 @@ with the nearest names, for every value of a sweep at once."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from importlib import resources
 from itertools import product
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from attention.variants import nearest
+from runner import schema
 
 # Hydra's flags that take a value
 VALUED = (
@@ -32,6 +35,17 @@ VALUED = (
     "--info",
     "-i",
 )
+
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers",
+}
+
+# where the value that a key has, or what null stands for, would say little
+EXAMPLES = {"window": [512, 0], "mode": "forward", "launch.fault": "1:timing:raise", "launch.endpoint": "node0:29500"}
 
 # keys that one may look for, and why there is none
 LEFT_OUT = {"dropout": "not supported by any variant; leave it out"}
@@ -123,9 +137,39 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
         for value in _values(override, []):
             try:
                 OmegaConf.update(cfg, name, value)
-            except (OmegaConfBaseException, ValueError) as error:
-                return f"{name}={value}: {str(error).splitlines()[0]}"
+            except GrammarParseError:
+                return f"{name}={value}: not an interpolation; write ${{KEY}} for another key's value"
+            except (OmegaConfBaseException, ValueError):
+                return f"{name}={_written(value)}: {_expected(name, OmegaConf.select(cfg, name))}"
     return None
+
+
+def _expected(name: str, value: Any) -> str:
+    """What the schema wants of a key that now has this value, with an example."""
+    kind: Any = schema.RunConf
+    for part in name.split("."):
+        kind = get_type_hints(kind)[part]
+    if is_dataclass(kind):
+        key, default = next(iter(value.items()))
+        return f"has keys of its own; give one of {', '.join(value)}, for instance {name}.{key}={_written(default)}"
+    kinds = [k for k in get_args(kind) if k is not NoneType] if NoneType in get_args(kind) else [kind]
+    said = " or ".join([*(KINDS[k] for k in kinds), *(["null"] if kinds != [kind] else [])])
+    example = EXAMPLES.get(name, value)
+    if example is None:  # what null stands for
+        key = name.rpartition(".")[2]
+        example = {**schema.DEFAULT_SIZES["cpu"], **schema.TIMING_DEFAULTS["cuda"]}.get(key, 1)
+    return f"must be {said}; for instance {name}={_written(example)}"
+
+
+def _written(value: Any) -> str:
+    """A value as one writes it on the command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{k}:{_written(x)}' for k, x in value.items())}}}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def _values(override: Override, choices: list[str]) -> list[Any]:

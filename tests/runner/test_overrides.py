@@ -31,14 +31,21 @@ BAD = [
     (["atention=ring"], "atention", "attention"),
     (["timing.timing_run=3"], "timing.timing_run", "timing.timing_runs"),
     (["chekc.enabled=false"], "chekc.enabled", "check.enabled"),
-    (["seq_len=abc"], "seq_len=abc", "Integer"),
-    (["seq_len=1024,abc"], "seq_len=abc", "Integer"),
-    (["batch=1.5"], "batch=1.5", "Integer"),
-    (["causal=maybe"], "causal=maybe", "bool"),
-    (["timing.precision=fine"], "timing.precision=fine", "Float"),
-    (["timing.precision=null"], "timing.precision=None", "not Optional"),
-    (["window=512"], "window=512", "list"),
-    (["window=[512,none]"], "window=[512, 'none']", "Integer"),
+    (["seq_len=abc"], "seq_len=abc: must be a whole number or null; for instance seq_len=1024"),
+    (["seq_len=1024,abc"], "seq_len=abc: must be a whole number or null"),
+    (["batch=1.5"], "batch=1.5: must be a whole number or null; for instance batch=2"),
+    (["causal=maybe"], "causal=maybe: must be true or false; for instance causal=true"),
+    (["timing.precision=fine"], "timing.precision=fine: must be a number; for instance timing.precision=0.01"),
+    (["timing.precision=null"], "timing.precision=null: must be a number; for instance"),
+    (["timing.warmup_runs=[1]"], "timing.warmup_runs=[1]: must be a whole number or null", "timing.warmup_runs=3"),
+    (["launch.memory_limit_gb=big"], "launch.memory_limit_gb=big: must be a number or null", "launch.memory_limit_gb=1"),
+    (["launch=3"], "launch=3: has keys of its own", "timeout_s", "launch.fresh=false"),
+    (["mode=[forward]"], "mode=[forward]: must be text or null; for instance mode=forward"),
+    (["output=null"], "output=null: must be text; for instance output=outputs"),
+    (["window=512"], "window=512: must be a list of whole numbers; for instance window=[512,0]"),
+    (["window=[512,none]"], "window=[512,none]: must be a list of whole numbers"),
+    (["window=[null,true]"], "window=[null,true]: must be a list of whole numbers"),
+    (["seqlens='${x'"], "seqlens=${x: not an interpolation", "${KEY}"),
     (["attention=ring", "attention.heads_k_stride=1"], "attention.heads_k_stride", "attention=ring", "options: attention.head_parts"),
     (["attention=ring_allgather", "attention.heads_stride=1"], "heads_stride", "ring_allgather", "heads_k_stride"),
     (["attention.heads_k_stride=1"], "attention.heads_k_stride", "attention=zigzag", "options: attention.head_parts"),
@@ -46,7 +53,7 @@ BAD = [
     (["attention=ulysses", "attention.ulysses_size=2"], "attention.ulysses_size", "attention=ulysses", "its options: "),
     (["qlen=4"], "qlen", "q_len"),
     (["seqlens_men=4"], "seqlens_men", "seqlens_mean"),
-    (["q_len=abc"], "q_len=abc", "Integer"),
+    (["q_len=abc"], "q_len=abc: must be a whole number or null; for instance q_len=1"),
     (["ring"], "ring", "key=value"),
     (["seq_len=[1024"], "seq_len=[1024", "key=value"),
     (["~phases"], "~phases", "phases=VALUE"),
@@ -62,6 +69,8 @@ def test_a_bad_override_is_one_line_that_names_it_and_helps(case):
     for part in parts:
         assert part in found
     assert "\n" not in found
+    if "; for instance " in found:
+        assert problem([found.rpartition("; for instance ")[2]]) is None
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
