@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from test_results import unnamed
 
 from runner import results
 from runner.__main__ import exit_status
@@ -82,6 +83,7 @@ def test_a_run_is_checked_timed_and_recorded(tmp_path):
     value = only(tmp_path)
     assert value["status"] == "ok"
     assert set(results.FIELDS) == set(value)
+    assert not set(unnamed(value))
     assert value["correctness"]["passed"] is True
     assert set(value["correctness"]["tensors"]) == {"out", "dq", "dk", "dv"}
     assert set(value["timing"]["passes"]) == {"forward", "backward", "total"}

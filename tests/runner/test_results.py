@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -9,6 +12,17 @@ from composing import python, resolved
 
 from runner import display, metrics, results
 from runner.statistics import summarize
+
+ROOT = Path(__file__).parents[2]
+# the names in outputs/README.md; those before a <...> begin others, as comm_<what> does
+SPANS = re.findall(r"`([^`\n]+)`", (ROOT / "outputs" / "README.md").read_text())
+NAMED = {name for span in SPANS for name in re.findall(r"[A-Za-z_]\w*", span)}
+BEGUN = tuple({start for span in SPANS for start in re.findall(r"(\w+_)<", span)})
+# under these stand names that are not ours, or the configuration's
+OPEN = {
+    "config", "experiment", "options", "variables", "packages", "stage_seconds", "estimates_ms", "left_out",
+    "gpus_before", "gpus_after",
+}  # fmt: skip
 
 NAN, INF = float("nan"), float("inf")
 
@@ -40,6 +54,17 @@ def measured(name: str, seq_len: int = 1024) -> dict:
 
 def files(folder) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def unnamed(value) -> Iterator[str]:
+    """The keys of a result, at any depth, that outputs/README.md does not name."""
+    for entry in value if isinstance(value, list) else []:
+        yield from unnamed(entry)
+    for key, below in value.items() if isinstance(value, dict) else []:
+        if key not in NAMED and not key.startswith(BEGUN):
+            yield key
+        if key not in OPEN:
+            yield from unnamed(below)
 
 
 def strict(text: str):
@@ -236,3 +261,13 @@ def test_what_was_counted_stands_in_the_summary_beside_the_models_bytes():
     value["timing"]["counters"] = {"passes": {"forward": {"memory_read_bytes": 5, "l2_read_bytes": 7}}}
     found = results.row(value)
     assert [found[key] for key in ("kv_read_bytes", "forward_memory_read_bytes", "forward_l2_read_bytes")] == [12, 5, 7]
+
+
+def test_every_column_and_every_key_of_a_result_is_named_in_the_readme_of_the_outputs():
+    assert set(results.COLUMNS) <= NAMED
+    assert set(results.FIELDS) <= NAMED
+    experiments = sorted(path for path in ROOT.glob("results/*/*") if path.is_dir())
+    for folder in experiments:
+        recorded = sorted(folder.rglob("result.json"))
+        for path in recorded[:: max(1, len(recorded) // 4)]:
+            assert not set(unnamed(json.loads(path.read_text()))), path
