@@ -296,6 +296,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs, decode: bo
             f"q, k, v are {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: "
             "one dtype and one device are needed"
         )
+    if not q.dtype.is_floating_point:  # neither whole numbers nor complex ones
+        raise ValueError(
+            f"q, k, v are {q.dtype}: attention needs a floating-point dtype; give q.to(torch.bfloat16), ..."
+        )
     check_heads(q.shape[-2], k.shape[-2])
 
 

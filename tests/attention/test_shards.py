@@ -38,3 +38,10 @@ def test_a_window_is_refused_where_the_chunks_are_fused():
     x = torch.randn(1, 16, 2, 64)
     with pytest.raises(ValueError, match=r"window=\(9, 0\).*grouping=separate and packed take windows"):
         fn.plan(x, x, x, causal=True, window=(9, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_what_is_not_floating_point_is_refused(dtype):
+    x = torch.ones(1, 16, 2, 8, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"{dtype}: .* floating-point dtype; give q\.to\("):
+        attention.make("ring")(x, x, x)
