@@ -27,6 +27,8 @@ def die_with_parent() -> None:
 
 def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
+    if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        return 1  # it ended before this process could ask to be told
     os.environ["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
     multiprocessing.set_forkserver_preload(["runner.forked"])
     forkserver.ensure_running()

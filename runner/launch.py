@@ -6,6 +6,7 @@ another through a named pipe and reads the replies from a second one. Whatever h
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 
 POLL_S = 0.02
 STOP_S = 3.0
+PREFIX, OWNED = "attention-world-", "owned"  # a world's folder, and the file in it that its program holds locked
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TAIL_LINES = 20
 Progress = Callable[[list[dict[str, Any]]], None]
 
@@ -65,9 +68,19 @@ class World:
 
     def __init__(self, spec: WorldSpec):
         self.spec = spec
-        self.folder = Path(tempfile.mkdtemp(prefix="attention-world-"))
+        remove_abandoned()
+        self.folder, self.owned = _own_folder()
         self.jobs = 0
         self.alive = True
+        try:
+            self._start()
+        except BaseException:  # Ctrl-C, too
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self.owned)
+            raise
+
+    def _start(self) -> None:
+        spec = self.spec
         os.mkfifo(self.folder / "jobs")
         os.mkfifo(self.folder / "replies")
         # both ends are opened for reading and writing so that neither side's opening waits for the other's
@@ -77,6 +90,7 @@ class World:
         if spec.device == "cpu":
             environment["OMP_NUM_THREADS"] = str(max(1, cores() // spec.world_size))
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment["ATTENTION_LAUNCHER"] = str(os.getpid())
         environment.setdefault("PYTHONUNBUFFERED", "1")
         # what FlashAttention-4 compiled serves later worlds too
         environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -276,6 +290,7 @@ class World:
                 os.close(descriptor)
             self.log.close()
             shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self.owned)
 
     def _idle(self) -> bool:
         """Whether every rank of this node waits for a job; those that are starting do not listen yet."""
@@ -293,6 +308,32 @@ class World:
             time.sleep(POLL_S)
         with contextlib.suppress(OSError):
             os.killpg(self.agent.pid, signal.SIGKILL)
+
+
+def _own_folder() -> tuple[Path, int]:
+    """A new folder of a world, and the descriptor that holds its lock as long as this program lives."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    owned = os.open(folder / "locking", os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: if this program is killed, the folder stays
+        fcntl.flock(owned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(owned, BOOT_ID.read_bytes())
+        (folder / "locking").rename(folder / OWNED)  # who sees it under this name finds it locked
+    return folder, owned
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of worlds whose program did not live to do so: a SIGKILL leaves them. The kernel drops a program's
+    locks when it ends, which tells those folders from the ones of the living, whatever their process ids; those that
+    another kernel locked, on a shared file system, are left alone."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNED}"):
+        with contextlib.suppress(OSError):  # locked, another user's, or gone meanwhile
+            descriptor = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.read(descriptor, 100) == BOOT_ID.read_bytes():
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _group(leader: int) -> list[int]:

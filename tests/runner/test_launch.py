@@ -1,16 +1,19 @@
 """Worlds: warm, and whatever can happen to a rank comes back as an outcome with nothing left behind."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from runner.launch import STOP_S, Pool, World, WorldSpec
+from runner.launch import STOP_S, Pool, World, WorldSpec, remove_abandoned
 
 
 @pytest.fixture
@@ -143,25 +146,47 @@ def test_memory_over_the_limit_is_oom(world):
     assert gone(pids)
 
 
-def test_the_ranks_die_with_the_program():
+def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder():
     code = (
         "import sys, time\nfrom runner.launch import World, WorldSpec\n"
-        "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs:pids', {}).result, w.agent.pid, flush=True)\n"
+        "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs:pids', {}).result, w.agent.pid, w.folder, flush=True)\n"
         "time.sleep(60)"
     )
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in program.stdout.readline().split()]
+    *pids, folder = program.stdout.readline().split()
+    pids = [int(pid) for pid in pids]
     assert len(alive(pids)) == 3
+    remove_abandoned()
+    assert Path(folder).exists()  # its program lives
     program.kill()
     program.wait()
     assert gone(pids)
+    assert Path(folder).exists()
+    world = World(WorldSpec(1, "cpu"))
+    try:
+        assert not Path(folder).exists()
+        remove_abandoned()
+        assert world.folder.exists()
+    finally:
+        world.close()
+
+
+def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
+    spec = json.dumps(asdict(WorldSpec(1, "cpu")))
+    command = [sys.executable, "-m", "runner.agent", str(tmp_path), spec]
+    assert subprocess.run(command, env={**os.environ, "ATTENTION_LAUNCHER": "-1"}, timeout=10).returncode == 1
+
+
+def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TypeError):
+        World(WorldSpec(1, "cpu", endpoint={"what": {"json", "has", "not"}}))
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_agents_make_one_world_over_two_nodes_and_end_with_it(tmp_path):
     """The second node's agent is started as a user would: with the first one's endpoint."""
-    import json
     import socket
-    from dataclasses import asdict
 
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
