@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from contextlib import suppress
 
 import pytest
 from composing import composed, python, resolved
@@ -373,3 +374,12 @@ def test_a_name_can_be_given_to_what_is_invalid():
 
 def test_two_ranks_and_what_auto_stands_for_are_named_apart():
     assert run_name(composed("world_size=2"), 0) != run_name(composed(), 0)
+
+
+def test_tiny_variants_are_all_that_can_do_its_workload():
+    swept = composed("+experiment=tiny_variants", return_hydra_config=True).hydra.sweeper.params.attention.split(",")
+    able = set()
+    for name in VARIANTS:
+        with suppress(InvalidConfig):
+            able.add(resolved("+experiment=tiny_variants", f"attention={name}").variant)
+    assert sorted(swept) == sorted(able)
