@@ -255,9 +255,9 @@ class _Held:
         stride = self.options["heads_k_stride"] or self.shapes.kv_heads
         share = stride / self.shapes.kv_heads
         flying = 1 if share == 1 else 2
-        moved = n * q if problem.layout != problem.q_layout else 0
+        moved = n * q if problem.layout != problem.q_layout and not self.alone else 0
         offered = 0 if self.alone else self.t * kv
-        keys = 0 if self.alone else int(flying * length(step.keys) * kv * share)
+        keys = int(flying * length(step.keys) * kv * share)
         out = n * (q + lse) + 2 * moved  # the queries moved, and the result moved back
         rows = [length(union([b.q])) for b in step.blocks]
         if not backward:
@@ -270,8 +270,6 @@ class _Held:
                     copies += int(sum(b.k[1] - b.k[0] for b in step.blocks) * kv * share)
             return out + moved + offered + keys + copies
         results = n * q + self.t * kv
-        if self.alone:
-            return out + results + n * q
         by_length = sorted(b.k[1] - b.k[0] for b in step.blocks)
         beside = sum(by_length[:-1]) if by_length and by_length[-1] == length(step.keys) else sum(by_length)
         home = gather_move(problem, self.place).route.reversed().received_tokens
@@ -279,13 +277,3 @@ class _Held:
         sums = min(2, self.shapes.kv_heads // stride + 1) * most * kv * share
         target = max(rows, default=0) * q if own else 0
         return out + 2 * moved + results + offered + keys + target + int(sums + (max(beside, home) * kv * share))
-
-
-def _merged(problem: Problem, shapes: Shapes, place: int) -> int:
-    """What a ring's merges take beside the result, which is the first part completed in place: the part at hand, and in fp32
-    the queries that three parts or more have."""
-    parts = tuple(union(b.q for b in step.blocks) for step in steps(problem, place) if step.blocks)
-    start, stop = passes(problem.q_tokens or problem.cu_seqlens[-1] // problem.world, parts).running
-    rows = shapes.batch * shapes.heads // problem.ulysses
-    part = max(map(length, parts[1:]), default=0) * rows * (shapes.head_dim * shapes.itemsize + 4)
-    return part + ((stop - start) * rows * shapes.head_dim * 4 if shapes.itemsize < 4 else 0)

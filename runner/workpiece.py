@@ -90,6 +90,7 @@ class AttentionWork:
 
     def run(self, which: str) -> None:
         if which == "forward":
+            self.out = None  # as are the last iteration's gradients: none of this one's memory
             self.out = self.fn(self.q, self.k, self.v, **self.options)
         else:
             self._backward(keep=False)
@@ -109,7 +110,7 @@ class AttentionWork:
 
     def _backward(self, keep: bool) -> None:
         assert self.out is not None and self.dout is not None, "backward before forward"
-        self.gradients = ()  # the last iteration's are none of this one's memory
+        self.gradients = ()
         self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
         if not keep:
             self.out = None
