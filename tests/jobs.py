@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any
 from zlib import crc32
@@ -43,16 +48,19 @@ def compare(
     found = []
     for case in cases:
         packs = case.get("packs")
-        mask = {"causal": case["causal"], "window": tuple(case.get("window", (-1, -1))), "cu_seqlens": packs}
+        how = {"causal": case["causal"], "window": tuple(case.get("window", (-1, -1)))}
+        how |= {"cu_seqlens": packs, "scale": case.get("scale")}
         *whole, dout = inputs(case, dtype, me.device)
-        exact, exact_lse = by_kernel("math", case, dtype, torch.float64, me.device)
         shards = [fn.shard(x, packs).requires_grad_() for x in whole]
-        out, lse = fn(*shards, **mask, return_lse=True)
+        out, lse = fn(*shards, **how, return_lse=True)
         gradients = torch.autograd.grad(out, shards, fn.shard(dout, packs))
-        plan = fn.plan(*shards, **mask)
-        alone, _ = by_kernel(plan.kernel.name, case, dtype, DTYPES[dtype], me.device)
+        plan = fn.plan(*shards, **how)
         ours = [fn.unshard(x, packs) for x in (out, *gradients)]
         ours_lse = fn.unshard(lse.transpose(-1, -2).unsqueeze(-1).contiguous(), packs).squeeze(-1).transpose(-1, -2)
+        if me.rank:  # has the same: what rank 0 found is what comes back
+            continue
+        exact, exact_lse = by_kernel("math", case, dtype, torch.float64, me.device)
+        alone, _ = by_kernel(plan.kernel.name, case, dtype, DTYPES[dtype], me.device)
         found.append({
             "case": case,
             "errors": [rel(a, b) for a, b in zip(ours, exact, strict=True)],
@@ -85,17 +93,19 @@ def by_kernel(
             _known.pop(next(iter(_known)))
         q, k, v, dout = (x.to(computed_in) for x in inputs(case, dtype, device))
         mask = Mask.of(case["causal"], tuple(case.get("window", (-1, -1))))
-        call, kernel = _call(mask, case.get("packs"), case["head_dim"], device), KERNELS[name]
+        call = _call(mask, case.get("packs"), case["head_dim"], device, case.get("scale"))
+        kernel = KERNELS[name]
         out, lse = kernel.forward(q, k, v, call)
         _known[key] = (out, *kernel.backward(dout, q, k, v, out, lse, call)), lse
     return _known[key]
 
 
-def _call(mask: Mask, packs: list[int] | None, dim: int, device: torch.device) -> Call:
+def _call(mask: Mask, packs: list[int] | None, dim: int, device: torch.device, scale: float | None = None) -> Call:
+    scale = dim**-0.5 if scale is None else scale
     if packs is None:
-        return Call(dim**-0.5, mask)
+        return Call(scale, mask)
     lengths = [b - a for a, b in pairwise(packs)]
-    return Call.of_packed(dim**-0.5, mask, lengths, lengths, device)
+    return Call.of_packed(scale, mask, lengths, lengths, device)
 
 
 def decode(
@@ -122,13 +132,14 @@ def decode(
             )
             for tokens, heads in shapes
         )
-        call = _call(Mask(), None, case["head_dim"], me.device)
+        scale = case.get("scale")
+        call = _call(Mask(), None, case["head_dim"], me.device, scale)
         exact, exact_lse = KERNELS["math"].forward(q.double(), k.double(), v.double(), call)
         local = (fn.shard(q, role="q"), fn.shard(k, role="kv"), fn.shard(v, role="kv"))
-        plan = fn.plan(*local, kv_tokens=case["keys"])
+        plan = fn.plan(*local, kv_tokens=case["keys"], scale=scale)
         plan.transport.bytes_received.clear()
         with recording(Recorder(me.device)) as recorder:
-            out, lse = fn(*local, kv_tokens=case["keys"], return_lse=True)
+            out, lse = fn(*local, kv_tokens=case["keys"], scale=scale, return_lse=True)
         me.synchronize()
         alone = plan.kernel.forward(q, k, v, call)[0]
         lse_error = float((lse.double() - exact_lse).abs().max())
@@ -170,43 +181,111 @@ def checkpointed(me: Rank, name: str) -> float:
 
 
 def subgroup(me: Rank, name: str) -> float:
-    """The function inside a process group of the even (or odd) ranks only: its error on rank 0's group."""
-    groups = [dist.new_group(list(range(i, me.world, 2))) for i in range(2)]
-    fn = attention.make(name, group=groups[me.rank % 2])
-    generator = torch.Generator().manual_seed(me.rank % 2)
-    q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator) for _ in range(3))
-    out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
-    return max(me.gather(rel(out, exact)))
+    """The function inside a process group of the even (or odd) ranks only: the largest error."""
+    return _error_inside(me, name, _alternate(me.world)[me.rank % 2], me.rank % 2)
 
 
-def mesh(me: Rank, name: str) -> float:
-    """The function inside the context-parallel dimension of a 2-d DeviceMesh: the largest error."""
+def mesh(me: Rank, name: str) -> list[float]:
+    """The function inside each dimension of a 2-d DeviceMesh, the groups of one being neighbouring ranks and those of the
+    other ranks that lie apart: the largest error in each."""
+    grid = _grid(me.world)
+    place = dict(zip(MESH, grid.get_coordinate() or (), strict=True))
+    return [_error_inside(me, name, grid[inside].get_group(), place[other]) for inside, other in (MESH, MESH[::-1])]
+
+
+MESH = ("outer", "inner")
+
+
+@cache
+def _alternate(world: int) -> list[Any]:
+    return [dist.new_group(list(range(i, world, 2))) for i in range(2)]
+
+
+@cache
+def _grid(world: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    grid = init_device_mesh("cpu", (2, me.world // 2), mesh_dim_names=("data", "context"))
-    fn = attention.make(name, group=grid["context"].get_group())
-    generator = torch.Generator().manual_seed(grid["data"].get_local_rank())
-    q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator) for _ in range(3))
-    out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
-    return max(me.gather(rel(out, exact)))
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=MESH)
 
 
-def compiled(me: Rank, name: str) -> float:
-    """Largest difference of out and gradients between a compiled model around the function and the same model eager."""
+def _error_inside(me: Rank, name: str, group: Any, number: int) -> float:
+    """The largest error on any rank of out and gradients, or of a decode's out and lse, where every group has inputs of its
+    own."""
+    fn = attention.make(name, group=group)
+    generator = torch.Generator().manual_seed(number)
+    q, k, v, dout = (torch.randn(1, 16 * fn.world, h, 16, generator=generator) for h in (4, 2, 2, 4))
+    if fn.variant.decode:
+        q = q[:, :3]
+        found = fn(q, *(fn.shard(x, role="kv") for x in (k, v)), return_lse=True)
+        exact = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask(), None, 16, me.device))
+    else:
+        shards = [fn.shard(x).requires_grad_() for x in (q, k, v)]
+        out = fn(*shards, causal=True)
+        found = [fn.unshard(x) for x in (out, *torch.autograd.grad(out, shards, fn.shard(dout)))]
+        call, (q, k, v, dout) = _call(Mask.of(True), None, 16, me.device), (x.double() for x in (q, k, v, dout))
+        result = KERNELS["math"].forward(q, k, v, call)
+        exact = result[0], *KERNELS["math"].backward(dout, q, k, v, *result, call)
+    return max(me.gather(max(rel(x, y) for x, y in zip(found, exact, strict=True))))
+
+
+def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) -> dict[str, Any]:
+    """A model around the function, eager and compiled on rank 0, where it is called twice: the largest difference of out and
+    gradients, the operations of each graph that it was compiled to, and what was warned of. `inside`: the model itself shards
+    and unshards."""
     fn = attention.make(name)
+    how = {} if fn.variant.decode else {"causal": True}
+    graphs: list[list[str]] = []
+    said: list[str] = []
 
-    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return fn(q * 2, k.tanh(), v, causal=True).relu() + 1
+    def around(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return fn(q * 2, k.tanh(), v, **how).relu() + 1
+
+    def through(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = fn.shard(q * 2, role="q"), fn.shard(k.tanh(), role="kv"), fn.shard(v, role="kv")
+        return fn.unshard(fn(q, k, v, **how)).relu() + 1
+
+    def compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     torch.manual_seed(0)
-    q, k, v = (fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3))
+    whole = (torch.randn(1, 8 * me.world, 4, 16) for _ in range(3))
+    xs = [x if inside else fn.shard(x, role=role) for x, role in zip(whole, ("q", "kv", "kv"), strict=True)]
+    model, trained = through if inside else around, not fn.variant.decode
+    xs = [x.requires_grad_(trained) for x in xs]
+    again = model
+    if me.rank == 0:
+        torch.compiler.reset()
+        again = torch.compile(model, backend=compile)
     found = []
-    for run in (model, torch.compile(model, backend="aot_eager")):
-        out = run(q, k, v)
-        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    return max(float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True))
+    with warnings.catch_warnings(record=True) as warned, _logged("torch", said):
+        warnings.simplefilter("always")
+        for run in (model, again, again):
+            out = run(*xs)
+            found.append((out, *(torch.autograd.grad(out.square().sum(), xs) if trained else ())))
+    said += [str(each.message) for each in warned]
+    eager, *others = found
+    return {
+        "error": max(float((a - b).detach().abs().max()) for each in others for a, b in zip(eager, each, strict=True)),
+        "graphs": graphs,
+        "said": said,
+    }
+
+
+@contextmanager
+def _logged(name: str, into: list[str]) -> Iterator[None]:
+    """What a logger and those below it warn of."""
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            into.append(record.getMessage())
+
+    handler = Listening(logging.WARNING)
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def counted(
@@ -220,11 +299,13 @@ def counted(
     heads: int,
     kv_heads: int,
     transport: str = "auto",
+    packs: list[int] | None = None,
 ) -> list[dict[str, Any]]:
     """Bytes that the transport counted into each rank, forward and backward."""
     fn = attention.make(name, transport=transport, **options)
-    q, k, v = (fn.shard(torch.randn(batch, tokens, h, 16)).requires_grad_() for h in (heads, kv_heads, kv_heads))
-    mask: dict[str, Any] = {"causal": causal, "window": tuple(window)}
+    lead = (tokens,) if packs else (batch, tokens)
+    q, k, v = (fn.shard(torch.randn(*lead, h, 16), packs).requires_grad_() for h in (heads, kv_heads, kv_heads))
+    mask: dict[str, Any] = {"causal": causal, "window": tuple(window), "cu_seqlens": packs}
     counter = fn.plan(q, k, v, **mask).transport.bytes_received
     counter.clear()
     out = fn(q, k, v, **mask)

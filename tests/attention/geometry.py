@@ -23,7 +23,7 @@ MASKS = [FULL, CAUSAL, *WINDOWS]
 CAUSAL_ONLY = {"zigzag", "zigzag_varlen", "stripe", "zigzag_llama3", "grouped"}
 WITHOUT_WINDOW = {"zigzag", "zigzag_varlen", "stripe", "grouped"}
 DECODES = {"tree", "ring_decode"}  # neither causal nor windowed
-ANY_LENGTHS = {"dense", "llama3"}  # of a pack's sequences
+ANY_LENGTHS = {"dense", "llama3", "ulysses"}  # of a pack's sequences
 
 
 def cumulated(lengths) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
 def does(variant: Variant, mask: Mask, options: Mapping[str, Any] | None = None) -> bool:
     if variant.name in DECODES:
         return mask.full
-    if mask.windowed and (options or {}).get("own_first"):
+    if mask.windowed and ((options or {}).get("own_first") or (options or {}).get("grouping") == "fused"):
         return False
     zigzag = variant.name == "usp" and {**variant.options, **(options or {})}["ring"] == "zigzag"
     if (zigzag or variant.name in CAUSAL_ONLY) and mask.right != 0:

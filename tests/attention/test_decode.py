@@ -10,8 +10,9 @@ REDUCTIONS = ("three", "two", "packed", "hierarchical")
 BASE = {"batch": 2, "queries": 1, "keys": 48, "heads": 8, "kv_heads": 1, "head_dim": 64}
 CASES = [
     BASE,
+    BASE | {"scale": 0.3},
     BASE | {"queries": 4, "kv_heads": 8},
-    BASE | {"keys": 37, "head_dim": 80},  # the last shard is short
+    BASE | {"keys": 37, "head_dim": 80, "scale": 0.2},  # the last shard is short
     BASE | {"keys": 5, "kv_heads": 2, "head_dim": 96},  # in larger worlds the last shard is empty
     BASE | {"keys": 1, "batch": 1, "queries": 3},  # all shards but the first are
 ]
@@ -28,8 +29,9 @@ def test_decode_matches_fp64(in_world, name, options, world):
 
 @pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
 def test_decode_matches_fp64_in_a_world_of_eight(in_world, name, options):
-    for found in in_world("decode", 8, name=name, options=options, cases=CASES[2:4]):
+    for found in in_world("decode", 8, name=name, options=options, cases=[CASES[-2] | {"queries": 2}, CASES[-1]]):
         assert found["error"] < 1e-6, found
+        assert found["lse"] < 1e-5, found
 
 
 def test_every_rank_allocates_its_own_keys_only(in_world):
@@ -43,12 +45,13 @@ def test_every_rank_allocates_its_own_keys_only(in_world):
 @pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
 def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, world):
     variant = VARIANTS[name]
-    (found,) = in_world("decode", world, name=name, options=options, cases=[BASE])
-    problem = variant.problem((0, BASE["keys"]), world, FULL, options, BASE["queries"])
-    shapes = costs.Shapes(BASE["batch"], BASE["heads"], BASE["kv_heads"], BASE["head_dim"], 4)
-    for rank, counted in enumerate(found["bytes"]):
-        said = costs.bytes_received(variant, problem, shapes, rank, False, options)
-        assert {k: v for k, v in counted.items() if v} == {k: v for k, v in said.items() if v}
+    for found in in_world("decode", world, name=name, options=options, cases=CASES):
+        case = found["case"]
+        problem = variant.problem((0, case["keys"]), world, FULL, options, case["queries"])
+        shapes = costs.Shapes(case["batch"], case["heads"], case["kv_heads"], case["head_dim"], 4)
+        for rank, counted in enumerate(found["bytes"]):
+            said = costs.bytes_received(variant, problem, shapes, rank, False, options)
+            assert {k: v for k, v in counted.items() if v} == {k: v for k, v in said.items() if v}, case
 
 
 def test_the_phases_are_those_of_the_paper(in_world):

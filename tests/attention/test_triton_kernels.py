@@ -1,20 +1,25 @@
 """The Triton kernels under the interpreter on a CPU against plain fp64 attention. The interpreter has no bf16 dot; the
 GPU tests have it."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
 from naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kept, normal, relative
 
+from attention import costs, make
 from attention.kernels import Call, Shape, UnsupportedCall, name_of
 from attention.masks import CAUSAL, FULL, Mask
+from attention.variants import GROUPINGS, VARIANTS
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_triton_kernels_gpu.py"
 )
 
+from triton.runtime import interpreter  # noqa: E402
+
+from attention.kernels import triton_flash, triton_grouped  # noqa: E402
 from attention.kernels.triton_decode import Decode, decode, partials, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import (  # noqa: E402
@@ -332,6 +337,69 @@ def test_grouped_attention_refuses_with_the_value_the_rule_and_a_way_out():
         grouped_forward(q, k, v, (5, 6), -1)
     with pytest.raises(ValueError, match="5 sets: at most 4; raise pack"):
         grouped_forward(q[:, :5], k, v, (1, 2, 3, 4, 5), 0.1, tiles=Tiling(1, 16, 16, 4, 2))
+
+
+@pytest.fixture
+def tiles_read(monkeypatch):
+    """A list of what the grouped kernel's programs load of k and v, found by the addresses: which of both, the program's place
+    in the grid, the first key and how many keys."""
+    found, given = [], {}
+    plain, load = triton_grouped.grouped_forward, interpreter.InterpreterBuilder.create_masked_load
+
+    def called(q, k, v, *args, **options):
+        given.update(k=k, v=v)
+        return plain(q, k, v, *args, **options)
+
+    def loaded(builder, ptrs, mask, *rest):
+        at = ptrs.data[mask.data].astype(int)
+        for name, x in given.items():
+            place = (at - x.data_ptr()) // x.element_size()
+            extent = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            if at.size and place.min() >= 0 and place.max() <= extent:
+                keys = set((place % x.stride(0) // x.stride(1)).flat)
+                found.append((name, tuple(map(int, builder.grid_idx)), min(keys), len(keys)))
+        return load(builder, ptrs, mask, *rest)
+
+    for module in (triton_grouped, triton_flash):
+        monkeypatch.setattr(module, "grouped_forward", called)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", loaded)
+    return found
+
+
+NESTED = (37, (20, 37, 100, 149))
+
+
+@pytest.mark.parametrize(
+    "pack, chunk, ends", [(1, *NESTED), (2, *NESTED), (2, 9, (0, 9, 9, 64, 65)), (4, 16, (16, 32, 48))], ids=str
+)
+def test_a_tile_of_keys_is_read_once_for_all_groups_that_attend_it(tiles_read, pack, chunk, ends):
+    tiles, heads = Tiling(pack, 16, 32, 4, 2), 2
+    q, k, v = qkv(chunk * len(ends), ends[-1] + 2, heads, 1, 64, torch.float32, batch=1)
+    by_group = []  # of each group (block of queries, first key) where some query attends some key of the tile
+    for end in ends:
+        blocks = [queries.split(tiles.keys, 1) for queries in kept(CAUSAL, chunk, end).split(tiles.rows)]
+        by_group.append([(i, j * tiles.keys) for i, row in enumerate(blocks) for j, x in enumerate(row) if x.any()])
+
+    def expected(attended):
+        """The longest block of queries has the first program."""
+        return sorted((x, (len(blocks) - 1 - i, h, 0), key) for i, key in attended for x in "kv" for h in range(heads))
+
+    triton_grouped.grouped_forward(q, k, v, ends, 0.125, tiles=tiles)
+    assert sorted(each[:3] for each in tiles_read) == expected(set(chain(*by_group)))
+    tiles_read.clear()
+    for mine, end in zip(q.split(chunk, 1), ends, strict=True):
+        triton_flash.flash_forward(mine, k[:, :end], v[:, :end], 0.125, True, tiles)
+    assert sorted(each[:3] for each in tiles_read) == expected(chain(*by_group))
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_a_grouping_reads_the_bytes_of_keys_and_values_that_the_model_says(tiles_read, grouping):
+    """Where one program has all of a chunk's queries, and every query head its own keys: others would read them again."""
+    options = {"n_groups": 4, "grouping": grouping}
+    make("grouped", kernel="triton", **options)(*qkv(64, 64, 3, 3, 64, torch.float32), causal=True)
+    problem = VARIANTS["grouped"].problem((0, 64), 1, CAUSAL, options)
+    said = costs.kv_bytes_read(problem, costs.Shapes(2, 3, 3, 64, 4), 0, grouping)
+    assert sum(n_keys for *_, n_keys in tiles_read) * 64 * 4 == said
 
 
 def test_bytes_of_nested_prefixes_follow_the_model():
