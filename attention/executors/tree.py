@@ -46,7 +46,6 @@ def _weights(lse: Tensor) -> Tensor:
 
 def _share(lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """The maximum of lse over the ranks and this rank's denominator under it."""
-    lse = lse.contiguous()  # ranks without keys have another memory order, and an all-reduce sees memory only
     top = lse.clone()
     plan.transport.all_reduce(top, "max", "max_lse", 0).wait()
     with phase("comp_num_den"):

@@ -174,25 +174,23 @@ def decode(
     k: Tensor,
     v: Tensor,
     scale: float,
-    dtype: torch.dtype | None = None,
     splits: int | None = None,
     into: Pair | None = None,
 ) -> Pair:
     """Attention of all queries over all keys.
 
     q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up to
-    256. Gives (out `[B, Sq, H, D]` in `dtype`, by default q's; lse fp32 `[B, H, Sq]`, natural log). Over no keys out is 0
-    and lse -inf. `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU; `into` as in
-    `Kernel`.
+    256. Gives (out `[B, Sq, H, D]` in q's dtype; lse fp32 `[B, H, Sq]`, natural log). Over no keys out is 0 and lse -inf.
+    `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU; `into` as in `Kernel`: an
+    fp32 out is a partial result, to be merged with others.
 
     Raises ValueError for what the kernel does not do."""
     _check(q, k, v)
     batch, n_queries, heads, head_dim = q.shape
     n_keys, kv_heads = k.shape[1:3]
-    dtype = dtype or q.dtype
     if n_keys == 0 or q.numel() == 0:
         out, lse = empty_result(q)
-        return settle((out.to(dtype), lse), into)
+        return settle((out.to(q.dtype), lse), into)
     group = heads // kv_heads
     rows = n_queries * group
     fp32 = q.dtype == torch.float32
@@ -204,7 +202,7 @@ def decode(
         splits = split_count(n_keys, batch * kv_heads * row_blocks, multiprocessors(q.device))
     split_keys = triton.cdiv(triton.cdiv(n_keys, splits), block_n) * block_n
     splits = triton.cdiv(n_keys, split_keys)  # none is empty
-    part_dtype = dtype if splits == 1 else torch.float32
+    part_dtype = q.dtype if splits == 1 else torch.float32
     if into is not None and splits == 1:
         parts, lses = (x.unsqueeze(0) for x in into)
     else:
@@ -238,12 +236,7 @@ def decode(
         )
     if splits == 1:
         return into or (parts[0], lses[0])
-    return merge_n_triton(parts, lses, None, *into) if into else merge_n_triton(parts, lses, dtype)
-
-
-def partials(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As `decode`, with out in fp32: a rank's partial result, to be merged with the other ranks'."""
-    return decode(q, k, v, scale, torch.float32)
+    return merge_n_triton(parts, lses, None, *into) if into else merge_n_triton(parts, lses, q.dtype)
 
 
 def split_count(n_keys: int, programs: int, n_sm: int) -> int:

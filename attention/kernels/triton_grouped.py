@@ -341,16 +341,6 @@ def grouped_forward(
     return settle((out, lse), into)
 
 
-def kv_bytes_separate(ends: Sequence[int], kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of K and V of a batch element that one call a group reads, every prefix once."""
-    return sum(ends) * kv_heads * head_dim * itemsize * 2
-
-
-def kv_bytes_fused(ends: Sequence[int], kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of K and V of a batch element that the fused call reads: the longest prefix once."""
-    return max(ends, default=0) * kv_heads * head_dim * itemsize * 2
-
-
 @lru_cache(maxsize=256)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[G]`, kept, so that a repeated call copies nothing to the device."""

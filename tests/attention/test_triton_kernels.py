@@ -10,6 +10,7 @@ from naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kep
 from attention import costs, make
 from attention.kernels import Call, Shape, UnsupportedCall, name_of
 from attention.masks import CAUSAL, FULL, Mask
+from attention.merge import empty_result
 from attention.variants import GROUPINGS, VARIANTS
 
 pytest.importorskip("triton")
@@ -20,13 +21,11 @@ pytestmark = pytest.mark.skipif(
 from triton.runtime import interpreter  # noqa: E402
 
 from attention.kernels import triton_flash, triton_grouped  # noqa: E402
-from attention.kernels.triton_decode import Decode, decode, partials, split_count  # noqa: E402
+from attention.kernels.triton_decode import Decode, decode, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import (  # noqa: E402
     Tiling,
     grouped_forward,
-    kv_bytes_fused,
-    kv_bytes_separate,
     tiling,
 )
 from attention.kernels.triton_merge_n import merge_n_triton  # noqa: E402
@@ -118,11 +117,16 @@ def test_decode_reads_a_cache_through_its_strides():
     assert_full_attention(decode(*parts, 0.1, splits=2), *parts, 0.1, 1e-6)
 
 
-def test_partials_over_shards_of_the_keys_merge_to_the_whole():
+@pytest.mark.parametrize("splits", [1, 3])
+def test_fp32_results_over_shards_of_the_keys_merge_to_the_whole(splits):
     q, k, v = qkv(1, 150, 8, 1, 64, torch.float16)
     cuts = [0, 40, 40, 149, 150]
-    outs, lses = zip(*(partials(q, k[:, a:b], v[:, a:b], 0.125) for a, b in pairwise(cuts)), strict=True)
+    outs, lses = zip(
+        *(decode(q, k[:, a:b], v[:, a:b], 0.125, splits=splits, into=empty_result(q)) for a, b in pairwise(cuts)),
+        strict=True,
+    )
     assert all(out.dtype == torch.float32 for out in outs)
+    assert any((out != out.half()).any() for out in outs)  # none was rounded on the way
     assert_full_attention(merge_n_triton(torch.stack(outs), torch.stack(lses)), q, k, v, 0.125, 1e-3)
 
 
@@ -400,15 +404,6 @@ def test_a_grouping_reads_the_bytes_of_keys_and_values_that_the_model_says(tiles
     problem = VARIANTS["grouped"].problem((0, 64), 1, CAUSAL, options)
     said = costs.kv_bytes_read(problem, costs.Shapes(2, 3, 3, 64, 4), 0, grouping)
     assert sum(n_keys for *_, n_keys in tiles_read) * 64 * 4 == said
-
-
-def test_bytes_of_nested_prefixes_follow_the_model():
-    tokens, itemsize = 8192, 2
-    for groups in (1, 2, 4, 8):
-        ends = [tokens * (i + 1) // groups for i in range(groups)]
-        fused, separate = (f(ends, 8, 128, itemsize) for f in (kv_bytes_fused, kv_bytes_separate))
-        assert fused == tokens * 8 * 128 * 2 * itemsize
-        assert 1 - fused / separate == pytest.approx(1 - 2 / (groups + 1))
 
 
 # the separate kernel

@@ -13,10 +13,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-from attention.kernels.triton_decode import decode, partials  # noqa: E402
+from attention.kernels.triton_decode import decode  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
-from attention.merge import merge_n, merge_n_eager  # noqa: E402
+from attention.merge import empty_result, merge_n, merge_n_eager  # noqa: E402
 from attention.sums import sum_eager, sum_parts  # noqa: E402
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
@@ -53,7 +53,7 @@ def test_decode_matches_plain_attention(dtype, seed, head_dim, n_queries, n_keys
     expected = plain(q, k, v, scale, FULL)
     for splits in (None, 1, 3, 40):
         assert_close(decode(q, k, v, scale, splits=splits), expected, dtype)
-    assert partials(q, k, v, scale)[0].dtype == torch.float32
+        assert_close(decode(q, k, v, scale, splits=splits, into=empty_result(q)), expected, dtype)
 
 
 @every_half
