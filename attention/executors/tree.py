@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.executors.plan import Plan
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
-from attention.tensors import take
+from attention.tensors import take, wide
 from attention.transports import Message, symmetric_slots
 from attention.variants import node_size
 
@@ -27,9 +27,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
         calls = plan.steps[0].calls if plan.steps else ()
         keys, values = (take(x, calls[0].k) if calls else x for x in (k, v))
     with phase("comp_local_attention"):
-        out, lse = empty_result(q)  # wide: a partial result is not rounded before it is merged
-        if calls:
-            out, lse = plan.kernel.forward(q, keys, values, calls[0].call, into=(out, lse))
+        if calls:  # in the wide dtype: a partial result is not rounded before it is merged
+            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
+            into = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device), lse
+            out, lse = plan.kernel.forward(q, keys, values, calls[0].call, into=into)
+        else:
+            out, lse = empty_result(q)
     if plan.transport.name != "none":
         out, lse = REDUCTIONS[plan.options["reduce"]](out, lse, plan)
     return out.to(q.dtype), lse, ()
