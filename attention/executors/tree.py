@@ -23,19 +23,25 @@ Saved = tuple[Tensor, ...]
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
     """q `[B, Sq, H, D]` the same on every rank, k and v this rank's keys."""
+    reduced = plan.transport.name != "none"
     with phase("comp_shard_kv"):
         calls = plan.steps[0].calls if plan.steps else ()
         keys, values = (take(x, calls[0].k) if calls else x for x in (k, v))
     with phase("comp_local_attention"):
-        if calls:  # in the wide dtype: a partial result is not rounded before it is merged
-            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
-            into = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device), lse
+        if calls:
+            into = _partial(q) if reduced else None
             out, lse = plan.kernel.forward(q, keys, values, calls[0].call, into=into)
         else:
             out, lse = empty_result(q)
-    if plan.transport.name != "none":
+    if reduced:
         out, lse = REDUCTIONS[plan.options["reduce"]](out, lse, plan)
     return out.to(q.dtype), lse, ()
+
+
+def _partial(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for a partial result, which is merged before it is rounded."""
+    out = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
+    return out, out.new_empty((q.shape[0], q.shape[2], q.shape[1]))
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
