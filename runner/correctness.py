@@ -87,7 +87,7 @@ def pieces_of(
     everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
     pairs = work.pairs
     one = 4 * (work.heads // work.kv_heads) * work.head_dim * pairs * (3.5 if backward else 1) / 1e12
-    wanted = min(len(everything), max(1, int(limit_tflop / one)))
+    wanted = max(1, int(min(len(everything), limit_tflop / one)))
     # spread over batch and heads
     chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]
     share = len(chosen) / len(everything)
@@ -142,7 +142,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
         me.say("check_reference", note=f"{number + 1} of {len(pieces)}")
         inputs = _piece_inputs(spec, piece, experiment.seed, me.device, backward)
         if not piece.reference:
-            piece.reference = _on_host(_reference(inputs, spec, dtype))
+            piece.reference = _on_host(_reference(inputs, experiment, dtype))
         mine_locally = _local(inputs, spec, experiment, work)
         q_heads = slice(piece.head * group, (piece.head + 1) * group)
         kv_head = slice(piece.head, piece.head + 1)
@@ -230,13 +230,17 @@ def _piece_inputs(spec: Workload, piece: _Piece, seed: int, device: torch.device
     return found
 
 
-def _reference(inputs: dict[str, Tensor], spec: Workload, dtype: torch.dtype) -> dict[str, Tensor]:
-    call = _call(spec, inputs["q"].device)
-    return _plainly(inputs["q"], inputs["k"], inputs["v"], inputs.get("dout"), call, dtype)
+def _reference(inputs: dict[str, Tensor], experiment: Experiment, dtype: torch.dtype) -> dict[str, Tensor]:
+    device = inputs["q"].device
+    exact = Math(_scores_held(experiment, device, dtype))
+    return _plainly(
+        exact, inputs["q"], inputs["k"], inputs["v"], inputs.get("dout"), _call(experiment.workload, device), dtype
+    )
 
 
-def _plainly(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
-    exact = Math(_scores_held(q.device, dtype))
+def _plainly(
+    exact: Math, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, call: Call, dtype: torch.dtype
+) -> dict[str, Tensor]:
     with _exact_matmul():
         q, k, v = (x.to(dtype) for x in (q, k, v))
         out, lse = exact.forward(q, k, v, call)
@@ -251,6 +255,7 @@ def _share_reference(me: Rank, experiment: Experiment, mine: list[_Piece], piece
     spec = experiment.workload
     backward = experiment.mode == "forward_backward"
     sums: dict[str, Tensor] = {}
+    exact = Math(_scores_held(experiment, me.device, dtype))
     for piece in mine:
         assert piece.rows is not None
         inputs = _piece_inputs(spec, piece, experiment.seed, me.device, backward)
@@ -258,7 +263,7 @@ def _share_reference(me: Rank, experiment: Experiment, mine: list[_Piece], piece
         sums = {name: torch.zeros_like(inputs[name[1:]], dtype=dtype) for name in ("dk", "dv")} if backward else {}
         for number, rows in enumerate(piece.rows):
             me.say("check_reference", note=f"part {number + 1} of {len(piece.rows)}")
-            for name, x in _of_rows(inputs, spec, rows, dtype, sums).items():
+            for name, x in _of_rows(exact, inputs, spec, rows, dtype, sums).items():
                 found[name].append(x)
         piece.reference = _on_host({name: torch.cat(parts, 1) for name, parts in found.items() if parts})
     if not backward:
@@ -278,7 +283,12 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_rows(
-    inputs: dict[str, Tensor], spec: Workload, rows: Interval, dtype: torch.dtype, sums: dict[str, Tensor]
+    exact: Math,
+    inputs: dict[str, Tensor],
+    spec: Workload,
+    rows: Interval,
+    dtype: torch.dtype,
+    sums: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """out and dq of some queries; what they add to dk and dv goes into `sums`."""
     q, dout = (inputs[name][:, rows[0] : rows[1]] if name in inputs else None for name in ("q", "dout"))
@@ -292,7 +302,7 @@ def _of_rows(
     a, b = a - shift - rows[0], b - shift - rows[0]
     k, v = inputs["k"][:, c:d], inputs["v"][:, c:d]
     call = Call(spec.head_dim**-0.5, band)
-    part = _plainly(q[:, a:b], k, v, dout[:, a:b] if dout is not None else None, call, dtype)
+    part = _plainly(exact, q[:, a:b], k, v, dout[:, a:b] if dout is not None else None, call, dtype)
     for name, x in found.items():
         x[:, a:b] = part[name]
     for name, x in sums.items():
@@ -300,9 +310,9 @@ def _of_rows(
     return found
 
 
-def _scores_held(device: torch.device, dtype: torch.dtype) -> int:
-    """On a GPU as many as a quarter of what is free takes with its temporaries, eight at most."""
-    if device.type != "cuda":
+def _scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:
+    """On a GPU as many as a quarter of what is free takes with its temporaries, eight at most; few under a limit of memory."""
+    if device.type != "cuda" or experiment.launch["memory_limit_gb"] is not None:
         return SCORES
     free = torch.cuda.mem_get_info(device)[0]
     return max(SCORES, min(MOST_SCORES, free // (4 * 8 * dtype.itemsize)))

@@ -34,11 +34,12 @@ def claim() -> None:
 
 def create(parent: Path, name: str) -> Path:
     """A new folder of that name; with -2, -3 and so on where another program had it first. Raises OSError."""
+    parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             number += 1
@@ -48,9 +49,11 @@ def require_writable(folder: Path) -> None:
     """Raises SystemExit with one line when nothing can be written under `folder`."""
     folder = folder.absolute()
     existing = folder
-    while not existing.exists():
+    while not existing.exists() and not existing.is_symlink():
         existing = existing.parent
     try:
+        if existing.is_symlink() and not existing.exists():
+            raise FileNotFoundError(2, f"a link to {existing.readlink()}, which is not there", str(existing))
         if not existing.is_dir():
             raise NotADirectoryError(20, "not a folder", str(existing))
         with tempfile.TemporaryFile(dir=existing) as probe:

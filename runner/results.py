@@ -161,8 +161,10 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
 def _lengths(seqlens: Sequence[int] | None) -> str | None:
     if not seqlens:
         return None
-    many = len(seqlens) > MOST_LENGTHS
-    return f"{len(seqlens)} sequences of {min(seqlens)} to {max(seqlens)}" if many else ",".join(map(str, seqlens))
+    if len(seqlens) <= MOST_LENGTHS:
+        return ",".join(map(str, seqlens))
+    mean = sum(seqlens) / len(seqlens)
+    return f"{len(seqlens)} sequences of {min(seqlens)} to {max(seqlens)}, {mean:.1f} on average"
 
 
 def sweep_rows(folder: Path) -> list[dict[str, Any]]:

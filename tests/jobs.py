@@ -618,7 +618,7 @@ def shared_reference(me: Rank, experiment: dict[str, Any], pieces: int) -> list[
     found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
     for piece in mine:
         inputs = correctness._piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
-        alone = correctness._reference(inputs, spec.workload, torch.float64)
+        alone = correctness._reference(inputs, spec, torch.float64)
         found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows or () for token in range(a, b)]
         assert piece.reference.keys() == alone.keys()
         found["errors"] = {name: rel(x, piece.mine(alone[name])) for name, x in piece.reference.items()}

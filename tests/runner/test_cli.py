@@ -235,13 +235,20 @@ def test_resume_keeps_what_is_ok(tmp_path):
     assert {p for p in times if again[p] == times[p]} == set(times) - {broken}
 
 
-def test_an_output_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    done = run(tmp_path / "file")
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_an_output_folder_that_cannot_be_written_is_one_clear_line(tmp_path, what):
+    if what == "file":
+        (tmp_path / what).write_text("")
+    else:
+        (tmp_path / what).symlink_to(tmp_path / "unmounted")
+    done = run(tmp_path / what)
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert "cannot write" in line
     assert "output=" in line
+    refused = run(tmp_path / what, "config=tinyyy")
+    assert refused.returncode != 0
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.fixture
