@@ -469,12 +469,8 @@ class _Rank:
         """In which an all-to-all computes its heads, one travelling while another computes."""
         if self.exchange != "all_to_all":
             return 1
-        each, more = divmod(self.task.shapes.kv_heads, self.problem.ulysses)
-        wanted = self.candidate.options["head_parts"]
-        halved = (
-            each and not more and each % 2 == 0 and self._overlapped(self.task.cu_seqlens[-1] // self.problem.world)
-        )
-        return wanted or (2 if halved else 1)
+        tokens = self.task.cu_seqlens[-1] // self.problem.world
+        return costs.exchange_parts(self.candidate.options, self.task.shapes.kv_heads, self.problem.ulysses, tokens)
 
     @property
     def shapes(self) -> Shapes:
@@ -557,10 +553,6 @@ class _Rank:
             merges += self.machine.copied(merged) / MERGE_SHARE + calls * self.machine.overheads.merge / 1e6
         exchanges = len(groups) * (2 if backward else 1) + (2 if "q" in received else 0)
         return Pass(compute, exposed, merges, self._host(len(own) + calls * len(groups), exchanges))
-
-    def _overlapped(self, tokens: int) -> bool:
-        """Whether an executor left to itself divides its heads, so that some travel while others compute."""
-        return tokens >= costs.OVERLAPPED
 
     def _summed(self, step: _Work, groups: int) -> float:
         """The gather's backward: dk and dv of calls over the same keys are summed before they go home, and there those of

@@ -18,6 +18,22 @@ OVERLAPPED = 16384  # tokens from which a transfer costs more than the calls tha
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
 
+def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
+    """In how many parts of the heads a ring's backward over a shard of `tokens` goes: `head_parts`, by default two where the
+    shard is long."""
+    default = 2 if kv_heads % 2 == 0 and tokens >= RING_HALVED else 1
+    return options.get("head_parts", 1) or default
+
+
+def exchange_parts(options: Mapping[str, Any], kv_heads: int, ulysses: int, tokens: int) -> int:
+    """In how many parts a rank's share of the heads is computed over its group's `tokens`: `head_parts`, by default two if it
+    has an even number of KV heads, and tokens enough that a transfer costs more than the calls that hide it."""
+    each, more = divmod(kv_heads, ulysses)
+    if more or not each:
+        return 1
+    return options["head_parts"] or (2 if each % 2 == 0 and tokens >= OVERLAPPED else 1)
+
+
 @dataclass(frozen=True)
 class Shapes:
     batch: int
@@ -199,14 +215,9 @@ class _Held:
         if self.variant.exchange == "gather":
             return self._gather(backward)
         if self.problem.ulysses == 1:
-            return self._ring(backward, self.q, self.kv, self.lse, self._halves())
+            parts = ring_parts(self.options, self.shapes.kv_heads, self.t)
+            return self._ring(backward, self.q, self.kv, self.lse, parts)
         return self._all_to_all(backward)
-
-    def _halves(self) -> int:
-        if self.variant.decode or "head_parts" not in self.options:
-            return 1
-        even = self.shapes.kv_heads % 2 == 0
-        return self.options["head_parts"] or (2 if even and self.t >= RING_HALVED else 1)
 
     def _ring(self, backward: bool, q: int, kv: int, lse: int, parts: int, tokens: int | None = None) -> int:
         """Of tokens of q, kv and lse bytes, the backward in parts of the heads."""
@@ -231,22 +242,19 @@ class _Held:
     def _all_to_all(self, backward: bool) -> int:
         ranks = self.problem.ulysses
         repeated = kv_heads_each(self.problem, self.shapes) * ranks // self.shapes.kv_heads
-        kv = self.kv * repeated
         group = self.t * ranks  # tokens, of which a rank has a share of the heads
-        q, lse, share = self.q // ranks, self.lse // ranks, kv // ranks
-        each = self.shapes.kv_heads // ranks
-        default = 2 if each and each % 2 == 0 and group >= OVERLAPPED else 1
-        n = self.options["head_parts"] or default
-        saved, out = group * (q + share), group * (q + lse)  # as it is computed, all parts
+        q, lse, kv = self.q // ranks, self.lse // ranks, self.kv * repeated // ranks
+        n = exchange_parts(self.options, self.shapes.kv_heads, ranks, group)
+        saved, out = group * (q + kv), group * (q + lse)  # as it is computed, all parts
         results = self.t * self.q
-        slots = ranks * self.t * (q + share) + 2 * group * q // n  # of q, k and v, and two of out
+        slots = ranks * self.t * (q + kv) + 2 * group * q // n  # of q, k and v, and two of out
         if not backward:
-            rest = self._ring(False, q, share, lse, 1, group) - out
+            rest = self._ring(False, q, kv, lse, 1, group) - out
             return saved + out + results + slots + rest // n
         results += self.t * (self.q + self.kv * (1 + (repeated if repeated > 1 else 0)))
-        slots += ranks * self.t * q + 2 * group * (q + share) // n  # of dout, and two of dq, dk and dv
+        slots += ranks * self.t * q + 2 * group * (q + kv) // n  # of dout, and two of dq, dk and dv
         arriving = min(2, n) * group * q // n
-        rest = self._ring(True, q, share, lse, 1, group) - out - group * (q + share)  # which lie in the slots
+        rest = self._ring(True, q, kv, lse, 1, group) - out - group * (q + kv)  # which lie in the slots
         return saved + out + results + slots + arriving + rest // n
 
     def _gather(self, backward: bool) -> int:

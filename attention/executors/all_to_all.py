@@ -10,7 +10,7 @@ from contextlib import closing
 
 from torch import Tensor
 
-from attention.costs import OVERLAPPED
+from attention.costs import exchange_parts
 from attention.executors import ring
 from attention.executors.plan import Plan
 from attention.phases import phase
@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     """q, k, v: this rank's shards. Returns (out, lse) of this rank's tokens, all heads; lse so only where wanted."""
     if plan.problem.ulysses == 1:
         return ring.forward(q, k, v, plan)
-    n = parts(plan, tokens(q))
+    n = exchange_parts(plan.options, plan.kv_heads, plan.problem.ulysses, tokens(q) * plan.problem.ulysses)
     own, kv = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
     outs, lses = _ToTokens([q], [own], plan, "out"), []
     saved: Saved = ()
@@ -71,16 +71,6 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
             grads.send(i, [dq, dk, dv])
     dq, dk, dv = grads.finish()
     return dq, dk, dv
-
-
-def parts(plan: Plan, n_tokens: int) -> int:
-    """How many parts a rank's share of the heads is computed in: `head_parts`, by default two if it has an even number of
-    KV heads, and tokens enough that a transfer costs more than the calls that hide it."""
-    each, more = divmod(plan.kv_heads, plan.problem.ulysses)
-    if more or not each:
-        return 1
-    wanted = plan.options["head_parts"]
-    return wanted or (2 if each % 2 == 0 and n_tokens * plan.problem.ulysses >= OVERLAPPED else 1)
 
 
 def shares(heads: int, plan: Plan, n: int = 1) -> Heads:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attention.costs import RING_HALVED
+from attention.costs import ring_parts
 from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
 from attention.kernels.interface import Triple
@@ -113,8 +113,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
 def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
     """`head_parts` as many. None: two where the shard is long. Within an all-to-all, whose parts they would be, all at once."""
     kv_heads, parts = k.shape[-2], 1
-    if "head_parts" in plan.options and plan.problem.ulysses == 1:
-        parts = plan.options["head_parts"] or (2 if kv_heads % 2 == 0 and tokens(k) >= RING_HALVED else 1)
+    if plan.problem.ulysses == 1:
+        parts = ring_parts(plan.options, kv_heads, tokens(k))
     return head_groups(q.shape[-2], kv_heads, kv_heads // parts)
 
 
