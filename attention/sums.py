@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from attention.masks import Interval
@@ -29,17 +30,22 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
 
     Raises ValueError for a part that has not as many tokens as its intervals, or a strided last dim."""
     for part, intervals in parts:
-        if tokens(part) != length(intervals) or part.dim() != out.dim() or part.shape[-2:] != out.shape[-2:]:
-            raise ValueError(
-                f"part {list(part.shape)} over the tokens {intervals} of out {list(out.shape)}: give as many tokens as the "
-                "intervals have, and the same heads and head dim"
-            )
+        _check(part.shape, intervals, out.shape)
     if out.is_cuda and sum(len(intervals) for _, intervals in parts) <= MANY:
         from attention.kernels.triton_sum import sum_triton
 
         sum_triton(out, parts)
         return
     sum_eager(out, parts)
+
+
+@lru_cache(maxsize=4096)
+def _check(part: torch.Size, intervals: Intervals, out: torch.Size) -> None:
+    if part[-3] != length(intervals) or len(part) != len(out) or part[-2:] != out[-2:]:
+        raise ValueError(
+            f"part {list(part)} over the tokens {intervals} of out {list(out)}: give as many tokens as the "
+            "intervals have, and the same heads and head dim"
+        )
 
 
 def sum_eager(out: Tensor, parts: Parts) -> None:

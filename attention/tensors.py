@@ -53,10 +53,10 @@ def _index(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:
 
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:
     """The tokens of `intervals`: x itself when they are all of it, a view when they are one stretch, else a copy."""
-    dim = token_dim(x) if dim is None else dim
+    dim = x.dim() - 3 if dim is None else dim
     if len(intervals) == 1:
-        ((start, stop),) = intervals
-        return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
+        start, stop = intervals[0]
+        return x if stop - start == x.size(dim) else x.narrow(dim, start, stop - start)
     if len(intervals) > FEW:
         return x.index_select(dim, _index(intervals, x.device))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in intervals], dim)

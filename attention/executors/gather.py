@@ -58,7 +58,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
-            mine, into = q[..., group.queries, :], (out[..., group.queries, :], lse[..., group.queries, :])
+            mine, into = group.queries(q), (group.queries(out), group.queries(lse))
             if own:
                 _merge_rest(mine, keys, values, plan, into, 1 + i)
             else:
@@ -99,10 +99,9 @@ def _backward(
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
-            heads = group.queries
             home = _Return(keys, plan, group, i + len(own))
-            mine = (dout[..., heads, :], q[..., heads, :], out[..., heads, :], lse[..., heads, :], dq[..., heads, :])
-            home.compute(*mine, keys, values)
+            here = group.queries
+            home.compute(here(dout), here(q), here(out), here(lse), here(dq), keys, values)
             if returning is not None:
                 returning.finish(dk, dv)
             home.start()
@@ -158,7 +157,7 @@ class _Keys:
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]):
         self.plan = plan
-        self.mine = [[x[..., group.keys, :] for x in (k, v)] for group in groups]
+        self.mine = [[group.keys(x) for x in (k, v)] for group in groups]
         self.moving = gather_move(plan.problem, plan.rank)
         self.offer: Offer | None = None
         if plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls:
@@ -280,7 +279,7 @@ class _Return:
                 else:
                     parts += [(take(self.sums[i], (b,)), (a,)) for a, b in self.moving.local]
                 parts += [(pair[i], places) for places, pair in self.received]
-                total = grad[..., self.group.keys, :]
+                total = self.group.keys(grad)
                 if self.own:
                     parts.append((total, ((0, tokens(total)),)))
                 sum_parts(total, parts)

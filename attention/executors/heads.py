@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from attention.costs import OVERLAPPED
 from attention.kernels.interface import Triple
 from attention.variants import check_stride
@@ -18,18 +20,22 @@ class HeadGroup:
     q_start: int
     q_stop: int
 
-    @property
-    def keys(self) -> slice:
-        return slice(self.k_start, self.k_stop)
+    def keys(self, x: Tensor) -> Tensor:
+        """These heads of a tensor like k: x itself where they are all."""
+        return _cut(x, self.k_start, self.k_stop)
 
-    @property
-    def queries(self) -> slice:
-        return slice(self.q_start, self.q_stop)
+    def queries(self, x: Tensor) -> Tensor:
+        """These heads of a tensor like q, or of an LSE: x itself where they are all."""
+        return _cut(x, self.q_start, self.q_stop)
 
     def of(self, qkv: Triple) -> Triple:
         """These heads of tensors like q, k and v."""
         q, k, v = qkv
-        return q[..., self.queries, :], k[..., self.keys, :], v[..., self.keys, :]
+        return self.queries(q), self.keys(k), self.keys(v)
+
+
+def _cut(x: Tensor, start: int, stop: int) -> Tensor:
+    return x if stop - start == x.size(-2) else x.narrow(-2, start, stop - start)
 
 
 def head_groups(

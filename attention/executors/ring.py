@@ -71,7 +71,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                 incoming = source.fetch(rounds[ahead][1], rounds[ahead][0])
             heads, own, step = groups[g].queries, source.mine[g], plan.steps[i]
             if i == 0:
-                sums.append(_Gradients(q[..., heads, :], own, plan, groups[g].of(wanted) if wanted else None))
+                sums.append(_Gradients(heads(q), own, plan, groups[g].of(wanted) if wanted else None))
             grads = sums[g]
             home = _Return(grads, plan, i) if step.most else None
             for each in step.calls:
@@ -80,12 +80,12 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                     into = (room(grads.q, length(each.q)), home.parts[0], home.parts[1])
                 with phase("comp_block", i):
                     dq_part, dk_part, dv_part = plan.kernel.backward(
-                        take(dout[..., heads, :], each.q),
+                        take(heads(dout), each.q),
                         take(grads.q, each.q),
                         take(keys, each.k),
                         take(values, each.k),
-                        take(out[..., heads, :], each.q),
-                        take(lse[..., heads, :], each.q, -1),
+                        take(heads(out), each.q),
+                        take(heads(lse), each.q, -1),
                         each.call,
                         into,
                     )
@@ -153,7 +153,7 @@ class _Keys:
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]):
         self.plan = plan
-        self.mine = [(k[..., each.keys, :], v[..., each.keys, :]) for each in groups] if len(groups) > 1 else [(k, v)]
+        self.mine = [(each.keys(k), each.keys(v)) for each in groups]
         self.offer: Offer | None = None
         if any(step.most for step in plan.steps):
             shards = plan.problem.layout.shards(plan.problem.cu_seqlens, plan.problem.world)

@@ -7,6 +7,7 @@ Source: Dao et al., "Flash-Decoding for long-context inference" (2023)."""
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from attention.kernels.aten import HALF, name_of
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
-from attention.kernels.triton_merge_n import merge_n_triton, on_device_of
+from attention.kernels.start import MOST, Start
+from attention.kernels.triton_merge_n import merge_n_triton
 from attention.masks import Mask
 from attention.merge import empty_result
 
@@ -37,10 +39,10 @@ def _split(  # type: ignore[no-untyped-def]
     v,
     out,
     lse,
-    scale_log2,
-    n_rows,
     n_keys,
     split_keys,
+    scale_log2,
+    n_rows,
     row_blocks,
     q_b,
     q_t,
@@ -186,21 +188,15 @@ def decode(
 
     Raises ValueError for what the kernel does not do."""
     _check(q, k, v)
-    batch, n_queries, heads, head_dim = q.shape
+    batch, n_queries, heads, _ = q.shape
     n_keys, kv_heads = k.shape[1:3]
     if n_keys == 0 or q.numel() == 0:
         out, lse = empty_result(q)
         return settle((out.to(q.dtype), lse), into)
-    group = heads // kv_heads
-    rows = n_queries * group
-    fp32 = q.dtype == torch.float32
-    block_m = min(MAX_ROWS_FP32 if fp32 else MAX_ROWS, max(16, triton.next_power_of_2(rows)))
-    row_blocks = triton.cdiv(rows, block_m)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n = min(128, max(16, STAGE_BYTES // (2 * block_d * q.element_size())))
+    tiles = _tiles(q.shape, kv_heads, q.dtype)
     if splits is None:
-        splits = split_count(n_keys, batch * kv_heads * row_blocks, multiprocessors(q.device))
-    split_keys = triton.cdiv(triton.cdiv(n_keys, splits), block_n) * block_n
+        splits = split_count(n_keys, batch * kv_heads * tiles.row_blocks, multiprocessors(q.device))
+    split_keys = triton.cdiv(triton.cdiv(n_keys, splits), tiles.keys) * tiles.keys
     splits = triton.cdiv(n_keys, split_keys)  # none is empty
     part_dtype = q.dtype if splits == 1 else torch.float32
     if into is not None and splits == 1:
@@ -208,35 +204,69 @@ def decode(
     else:
         parts = torch.empty((splits, *q.shape), dtype=part_dtype, device=q.device)
         lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
-    with on_device_of(q):
-        _split[(kv_heads * row_blocks, splits, batch)](
-            q,
-            k,
-            v,
-            parts,
-            lses,
-            scale * LOG2E,
-            rows,
-            n_keys,
-            split_keys,
-            row_blocks,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *parts.stride()[:4],
-            *lses.stride(),
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            PRECISION="ieee" if fp32 else "tf32",  # read for fp32 inputs only
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            num_warps=8 if fp32 else 4,
-            num_stages=STAGES,
-        )
+    strides = q.stride(), k.stride(), v.stride(), parts.stride(), lses.stride()
+    _start(q.shape, kv_heads, q.dtype, strides, scale, splits)(q, k, v, parts, lses, changing=(n_keys, split_keys))
     if splits == 1:
         return into or (parts[0], lses[0])
     return merge_n_triton(parts, lses, None, *into) if into else merge_n_triton(parts, lses, q.dtype)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """What a program does: `rows` of the queries and of the heads that one KV head serves, `keys` at a time."""
+
+    rows: int
+    row_blocks: int
+    keys: int
+    head_dim: int
+
+
+@lru_cache
+def _tiles(shape: torch.Size, kv_heads: int, dtype: torch.dtype) -> _Tiles:
+    _, n_queries, heads, head_dim = shape
+    rows = n_queries * (heads // kv_heads)
+    most = MAX_ROWS_FP32 if dtype == torch.float32 else MAX_ROWS
+    block_m = min(most, max(16, triton.next_power_of_2(rows)))
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_n = min(128, max(16, STAGE_BYTES // (2 * block_d * dtype.itemsize)))
+    return _Tiles(block_m, triton.cdiv(rows, block_m), block_n, block_d)
+
+
+@lru_cache(maxsize=MOST)
+def _start(
+    shape: torch.Size,
+    kv_heads: int,
+    dtype: torch.dtype,
+    strides: tuple[tuple[int, ...], ...],
+    scale: float,
+    splits: int,
+) -> Start:
+    """shape: of q; strides: of q, k, v, the parts and their LSEs."""
+    batch, n_queries, heads, head_dim = shape
+    tiles, group, fp32 = _tiles(shape, kv_heads, dtype), heads // kv_heads, dtype == torch.float32
+    of_q, of_k, of_v, of_parts, of_lses = strides
+    return Start(
+        _split,
+        (kv_heads * tiles.row_blocks, splits, batch),
+        (
+            scale * LOG2E,
+            n_queries * group,
+            tiles.row_blocks,
+            *of_q[:3],
+            *of_k[:3],
+            *of_v[:3],
+            *of_parts[:4],
+            *of_lses,
+        ),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PRECISION="ieee" if fp32 else "tf32",  # read for fp32 inputs only
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.keys,
+        BLOCK_D=tiles.head_dim,
+        num_warps=8 if fp32 else 4,
+        num_stages=STAGES,
+    )
 
 
 def split_count(n_keys: int, programs: int, n_sm: int) -> int:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attention.kernels.aten import name_of
 from attention.kernels.interface import Pair, settle
+from attention.kernels.start import MOST, Start
 from attention.kernels.triton_decode import dtype_rule
-from attention.kernels.triton_merge_n import on_device_of
 from attention.merge import empty_result
 
 MAX_GROUPS = 8
@@ -304,41 +304,47 @@ def grouped_forward(
     sets = tiles.sets(groups)
     if sets > MAX_SETS:
         raise ValueError(f"pack={tiles.pack} for {groups} groups makes {sets} sets: at most {MAX_SETS}; raise pack")
-    chunk = n_queries // groups
     out = into[0] if into else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if into and into[1].is_contiguous():
         lse = into[1]
     else:
         lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
-    with on_device_of(q):
-        _grouped[(triton.cdiv(chunk, tiles.rows), heads, batch)](
-            q,
-            k,
-            v,
-            _on_device(tuple(ends), q.device),
-            out,
-            lse,
-            scale * LOG2E,
-            chunk,
-            k.shape[1],
-            heads,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
-            GROUPS=groups,
-            GQA=heads // k.shape[2],
-            PACK=tiles.pack,
-            SETS=sets,
-            ROWS=tiles.rows,
-            KEYS=tiles.keys,
-            HEAD_DIM=head_dim,
-            CAUSAL=causal,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # read for fp32 inputs only
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+    strides = q.stride(), k.stride(), v.stride(), out.stride()
+    start = _start(q.shape, k.shape, q.dtype, strides, groups, tiles, scale, causal)
+    start(q, k, v, _on_device(tuple(ends), q.device), out, lse)
     return settle((out, lse), into)
+
+
+@lru_cache(maxsize=MOST)
+def _start(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    dtype: torch.dtype,
+    strides: tuple[tuple[int, ...], ...],
+    groups: int,
+    tiles: Tiling,
+    scale: float,
+    causal: bool,
+) -> Start:
+    """strides: of q, k, v and out."""
+    batch, n_queries, heads, head_dim = q_shape
+    chunk = n_queries // groups
+    return Start(
+        _grouped,
+        (triton.cdiv(chunk, tiles.rows), heads, batch),
+        (scale * LOG2E, chunk, k_shape[1], heads, *(n for each in strides for n in each[:3])),
+        GROUPS=groups,
+        GQA=heads // k_shape[2],
+        PACK=tiles.pack,
+        SETS=tiles.sets(groups),
+        ROWS=tiles.rows,
+        KEYS=tiles.keys,
+        HEAD_DIM=head_dim,
+        CAUSAL=causal,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",  # read for fp32 inputs only
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
 
 
 @lru_cache(maxsize=256)

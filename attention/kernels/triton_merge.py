@@ -3,11 +3,14 @@ token's heads run side by side, since those lie side by side in memory."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.triton_merge_n import on_device_of
+from attention.kernels.start import MOST, Start
 
 ROWS = 32  # a cache line of the LSE
 TILE = 4096  # elements of a program: 32 a thread with 4 warps, four 16-byte loads of bf16 a part
@@ -79,34 +82,21 @@ def merge_triton(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, 
         )
     if out.numel() == 0:
         return
-    n_tokens, heads, head_dim = out.shape[-3:]
-    batch = out.shape[0] if out.dim() == 4 else 1
+    strides = tuple(x.stride() for x in (out, a, b, lse, lse_a, lse_b))
+    _start(out.shape, strides)(out, lse, a, lse_a, b, lse_b)
+
+
+@lru_cache(maxsize=MOST)
+def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> Start:
+    """strides: of out, the parts, and their LSEs."""
+    n_tokens, heads, head_dim = shape[-3:]
+    batch = shape[0] if len(shape) == 4 else 1
     block_d = triton.next_power_of_2(head_dim)
     rows = min(ROWS, max(1, TILE // block_d))
-
-    def strides(x: Tensor) -> tuple[int, int, int]:
-        return (x.stride(0) if batch > 1 else 0), x.stride(-3), x.stride(-2)
-
-    def lse_strides(x: Tensor) -> tuple[int, int, int]:
-        return (x.stride(0) if batch > 1 else 0), x.stride(-2), x.stride(-1)
-
-    with on_device_of(out):
-        _merge[(triton.cdiv(n_tokens, rows) * heads, batch)](
-            out,
-            lse,
-            a,
-            lse_a,
-            b,
-            lse_b,
-            n_tokens,
-            heads,
-            head_dim,
-            *strides(out),
-            *strides(a),
-            *strides(b),
-            *lse_strides(lse),
-            *lse_strides(lse_a),
-            *lse_strides(lse_b),
-            ROWS=rows,
-            BLOCK_D=block_d,
-        )
+    numbers = [n_tokens, heads, head_dim]
+    for *before, token, head, _ in strides[:3]:
+        numbers += [before[0] if batch > 1 else 0, token, head]
+    for *before, head, token in strides[3:]:
+        numbers += [before[0] if batch > 1 else 0, head, token]
+    grid = (triton.cdiv(n_tokens, rows) * heads, batch)
+    return Start(_merge, grid, tuple(numbers), ROWS=rows, BLOCK_D=block_d)

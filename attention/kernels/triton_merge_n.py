@@ -4,13 +4,14 @@ parts, and would otherwise wait for them one after the other."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.start import MOST, Start
 from attention.merge import result_tensors
 
 TILE = 4096  # fp32 elements a program holds of [rows, parts, head dim]: 32 registers a thread with 4 warps
@@ -89,32 +90,23 @@ def merge_n_triton(
         raise ValueError(
             f"strides {parts.stride()}, {out.stride()}: the merge needs the head dim contiguous; call .contiguous()"
         )
-    n, batch, n_tokens, heads, head_dim = parts.shape
-    if out.numel() == 0:
-        return out, lse
-    block_d = triton.next_power_of_2(head_dim)
-    at_once = min(triton.next_power_of_2(max(n, 1)), max(1, TILE // block_d))
-    rows = min(triton.next_power_of_2(n_tokens), max(1, TILE // (block_d * at_once)))
-    with on_device_of(parts):
-        _merge_n[(triton.cdiv(n_tokens, rows), heads, batch)](
-            parts,
-            lses,
-            out,
-            lse,
-            n,
-            n_tokens,
-            head_dim,
-            *parts.stride()[:4],
-            *lses.stride(),
-            *out.stride()[:3],
-            *lse.stride(),
-            ROWS=rows,
-            PARTS=at_once,
-            BLOCK_D=block_d,
-        )
+    if out.numel():
+        _start(parts.shape, (parts.stride(), lses.stride(), out.stride(), lse.stride()))(parts, lses, out, lse)
     return out, lse
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device; this makes it x's."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+@lru_cache(maxsize=MOST)
+def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> Start:
+    n, batch, n_tokens, heads, head_dim = shape
+    block_d = triton.next_power_of_2(head_dim)
+    at_once = min(triton.next_power_of_2(max(n, 1)), max(1, TILE // block_d))
+    rows = min(triton.next_power_of_2(n_tokens), max(1, TILE // (block_d * at_once)))
+    of_parts, of_lses, of_out, of_lse = strides
+    return Start(
+        _merge_n,
+        (triton.cdiv(n_tokens, rows), heads, batch),
+        (n, n_tokens, head_dim, *of_parts[:4], *of_lses, *of_out[:3], *of_lse),
+        ROWS=rows,
+        PARTS=at_once,
+        BLOCK_D=block_d,
+    )

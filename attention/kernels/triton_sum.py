@@ -3,14 +3,19 @@ lie side by side in all tensors, of all heads where their heads do."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.triton_merge_n import on_device_of
+from attention.kernels.start import MOST as MOST_STARTS
+from attention.kernels.start import Start
 from attention.sums import MOST, Parts, ranges
 from attention.tensors import wide
+from attention.transfers import Intervals
 
 TILE = 2048  # elements of a program: 16 a thread with 4 warps, two 16-byte loads of bf16 a part
 COLUMNS = 1024
@@ -22,10 +27,10 @@ UNIT = 16
 @triton.jit(do_not_specialize=["first", "last"])
 def _sum(  # type: ignore[no-untyped-def]
     out,
+    parts,
     out_b,
     out_t,
     out_h,
-    parts,
     starts,
     stops,
     places,
@@ -68,43 +73,62 @@ def sum_triton(out: Tensor, parts: Parts) -> None:
         return
     if out.numel() == 0:
         return
-    heads, head_dim = out.shape[-2:]
     given = [part for part, _ in parts]
     for x in (out, *given):
         if x.stride(-1) != 1 and x.numel():
             raise ValueError(f"strides {x.stride()}: the sum needs the head dim contiguous; call .contiguous()")
-    batch, columns = (out.shape[0] if out.dim() == 4 else 1), head_dim
-    if all(x.stride(-2) == head_dim for x in (out, *given)):
+    strides = tuple([x.stride() for x in (out, *given)])
+    for each in _pieces(out.shape, strides, tuple([x for _, x in parts]), out.dtype == torch.float64):
+        each.start(out, tuple([given[i] for i in each.parts]))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One kernel's share of a sum, and the numbers of the parts that it adds."""
+
+    start: Start
+    parts: tuple[int, ...]
+
+
+@lru_cache(maxsize=MOST_STARTS)
+def _pieces(
+    shape: torch.Size, strides: tuple[tuple[int, ...], ...], parts: tuple[Intervals, ...], fp64: bool
+) -> tuple[_Piece, ...]:
+    """strides: of out and the parts."""
+    heads, head_dim = shape[-2:]
+    batch, columns = (shape[0] if len(shape) == 4 else 1), head_dim
+    if all(x[-2] == head_dim for x in strides):
         heads, columns = 1, heads * head_dim  # all heads of a token side by side
     width = min(triton.next_power_of_2(columns), COLUMNS)
     rows = max(1, TILE // width)
-
-    def strides(x: Tensor) -> tuple[int, int, int]:
-        return (x.stride(0) if batch > 1 else 0), x.stride(-3), (x.stride(-2) if heads > 1 else 0)
-
-    all_strides = [strides(x) for x in given]
-    with on_device_of(out):
-        for found in ranges(out.shape[-3], tuple(intervals for _, intervals in parts)):
-            entries = found.entries
-            # as many as a power of two, so that few numbers are compiled for
-            n = triton.next_power_of_2(len(entries)) if entries else 0
-            numbers = [e.part for e in entries] + [entries[0].part] * (n - len(entries)) if entries else []
-            spare = (0,) * (n - len(entries))
-            _sum[(triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads)](
-                out,
-                *strides(out),
-                tuple(given[i] for i in numbers),
+    # by batch, token and head
+    steps = [((x[0] if batch > 1 else 0), x[-3], (x[-2] if heads > 1 else 0)) for x in strides]
+    pieces = []
+    for found in ranges(shape[-3], parts):
+        entries = found.entries
+        # as many as a power of two, so that few numbers are compiled for
+        n = triton.next_power_of_2(len(entries)) if entries else 0
+        numbers = [e.part for e in entries] + [entries[0].part] * (n - len(entries)) if entries else []
+        spare = (0,) * (n - len(entries))
+        start = Start(
+            _sum,
+            (triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads),
+            (
+                *steps[0],
                 tuple(UNIT * e.start for e in entries) + spare,
                 tuple(UNIT * e.stop for e in entries) + spare,
                 tuple(UNIT * e.at for e in entries) + spare,
-                *(tuple(all_strides[i][k] for i in numbers) for k in range(3)),
+                *(tuple(steps[1 + i][k] for i in numbers) for k in range(3)),
                 found.start,
                 found.stop,
                 heads,
                 columns,
-                N=n,
-                WIDE=tl.float64 if out.dtype == torch.float64 else tl.float32,
-                UNIT=UNIT,
-                ROWS=rows,
-                COLUMNS=width,
-            )
+            ),
+            N=n,
+            WIDE=tl.float64 if fp64 else tl.float32,
+            UNIT=UNIT,
+            ROWS=rows,
+            COLUMNS=width,
+        )
+        pieces.append(_Piece(start, tuple(numbers)))
+    return tuple(pieces)

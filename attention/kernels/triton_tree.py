@@ -3,15 +3,19 @@ pointers, and merges them. A program does one row of one head."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.start import MOST, Start
+
 
 @triton.jit
 def _merge_peers(  # type: ignore[no-untyped-def]
-    pointers, offset, out, lse, rows, head_dim, queries, heads, WORLD: tl.constexpr, BLOCK_D: tl.constexpr
+    out, lse, pointers, offset, rows, head_dim, queries, heads, WORLD: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     row = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
@@ -46,20 +50,16 @@ def merge_peers(pointers: int, offset: int, world: int, like: Tensor) -> tuple[T
     """pointers: device address of a table of `world` device addresses, each of fp32 `[..., B, Sq, H, D + 1]`, of which
     the partial results begin `offset` elements on. like: `[B, Sq, H, D]`, the shape and dtype of out. Returns
     (out, fp32 lse `[B, H, Sq]`)."""
-    batch, queries, heads, head_dim = like.shape
+    batch, queries, heads, _ = like.shape
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=like.device)
-    rows = batch * queries * heads
-    _merge_peers[(rows,)](
-        pointers,
-        offset,
-        out,
-        lse,
-        rows,
-        head_dim,
-        queries,
-        heads,
-        WORLD=world,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-    )
+    _start(like.shape, pointers, offset, world)(out, lse)
     return out, lse
+
+
+@lru_cache(maxsize=MOST)
+def _start(shape: torch.Size, pointers: int, offset: int, world: int) -> Start:
+    batch, queries, heads, head_dim = shape
+    rows = batch * queries * heads
+    numbers = (pointers, offset, rows, head_dim, queries, heads)
+    return Start(_merge_peers, (rows,), numbers, WORLD=world, BLOCK_D=triton.next_power_of_2(head_dim))

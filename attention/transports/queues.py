@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.phases import phase
+from attention.streams import Follow, On, capturing, current
 from attention.transports.interface import Handle
 
 Work = Callable[[], object]
@@ -72,19 +73,20 @@ class CudaQueue:
 
     def __init__(self, device: torch.device, captures: Captures | None = None):
         self.stream, self.device = torch.cuda.Stream(device), device
+        self.on, self.follow = On(self.stream), Follow()
         self.captures = captures or Captures()
 
     def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.follow(self.stream, current(self.device))
+        with self.on:
             run()
-            done = torch.cuda.Event()
-            done.record(self.stream)
+        done = torch.cuda.Event()
+        done.record(self.stream)
         return _CudaHandle(self.device, done, list(tensors), what, step, after)
 
     def then(self, run: Work) -> None:
         self.captures.enter(self.stream)
-        with torch.cuda.stream(self.stream):
+        with self.on:
             run()
 
     def join(self) -> None:
@@ -108,7 +110,7 @@ class _CudaHandle:
 
     def wait(self) -> None:
         with phase(f"wait_{self.what}", self.step):
-            torch.cuda.current_stream(self.device).wait_event(self.done)
+            current(self.device).wait_event(self.done)
         self.tensors = []
         if self.after is not None:
             self.after()
@@ -116,7 +118,7 @@ class _CudaHandle:
 
     def __del__(self) -> None:
         if self.tensors:  # never waited for: an exception came between, and their memory is about to be someone else's
-            torch.cuda.current_stream(self.device).wait_event(self.done)
+            current(self.device).wait_event(self.done)
 
 
 class Captures:
@@ -129,29 +131,22 @@ class Captures:
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """Before `stream` does anything."""
-        if _caller_capturing(stream.device):
+        if capturing(stream.device):
             self.some = True
-            if _capturing(stream):
+            if _captured(stream):
                 return
         if self.some:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            stream.wait_stream(current(stream.device))
 
     def leave(self, stream: torch.cuda.Stream) -> None:
         """At the end of a pass."""
-        if self.some and (_capturing(stream) or not _caller_capturing(stream.device)):
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if self.some and (_captured(stream) or not capturing(stream.device)):
+            current(stream.device).wait_stream(stream)
 
 
-def _capturing(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def _caller_capturing(device: torch.device) -> bool:
-    if torch.cuda.current_device() == device.index:
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+def _captured(stream: torch.cuda.Stream) -> bool:
+    with On(stream):
+        return capturing(stream.device)
 
 
 class Aside(Protocol):
@@ -180,17 +175,18 @@ class HostAside:
 class CudaAside:
     def __init__(self, device: torch.device, captures: Captures):
         self.stream, self.device = torch.cuda.Stream(device), device
+        self.on, self.follow = On(self.stream), Follow()
         self.captures = captures
 
     def before(self, run: Work) -> None:
         self.captures.enter(self.stream)
-        with torch.cuda.stream(self.stream):
+        with self.on:
             run()
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.follow(current(self.device), self.stream)
 
     def after(self, run: Work) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.follow(self.stream, current(self.device))
+        with self.on:
             run()
 
     def join(self) -> None:

@@ -16,7 +16,7 @@ pytestmark = [
 from attention.kernels.triton_decode import decode  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
-from attention.merge import empty_result, merge_n, merge_n_eager  # noqa: E402
+from attention.merge import empty_result, merge, merge_eager, merge_n, merge_n_eager  # noqa: E402
 from attention.sums import sum_eager, sum_parts  # noqa: E402
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
@@ -192,3 +192,36 @@ def test_sums_of_new_lengths_compile_nothing_anew():
         sum_parts(torch.empty_like(x), [(x, ((0, n),)), (x[:, : n // 2], ((n - n // 2, n),))])
         compiled.append(sum(len(cache[0]) for cache in _sum.device_caches.values()))
     assert len(set(compiled)) == 1
+
+
+def shifted(x, by):
+    """x at an address `by` elements behind a multiple of 16 bytes."""
+    room = x.new_empty(x.numel() + by)
+    return room[by:].view(x.shape).copy_(x)
+
+
+@every_half
+def test_later_starts_of_a_kernel_do_as_the_first_at_any_address(dtype):
+    """The first start of a shape compiles, those after it go straight to what was compiled."""
+    for seed, by in enumerate((0, 0, 1, 8, 1, 0)):
+        a, b = (normal(1, 300, 4, 128, dtype=dtype, seed=10 * seed + i, device="cuda") for i in range(2))
+        lses = [normal(1, 4, 300, dtype=torch.float32, seed=10 * seed + i, device="cuda") for i in (2, 3)]
+        expected, expected_lse = torch.empty_like(a, dtype=torch.float64), lses[0].double()
+        merge_eager(expected, expected_lse, a.double(), expected_lse, b.double(), lses[1].double())
+        a, b = (shifted(x, by) for x in (a, b))
+        merge(a, lses[0], a, lses[0], b, lses[1])
+        assert relative(a, expected) < TOLERANCES[dtype][0] and relative(lses[0], expected_lse) < 1e-6
+        total = shifted(torch.empty_like(a), by)
+        sum_parts(total, [(a, ((0, 300),)), (b[:, :100], ((200, 300),))])
+        expected = a.double()
+        expected[:, 200:] += b[:, :100]
+        assert relative(total, expected) < TOLERANCES[dtype][0]
+
+
+def test_a_decode_whose_cache_grows_stays_right():
+    """Numbers of keys that Triton has other code for, in turn."""
+    cache = [normal(2, 4096, 2, 128, dtype=torch.bfloat16, seed=i, device="cuda") for i in range(2)]
+    q = normal(2, 1, 16, 128, dtype=torch.bfloat16, seed=2, device="cuda")
+    for n_keys in (1, 2, 1600, 1601, 1616, 2047, 2048, 1, 4095, 4096):
+        k, v = (x[:, :n_keys] for x in cache)
+        assert_close(decode(q, k, v, 128**-0.5), plain(q, k, v, 128**-0.5, FULL), torch.bfloat16)

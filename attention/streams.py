@@ -1,0 +1,62 @@
+"""CUDA streams as `torch.cuda` has them, at a fraction of the host's time: `torch.cuda.stream`, `current_stream` and
+`Stream.wait_stream` take 5 to 14 µs each, which is what a short step costs."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def current(device: torch.device) -> torch.cuda.Stream:
+    """The stream that is current on `device`, which need not be the current device."""
+    identity = torch._C._cuda_getCurrentStream(device.index)
+    found = _streams.get(identity)
+    if found is None:
+        number, index, kind = identity
+        found = _streams[identity] = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+    return found
+
+
+class On:
+    """`with On(stream):` what is started within goes to `stream`, and allocations are that stream's."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.identity = stream.stream_id, stream.device_index, stream.device_type
+
+    def __enter__(self) -> None:
+        self.device = torch._C._cuda_getDevice()
+        self.before = torch._C._cuda_getCurrentStream(self.identity[1])
+        _set(self.identity)
+
+    def __exit__(self, *exc: object) -> None:
+        _set(self.before)
+        if self.device != self.identity[1]:
+            torch._C._cuda_setDevice(self.device)
+
+
+def _set(identity: tuple[int, int, int]) -> None:
+    number, index, kind = identity
+    torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
+
+
+class Follow:
+    """Lets one stream wait for all that another was given so far. An event each time would be made and freed; a wait holds
+    on to what the event stood for, so one serves for all, from one thread at a time."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+
+    def __call__(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        self.event.record(other)
+        stream.wait_event(self.event)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the stream that is current on `device` is being captured in a CUDA graph."""
+    if torch._C._cuda_getDevice() == device.index:
+        return cast(bool, torch._C._cuda_isCurrentStreamCapturing())
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
