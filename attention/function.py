@@ -350,11 +350,16 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.plan = plan
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # zeros for the LSE's would be made each time
+        ctx.like = out.shape, out.dtype, out.device
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         plan: Plan = ctx.plan
+        if dout is None:  # peers may have one, and exchange with this rank
+            shape, dtype, device = ctx.like
+            dout = torch.zeros(shape, dtype=dtype, device=device)
         grads = EXECUTORS[plan.variant.exchange].backward(dout.contiguous(), ctx.saved_tensors, plan)
         plan.transport.join()
         return *grads, None

@@ -180,6 +180,32 @@ def checkpointed(me: Rank, name: str) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(plain, again, strict=True))
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def without_a_gradient(me: Rank, name: str) -> float:
+    """Rank 0's out comes back without a gradient, the others' with one: the largest difference of any rank's gradients from
+    those with zeros there."""
+    fn = attention.make(name)
+    torch.manual_seed(0)
+    shards = [fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3)]
+    given = float(me.rank > 0)
+    expected = torch.autograd.grad((given * fn(*shards, causal=True)).sum(), shards)
+    out = fn(*shards, causal=True)
+    found = torch.autograd.grad((out if me.rank else _NoGradient.apply(out)).sum(), shards)
+    worst = torch.stack([(a - b).abs().max() for a, b in zip(found, expected, strict=True)]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    assert float(expected[1].abs().max()) > 0  # a rank's keys have a gradient from the others' queries
+    return float(worst)
+
+
 def subgroup(me: Rank, name: str) -> float:
     """The function inside a process group of the even (or odd) ranks only: the largest error."""
     return _error_inside(me, name, _alternate(me.world)[me.rank % 2], me.rank % 2)

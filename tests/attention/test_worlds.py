@@ -158,6 +158,11 @@ def test_activation_checkpointing_gives_the_same_gradients(in_world, name):
     assert in_world("checkpointed", 2, name=name) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["zigzag", "zigzag_llama3", "ulysses"])
+def test_a_rank_without_a_gradient_does_its_share_of_the_others(in_world, name):
+    assert in_world("without_a_gradient", 2, name=name) < 1e-6
+
+
 @pytest.mark.parametrize("name", WITH_DECODES)
 def test_works_inside_a_subgroup(in_world, name):
     assert in_world("subgroup", 4, name=name) < 1e-6
