@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -72,15 +71,6 @@ def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int | 
     for start, stop in intervals:
         x.narrow(dim, start, stop - start).copy_(values.narrow(dim, at, stop - start))
         at += stop - start
-
-
-def move_(into: Tensor, x: Tensor, moves: Sequence[tuple[Interval, Interval]]) -> None:
-    """Write tokens of `x` to tokens of `into`; moves: where in x and where in into, one to one."""
-    if len(moves) > FEW:
-        put_(into, tuple(there for _, there in moves), take(x, tuple(here for here, _ in moves)))
-        return
-    for here, there in moves:
-        put_(into, (there,), take(x, (here,)))
 
 
 def add_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor) -> None:

@@ -10,11 +10,12 @@ from contextlib import closing
 
 from torch import Tensor
 
+from attention.copies import copy_all
 from attention.costs import exchange_parts
 from attention.executors import ring
 from attention.executors.plan import Plan
 from attention.phases import phase
-from attention.tensors import put_, room, take, tokens, wide
+from attention.tensors import room, take, tokens, wide
 from attention.transfers import Intervals
 from attention.transports import Handle, Message
 
@@ -121,8 +122,7 @@ class _ToHeads:
             receives += [Message(peer, first + me * n + j, whole, place, out[j]) for j in range(n)]
         moving = self.offer.fetch(sends, receives, part)
         with phase("comp_place", part):
-            for x, target in zip(mine, out, strict=True):
-                put_(target, ((me * s, (me + 1) * s),), x)
+            copy_all((take(target, ((me * s, (me + 1) * s),)), x) for x, target in zip(mine, out, strict=True))
         return _Arriving(moving, out)
 
     def close(self) -> None:
@@ -164,8 +164,7 @@ class _ToTokens:
         with closing(plan.transport.offer(self.what, xs)) as offer:
             self.moving.append(offer.fetch(sends, receives, part))
         with phase("comp_place", part):
-            for x, by_rank in zip(xs, here, strict=True):
-                by_rank[me].copy_(take(x, mine))
+            copy_all((by_rank[me], take(x, mine)) for x, by_rank in zip(xs, here, strict=True))
 
     def finish(self) -> list[Tensor]:
         for moving in self.moving:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attention.copies import copy_all, moves
 from attention.executors import grouping
 from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
@@ -18,7 +19,7 @@ from attention.merge import empty_result, merge
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_parts
-from attention.tensors import FEW, move_, put_, room, rooms, take, token_dim, tokens
+from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
@@ -143,8 +144,8 @@ class _Redistribution:
         with closing(plan.transport.offer(what, sources)) as offer:
             sends = plan.messages(moving.route.sends, n=n)
             self.handle = offer.fetch(sends, plan.messages(moving.route.receives, targets, n=n), 0)
-        for source, target in zip(sources, targets, strict=True):
-            move_(target, source, moving.local)
+        ends = zip(sources, targets, strict=True)
+        copy_all(pair for source, target in ends for pair in moves(target, source, moving.local))
 
     def wait(self) -> None:
         self.handle.wait()
@@ -178,8 +179,8 @@ class _Pulled:
         sends = plan.messages(route.sends, first=2 * i)
         self.handle: Handle = offer.fetch(sends, plan.messages(route.receives, self.keys, first=2 * i), i)
         with phase("comp_place", i):
-            for x, keys in zip(mine, self.keys, strict=True):
-                move_(keys, x, source.moving.local)
+            ends = zip(mine, self.keys, strict=True)
+            copy_all(pair for x, keys in ends for pair in moves(keys, x, source.moving.local))
 
     def wait(self) -> tuple[Tensor, Tensor]:
         self.handle.wait()
@@ -200,9 +201,8 @@ class _AllGathered:
         needs = needed_keys(problem, self.plan.rank)
         with phase("comp_place", self.step):
             for peer, shard in enumerate(problem.layout.shards(problem.cu_seqlens, problem.world)):
-                moves = overlaps(shard, needs)
-                for i, keys in enumerate(self.keys):
-                    move_(keys, self.staged[peer, i], moves)
+                found = overlaps(shard, needs)
+                copy_all(pair for i, keys in enumerate(self.keys) for pair in moves(keys, self.staged[peer, i], found))
         return self.keys[0], self.keys[1]
 
 

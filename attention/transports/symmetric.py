@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.copies import copy_all
 from attention.phases import phase
 from attention.tensors import token_dim
 from attention.transfers import Intervals
@@ -255,8 +256,7 @@ class Symmetric(Collective):
             most = max(x.shape[token_dim(x)] for x in tensors) if tokens is None else tokens
             offered = _Offered(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
-                for mine, x in zip(offered.mine, tensors, strict=True):
-                    mine.copy_(x)
+                copy_all(zip(offered.mine, tensors, strict=True))
         offered.lane.filling = None
         self.pool.publish(offered.flags)
         return offered

@@ -1,0 +1,62 @@
+"""Copies within a device, several at once. PyTorch copies rows of a pitch, such as some heads of every token, at a third of
+the memory's rate and with a launch each; on CUDA a Triton kernel does all that are alike together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from attention.masks import Interval
+from attention.tensors import FEW, put_, take
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
+MOST = 16  # pairs of one kernel
+
+
+def copy_all(pairs: Pairs) -> None:
+    """Write each pair's second tensor to its first, of the same shape and device, any dtypes and strides; none of the first lies
+    in any of the second."""
+    alike: dict[Form, list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        if not target.is_cuda or target.dtype != source.dtype:
+            target.copy_(source)
+        elif source.numel():
+            form = source.dtype, source.shape, target.stride(), source.stride()
+            alike.setdefault(form, []).append((target, source))
+    for (_, shape, *strides), found in alike.items():
+        whole = len(found) == 1 and all(_contiguous(shape, each) for each in strides)
+        if whole or not rows(shape, *strides):  # a plain copy is the driver's
+            for target, source in found:
+                target.copy_(source)
+            continue
+        from attention.kernels.triton_copy import copy_triton
+
+        for i in range(0, len(found), MOST):
+            copy_triton(found[i : i + MOST])
+
+
+def moves(into: Tensor, x: Tensor, places: Sequence[tuple[Interval, Interval]]) -> Pairs:
+    """The pairs that write tokens of `x` to tokens of `into`; places: where in x and where in into, one to one. None where they
+    are many, which are done at once, by index."""
+    if len(places) > FEW:
+        put_(into, tuple(there for _, there in places), take(x, tuple(here for here, _ in places)))
+        return []
+    return [(take(into, (there,)), take(x, (here,))) for here, there in places]
+
+
+def rows(shape: Sequence[int], *strides: Sequence[int]) -> bool:
+    """Whether tensors `[..., S, H, D]` are rows, a token's heads lying together, in each of these strides."""
+    heads, head_dim = shape[-2:]
+    return len(shape) in (3, 4) and all(x[-1] == 1 and (heads == 1 or x[-2] == head_dim) for x in strides)
+
+
+def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True

@@ -1,0 +1,104 @@
+"""Copies of several tensors at once: what they write, and nothing beside it."""
+
+import pytest
+import torch
+
+from attention.copies import copy_all, moves, rows
+
+triton = pytest.importorskip("triton")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return request.param
+
+
+def normal(*shape, dtype=torch.float32, device="cpu", seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def some_heads(shape, more, first, n, **how):
+    """Heads `[first, first + n)` of a tensor `shape` with `more` heads in all."""
+    whole = normal(*shape[:-2], more, shape[-1], **how)
+    return whole, whole[..., first : first + n, :]
+
+
+FORMS = [
+    # leading dims, heads of the target, of the source, head dim
+    ((2, 37), (8, 2, 4), (6, 0, 4), 16),
+    ((1, 300), (4, 0, 4), (12, 5, 4), 128),
+    ((41,), (3, 1, 1), (5, 4, 1), 80),
+    ((2, 9), (4, 0, 4), (4, 0, 4), 64),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("leading, into, of, head_dim", FORMS, ids=str)
+def test_every_pair_is_copied_and_nothing_beside_it(device, dtype, leading, into, of, head_dim):
+    for n_pairs in (1, 2, 3, 20):
+        pairs, expected = [], []
+        for i in range(n_pairs):
+            how = {"dtype": dtype, "device": device, "seed": i}
+            whole, target = some_heads((*leading, 0, head_dim), *into, **how)
+            _, source = some_heads((*leading, 0, head_dim), *of, **how | {"seed": 100 + i})
+            wanted = whole.clone()
+            wanted[..., into[1] : into[1] + into[2], :] = source
+            pairs.append((target, source))
+            expected.append((whole, wanted))
+        copy_all(iter(pairs))
+        assert all(torch.equal(whole, wanted) for whole, wanted in expected)
+
+
+def test_pairs_of_several_forms_and_empty_ones_in_one_call(device):
+    q, k = normal(1, 64, 8, 32, device=device), normal(1, 64, 2, 32, device=device, seed=1)
+    narrow = k.to(torch.bfloat16)
+    turned = normal(1, 2, 64, 32, device=device, seed=2).transpose(1, 2)
+    sources = [q[:, :32], q[:, 32:], k[..., :1, :], k[:, :0], narrow, turned]
+    targets = [torch.full_like(x, 7, dtype=torch.float32) for x in sources]
+    copy_all(zip(targets, sources, strict=True))
+    assert all(torch.equal(target, source.float()) for target, source in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_moves_write_the_tokens_they_name(device, n):
+    x, into = normal(2, 100, 4, 16, device=device), normal(2, 120, 4, 16, device=device, seed=1)
+    expected = into.clone()
+    places = [((5 * i, 5 * i + 3 + i % 2), (119 - 6 * i - 3 - i % 2, 119 - 6 * i)) for i in range(n)]
+    for (a, b), (c, d) in places:
+        expected[:, c:d] = x[:, a:b]
+    copy_all(moves(into, x, places))
+    assert torch.equal(into, expected)
+
+
+@pytest.mark.parametrize(
+    "x, so",
+    [
+        (torch.zeros(2, 5, 4, 8), True),
+        (torch.zeros(2, 5, 9, 8)[..., 2:5, :], True),
+        (torch.zeros(5, 9, 8)[:, 2:3], True),
+        (torch.zeros(2, 5, 4, 9)[..., :8], False),
+        (torch.zeros(2, 4, 5, 8).transpose(1, 2), False),
+        (torch.zeros(5, 8), False),
+    ],
+    ids=["contiguous", "some heads", "one head", "some of a head", "heads first", "two dims"],
+)
+def test_what_rows_are(x, so):
+    assert rows(x.shape, x.stride()) == so
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU")
+@pytest.mark.parametrize("leading, into, of, head_dim", FORMS, ids=str)
+@pytest.mark.parametrize("n_pairs", [1, 2, 5])
+def test_the_kernel_itself_under_the_interpreter(leading, into, of, head_dim, n_pairs):
+    from attention.kernels.triton_copy import copy_triton
+
+    targets = [some_heads((*leading, 0, head_dim), *into, seed=i) for i in range(n_pairs)]
+    sources = [some_heads((*leading, 0, head_dim), *of, seed=50 + i)[1] for i in range(n_pairs)]
+    expected = [whole.clone() for whole, _ in targets]
+    for wanted, source in zip(expected, sources, strict=True):
+        wanted[..., into[1] : into[1] + into[2], :] = source
+    copy_triton([(target, source) for (_, target), source in zip(targets, sources, strict=True)])
+    assert all(torch.equal(whole, wanted) for (whole, _), wanted in zip(targets, expected, strict=True))
