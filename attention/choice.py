@@ -14,13 +14,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from attention import costs, links
+from attention import costs, links, rates
 from attention.costs import Shapes
 from attention.layouts import CuSeqlens
 from attention.links import Link, Measured
 from attention.masks import Mask
 from attention.passes import passes
-from attention.rates import LONG, Rate
+from attention.rates import LONG, Rate, Speed
 from attention.schedules import Problem, length, steps, union
 from attention.transfers import Intervals, gather_move, step_route
 from attention.variants import VARIANTS, Variant, check_heads
@@ -28,7 +28,6 @@ from attention.variants import VARIANTS, Variant, check_heads
 AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
-TILE = 128  # queries of a kernel's tile: on a mask's edge half of one is computed for nothing, on average
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at
@@ -52,23 +51,28 @@ class Task:
         return self.q_tokens is not None
 
 
+Both = tuple[float, float]  # forward and backward
+
+
 @dataclass(frozen=True)
 class Overheads:
-    """Microseconds: `call`, `call_backward`, `merge`: what a kernel's launch and tail leave a GPU idle; `host_call`,
-    `host_exchange`: of Python and launches to issue a kernel call (by kernel) and a fetch or offer."""
+    """Microseconds, forward and backward. `call`, `merge`: what a kernel's launch and tail leave a GPU idle. Of Python and
+    launches, `host_pass`: a pass itself; `host_call`: to issue a kernel call (by kernel, or `host_other`), `host_exchange`: a
+    fetch or offer."""
 
-    call: float
-    call_backward: float
+    call: Both
     merge: float
-    host_call: Mapping[str, float] = field(default_factory=dict)
-    host_other: float = 0.0
-    host_exchange: float = 0.0
+    host_pass: Both = (0, 0)
+    host_call: Mapping[str, Both] = field(default_factory=dict)
+    host_other: Both = (0, 0)
+    host_exchange: float = 0
 
 
-# cuda: from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same
+# cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the host's
+# from 4096 tokens on 2 (results/h200-x2/small)
 OVERHEADS = {
-    "cuda": Overheads(10, 60, 10, {"flash4": 200}, 80, 180),
-    "cpu": Overheads(20, 20, 20),
+    "cuda": Overheads((10, 60), 10, (400, 750), {"flash4": (120, 190)}, (80, 130), 130),
+    "cpu": Overheads((20, 20), 20),
 }
 
 
@@ -114,6 +118,7 @@ class Machine:
     memory: float | None = None
     ceilings: Ceilings | None = None
     graphed: bool = False  # calls are captured in a CUDA graph, whose replay costs the host nothing
+    found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def symmetric(self) -> bool:
@@ -130,16 +135,24 @@ class Machine:
     def measured(self, kernel: str) -> bool:
         return any(r.gpu == self.gpu and r.kernel == kernel for r in self.rates)
 
-    def rate(self, kernel: str, mask: Mask, task: Task) -> tuple[float, float]:
-        """FLOP/s forward and backward: of the kernel's measured class that is most alike, else by the ceilings."""
+    def speeds(self, kernel: str, mask: Mask, task: Task) -> tuple[Speed, Speed]:
+        """Forward and backward: of the kernel's measured class that is most alike, else by the ceilings."""
+        key = kernel, mask, task
+        if key not in self.found:
+            self.found[key] = self._speeds(kernel, mask, task)
+        return self.found[key]
+
+    def _speeds(self, kernel: str, mask: Mask, task: Task) -> tuple[Speed, Speed]:
         here = [r for r in self.rates if r.gpu == self.gpu and r.kernel == kernel]
         if not here or task.shapes.itemsize != 2:
-            return self.otherwise.tflops * 1e12, self.otherwise.tflops * 1e12
+            return Speed(self.otherwise.tflops * 1e12), Speed(self.otherwise.tflops * 1e12)
         dim = task.shapes.head_dim
         kind = "window" if mask.windowed else "causal" if mask.causal else "full"
         layout = "packed" if task.packed else "dense"
         heads = "mha" if task.shapes.heads == task.shapes.kv_heads else "gqa"
-        span = "long" if task.cu_seqlens[-1] // task.world >= LONG else "short"
+        # what is on an edge of the mask is counted apart, so that a long sequence's rate holds for short ones
+        long = mask.edges or task.cu_seqlens[-1] // task.world >= LONG
+        span = "long" if long else "short"
 
         def unlike(r: Rate) -> tuple[Any, ...]:
             c = r.call
@@ -148,8 +161,7 @@ class Machine:
                 c.heads != heads,
             )  # fmt: skip
 
-        found = min(here, key=unlike)
-        return found.forward * 1e12, found.backward * 1e12
+        return rates.speeds(self.rates, min(here, key=unlike))
 
     def link(self, transport: str, pattern: str, world: int) -> Link:
         return links.find(self.links, self.gpu, world, transport, pattern) or self.otherwise.link
@@ -371,10 +383,23 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
 
 
 @dataclass(frozen=True)
-class _Work:
-    """A step as the model sees it: pairs by mask, tiles on a mask's edge counted whole, and how many calls and tokens."""
+class _Pairs:
+    """(query, key) pairs of blocks of one mask: those seen, all that there are, and how many edges of the mask queries are
+    on."""
 
-    pairs: tuple[tuple[Mask, int], ...]
+    seen: int
+    most: int
+    edges: int
+
+    def computed(self, edge: float) -> int:
+        return int(min(self.most, self.seen + self.edges * edge))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A step as the model sees it: its pairs, and how many calls and tokens."""
+
+    pairs: tuple[tuple[Mask, _Pairs], ...]
     blocks: int
     packed_calls: int
     queries: int  # of all blocks
@@ -389,12 +414,11 @@ def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
     """A rank's steps. Of a gather, one step with all that moves."""
     found = []
     for i, step in enumerate(steps(problem, place)):
-        pairs: dict[Mask, int] = {}
+        pairs: dict[Mask, _Pairs] = {}
         for block in step.blocks:
             n, keys = block.q[1] - block.q[0], block.k[1] - block.k[0]
-            edges = (block.mask.left >= 0) + (block.mask.right >= 0)
-            computed = min(n * keys, block.pairs + edges * n * min(TILE, keys) // 2)
-            pairs[block.mask] = pairs.get(block.mask, 0) + computed
+            here = pairs.get(block.mask, _Pairs(0, 0, 0))
+            pairs[block.mask] = _Pairs(here.seen + block.pairs, here.most + n * keys, here.edges + block.mask.edges * n)
         # whole blocks of the same queries are one call
         apart = list({(b.q, b.k if not b.mask.full else None): b for b in step.blocks}.values())
         gathered = step.owner < 0
@@ -500,7 +524,7 @@ class _Rank:
         busy = [self._step(step, backward) + self._calls(step) * self._tail(backward) for step in self.work]
         compute, exposed = _pipeline(busy, incoming, homeward, link.slows)
         moves = sum(seconds > 0 for seconds in [*incoming, *homeward])
-        host = self._host(sum(map(self._calls, self.work)), moves)
+        host = self._host(backward, self.parts * sum(map(self._calls, self.work)), self.parts * moves)
         return Pass(compute, exposed, self._ring_merges(backward), host)
 
     def _all_to_all(self, backward: bool) -> Pass:
@@ -513,7 +537,7 @@ class _Rank:
             busy, [link.seconds(received[there] / n)] * n, [link.seconds(received[back] / n)] * n, link.slows
         )
         slowed = compute - sum(busy)
-        host = n * each.host + self._host(exchanges=2 * n if self.problem.ulysses > 1 else 0)
+        host = each.host + self._issue(exchanges=2 * n if self.problem.ulysses > 1 else 0)
         return Pass(n * each.compute + slowed, n * each.exposed + exposed, n * each.merges, host)
 
     def _gather(self, backward: bool) -> Pass:
@@ -552,7 +576,7 @@ class _Rank:
             merged = 3 * step.queries * sizes.batch * sizes.heads * sizes.head_dim * sizes.itemsize
             merges += self.machine.copied(merged) / MERGE_SHARE + calls * self.machine.overheads.merge / 1e6
         exchanges = len(groups) * (2 if backward else 1) + (2 if "q" in received else 0)
-        return Pass(compute, exposed, merges, self._host(len(own) + calls * len(groups), exchanges))
+        return Pass(compute, exposed, merges, self._host(backward, len(own) + calls * len(groups), exchanges))
 
     def _summed(self, step: _Work, groups: int) -> float:
         """The gather's backward: dk and dv of calls over the same keys are summed before they go home, and there those of
@@ -573,7 +597,9 @@ class _Rank:
         moving = self.task.world > 1
         exposed = sum(link.seconds(size) for size in reductions.values()) if moving else 0.0
         exchanges = len(reductions) if moving and how != "fused" else 0
-        return Pass(sum(self._step(step, False) for step in self.work), exposed, 0.0, self._host(1, exchanges))
+        return Pass(
+            sum(self._step(step, False) for step in self.work), exposed, 0.0, self._host(backward, 1, exchanges)
+        )
 
     def _received(self, backward: bool) -> Mapping[str, int]:
         rank = self.place * self.problem.ulysses
@@ -591,23 +617,26 @@ class _Rank:
         """What a step's kernels compute; few queries take as long as the keys take to read."""
         seconds = 0.0
         for mask, pairs in step.pairs:
-            forward, back = self.machine.rate(self.kernel, mask, self.task)
-            flops = costs.forward_flops(self.shapes, pairs)
-            seconds += flops * costs.BACKWARD / back if backward else flops / forward
+            speed = self.machine.speeds(self.kernel, mask, self.task)[backward]
+            flops = costs.forward_flops(self.shapes, pairs.computed(speed.edge))
+            seconds += flops * (costs.BACKWARD if backward else 1) / speed.flops
         return max(seconds, self.machine.copied(step.keys * self.kv_token)) if self.task.decode else seconds
 
     def _calls(self, step: _Work) -> int:
         return step.packed_calls if self.task.packed else step.blocks
 
     def _tail(self, backward: bool) -> float:
-        return (self.machine.overheads.call_backward if backward else self.machine.overheads.call) / 1e6
+        return self.machine.overheads.call[backward] / 1e6
 
-    def _host(self, calls: int = 0, exchanges: int = 0) -> float:
-        if self.machine.graphed:
-            return 0.0
+    def _host(self, backward: bool, calls: int, exchanges: int) -> float:
+        """What it takes to issue a pass of so many kernel calls and exchanges."""
         each = self.machine.overheads
-        moves = exchanges if self.task.world > 1 else 0
-        return (calls * each.host_call.get(self.kernel, each.host_other) + moves * each.host_exchange) / 1e6
+        every = each.host_pass[backward] + calls * each.host_call.get(self.kernel, each.host_other)[backward]
+        return 0.0 if self.machine.graphed else every / 1e6 + self._issue(exchanges)
+
+    def _issue(self, exchanges: int) -> float:
+        moving = self.task.world > 1 and not self.machine.graphed
+        return exchanges * self.machine.overheads.host_exchange / 1e6 if moving else 0.0
 
     def _ring_merges(self, backward: bool) -> float:
         """Forward out, backward dq, dk and dv."""

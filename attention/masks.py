@@ -33,6 +33,11 @@ class Mask:
         return self.left < 0 and self.right < 0
 
     @property
+    def edges(self) -> int:
+        """Of the two bounds, how many there are."""
+        return (self.left >= 0) + (self.right >= 0)
+
+    @property
     def causal(self) -> bool:
         """Plain causal: no left bound."""
         return self.left < 0 and self.right == 0

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention.costs import BACKWARD
-from attention.masks import Mask
+from attention.masks import CAUSAL, FULL, Mask
 
 if TYPE_CHECKING:
     from attention.kernels.interface import Shape
 
 LONG = 4096  # tokens of queries in a call from which it counts as long
+TOKENS = {"long": 16384, "short": 2048}  # of a class's sequences, or of its pack
+SHARES = (4, 6, 2, 1, 3)  # of a pack, its sequences
+HALF_TILE = 64  # keys: of a kernel's tile of 128 on a mask's edge half is computed for nothing, on average
+MOST_EDGE = 2048
 COLUMNS = (
     "gpu", "head_dim", "heads", "mask", "layout", "length", "kernel", "forward_tflops", "backward_tflops", "versions",
 )  # fmt: skip
@@ -39,6 +43,26 @@ class CallClass:
         return f"{self.layout} {self.mask} {self.heads} D{self.head_dim} {self.length}"
 
 
+def sequences(call: CallClass, tokens: int) -> tuple[int, ...]:
+    """The lengths of a class's sequences, a batch's each once."""
+    if call.layout == "dense":
+        return (tokens,)
+    return tuple(tokens * share // sum(SHARES) for share in SHARES)
+
+
+def mask_of(call: CallClass, tokens: int) -> Mask:
+    return {"full": FULL, "causal": CAUSAL, "window": Mask(tokens // 4, 0)}[call.mask]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """FLOP/s of a kernel within a mask, and how many keys more it takes a query on an edge of the mask for: of the tile there,
+    and of what queries of few keys cost beside."""
+
+    flops: float
+    edge: float = HALF_TILE
+
+
 @dataclass(frozen=True)
 class Rate:
     """TFLOP/s of one kernel in a class on a GPU; `versions` is what it was measured with."""
@@ -49,6 +73,14 @@ class Rate:
     forward: float
     backward: float
     versions: str = ""
+
+    @property
+    def edge_share(self) -> float:
+        """Edges that the class's queries are on, for each of its pairs."""
+        tokens = TOKENS[self.call.length]
+        mask = mask_of(self.call, tokens)
+        lengths = sequences(self.call, tokens)
+        return mask.edges * sum(lengths) / sum(mask.pairs(n, n) for n in lengths)
 
     def seconds_per_tflop(self, backward: bool) -> float:
         """Of forward FLOPs: with the backward, what both passes take for them."""
@@ -76,6 +108,27 @@ def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> l
     measured = [r.call.head_dim for r in here if r.call.head_dim >= call.head_dim]
     found = [r for r in here if measured and r.call.head_dim == min(measured)]
     return [r.kernel for r in sorted(found, key=lambda r: r.seconds_per_tflop(backward))]
+
+
+def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
+    """(forward, backward) of a measured class: what it costs to be on an edge of the mask is what the same kernel's long and
+    short sequences differ by."""
+    of = {
+        r.call.length: r
+        for r in rates
+        if (r.gpu, r.kernel) == (measured.gpu, measured.kernel)
+        and r.call == replace(measured.call, layout="dense", length=r.call.length)
+    }
+
+    def one(rate: Callable[[Rate], float]) -> Speed:
+        edge: float = HALF_TILE
+        if len(of) == 2 and measured.edge_share:
+            ratio = rate(of["long"]) / rate(of["short"])
+            more = of["short"].edge_share - ratio * of["long"].edge_share
+            edge = min(max((ratio - 1) / more if more > 0 else MOST_EDGE, HALF_TILE), MOST_EDGE)
+        return Speed(rate(measured) * 1e12 * (1 + measured.edge_share * edge), edge)
+
+    return one(lambda r: r.forward), one(lambda r: r.backward)
 
 
 def parse(text: str) -> list[Rate]:

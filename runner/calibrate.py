@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention import costs, rates
-from attention.masks import CAUSAL, FULL, Mask
+from attention.masks import Mask
 from attention.rates import CallClass, Rate
 
 if TYPE_CHECKING:
@@ -41,13 +41,11 @@ class Sizes:
     lengths: tuple[int, ...]  # of a pack's sequences; one for a dense call
     heads: int
     kv_heads: int
-    window: int
+    mask: Mask
 
-    def mask(self, name: str) -> Mask:
-        return {"full": FULL, "causal": CAUSAL, "window": Mask(self.window, 0)}[name]
-
-    def pairs(self, name: str) -> int:
-        return sum(self.mask(name).pairs(n, n) for n in self.lengths)
+    @property
+    def pairs(self) -> int:
+        return sum(self.mask.pairs(n, n) for n in self.lengths)
 
 
 def classes(**chosen: Sequence[Any]) -> list[CallClass]:
@@ -64,14 +62,9 @@ def sizes(call: CallClass, tiny: bool = False) -> Sizes:
     pack is of unequal sequences. `tiny` is for a CPU."""
     heads = 4 if tiny else 16 if call.head_dim > 128 else 32
     kv_heads = heads if call.heads == "mha" else heads // 4
-    tokens, batch = (16384, 1) if call.length == "long" else (2048, 8)
-    if tiny:
-        tokens, batch = (64, 1) if call.length == "long" else (32, 2)
-    window = tokens // 4
-    if call.layout == "dense":
-        return Sizes(batch, (tokens,), heads, kv_heads, window)
-    shares = (4, 6, 2, 1, 3)
-    return Sizes(1, tuple(tokens * share // sum(shares) for share in shares), heads, kv_heads, window)
+    tokens = {"long": 64, "short": 32}[call.length] if tiny else rates.TOKENS[call.length]
+    batch = 1 if call.length == "long" or call.layout == "packed" else 2 if tiny else 8
+    return Sizes(batch, rates.sequences(call, tokens), heads, kv_heads, rates.mask_of(call, tokens))
 
 
 def checked(call: CallClass, tiny: bool = False) -> Sizes:
@@ -80,7 +73,8 @@ def checked(call: CallClass, tiny: bool = False) -> Sizes:
     lengths = (33, 1, 50) if tiny else (1000,) if call.layout == "dense" else (301, 1, 650)
     if call.layout == "dense":
         lengths = lengths[:1]
-    return Sizes(1, lengths, full.heads, full.kv_heads, lengths[0] // 3)
+    mask = Mask(lengths[0] // 3, 0) if call.mask == "window" else full.mask
+    return Sizes(1, lengths, full.heads, full.kv_heads, mask)
 
 
 class Work:
@@ -110,7 +104,7 @@ def inputs(call: CallClass, given: Sizes, device: str) -> tuple[Tensor, Tensor, 
 
     from attention.kernels import Call
 
-    scale, mask, tokens = call.head_dim**-0.5, given.mask(call.mask), sum(given.lengths)
+    scale, mask, tokens = call.head_dim**-0.5, given.mask, sum(given.lengths)
     generator = torch.Generator(device).manual_seed(tokens)
     leading = (tokens,) if call.layout == "packed" else (given.batch, tokens)
     q, k, v, dout = (
@@ -161,7 +155,7 @@ def measure(
     given = sizes(call, tiny)
     packed = call.layout == "packed"
     shape = Shape(device, torch.bfloat16, given.heads, given.kv_heads, call.head_dim, packed)
-    reason = refusal(kernel, shape, given.mask(call.mask))
+    reason = refusal(kernel, shape, given.mask)
     if reason:
         return reason
     try:
@@ -181,7 +175,7 @@ def measure(
             torch.cuda.empty_cache()
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     shapes = costs.Shapes(given.batch, given.heads, given.kv_heads, call.head_dim, 2)
-    flops = costs.forward_flops(shapes, given.pairs(call.mask))
+    flops = costs.forward_flops(shapes, given.pairs)
     forward, backward = (statistics.quantile(sorted(taken[which]), 0.5) for which in work.passes)
     return flops / forward / 1e9, costs.BACKWARD * flops / backward / 1e9
 

@@ -53,7 +53,7 @@ def test_the_sizes_that_stand_for_a_class_are_of_it(call, tiny):
     for given in (calibrate.sizes(call, tiny), calibrate.checked(call, tiny)):
         assert (given.heads == given.kv_heads) == (call.heads == "mha") and given.heads % given.kv_heads == 0
         assert len(given.lengths) == 1 or call.layout == "packed"
-        assert 0 < given.pairs(call.mask) <= given.pairs("full")
+        assert 0 < given.pairs <= sum(n * n for n in given.lengths)
     tokens = sum(calibrate.sizes(call).lengths)
     assert (tokens >= rates.LONG) == (call.length == "long")
 
