@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.masks import Interval
-from attention.tensors import FEW, put_, take
+from attention.tensors import FEW, put_, rows, take
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
@@ -45,12 +45,6 @@ def moves(into: Tensor, x: Tensor, places: Sequence[tuple[Interval, Interval]]) 
         put_(into, tuple(there for _, there in places), take(x, tuple(here for here, _ in places)))
         return []
     return [(take(into, (there,)), take(x, (here,))) for here, there in places]
-
-
-def rows(shape: Sequence[int], *strides: Sequence[int]) -> bool:
-    """Whether tensors `[..., S, H, D]` are rows, a token's heads lying together, in each of these strides."""
-    heads, head_dim = shape[-2:]
-    return len(shape) in (3, 4) and all(x[-1] == 1 and (heads == 1 or x[-2] == head_dim) for x in strides)
 
 
 def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -13,11 +13,11 @@ from torch import Tensor
 from attention.masks import Interval
 from attention.passes import passes
 from attention.schedules import length
-from attention.tensors import add_, put_, room, take, token_dim, tokens, wide
+from attention.tensors import add_, index, put_, room, rows, take, token_dim, tokens, wide
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
-MANY = 2 * MOST  # of more the tokens are added by their indices
+MANY = 2 * MOST  # of more the tokens are added by their numbers
 
 Parts = Sequence[tuple[Tensor, Intervals]]
 
@@ -31,12 +31,16 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
     Raises ValueError for a part that has not as many tokens as its intervals, or a strided last dim."""
     for part, intervals in parts:
         _check(part.shape, intervals, out.shape)
-    if out.is_cuda and sum(len(intervals) for _, intervals in parts) <= MANY:
+    if not out.is_cuda:
+        sum_eager(out, parts)
+    elif sum(len(intervals) for _, intervals in parts) <= MANY:
         from attention.kernels.triton_sum import sum_triton
 
         sum_triton(out, parts)
-        return
-    sum_eager(out, parts)
+    elif all(rows(x.shape, x.stride()) for x in (out, *(part for part, _ in parts))):
+        sum_numbered(out, parts)
+    else:
+        sum_eager(out, parts)
 
 
 @lru_cache(maxsize=4096)
@@ -46,6 +50,25 @@ def _check(part: torch.Size, intervals: Intervals, out: torch.Size) -> None:
             f"part {list(part)} over the tokens {intervals} of out {list(out)}: give as many tokens as the "
             "intervals have, and the same heads and head dim"
         )
+
+
+def sum_numbered(out: Tensor, parts: Parts) -> None:
+    """As `sum_parts`, by the tokens' numbers, on CUDA or on a CPU under Triton's interpreter. A token's heads must lie
+    together."""
+    from attention.kernels.triton_rows import sum_rows
+
+    n = tokens(out)
+    to = index(((0, n),), out.device, torch.int32)
+    sum_rows(out, to, [(part, _numbers(n, intervals, out.device)) for part, intervals in parts])
+
+
+@lru_cache(maxsize=1024)
+def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
+    """int32 `[n]`: which token of a part over the intervals each of n tokens is, -1 where it is none."""
+    found = torch.full((n,), -1, dtype=torch.int32)
+    for (start, stop), (at, _) in zip(intervals, side_by_side(intervals), strict=True):
+        found[start:stop] = torch.arange(at, at + stop - start, dtype=torch.int32)
+    return found.to(device)
 
 
 def sum_eager(out: Tensor, parts: Parts) -> None:

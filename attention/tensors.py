@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -44,10 +45,28 @@ def rooms(x: Tensor, n: int, count: int = 2) -> list[Tensor]:
 FEW = 8  # stretches that are cheaper to copy one by one
 
 
-@lru_cache(maxsize=256)
-def _index(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:
-    """int64 `[n]`: the places of all tokens of the intervals."""
-    return torch.cat([torch.arange(start, stop) for start, stop in intervals]).to(device)
+def rows(shape: Sequence[int], *strides: Sequence[int]) -> bool:
+    """Whether tensors `[..., S, H, D]` are rows, a token's heads lying together, in each of these strides."""
+    heads, head_dim = shape[-2:]
+    return len(shape) in (3, 4) and all(x[-1] == 1 and (heads == 1 or x[-2] == head_dim) for x in strides)
+
+
+@lru_cache(maxsize=1024)
+def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """`[n]`: the places of all tokens of the intervals."""
+    return torch.cat([torch.arange(start, stop, dtype=dtype) for start, stop in intervals]).to(device)
+
+
+def _by_kernel(*given: Tensor) -> bool:
+    """Whether our kernel does these tensors' tokens by number."""
+    return given[0].is_cuda and all(x.is_floating_point() and rows(x.shape, x.stride()) for x in given)
+
+
+def _numbered(into: Tensor, x: Tensor, to: tuple[Interval, ...], of: tuple[Interval, ...]) -> None:
+    """Tokens `of` x to tokens `to` of `into`, both in order."""
+    from attention.kernels.triton_rows import sum_rows
+
+    sum_rows(into, index(to, x.device, torch.int32), [(x, index(of, x.device, torch.int32))])
 
 
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:
@@ -57,7 +76,12 @@ def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> 
         start, stop = intervals[0]
         return x if stop - start == x.size(dim) else x.narrow(dim, start, stop - start)
     if len(intervals) > FEW:
-        return x.index_select(dim, _index(intervals, x.device))
+        if dim == x.dim() - 3 and _by_kernel(x):
+            n = sum(stop - start for start, stop in intervals)
+            found = room(x, n)
+            _numbered(found, x, ((0, n),), intervals)
+            return found
+        return x.index_select(dim, index(intervals, x.device))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in intervals], dim)
 
 
@@ -65,7 +89,10 @@ def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int | 
     """Write `values` to the tokens of `intervals`, in order."""
     dim = token_dim(x) if dim is None else dim
     if len(intervals) > FEW:
-        x.index_copy_(dim, _index(intervals, x.device), values.to(x.dtype))
+        if dim == x.dim() - 3 and _by_kernel(x, values):
+            _numbered(x, values, intervals, ((0, tokens(values)),))
+            return
+        x.index_copy_(dim, index(intervals, x.device), values.to(x.dtype))
         return
     at = 0
     for start, stop in intervals:
@@ -77,7 +104,7 @@ def add_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor) -> None:
     """Add `values` to the tokens of `intervals`, in order."""
     dim = token_dim(x)
     if len(intervals) > FEW:
-        x.index_add_(dim, _index(intervals, x.device), values.to(x.dtype))
+        x.index_add_(dim, index(intervals, x.device), values.to(x.dtype))
         return
     at = 0
     for start, stop in intervals:

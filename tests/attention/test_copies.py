@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attention.copies import copy_all, moves, rows
+from attention.copies import copy_all, moves
+from attention.tensors import put_, rows, take
 
 triton = pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -102,3 +103,42 @@ def test_the_kernel_itself_under_the_interpreter(leading, into, of, head_dim, n_
         wanted[..., into[1] : into[1] + into[2], :] = source
     copy_triton([(target, source) for (_, target), source in zip(targets, sources, strict=True)])
     assert all(torch.equal(whole, wanted) for (whole, _), wanted in zip(targets, expected, strict=True))
+
+
+MANY = tuple((7 * i, 7 * i + 1 + i % 5) for i in range(12))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("leading", [(100,), (2, 100)], ids=str)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_many_stretches_are_taken_and_put(device, dtype, leading, heads_first):
+    """Of some of the heads, and of a tensor whose heads lie first, which the kernel does not do."""
+    whole = normal(*leading, 6, 32, dtype=dtype, device=device)
+    x = whole[..., 1:5, :]
+    if heads_first:
+        x = x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    at = torch.cat([torch.arange(*each) for each in MANY]).to(device)
+    found = take(x, MANY)
+    assert torch.equal(found, x.index_select(x.dim() - 3, at))
+    values = normal(*found.shape, dtype=torch.float32, device=device, seed=3)
+    expected = x.clone()
+    expected.index_copy_(x.dim() - 3, at, values.to(dtype))
+    untouched = whole[..., 5:, :].clone()
+    put_(x, MANY, values)
+    assert torch.equal(x, expected) and torch.equal(whole[..., 5:, :], untouched)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU")
+@pytest.mark.parametrize("leading", [(100,), (2, 100)], ids=str)
+def test_tokens_by_number_under_the_interpreter(leading):
+    from attention.kernels.triton_rows import sum_rows
+
+    out, x = (normal(*leading, 6, 40, seed=i)[..., 1:5, :] for i in range(2))
+    numbers = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:37].int()
+    to = torch.randperm(100, generator=torch.Generator().manual_seed(1))[:37].int()
+    expected = out.clone()
+    expected[..., to.long(), :, :] = x[..., numbers.long(), :, :]
+    sum_rows(out, to, [(x, numbers)])
+    assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="no parts"):
+        sum_rows(out, to, [])

@@ -7,19 +7,26 @@ import torch
 from naive import normal
 
 from attention.schedules import length
-from attention.sums import Range, Sum, ranges, sum_eager, sum_parts
+from attention.sums import Range, Sum, ranges, sum_eager, sum_numbered, sum_parts
+from attention.tensors import rows
 
 torch.set_num_threads(1)
 
 needs_interpreter = pytest.mark.skipif(
     torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_triton_kernels_gpu.py"
 )
-both = pytest.mark.parametrize("how", ["eager", pytest.param("triton", marks=needs_interpreter)])
+both = pytest.mark.parametrize(
+    "how", ["eager", *(pytest.param(how, marks=needs_interpreter) for how in ("triton", "numbered"))]
+)
 
 
 def summed(how, out, parts):
     if how == "eager":
         return sum_eager(out, parts)
+    if how == "numbered" and not (parts and all(rows(x.shape, x.stride()) for x in (out, *(x for x, _ in parts)))):
+        pytest.skip("by their numbers: a token's heads must lie together, and there must be parts")
+    if how == "numbered":
+        return sum_numbered(out, parts)
     from attention.kernels.triton_sum import sum_triton
 
     return sum_triton(out, parts)
@@ -44,7 +51,7 @@ def stretches(draw: random.Random, n: int, most: int):
 def near(how, out, exact):
     """Rounded once: within half a unit of the last place, beside the sum's own fp32 error. The interpreter cuts off what
     a GPU rounds to bf16."""
-    units = 1 if how == "triton" and out.dtype == torch.bfloat16 else 0.5
+    units = 1 if how != "eager" and out.dtype == torch.bfloat16 else 0.5
     return ((out.double() - exact).abs() <= exact.abs() * torch.finfo(out.dtype).eps * units * 1.001 + 1e-6).all()
 
 
