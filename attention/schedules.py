@@ -176,6 +176,16 @@ def gather(problem: Problem, rank: int) -> list[Step]:
     return [Step(SEQUENCE, tuple(blocks))]
 
 
+def gather_by_owner(problem: Problem, rank: int) -> list[Step]:
+    """As `gather`, but that the keys lie by owner, each owner's shard whole: of a pack of many sequences what a rank needs of a
+    shard is many stretches, and all of it is one.
+
+    Source: ours."""
+    (step,) = gather(problem, rank)
+    shards = problem.layout.shards(problem.cu_seqlens, problem.world)
+    return [replace(step, order=tuple((r.start, r.stop) for shard in shards for r in shard if r))]
+
+
 def own_first(problem: Problem, rank: int) -> list[Step]:
     """Zigzag shards, causal, in two steps: one's own keys as in zigzag, then those of all others, which are seen whole, so
     that they may lie as they come: the first chunks of earlier ranks, which all queries see, and both chunks of the later

@@ -18,6 +18,7 @@ Exchange = Literal["ring", "gather", "all_to_all", "tree", "peer"]  # peer: a pa
 GROUPINGS = ("separate", "packed", "fused")
 REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
 RINGS = ("zigzag", "contiguous")
+MANY_SEQUENCES = 8  # of a pack, from more on stretches of each cost more than the tokens between them
 ROTATES = ("allgather", "alltoall")
 CP_COMM_TYPES = ("p2p", "all_gather")
 
@@ -68,6 +69,8 @@ class Variant:
         """The schedule, which an option may choose."""
         if world > 1 and own_first(options, cu_seqlens, mask):
             return schedules.own_first
+        if self.schedule is schedules.gather and by_owner(self.layout, options, cu_seqlens, mask):
+            return schedules.gather_by_owner
         return schedules.ring if options.get("ring") == "contiguous" else self.schedule
 
     def problem(
@@ -405,6 +408,12 @@ def own_first(options: Mapping[str, Any], cu_seqlens: CuSeqlens, mask: Mask) -> 
         single = len(cu_seqlens) == 2 and not mask.windowed
         return single and options["heads_k_stride"] is None and options["grouping"] == "separate"
     return bool(wanted)
+
+
+def by_owner(layout: Layout, options: Mapping[str, Any], cu_seqlens: CuSeqlens, mask: Mask) -> bool:
+    """Whether gathered keys lie by owner: of a pack of many sequences, of which a shard has several chunks each."""
+    many = layout.per_sequence and layout.chunks > 1 and len(cu_seqlens) - 1 > MANY_SEQUENCES
+    return many and not mask.windowed and options.get("grouping") != "fused"
 
 
 def node_size(world: int, options: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from attention.transfers import Intervals, Piece, Route, side_by_side, step_rout
 from attention.transports import Message, Transport
 from attention.variants import Variant
 
-Place = Callable[[Interval], Interval]
+Place = Callable[[Interval], Intervals]
 
 
 @dataclass(frozen=True)
@@ -121,20 +122,25 @@ def resized(plan: Plan, cu_seqlens: CuSeqlens, sizes: Sequence[int]) -> Plan:
     return replace(plan, problem=replace(plan.problem, cu_seqlens=cu_seqlens), steps=tuple(changed))
 
 
-def _identity(interval: Interval) -> Interval:
-    return interval
+def _identity(interval: Interval) -> Intervals:
+    return (interval,)
 
 
 def _within(keys: Intervals) -> Place:
-    """Where an interval of the owner's tokens lies when the intervals `keys` are put side by side."""
+    """Where the tokens of an interval of the owner's lie, in order, when the intervals `keys` are put side by side."""
 
-    places = list(zip(keys, side_by_side(keys), strict=True))
+    places = sorted((start, stop, at) for (start, stop), (at, _) in zip(keys, side_by_side(keys), strict=True))
+    starts = [start for start, *_ in places]
 
-    def place(interval: Interval) -> Interval:
-        for (start, stop), (at, _) in places:
-            if start <= interval[0] and interval[1] <= stop:
-                return at + interval[0] - start, at + interval[1] - start
-        raise AssertionError(f"{interval} is not within {keys}")
+    def place(interval: Interval) -> Intervals:
+        found, at = [], interval[0]
+        for start, stop, here in places[max(bisect_right(starts, at) - 1, 0) :]:
+            if not start <= at < min(stop, interval[1]):
+                break
+            found.append((here + at - start, here + min(stop, interval[1]) - start))
+            at = min(stop, interval[1])
+        assert at == interval[1], f"{interval} is not within {keys}"
+        return _joined(found)
 
     return place
 
@@ -162,7 +168,7 @@ def _tiles(blocks: Iterable[Block], where: Place) -> list[tuple[Block, Intervals
     """The blocks and where their keys lie. Whole blocks of the same queries are one, over the keys of them all."""
     found: list[tuple[Block, Intervals]] = []
     for block in blocks:
-        k = (where(block.k),)
+        k = where(block.k)
         if found and block.mask.full and (block.q, block.mask) == (found[-1][0].q, found[-1][0].mask):
             found[-1] = (found[-1][0], _joined((*found[-1][1], *k)))
         else:

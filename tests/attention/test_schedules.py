@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from geometry import (
 import attention
 from attention.layouts import CONTIGUOUS, positions
 from attention.masks import CAUSAL, FULL, Mask
-from attention.schedules import SEQUENCE, Problem, length, own_first, steps, union, zigzag
-from attention.transfers import needed_keys
+from attention.schedules import SEQUENCE, Problem, gather, gather_by_owner, length, own_first, steps, union, zigzag
+from attention.transfers import gather_move, needed_keys
+from attention.transports.symmetric import stretches
 from attention.variants import VARIANTS, Variant, check_heads, variant
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -207,6 +208,28 @@ def test_with_own_first_only_others_keys_are_gathered_and_whole(world):
             assert mine == steps(replace(problem, build=zigzag), rank)[0]
             assert others.owner == SEQUENCE and all(block.mask.full for block in others.blocks)
             assert not set(positions(needed_keys(problem, rank))) & set(positions(shard))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
+    """Though what its queries see of it are several: nine sequences of one chunk of different lengths each."""
+    cu = tuple(accumulate((2 * world * n for n in range(1, 10)), initial=0))
+    chosen = VARIANTS["zigzag_llama3"]
+    problem = chosen.problem(cu, world, CAUSAL)
+    assert problem.build is gather_by_owner
+    shards = problem.layout.shards(cu, world)
+    for rank in range(world):
+        plain = steps(replace(problem, build=gather), rank)
+        assert [step.blocks for step in steps(problem, rank)] == [step.blocks for step in plain]
+        assert positions(needed_keys(problem, rank)) == [t for shard in shards for t in positions(shard)]
+        route = gather_move(problem, rank).route
+        for pieces in (route.receives, route.sends, route.reversed().receives, route.reversed().sends):
+            assert len(pieces) == world - 1
+            assert all(len(stretches(piece.source, piece.target)) == 1 for piece in pieces)
+    few = (0, 2 * world, 6 * world)
+    for other in (chosen.problem(few, world, CAUSAL), chosen.problem(cu, world, CAUSAL, {"grouping": "fused"})):
+        assert other.build is gather
+    assert chosen.problem(cu, world, Mask(5, 0)).build is gather
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,32 @@ def test_variant_matches_fp64_in_a_world_of_eight(in_world, name):
             assert found["lse"] < 1e-5, found
 
 
+# sequences enough that their tokens are taken, put and summed by number, and gathered keys lie by owner
+MANY = [0, *itertools.accumulate((8, 24, 16, 8, 8, 16, 8, 32, 8, 16, 8, 24))]
+OF_PACKS = [
+    ("ring_varlen", {}),
+    ("zigzag_varlen", {}),
+    ("stripe", {}),
+    ("llama3", {}),
+    ("zigzag_llama3", {}),
+    ("zigzag_llama3", {"grouping": "packed", "heads_k_stride": 1}),
+    ("zigzag_llama3", {"own_first": True}),
+    ("ulysses", {}),
+    ("usp", {"ulysses_size": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OF_PACKS, ids=str)
+def test_packs_of_many_sequences_match_fp64(in_world, name, options):
+    case = {"tokens": MANY[-1], "heads": 8, "kv_heads": 4, "head_dim": 16, "causal": True, "batch": 1, "packs": MANY}
+    windowed = [case | {"window": (9, 0)}] if does(name, case | {"window": (9, 0)}, options) else []
+    for transport in ("gloo", "symm"):
+        for found in in_world("compare", 4, name=name, options=options, cases=[case, *windowed], transport=transport):
+            assert found["errors"][0] < 1e-6, found
+            assert max(found["errors"][1:]) < 1e-5, found
+            assert found["lse"] < 1e-5, found
+
+
 @pytest.mark.parametrize("transport", ("gloo", "symm"))
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -218,10 +244,16 @@ def test_transports_move_the_bytes_that_the_costs_say(in_world, name):
             assert_bytes(in_world, name, world, chosen, causal, window)
             for pack in packs if causal else []:
                 assert_bytes(in_world, name, world, chosen, causal, window, pack, transport)
+    if VARIANTS[name].packs:
+        assert_bytes(in_world, name, 4, {}, True, (-1, -1), MANY, "symm")
 
 
 def assert_bytes(in_world, name, world, chosen, causal, window, packs=None, transport="gloo"):
-    variant, tokens, heads = VARIANTS[name], 8 * world, {"heads": 12, "kv_heads": 2 if world == 4 else 3}
+    variant, tokens, heads = (
+        VARIANTS[name],
+        packs[-1] if packs else 8 * world,
+        {"heads": 12, "kv_heads": 2 if world == 4 else 3},
+    )
     counted = in_world("counted", world, name=name, options=chosen, causal=causal, window=list(window), tokens=tokens,
                        batch=2, packs=packs, transport=transport, **heads)  # fmt: skip
     problem = variant.problem(tuple(packs or (0, tokens)), world, Mask.of(causal, window), chosen)
