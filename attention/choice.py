@@ -21,7 +21,7 @@ from attention.links import Link, Measured
 from attention.masks import Mask
 from attention.passes import passes
 from attention.rates import LONG, Rate, Speed
-from attention.schedules import Problem, length, steps, union
+from attention.schedules import Block, Problem, Step, length, steps, union
 from attention.transfers import Intervals, gather_move, step_route
 from attention.variants import VARIANTS, Variant, check_heads
 
@@ -405,6 +405,8 @@ class _Work:
     queries: int  # of all blocks
     keys: int  # of all blocks, one that two of them see twice
     seen: int  # keys that any block sees
+    taken_queries: int  # of packed calls, those that are copied together for them
+    taken_keys: int
     received: int  # keys that come before the step
     homeward: int  # of this rank's keys whose gradients come after it
 
@@ -421,6 +423,7 @@ def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
             pairs[block.mask] = _Pairs(here.seen + block.pairs, here.most + n * keys, here.edges + block.mask.edges * n)
         # whole blocks of the same queries are one call
         apart = list({(b.q, b.k if not b.mask.full else None): b for b in step.blocks}.values())
+        taken_queries, taken_keys = _taken(step)
         gathered = step.owner < 0
         route = gather_move(problem, place).route if gathered else step_route(problem, place, i)
         found.append(
@@ -431,11 +434,26 @@ def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
                 sum(b.q[1] - b.q[0] for b in apart),
                 sum(b.k[1] - b.k[0] for b in step.blocks),
                 length(step.keys),
+                taken_queries,
+                taken_keys,
                 route.received_tokens,
                 route.reversed().received_tokens,
             )
         )
     return tuple(found)
+
+
+def _taken(step: Step) -> tuple[int, int]:
+    """Queries and keys of packed calls that lie in more than one stretch."""
+    alike: dict[tuple[Mask, int], list[Block]] = {}
+    for block in step.blocks:
+        alike.setdefault((block.mask, block.group), []).append(block)
+    queries = keys = 0
+    for found in alike.values():
+        of_q, of_k = union(b.q for b in found), [b.k for b in found]
+        queries += length(of_q) if len(of_q) > 1 else 0
+        keys += sum(b - a for a, b in of_k) if len(union(of_k)) > 1 or len(step.keys) > 1 else 0
+    return queries, keys
 
 
 @lru_cache(maxsize=1024)
@@ -620,6 +638,10 @@ class _Rank:
             speed = self.machine.speeds(self.kernel, mask, self.task)[backward]
             flops = costs.forward_flops(self.shapes, pairs.computed(speed.edge))
             seconds += flops * (costs.BACKWARD if backward else 1) / speed.flops
+        if self.task.packed:
+            sizes, reads = self.shapes, 3 if backward else 1  # dout, q and out; or q
+            elements = reads * sizes.heads * step.taken_queries + 2 * sizes.kv_heads * step.taken_keys
+            seconds += self.machine.copied(2 * elements * sizes.batch * sizes.head_dim * sizes.itemsize)
         return max(seconds, self.machine.copied(step.keys * self.kv_token)) if self.task.decode else seconds
 
     def _calls(self, step: _Work) -> int:

@@ -14,6 +14,7 @@ from attention.layouts import CuSeqlens, Layout, size
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
+MANY_SEQUENCES = 8  # of a pack, from more on stretches of each cost more than the tokens between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
-    """`order`: how gathered keys lie, where that is not as in the sequence."""
+    """`order`: which keys there are and how they lie, where that is not what the blocks touch, in order."""
 
     owner: int
     blocks: tuple[Block, ...]
@@ -40,7 +41,8 @@ class Step:
 
     @property
     def keys(self) -> tuple[Interval, ...]:
-        """The owner's keys that the blocks touch: disjoint intervals in the order in which they lie for this rank."""
+        """The owner's keys that the step brings, those that the blocks touch: disjoint intervals in the order in which they lie
+        for this rank."""
         return self.order or union(b.k for b in self.blocks)
 
     @property
@@ -120,10 +122,12 @@ def ring(problem: Problem, rank: int) -> list[Step]:
 
 def zigzag(problem: Problem, rank: int) -> list[Step]:
     """Zigzag shards, causal: on one's own keys causal over both chunks; from an earlier rank all queries see its first
-    chunk; from a later rank the second query chunk sees both of its chunks. Every rank does the same work each step.
+    chunk; from a later rank the second query chunk sees both of its chunks. Every rank does the same work each step. Of a
+    pack of many sequences an earlier rank's shard comes whole, for its first chunks are as many stretches.
 
     Source: ring-flash-attention's zigzag ring (Zhu, 2024)."""
     result = []
+    whole = ((0, problem.cu_seqlens[-1] // problem.world),) if len(problem.cu_seqlens) - 1 > MANY_SEQUENCES else ()
     for i in range(problem.world):
         owner = (rank - i) % problem.world
         blocks = []
@@ -135,7 +139,7 @@ def zigzag(problem: Problem, rank: int) -> list[Step]:
                 blocks.append(Block((at, end), (at, half), FULL))
             else:
                 blocks.append(Block((half, end), (at, end), FULL))
-        result.append(Step(owner, tuple(blocks)))
+        result.append(Step(owner, tuple(blocks), whole if owner < rank else ()))
     return result
 
 

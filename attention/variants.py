@@ -12,13 +12,12 @@ from typing import Any, Literal
 from attention import layouts, schedules
 from attention.layouts import CuSeqlens, Layout
 from attention.masks import Mask
-from attention.schedules import Problem, StepsOf
+from attention.schedules import MANY_SEQUENCES, Problem, StepsOf
 
 Exchange = Literal["ring", "gather", "all_to_all", "tree", "peer"]  # peer: a package's own, see attention/peers
 GROUPINGS = ("separate", "packed", "fused")
 REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
 RINGS = ("zigzag", "contiguous")
-MANY_SEQUENCES = 8  # of a pack, from more on stretches of each cost more than the tokens between them
 ROTATES = ("allgather", "alltoall")
 CP_COMM_TYPES = ("p2p", "all_gather")
 

@@ -33,7 +33,7 @@ import attention
 from attention.layouts import CONTIGUOUS, positions
 from attention.masks import CAUSAL, FULL, Mask
 from attention.schedules import SEQUENCE, Problem, gather, gather_by_owner, length, own_first, steps, union, zigzag
-from attention.transfers import gather_move, needed_keys
+from attention.transfers import gather_move, needed_keys, step_route
 from attention.transports.symmetric import stretches
 from attention.variants import VARIANTS, Variant, check_heads, variant
 
@@ -226,6 +226,10 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
         for pieces in (route.receives, route.sends, route.reversed().receives, route.reversed().sends):
             assert len(pieces) == world - 1
             assert all(len(stretches(piece.source, piece.target)) == 1 for piece in pieces)
+        ring = VARIANTS["zigzag_varlen"].problem(cu, world, CAUSAL)
+        for i in range(world):
+            for piece in step_route(ring, rank, i).receives:
+                assert len(stretches(piece.source, piece.target)) == 1 and piece.target == ((0, cu[-1] // world),)
     few = (0, 2 * world, 6 * world)
     for other in (chosen.problem(few, world, CAUSAL), chosen.problem(cu, world, CAUSAL, {"grouping": "fused"})):
         assert other.build is gather
