@@ -150,8 +150,9 @@ class Machine:
         kind = "window" if mask.windowed else "causal" if mask.causal else "full"
         layout = "packed" if task.packed else "dense"
         heads = "mha" if task.shapes.heads == task.shapes.kv_heads else "gqa"
-        # what is on an edge of the mask is counted apart, so that a long sequence's rate holds for short ones
-        long = mask.edges or task.cu_seqlens[-1] // task.world >= LONG
+        # what is on an edge of the mask is counted apart, so that a long sequence's rate holds for short ones, and a short
+        # pack's call takes as long as its launch, which is the host's
+        long = mask.edges or task.packed or task.cu_seqlens[-1] // task.world >= LONG
         span = "long" if long else "short"
 
         def unlike(r: Rate) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from attention.tensors import FEW, put_, rows, take
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
 MOST = 16  # pairs of one kernel
+MOST_PROGRAMS = 65535  # of a grid, in its last dimension
 
 
 def copy_all(pairs: Pairs) -> None:
@@ -21,14 +22,14 @@ def copy_all(pairs: Pairs) -> None:
     in any of the second."""
     alike: dict[Form, list[tuple[Tensor, Tensor]]] = {}
     for target, source in pairs:
-        if not target.is_cuda or target.dtype != source.dtype:
+        if not target.is_cuda or target.dtype != source.dtype or target.shape != source.shape:
             target.copy_(source)
         elif source.numel():
             form = source.dtype, source.shape, target.stride(), source.stride()
             alike.setdefault(form, []).append((target, source))
     for (_, shape, *strides), found in alike.items():
-        whole = len(found) == 1 and all(_contiguous(shape, each) for each in strides)
-        if whole or not rows(shape, *strides):  # a plain copy is the driver's
+        plain = all(_contiguous(shape, each) for each in strides)  # which is the driver's
+        if plain or not rows(shape, *strides) or MOST * shape[0] > MOST_PROGRAMS:
             for target, source in found:
                 target.copy_(source)
             continue

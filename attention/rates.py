@@ -112,13 +112,16 @@ def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> l
 
 def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
     """(forward, backward) of a measured class: what it costs to be on an edge of the mask is what the same kernel's long and
-    short sequences differ by."""
-    of = {
-        r.call.length: r
-        for r in rates
-        if (r.gpu, r.kernel) == (measured.gpu, measured.kernel)
-        and r.call == replace(measured.call, layout="dense", length=r.call.length)
-    }
+    short sequences differ by, of as many KV heads where both were measured."""
+    of: dict[str, Rate] = {}
+    for heads in (measured.call.heads, *("gqa", "mha")):
+        if len(of) < 2:
+            of = {
+                r.call.length: r
+                for r in rates
+                if (r.gpu, r.kernel) == (measured.gpu, measured.kernel)
+                and r.call == replace(measured.call, heads=heads, layout="dense", length=r.call.length)
+            }
 
     def one(rate: Callable[[Rate], float]) -> Speed:
         edge: float = HALF_TILE

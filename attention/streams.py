@@ -21,7 +21,8 @@ def current(device: torch.device) -> torch.cuda.Stream:
 
 
 class On:
-    """`with On(stream):` what is started within goes to `stream`, and allocations are that stream's."""
+    """`with On(stream):` what is started within goes to `stream`, and allocations are that stream's. One at a time, and not
+    within itself: it keeps what was current."""
 
     def __init__(self, stream: torch.cuda.Stream):
         self.identity = stream.stream_id, stream.device_index, stream.device_type

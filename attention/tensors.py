@@ -47,11 +47,13 @@ FEW = 8  # stretches that are cheaper to copy one by one
 
 def rows(shape: Sequence[int], *strides: Sequence[int]) -> bool:
     """Whether tensors `[..., S, H, D]` are rows, a token's heads lying together, in each of these strides."""
+    if len(shape) not in (3, 4):
+        return False
     heads, head_dim = shape[-2:]
-    return len(shape) in (3, 4) and all(x[-1] == 1 and (heads == 1 or x[-2] == head_dim) for x in strides)
+    return all(x[-1] == 1 and (heads == 1 or x[-2] == head_dim) for x in strides)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """`[n]`: the places of all tokens of the intervals."""
     return torch.cat([torch.arange(start, stop, dtype=dtype) for start, stop in intervals]).to(device)
@@ -66,7 +68,10 @@ def _numbered(into: Tensor, x: Tensor, to: tuple[Interval, ...], of: tuple[Inter
     """Tokens `of` x to tokens `to` of `into`, both in order."""
     from attention.kernels.triton_rows import sum_rows
 
-    sum_rows(into, index(to, x.device, torch.int32), [(x, index(of, x.device, torch.int32))])
+    here, there = (index(each, x.device, torch.int32) for each in (of, to))
+    if here.numel() != there.numel():
+        raise ValueError(f"{here.numel()} tokens for {there.numel()} places: give as many")
+    sum_rows(into, there, [(x, here)])
 
 
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:

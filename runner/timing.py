@@ -87,9 +87,10 @@ class CpuStopwatch:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection in between."""
-    gc.collect()
+    """No garbage collection in between, but one before, unless this is within another such stretch."""
     was = gc.isenabled()
+    if was:
+        gc.collect()
     gc.disable()
     try:
         yield

@@ -27,7 +27,7 @@ class Start:
         self.rest: tuple[Any, ...] = ()  # what a compiled kernel takes behind the tensors
 
     def __call__(self, *tensors: Tensor | tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
-        """On the device of the first tensor, which is not a tuple, and on its current stream."""
+        """On the device of the first tensor, which is not a tuple and where all of them are, and on its current stream."""
         first = tensors[0]
         assert isinstance(first, Tensor)
         kind: list[object] = [first.device.index]

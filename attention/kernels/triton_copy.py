@@ -17,7 +17,7 @@ TILE = 8192  # elements of a program: 32 a thread with 8 warps, four 16-byte loa
 COLUMNS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _copy(  # type: ignore[no-untyped-def]
     first,
     targets,

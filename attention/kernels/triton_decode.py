@@ -204,7 +204,9 @@ def decode(
     else:
         parts = torch.empty((splits, *q.shape), dtype=part_dtype, device=q.device)
         lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
-    strides = q.stride(), k.stride(), v.stride(), parts.stride(), lses.stride()
+    # a batch of one has no batch stride, which would change as a cache grows that is made anew
+    strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
+    strides += parts.stride(), lses.stride()
     _start(q.shape, kv_heads, q.dtype, strides, scale, splits)(q, k, v, parts, lses, changing=(n_keys, split_keys))
     if splits == 1:
         return into or (parts[0], lses[0])

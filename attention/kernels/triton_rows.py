@@ -20,7 +20,7 @@ MOST_PARTS = 16
 Numbered = Sequence[tuple[Tensor, Tensor]]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _sum_rows(  # type: ignore[no-untyped-def]
     out,
     to,

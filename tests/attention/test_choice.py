@@ -135,6 +135,15 @@ def test_packs_take_what_their_lengths_allow():
     assert "zigzag_llama3" in found.left_out
 
 
+@pytest.mark.parametrize("tokens", [16368, 16384, 65536])
+def test_a_pack_of_one_sequence_costs_about_what_the_sequence_does(tokens):
+    """On both sides of what counts as a long shard."""
+    here = Machine(H200, lambda masks: "flash4", ("symm",), rates.table(), links.table(), graphed=True)
+    dense, pack = (choose(replace(task(tokens), packed=packed), here) for packed in (False, True))
+    for name, packed_name in (("zigzag", "zigzag_varlen"), ("ring", "ring_varlen"), ("ulysses", "ulysses")):
+        assert ms(pack, f"{packed_name}, symm") == pytest.approx(ms(dense, f"{name}, symm"), rel=0.2)
+
+
 def test_a_limit_of_memory_leaves_the_gathers_out():
     asked = task(tokens=1 << 20, kv_heads=32)
     wide = choose(asked, machine())
@@ -229,8 +238,10 @@ def test_what_an_edge_costs_is_what_long_and_short_sequences_differ_by():
     table = [rate("long"), rate("short"), rate("long", "mha")]
     for speed, flops in zip(rates.speeds(table, table[0]), (500e12, 250e12), strict=True):
         assert speed.flops == pytest.approx(flops) and speed.edge == pytest.approx(100)
-    alone = rates.speeds(table, table[2])[0]  # no short one: half a tile
+    alone = rates.speeds(table[2:], table[2])[0]  # no short one: half a tile
     assert alone.edge == rates.HALF_TILE and table[2].forward * 1e12 < alone.flops < 500e12
+    packed = replace(table[2], call=replace(table[2].call, layout="packed"))
+    assert rates.speeds([*table, packed], packed)[0].edge == pytest.approx(100)  # as of other heads
     full = Rate(GPU, CallClass(128, "gqa", "full", "dense", "long"), "flash4", 600, 500)
     assert rates.speeds([full], full)[0].flops == 600e12  # on no edge
 

@@ -63,6 +63,13 @@ def test_pairs_of_several_forms_and_empty_ones_in_one_call(device):
     assert all(torch.equal(target, source.float()) for target, source in zip(targets, sources, strict=True))
 
 
+def test_shapes_that_differ_are_refused(device):
+    with pytest.raises(RuntimeError, match="size"):
+        copy_all([(torch.zeros(1, 10, 2, 8, device=device), torch.zeros(1, 20, 2, 8, device=device))])
+    with pytest.raises((ValueError, RuntimeError, IndexError)):
+        put_(torch.zeros(100, 2, 8, device=device), MANY, torch.zeros(3, 2, 8, device=device))
+
+
 @pytest.mark.parametrize("n", [1, 3, 20])
 def test_moves_write_the_tokens_they_name(device, n):
     x, into = normal(2, 100, 4, 16, device=device), normal(2, 120, 4, 16, device=device, seed=1)
