@@ -204,7 +204,7 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
             if run.work == work:
                 cells.setdefault(named[run], []).append(run)
         doubles += sum(len(found) - 1 for found in cells.values())
-        latest = {label: max(found, key=_begun) for label, found in cells.items()}
+        latest = {label: max(found, key=begun) for label, found in cells.items()}
         times = {label: t for label, run in latest.items() if (t := run.ms(which)) is not None}
         best = digits(min(times.values(), default=None))
         row = [fact(next(r for r in runs if r.work == work), WORKLOAD[i], set()) for i in shown]
@@ -222,7 +222,7 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     return Table(titles, rows, left, notes)
 
 
-def _begun(run: Run) -> float:
+def begun(run: Run) -> float:
     return run.environment.get("started_at") or 0.0
 
 

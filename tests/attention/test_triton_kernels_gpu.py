@@ -17,6 +17,7 @@ from attention.kernels.triton_decode import decode  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
 from attention.merge import empty_result, merge, merge_eager, merge_n, merge_n_eager  # noqa: E402
+from attention.schedules import length  # noqa: E402
 from attention.sums import sum_eager, sum_parts  # noqa: E402
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
@@ -181,6 +182,24 @@ def test_parts_are_summed_as_eager_sums_them_also_in_place(dtype, batch, heads, 
             results.append(out)
         torch.testing.assert_close(*results)
         assert in_place or n_parts > 1 or torch.equal(*results)
+
+
+@every_dtype
+@pytest.mark.parametrize("batch, heads, head_dim", [(1, 32, 128), (2, 3, 80)])
+@pytest.mark.parametrize("n_parts", [1, 3, 20])
+def test_many_stretches_are_summed_by_number_as_eager_sums_them(dtype, batch, heads, head_dim, n_parts):
+    n, many = 1003, tuple((10 * i, 10 * i + 3 + i % 7) for i in range(100))
+    whole = normal(batch, n, heads + 2, head_dim, dtype=dtype, seed=99, device="cuda")
+    parts = [
+        (normal(batch, length(many), heads, head_dim, dtype=dtype, seed=i, device="cuda"), many) for i in range(n_parts)
+    ]
+    for given in (parts, [*parts, (None, ((0, n),))]):
+        results = []
+        for how in (sum_parts, sum_eager):
+            out = whole.clone()[:, :, 1:-1]
+            how(out, [(out if part is None else part, intervals) for part, intervals in given])
+            results.append(out)
+        torch.testing.assert_close(*results)
 
 
 def test_sums_of_new_lengths_compile_nothing_anew():

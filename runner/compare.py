@@ -1,0 +1,223 @@
+"""`python -m runner.compare A B`: two result sets, run by run: what is slower, faster, larger or broken in B.
+
+    python -m runner.compare outputs/multirun/2026-01-31_12-00-00 outputs/multirun/2026-01-31_13-00-00
+    python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
+
+Runs belong together when the same was asked of them: variant, options, workload, ranks, kernel, transport and timing; of one that was
+repeated in a set the latest counts. A pass is slower (or faster) when its median is off by more than the tolerance and the 95% intervals
+of the two medians, where there are any, lie apart. Exit status: 0 when nothing is worse, 1 when a run is slower, larger, not ok any more
+or missing in B, 2 for sets that can't be compared. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner import display, report_runs, report_tables
+from runner.report_runs import FACTS, MADE, WORKLOAD, Run, varying_options
+from runner.report_tables import PASSES, Table, differing, digits, fact
+
+PROGRAM = "python -m runner.compare"
+SAME, FASTER, SLOWER = "same", "faster", "slower"
+LARGER, BROKEN, MENDED, MISSING, NEW, FAILED = (
+    "larger",
+    "broken",
+    "mended",
+    "missing in B",
+    "new in B",
+    "not ok in both",
+)
+WORSE = (SLOWER, LARGER, BROKEN, MISSING)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The runs of both sets of which the same was asked, None where a set has none, and what came of it."""
+
+    a: Run | None
+    b: Run | None
+    verdicts: tuple[str, ...]
+
+    @property
+    def either(self) -> Run:
+        found = self.b or self.a
+        assert found is not None
+        return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        for name in ("tolerance", "memory_tolerance"):
+            if not getattr(options, name) >= 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
+        a, b = (report_runs.where(report_runs.read([folder]), options.where) for folder in (options.a, options.b))
+        pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
+        if not any(pair.a and pair.b for pair in pairs):
+            raise ValueError(f"{options.a} and {options.b}: nothing was asked for in both{_apart(a, b)}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename}: could not be read ({error.strerror})", file=sys.stderr)
+        return 2
+    print(table(pairs).markdown())
+    for line in environment(a, b):
+        print(line)
+    print(summary(pairs, options.which))
+    return 1 if any(verdict in WORSE for pair in pairs for verdict in pair.verdicts) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("a", type=Path, metavar="A", help="folder of a run or of many: what was before")
+    parser.add_argument("b", type=Path, metavar="B", help="folder of a run or of many: what is now")
+    parser.add_argument(
+        "--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)"
+    )
+    parser.add_argument("--pass", dest="which", choices=PASSES, default="total", help="what decides (default: total)")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of times (default 0.02: 2%%)")
+    parser.add_argument("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
+    return parser
+
+
+def compare(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float, memory_tolerance: float) -> list[Pair]:
+    """All runs of both sets, those of which the same was asked together, in the order of B's tables; then what B lacks."""
+    before, now = _latest(a), _latest(b)
+    pairs = []
+    for key in [*now, *(key for key in before if key not in now)]:
+        old, new = before.get(key), now.get(key)
+        pairs.append(Pair(old, new, _verdicts(old, new, which, tolerance, memory_tolerance)))
+    return pairs
+
+
+def _latest(runs: Sequence[Run]) -> dict[tuple[object, ...], Run]:
+    found: dict[tuple[object, ...], Run] = {}
+    for run in runs:
+        key = _asked(run)
+        if key not in found or report_tables.begun(run) >= report_tables.begun(found[key]):
+            found[key] = run
+    return found
+
+
+def _asked(run: Run) -> tuple[object, ...]:
+    facts = [run.facts[key] for key in ("attention", *WORKLOAD, *MADE) if key != "gpu"]
+    work = (run.result.get("experiment") or {}).get("workload") or run.result.get("config") or {}
+    return (*facts, str(work.get("seqlens")), str(sorted(run.options.items())))
+
+
+def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:
+    """The facts in which the sets have no value in common."""
+    found = []
+    for key in ("attention", *(key for key in WORKLOAD if key != "gpu"), *MADE):
+        values = [{str(run.facts[key]) for run in runs} for runs in (a, b)]
+        if not values[0] & values[1]:
+            found.append(
+                f"{key} is {' '.join(sorted(values[0]))} in the one and {' '.join(sorted(values[1]))} in the other"
+            )
+    return f": {'; '.join(found)}" if found else ""
+
+
+def _verdicts(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> tuple[str, ...]:
+    if a is None or b is None:
+        return (NEW if a is None else MISSING,)
+    if not a.ok or not b.ok:
+        return (MENDED if b.ok else BROKEN if a.ok else FAILED,)
+    found = [speed(a, b, which, tolerance)]
+    held = [run.row["peak_bytes"] for run in (a, b)]
+    if all(held) and held[1] > (1 + memory_tolerance) * held[0]:
+        found = [*(x for x in found if x != SAME), LARGER]
+    return tuple(found)
+
+
+def speed(a: Run, b: Run, which: str, tolerance: float) -> str:
+    """Of a pass; a run that has a forward only, by that."""
+    old, new = a.ms(which), b.ms(which)
+    if old is None or new is None or abs(new / old - 1) <= tolerance:
+        return SAME
+    ends = [_interval(run, which) for run in ((a, b) if new > old else (b, a))]
+    if ends[0] and ends[1] and ends[0][1] >= ends[1][0]:
+        return SAME
+    return SLOWER if new > old else FASTER
+
+
+def _interval(run: Run, which: str) -> tuple[float, float] | None:
+    found = run.passes.get(which) or run.passes.get("forward") or {}
+    ends = found.get("ci95")
+    return (ends[0], ends[1]) if ends else None
+
+
+def table(pairs: Sequence[Pair]) -> Table:
+    """A row a pair: what sets it apart, its passes and its peak memory from A to B, and what came of it."""
+    runs = [run for pair in pairs for run in (pair.a, pair.b) if run is not None]
+    shown = [key for key in differing([pair.either for pair in pairs]) if key not in ("gpu", "kernel", "transport")]
+    for key, asked in (("kernel", "asked_kernel"), ("transport", "asked_transport")):
+        shown += [key] if len({run.facts[asked] for run in runs}) > 1 else []
+    varying = varying_options(runs)
+    titles = [FACTS[key] for key in shown]
+    passes = [which for which in PASSES if any(run.ms(which) is not None and which in run.passes for run in runs)]
+    rows = []
+    for pair in pairs:
+        row = [fact(pair.either, key, varying) for key in shown]
+        row += [_change(_time(pair.a, which), _time(pair.b, which), digits) for which in passes]
+        row += [_change(_peak(pair.a), _peak(pair.b), display.gib)]
+        row.append(_said(pair))
+        rows.append(row)
+    left = {FACTS[key] for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "timing")}
+    return Table([*titles, *(f"{which} ms" for which in passes), "peak memory a rank", ""], rows, left | {""})
+
+
+def _time(run: Run | None, which: str) -> float | None:
+    return run.ms(which) if run is not None and which in run.passes else None
+
+
+def _peak(run: Run | None) -> float | None:
+    return run.row["peak_bytes"] if run is not None and run.ok else None
+
+
+def _change(a: float | None, b: float | None, said: Callable[[float], str]) -> str:
+    if a is None and b is None:
+        return ""
+    text = " → ".join("none" if value is None else said(value) for value in (a, b))
+    return f"{text} ({b / a - 1:+.1%})" if a and b else text
+
+
+def _said(pair: Pair) -> str:
+    text = ", ".join(pair.verdicts)
+    failed = next((run for run in (pair.b, pair.a) if run is not None and not run.ok), None)
+    if failed is not None:
+        text += f": {failed.row['status']}, {' '.join(str(failed.row['reason']).split())[:100]}"
+    return f"**{text}**" if any(verdict in WORSE for verdict in pair.verdicts) else text
+
+
+def environment(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
+    """What differs between the machines, packages and commits of the two sets, a line each."""
+    before, now = (dict(report_tables.environment_table(runs).rows) for runs in (a, b))
+    titles = [title for title in dict.fromkeys([*before, *now]) if title != "command"]
+    return [
+        f"{title}: {before.get(title, 'not said')} → {now.get(title, 'not said')}"
+        for title in titles
+        if before.get(title) != now.get(title)
+    ]
+
+
+def summary(pairs: Sequence[Pair], which: str) -> str:
+    """How many of what, and the geometric mean of B's time over A's."""
+    counts = Counter(verdict for pair in pairs for verdict in pair.verdicts)
+    said = ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
+    ratios = [b / a for pair in pairs if pair.a and pair.b and (a := pair.a.ms(which)) and (b := pair.b.ms(which))]
+    if not ratios:
+        return f"{len(pairs)} runs: {said}"
+    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    return f"{len(pairs)} runs: {said}; {which} in B over A: {mean:.3f} (geometric mean of {len(ratios)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Two result sets, run by run: what counts as worse, and what the exit status says."""
+
+import json
+
+import pytest
+from composing import python
+from test_report import result, written
+
+from runner import compare, results
+from runner.report_runs import read
+
+
+def with_interval(value: dict, width: float, n: int = 20) -> dict:
+    """The medians are known to so many ms on either side; None of them to fewer samples."""
+    for found in value["timing"]["passes"].values():
+        found |= {"n": n, "ci95": (found["median"] - width, found["median"] + width) if width is not None else None}
+    return value
+
+
+def sets(tmp_path, before: list[dict], after: list[dict]) -> list[str]:
+    return [str(written(tmp_path / name, *values)) for name, values in (("before", before), ("after", after))]
+
+
+def compared(capsys, *arguments: str) -> tuple[int, str]:
+    status = compare.main(arguments)
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "width", "arguments", "verdict"),
+    [
+        (10, 10.1, 0.01, [], "same"),  # within the tolerance
+        (10, 10.1, 0.01, ["--tolerance", "0.005"], "slower"),
+        (10, 11, 0.01, [], "slower"),
+        (10, 9, 0.01, [], "faster"),
+        (10, 11, 2, [], "same"),  # the totals, 30 and 33, are known to 2 only
+        (10, 11, None, [], "slower"),  # too few samples for an interval: by the medians
+        (10, 11, 0.01, ["--tolerance", "0.2"], "same"),
+    ],
+)
+def test_a_pass_is_slower_beyond_the_tolerance_and_the_noise(
+    tmp_path, capsys, before, after, width, arguments, verdict
+):
+    given = [[with_interval(result("zigzag", ms), width)] for ms in (before, after)]
+    status, said = compared(capsys, *sets(tmp_path, *given), *arguments)
+    assert status == (verdict == "slower")
+    assert f"1 runs: 1 {verdict};" in said
+    assert f"{before:.2f} → {after:.2f}" in said or "→ 9.000 (-10.0%)" in said
+    assert f"total in B over A: {after / before:.3f} (geometric mean of 1)" in said
+
+
+def test_what_failed_was_mended_is_missing_or_new_is_said(tmp_path, capsys):
+    ok = [result("zigzag", 2), result("ring", 3), result("ulysses", 2), result("llama3", 4)]
+    failed = {name: result(name, None, status="oom", reason=f"rank 1: {name}") for name in ("ring", "stripe", "usp")}
+    before = [*ok, failed["stripe"], failed["usp"]]
+    after = [result("zigzag", 2), failed["ring"], result("stripe", 5), failed["usp"], result("zigzag_llama3", 2), ok[3]]
+    status, said = compared(capsys, *sets(tmp_path, before, after))
+    assert status == 1
+    rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line.startswith("| ")}
+    assert "**broken: oom, rank 1: ring**" in rows["ring"] and "3.000 → none" in rows["ring"]
+    assert "**missing in B**" in rows["ulysses"]
+    assert "mended: oom, rank 1: stripe" in rows["stripe"] and "**" not in rows["stripe"]
+    assert "not ok in both: oom, rank 1: usp" in rows["usp"] and "new in B" in rows["zigzag_llama3"]
+    assert "same" in rows["zigzag"]
+    assert "7 runs: 2 same, 1 broken, 1 mended" in said.splitlines()[-1]
+
+
+def test_what_is_mended_or_new_alone_is_no_fault(tmp_path, capsys):
+    before = [result("zigzag", 2), result("ring", None, status="crash", reason="rank 0")]
+    after = [result("zigzag", 2), result("ring", 3), result("ulysses", 2)]
+    assert compared(capsys, *sets(tmp_path, before, after))[0] == 0
+
+
+def test_more_memory_is_worse(tmp_path, capsys):
+    before, after = result("zigzag", 2), result("zigzag", 2)
+    after["memory"] = {"by_rank": [{"peak_allocated": 2**31, "symmetric": 0}]}
+    folders = sets(tmp_path, [before], [after])
+    status, said = compared(capsys, *folders)
+    assert status == 1 and "1.50 GiB → 2.00 GiB (+33.3%) | **larger** |" in said
+    assert compared(capsys, *folders, "--memory-tolerance", "0.4")[0] == 0
+
+
+def test_the_latest_of_repeated_runs_counts_and_other_workloads_are_apart(tmp_path, capsys):
+    before = [result("zigzag", 2, started_at=1.0), result("zigzag", 9, started_at=0.5)]
+    after = [result("zigzag", 2, started_at=9.0), result("zigzag", 7, seq_len=8192)]
+    status, said = compared(capsys, *sets(tmp_path, before, after))
+    assert status == 0 and "2.000 → 2.000 (+0.0%)" in said and "1 same" in said and "1 new in B" in said
+
+
+def test_a_pass_may_be_chosen_and_runs_left_out(tmp_path, capsys):
+    before, after = result("zigzag", 2), result("zigzag", 2)
+    after["timing"]["passes"]["forward"]["median"] = 4
+    folders = sets(tmp_path, [before, result("ring", 1)], [after, result("ring", 9)])
+    assert compared(capsys, *folders, "--where", "attention=zigzag")[0] == 0
+    assert compared(capsys, *folders, "--where", "attention=zigzag", "--pass", "forward")[0] == 1
+
+
+def test_what_differs_between_the_machines_is_said(tmp_path, capsys):
+    before, after = result("zigzag", 2), result("zigzag", 2)
+    before["environment"]["torch"], after["environment"]["torch"] = "2.11.0", "2.12.0"
+    said = compared(capsys, *sets(tmp_path, [before], [after]))[1].splitlines()
+    assert "torch: 2.11.0 → 2.12.0" in said
+    assert not any(line.startswith(("GPU:", "command:")) for line in said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["A", "nothing"], "nothing: no result.json there or below"),
+        (["A", "B"], "A and B: nothing was asked for in both: attention is zigzag in the one and ring in the other"),
+        (["A", "A", "--tolerance", "-1"], "--tolerance -1.0: must be at least 0; 0.02 is 2%"),
+        (["A", "A", "--where", "nonsense=1"], "--where nonsense=1: must be KEY=VALUE"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_clear_line(tmp_path, monkeypatch, capsys, arguments, said):
+    written(tmp_path / "A", result("zigzag", 2))
+    written(tmp_path / "B", result("ring", 2))
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(arguments) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.startswith(f"error: {said}") and found.err.count("\n") == 1
+
+
+def test_real_runs_are_the_same_as_themselves_and_neither_torch_nor_pandas_is_loaded(tmp_path):
+    results.write_result(tmp_path / "a" / "one", json.loads(json.dumps(result("zigzag", 2))))
+    assert len(read([tmp_path / "a"])) == 1
+    program = "import sys; from runner.compare import main; print(main(['a', 'a'])); print({'torch', 'pandas'} & set(sys.modules))"
+    assert python("-c", program, cwd=tmp_path).stdout.endswith("0\nset()\n")
