@@ -275,12 +275,13 @@ _register(
         "llama3",
         "an equal slice of the packed stream on each rank, across sequence borders; keys gathered, one call",
         "The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024); packs as in ring-flash-attention (Zhu, 2024)",
-        "packs of any lengths whose total W divides; long causal sequences are imbalanced",
+        "packs of any lengths whose total W divides, given room for the KV of the heads in flight; long causal sequences are "
+        "imbalanced",
         layouts.PACKED,
         schedules.gather,
         "gather",
         packed=True,
-        options={"heads_k_stride": 1},
+        options={"heads_k_stride": None},
     )
 )
 _register(

@@ -19,7 +19,7 @@ def options(name, world):
     """The variant's options, each way that changes what is computed where."""
     return {
         "ring_allgather": [{}, {"heads_k_stride": 1}],
-        "llama3": [{}, {"heads_k_stride": None}],
+        "llama3": [{}, {"heads_k_stride": 1}],
         "zigzag_llama3": [
             {},
             {"own_first": False},
