@@ -97,4 +97,6 @@ def tile(mask: Mask, q: Interval, k: Interval) -> tuple[Interval, Interval, Mask
         right = -1
     if left >= d - c - 1:  # the last row still sees the first key
         left = -1
+    if left < 0 and right <= 0:  # nearly all are, and a new one each would take as long as the rest
+        return (a, b), (c, d), CAUSAL if right == 0 else FULL
     return (a, b), (c, d), Mask(left, right)

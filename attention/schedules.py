@@ -5,10 +5,10 @@ the mask exactly once, and the executors, the cost functions and the transfers a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
 
 from attention.layouts import CuSeqlens, Layout, size
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
@@ -39,7 +39,7 @@ class Step:
     blocks: tuple[Block, ...]
     order: tuple[Interval, ...] = ()
 
-    @property
+    @cached_property
     def keys(self) -> tuple[Interval, ...]:
         """The owner's keys that the step brings, those that the blocks touch: disjoint intervals in the order in which they lie
         for this rank."""
@@ -170,7 +170,10 @@ def gather(problem: Problem, rank: int) -> list[Step]:
     seen = [0] * len(problem.cu_seqlens)  # chunks of each sequence so far
     for chunk in problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]:
         assert chunk.step == 1 or len(chunk) < 2, f"the {problem.q_layout.name} layout's chunks are not contiguous"
-        for number, (start, stop) in enumerate(pairwise(problem.cu_seqlens)):
+        for number in range(bisect_right(problem.cu_seqlens, chunk.start) - 1, len(seen) - 1):
+            start, stop = problem.cu_seqlens[number : number + 2]
+            if start >= chunk.stop:
+                break
             a, b = max(chunk.start, start), min(chunk.stop, stop)
             if a < b:
                 found = _tiles(problem.mask, (a - start, b - start), at - (a - start), (0, stop - start), start)
