@@ -105,6 +105,12 @@ def size(shard: Shard) -> int:
     return sum(len(r) for r in shard)
 
 
+@lru_cache(maxsize=256)
+def largest(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> int:
+    """The most tokens that a rank holds."""
+    return max(map(size, layout.shards(cu_seqlens, world)))
+
+
 def positions(shard: Shard) -> list[int]:
     """The global position of every local token."""
     return [t for r in shard for t in r]

@@ -62,7 +62,7 @@ def sum_numbered(out: Tensor, parts: Parts) -> None:
     sum_rows(out, to, [(part, _numbers(n, intervals, out.device)) for part, intervals in parts])
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
     """int32 `[n]`: which token of a part over the intervals each of n tokens is, -1 where it is none."""
     found = torch.full((n,), -1, dtype=torch.int32)

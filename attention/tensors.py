@@ -53,7 +53,7 @@ def rows(shape: Sequence[int], *strides: Sequence[int]) -> bool:
     return all(x[-1] == 1 and (heads == 1 or x[-2] == head_dim) for x in strides)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """`[n]`: the places of all tokens of the intervals."""
     return torch.cat([torch.arange(start, stop, dtype=dtype) for start, stop in intervals]).to(device)
@@ -82,7 +82,7 @@ def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> 
         return x if stop - start == x.size(dim) else x.narrow(dim, start, stop - start)
     if len(intervals) > FEW:
         if dim == x.dim() - 3 and _by_kernel(x):
-            n = sum(stop - start for start, stop in intervals)
+            n = index(intervals, x.device, torch.int32).numel()
             found = room(x, n)
             _numbered(found, x, ((0, n),), intervals)
             return found

@@ -72,17 +72,20 @@ def step_route(problem: Problem, rank: int, i: int) -> Route:
 
 
 def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
-    """The tokens that two shards share, as (slice of the source, slice of the target), by global position. Both shards
-    consist of ranges with step 1."""
-    found = []
+    """The tokens that two shards share, as (slice of the source, slice of the target), by global position, neighbours on both
+    ends as one. Both shards consist of ranges with step 1."""
+    found: list[tuple[Interval, Interval]] = []
     ours, theirs = _placed(source), _placed(target)
     i = j = 0
     while i < len(ours) and j < len(theirs):
         (a, a_stop, here), (b, b_stop, there) = ours[i], theirs[j]
         start, stop = max(a, b), min(a_stop, b_stop)
         if start < stop:
-            at, to = here + start - a, there + start - b
-            found.append(((at, at + stop - start), (to, to + stop - start)))
+            at, to, n = here + start - a, there + start - b, stop - start
+            if found and (found[-1][0][1], found[-1][1][1]) == (at, to):
+                (at, _), (to, _) = found.pop()
+                n = here + stop - a - at
+            found.append(((at, at + n), (to, to + n)))
         i, j = (i + 1, j) if a_stop <= b_stop else (i, j + 1)
     return found
 

@@ -17,7 +17,7 @@ from attention.costs import ring_parts
 from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
 from attention.kernels.interface import Triple
-from attention.layouts import size
+from attention.layouts import largest
 from attention.merge import Accumulator
 from attention.phases import phase
 from attention.schedules import length
@@ -156,8 +156,8 @@ class _Keys:
         self.mine = [(each.keys(k), each.keys(v)) for each in groups]
         self.offer: Offer | None = None
         if any(step.most for step in plan.steps):
-            shards = plan.problem.layout.shards(plan.problem.cu_seqlens, plan.problem.world)
-            self.offer = plan.transport.offer("kv", [x for pair in self.mine for x in pair], max(map(size, shards)))
+            most = largest(plan.problem.layout, plan.problem.cu_seqlens, plan.problem.world)
+            self.offer = plan.transport.offer("kv", [x for pair in self.mine for x in pair], most)
 
     def fetch(self, i: int, group: int = 0) -> _Incoming:
         return _Incoming(self, i, group)
