@@ -22,7 +22,7 @@ from attention.masks import Mask
 from attention.passes import passes
 from attention.rates import LONG, Rate, Speed
 from attention.schedules import Block, Problem, Step, length, steps, union
-from attention.transfers import Intervals, gather_move, step_route
+from attention.transfers import Intervals, gather_move, joined, step_route, within
 from attention.variants import VARIANTS, Variant, check_heads
 
 AUTO = "auto"
@@ -405,7 +405,7 @@ class _Work:
     packed_calls: int
     queries: int  # of all blocks
     keys: int  # of all blocks, one that two of them see twice
-    seen: int  # keys that any block sees
+    seen: int  # keys that come or are there
     taken_queries: int  # of packed calls, those that are copied together for them
     taken_keys: int
     received: int  # keys that come before the step
@@ -424,7 +424,7 @@ def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
             pairs[block.mask] = _Pairs(here.seen + block.pairs, here.most + n * keys, here.edges + block.mask.edges * n)
         # whole blocks of the same queries are one call
         apart = list({(b.q, b.k if not b.mask.full else None): b for b in step.blocks}.values())
-        taken_queries, taken_keys = _taken(step)
+        taken_queries, taken_keys = _taken(step, step.owner == place)
         gathered = step.owner < 0
         route = gather_move(problem, place).route if gathered else step_route(problem, place, i)
         found.append(
@@ -444,16 +444,18 @@ def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
     return tuple(found)
 
 
-def _taken(step: Step) -> tuple[int, int]:
-    """Queries and keys of packed calls that lie in more than one stretch."""
+def _taken(step: Step, mine: bool) -> tuple[int, int]:
+    """Queries and keys of packed calls that lie in more than one stretch; those of others side by side."""
+    place = within(step.keys)
     alike: dict[tuple[Mask, int], list[Block]] = {}
     for block in step.blocks:
         alike.setdefault((block.mask, block.group), []).append(block)
     queries = keys = 0
     for found in alike.values():
-        of_q, of_k = union(b.q for b in found), [b.k for b in found]
+        of_q = joined(dict.fromkeys(b.q for b in found))
+        of_k = joined(x for b in found for x in ((b.k,) if mine else place(b.k)))
         queries += length(of_q) if len(of_q) > 1 else 0
-        keys += sum(b - a for a, b in of_k) if len(union(of_k)) > 1 or len(step.keys) > 1 else 0
+        keys += length(of_k) if len(of_k) > 1 else 0
     return queries, keys
 
 
@@ -639,7 +641,7 @@ class _Rank:
             speed = self.machine.speeds(self.kernel, mask, self.task)[backward]
             flops = costs.forward_flops(self.shapes, pairs.computed(speed.edge))
             seconds += flops * (costs.BACKWARD if backward else 1) / speed.flops
-        if self.task.packed:
+        if self.task.packed and (backward or self.candidate.options.get("grouping") != "packed"):
             sizes, reads = self.shapes, 3 if backward else 1  # dout, q and out; or q
             elements = reads * sizes.heads * step.taken_queries + 2 * sizes.kv_heads * step.taken_keys
             seconds += self.machine.copied(2 * elements * sizes.batch * sizes.head_dim * sizes.itemsize)

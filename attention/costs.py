@@ -154,7 +154,7 @@ def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) ->
     for step in steps(problem, rank // problem.ulysses):
         q_tokens = sum(b.q[1] - b.q[0] for b in step.blocks)
         q_bytes = q_tokens * shapes.heads // problem.ulysses * shapes.head_dim
-        k_bytes = 2 * length(step.keys) * kv_heads_each(problem, shapes) * shapes.head_dim
+        k_bytes = 2 * length(union(b.k for b in step.blocks)) * kv_heads_each(problem, shapes) * shapes.head_dim
         # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv
         total += (4 * q_bytes + 2 * k_bytes) if backward else (2 * q_bytes + k_bytes)
     return total * shapes.batch * shapes.itemsize

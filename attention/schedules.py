@@ -41,8 +41,8 @@ class Step:
 
     @cached_property
     def keys(self) -> tuple[Interval, ...]:
-        """The owner's keys that the step brings, those that the blocks touch: disjoint intervals in the order in which they lie
-        for this rank."""
+        """The owner's keys that the step brings, all that its blocks touch among them: disjoint intervals in the order in which
+        they lie for this rank."""
         return self.order or union(b.k for b in self.blocks)
 
     @property

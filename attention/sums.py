@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.masks import Interval
 from attention.passes import passes
 from attention.schedules import length
-from attention.tensors import FEW, add_, index, put_, room, rows, take, token_dim, tokens, wide
+from attention.tensors import FEW, add_, held, index, put_, room, rows, take, token_dim, tokens, wide
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
@@ -59,7 +59,7 @@ def sum_numbered(out: Tensor, parts: Parts) -> None:
 
     n = tokens(out)
     to = index(((0, n),), out.device, torch.int32)
-    sum_rows(out, to, [(part, _numbers(n, intervals, out.device)) for part, intervals in parts])
+    sum_rows(out, to, [(part, held(_numbers(n, intervals, out.device))) for part, intervals in parts])
 
 
 @lru_cache(maxsize=128)

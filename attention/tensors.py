@@ -53,10 +53,24 @@ def rows(shape: Sequence[int], *strides: Sequence[int]) -> bool:
     return all(x[-1] == 1 and (heads == 1 or x[-2] == head_dim) for x in strides)
 
 
-@lru_cache(maxsize=128)
 def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """`[n]`: the places of all tokens of the intervals."""
+    """`[n]`: the places of all tokens of the intervals; kept, as a repeated call wants them again."""
+    return held(_index(intervals, device, dtype))
+
+
+@lru_cache(maxsize=128)
+def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.arange(start, stop, dtype=dtype) for start, stop in intervals]).to(device)
+
+
+_captured: dict[int, Tensor] = {}
+
+
+def held(x: Tensor) -> Tensor:
+    """x, which lives on where a CUDA graph is being captured: its replays know x's address."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured[id(x)] = x
+    return x
 
 
 def _by_kernel(*given: Tensor) -> bool:

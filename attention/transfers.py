@@ -3,6 +3,8 @@ one to one, so that a message carries nothing but the tokens and a receiver know
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -11,6 +13,7 @@ from attention.masks import Interval
 from attention.schedules import SEQUENCE, Problem, length, steps
 
 Intervals = tuple[Interval, ...]
+Place = Callable[[Interval], Intervals]
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> M
 
 
 def needed_keys(problem: Problem, rank: int) -> Shard:
-    """The global positions of the keys that a gathering rank's blocks need, as ranges in the order in which they lie."""
+    """The global positions of the keys that a rank gathers, as ranges in the order in which they lie."""
     step = steps(problem, rank)[-1]
     assert step.owner == SEQUENCE
     return tuple(range(*interval) for interval in step.keys)
@@ -137,3 +140,34 @@ def gather_move(problem: Problem, rank: int) -> Move:
     """Every rank's shard to the keys that each rank needs."""
     needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))
     return move(problem.layout.shards(problem.cu_seqlens, problem.world), needs, rank)
+
+
+def within(keys: Intervals) -> Place:
+    """Where the tokens of an interval of the owner's lie, in order, when the intervals `keys` are put side by side."""
+
+    places = sorted((start, stop, at) for (start, stop), (at, _) in zip(keys, side_by_side(keys), strict=True))
+    starts = [start for start, *_ in places]
+
+    def place(interval: Interval) -> Intervals:
+        found, at = [], interval[0]
+        for i in range(max(bisect_right(starts, at) - 1, 0), len(places)):
+            start, stop, here = places[i]
+            if not start <= at < min(stop, interval[1]):
+                break
+            found.append((here + at - start, here + min(stop, interval[1]) - start))
+            at = min(stop, interval[1])
+        assert at == interval[1], f"{interval} is not within {keys}"
+        return joined(found)
+
+    return place
+
+
+def joined(intervals: Iterable[Interval]) -> Intervals:
+    """Neighbouring intervals as one, in the given order."""
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

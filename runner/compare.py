@@ -3,10 +3,10 @@
     python -m runner.compare outputs/multirun/2026-01-31_12-00-00 outputs/multirun/2026-01-31_13-00-00
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
 
-Runs belong together when the same was asked of them: variant, options, workload, ranks, kernel, transport and timing; of one that was
-repeated in a set the latest counts. A pass is slower (or faster) when its median is off by more than the tolerance and the 95% intervals
-of the two medians, where there are any, lie apart. Exit status: 0 when nothing is worse, 1 when a run is slower, larger, not ok any more
-or missing in B, 2 for sets that can't be compared. No torch."""
+Runs belong together when the same was asked of them: variant, options (defaults written out, so that a default that changed sets runs
+apart), workload, ranks, kernel, transport and timing; of one that was repeated in a set the latest counts. A pass is slower (or faster) when its median is off by more than the tolerance and the 95% intervals
+of the two medians, where there are any, lie apart. Exit status: 0 when nothing is worse, 1 when a run is slower, larger, not ok any more,
+not timed or missing in B, 2 for sets that can't be compared; what is new in B is never worse. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ LARGER, BROKEN, MENDED, MISSING, NEW, FAILED = (
     "new in B",
     "not ok in both",
 )
-WORSE = (SLOWER, LARGER, BROKEN, MISSING)
+UNTIMED, GONE = "not timed in B", "only in A, not ok there"
+WORSE = (SLOWER, LARGER, BROKEN, MISSING, UNTIMED)
+ASKED = (
+    "batch", "heads", "kv_heads", "head_dim", "seq_len", "q_len", "causal", "window", "seqlens", "mode", "deterministic",
+)  # fmt: skip
+GROUPS = {"kernel": "name", "transport": "name", "dtype": "name", "timing": "method"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
         if not any(pair.a and pair.b for pair in pairs):
             raise ValueError(f"{options.a} and {options.b}: nothing was asked for in both{_apart(a, b)}")
+        if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
+            raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -108,9 +115,15 @@ def _latest(runs: Sequence[Run]) -> dict[tuple[object, ...], Run]:
 
 
 def _asked(run: Run) -> tuple[object, ...]:
-    facts = [run.facts[key] for key in ("attention", *WORKLOAD, *MADE) if key != "gpu"]
-    work = (run.result.get("experiment") or {}).get("workload") or run.result.get("config") or {}
-    return (*facts, str(work.get("seqlens")), str(sorted(run.options.items())))
+    """From the configuration, which a run that was refused has, too."""
+    config = run.result.get("config") or {}
+    if not run.facts["attention"]:
+        return ("not understood", run.result.get("key"), str(config))
+    drawn = ("seqlens_mean", "seqlens_std", "seed") if config.get("seqlens") == "random" else ()
+    plain = [str(config.get(key)) for key in (*ASKED, *drawn)]
+    groups = [(config.get(key) or {}).get(name) for key, name in GROUPS.items()]
+    options = {k: v for k, v in (config.get("attention") or {}).items() if v is not None}
+    return (run.facts["world_size"], *plain, *groups, str(sorted(options.items())))
 
 
 def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:
@@ -126,8 +139,10 @@ def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:
 
 
 def _verdicts(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> tuple[str, ...]:
-    if a is None or b is None:
-        return (NEW if a is None else MISSING,)
+    if b is None:
+        return (MISSING if a is None or a.ok else GONE,)
+    if a is None:
+        return (NEW,)
     if not a.ok or not b.ok:
         return (MENDED if b.ok else BROKEN if a.ok else FAILED,)
     found = [speed(a, b, which, tolerance)]
@@ -140,6 +155,8 @@ def _verdicts(a: Run | None, b: Run | None, which: str, tolerance: float, memory
 def speed(a: Run, b: Run, which: str, tolerance: float) -> str:
     """Of a pass; a run that has a forward only, by that."""
     old, new = a.ms(which), b.ms(which)
+    if old is not None and new is None:
+        return UNTIMED
     if old is None or new is None or abs(new / old - 1) <= tolerance:
         return SAME
     ends = [_interval(run, which) for run in ((a, b) if new > old else (b, a))]
@@ -193,7 +210,9 @@ def _said(pair: Pair) -> str:
     text = ", ".join(pair.verdicts)
     failed = next((run for run in (pair.b, pair.a) if run is not None and not run.ok), None)
     if failed is not None:
-        text += f": {failed.row['status']}, {' '.join(str(failed.row['reason']).split())[:100]}"
+        text += ": " + ", ".join(
+            filter(None, (failed.row["status"], " ".join((failed.row["reason"] or "").split())[:100]))
+        )
     return f"**{text}**" if any(verdict in WORSE for verdict in pair.verdicts) else text
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +13,9 @@ from attention.kernels import Call, Kernel
 from attention.layouts import CuSeqlens
 from attention.masks import Interval, Mask
 from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
-from attention.transfers import Intervals, Piece, Route, side_by_side, step_route
+from attention.transfers import Intervals, Piece, Place, Route, joined, step_route, within
 from attention.transports import Message, Transport
 from attention.variants import Variant
-
-Place = Callable[[Interval], Intervals]
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def plan_steps(
         mine = step.owner == rank
         keys = step.keys
         # one's own keys are used in place, others' arrive as the needed intervals side by side
-        where = _identity if mine else _within(keys)
+        where = _identity if mine else within(keys)
         calls = tuple(_calls(step, where, scale, packed, deterministic, device))
         everyone = range(problem.world)
         if step.owner == SEQUENCE:
@@ -126,25 +123,6 @@ def _identity(interval: Interval) -> Intervals:
     return (interval,)
 
 
-def _within(keys: Intervals) -> Place:
-    """Where the tokens of an interval of the owner's lie, in order, when the intervals `keys` are put side by side."""
-
-    places = sorted((start, stop, at) for (start, stop), (at, _) in zip(keys, side_by_side(keys), strict=True))
-    starts = [start for start, *_ in places]
-
-    def place(interval: Interval) -> Intervals:
-        found, at = [], interval[0]
-        for start, stop, here in places[max(bisect_right(starts, at) - 1, 0) :]:
-            if not start <= at < min(stop, interval[1]):
-                break
-            found.append((here + at - start, here + min(stop, interval[1]) - start))
-            at = min(stop, interval[1])
-        assert at == interval[1], f"{interval} is not within {keys}"
-        return _joined(found)
-
-    return place
-
-
 def _calls(
     step: Step, where: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> Iterator[LocalCall]:
@@ -161,7 +139,7 @@ def _calls(
         q_lengths = [block.q[1] - block.q[0] for block, _ in found]
         k_lengths = [length(k) for _, k in found]
         call = Call.of_packed(scale, mask, q_lengths, k_lengths, device, deterministic)
-        yield LocalCall(_joined(block.q for block, _ in found), _joined(x for _, k in found for x in k), call)
+        yield LocalCall(joined(block.q for block, _ in found), joined(x for _, k in found for x in k), call)
 
 
 def _tiles(blocks: Iterable[Block], where: Place) -> list[tuple[Block, Intervals]]:
@@ -170,18 +148,7 @@ def _tiles(blocks: Iterable[Block], where: Place) -> list[tuple[Block, Intervals
     for block in blocks:
         k = where(block.k)
         if found and block.mask.full and (block.q, block.mask) == (found[-1][0].q, found[-1][0].mask):
-            found[-1] = (found[-1][0], _joined((*found[-1][1], *k)))
+            found[-1] = (found[-1][0], joined((*found[-1][1], *k)))
         else:
             found.append((block, k))
     return found
-
-
-def _joined(intervals: Iterable[Interval]) -> Intervals:
-    """Neighbouring intervals as one, in the given order."""
-    merged: list[Interval] = []
-    for start, stop in intervals:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)

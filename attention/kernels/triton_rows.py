@@ -63,10 +63,10 @@ def sum_rows(out: Tensor, to: Tensor, parts: Numbered) -> None:
         sum_rows(running, to, parts[:MOST_PARTS])
         sum_rows(out, to, [(running, to), *parts[MOST_PARTS:]])
         return
-    if to.numel() == 0 or out.numel() == 0:
-        return
     if not parts:
         raise ValueError("no parts: give at least one")
+    if to.numel() == 0 or out.numel() == 0:
+        return
     given = tuple([part for part, _ in parts])
     strides = tuple([x.stride() for x in (out, *given)])
     start = _start(out.shape, to.numel(), strides, out.dtype == torch.float64)

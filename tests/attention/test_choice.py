@@ -10,9 +10,11 @@ import attention
 from attention import choice, costs, links, rates
 from attention.choice import Ceilings, Machine, Task, choose, task_of
 from attention.costs import Shapes
+from attention.executors.plan import plan_steps
 from attention.links import Link, Measured, find, parse, through
 from attention.masks import CAUSAL, FULL, Mask
 from attention.rates import CallClass, Rate
+from attention.schedules import length
 from attention.variants import VARIANTS
 
 GPU = "NVIDIA Test 1"
@@ -225,6 +227,25 @@ def test_the_fastest_measured_is_taken_to_five_percent(sizes):
     assert measured[min(fastest, key=lambda v: fastest[v])] <= 1.05 * min(measured.values())
     for name, total in measured.items():
         assert fastest[name] == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"own_first": True}, {"grouping": "packed"}], ids=str)
+@pytest.mark.parametrize("name", ["zigzag_llama3", "zigzag_varlen", "llama3", "ring_varlen"])
+@pytest.mark.parametrize("n", [1, 4, 8, 9, 12])
+def test_what_packed_calls_take_is_what_the_plan_takes(name, n, options):
+    """Queries and keys that lie in several stretches, which are copied together for a call."""
+    if options and name != "zigzag_llama3":
+        pytest.skip("an option of zigzag_llama3")
+    cu = tuple(8 * i for i in range(n + 1))
+    problem = VARIANTS[name].problem(cu, 4, CAUSAL, options)
+    for rank in range(4):
+        planned = plan_steps(problem, rank, 1.0, True, False, torch.device("cpu"))
+        for step, work in zip(planned, choice._work(problem, rank), strict=True):
+            taken = [
+                sum(length(x) for x in found if len(x) > 1)
+                for found in zip(*((c.q, c.k) for c in step.calls), strict=True)
+            ]
+            assert (taken or [0, 0]) == [work.taken_queries, work.taken_keys]
 
 
 def test_what_an_edge_costs_is_what_long_and_short_sequences_differ_by():

@@ -238,6 +238,15 @@ def test_fewer_heads_in_flight_need_less_memory():
     assert peak("llama3", 1024, 4, shapes, heads_k_stride=1) < peak("llama3", 1024, 4, shapes)
 
 
+def test_keys_that_come_along_are_not_moved_by_kernels():
+    """Of nine sequences others' shards come whole, of eight what is seen; a kernel reads what it sees either way."""
+    for name in ("zigzag_varlen", "zigzag_llama3"):
+        eight, nine = (VARIANTS[name].problem(tuple(8 * i for i in range(n + 1)), 4, CAUSAL) for n in (8, 9))
+        for rank in range(4):
+            few, many = (costs.kernel_bytes(problem, SHAPES, rank, False) for problem in (eight, nine))
+            assert 9 * few == 8 * many
+
+
 def test_a_block_moves_its_inputs_and_outputs_once():
     # 3, 3, 3 and 1 keys of 2 heads, k and v; q and out of one token, 8 heads
     problem = made("tree", 10, 4, FULL, 1)

@@ -71,6 +71,34 @@ def test_what_is_mended_or_new_alone_is_no_fault(tmp_path, capsys):
     assert compared(capsys, *sets(tmp_path, before, after))[0] == 0
 
 
+def test_a_refused_run_is_found_again_by_what_was_asked(tmp_path, capsys):
+    """A run that was refused has no resolved workload, and its configuration leaves open what the other's fills in."""
+    ok, refused = result("zigzag", 2), result("zigzag", None, status="unsupported", reason="no GPU")
+    for value in (ok, refused):
+        value["config"] |= {"batch": None, "seqlens": "random", "seqlens_mean": 512, "seed": 1}
+    ok["experiment"]["workload"] |= {"batch": 1, "seqlens": [1024, 31744]}
+    assert compared(capsys, *sets(tmp_path, [refused], [ok]))[0] == 0
+    status, said = compared(capsys, str(tmp_path / "after"), str(tmp_path / "before"))
+    assert status == 1 and "**broken: unsupported, no GPU**" in said
+
+
+def test_what_b_lacks_is_no_loss_where_it_was_not_ok(tmp_path, capsys):
+    lost = result("ring", None, status="oom", reason=None)
+    status, said = compared(capsys, *sets(tmp_path, [result("zigzag", 2), lost], [result("zigzag", 2)]))
+    assert status == 0 and "only in A, not ok there: oom |" in said
+
+
+def test_a_pass_that_is_not_timed_any_more_is_worse(tmp_path, capsys):
+    before, after = result("zigzag", 2), result("zigzag", 2)
+    del after["timing"]["passes"]["backward"]
+    folders = sets(tmp_path, [before], [after])
+    assert compared(capsys, *folders, "--pass", "backward")[0] == 1
+    assert compared(capsys, *folders, "--pass", "forward")[0] == 0
+    del before["timing"]["passes"]["backward"]
+    assert compare.main([*sets(tmp_path, [before], [after]), "--pass", "backward"]) == 2
+    assert "--pass backward: no run has it" in capsys.readouterr().err
+
+
 def test_more_memory_is_worse(tmp_path, capsys):
     before, after = result("zigzag", 2), result("zigzag", 2)
     after["memory"] = {"by_rank": [{"peak_allocated": 2**31, "symmetric": 0}]}
