@@ -115,7 +115,8 @@ OF_PACKS = [
 def test_packs_of_many_sequences_match_fp64(in_world, name, options):
     case = {"tokens": MANY[-1], "heads": 8, "kv_heads": 4, "head_dim": 16, "causal": True, "batch": 1, "packs": MANY}
     windowed = [case | {"window": (9, 0)}] if does(name, case | {"window": (9, 0)}, options) else []
-    for transport in ("gloo", "symm"):
+    sent = ["gloo"] if name.startswith("zigzag") and not options else []
+    for transport in ("symm", *sent):
         for found in in_world("compare", 4, name=name, options=options, cases=[case, *windowed], transport=transport):
             assert found["errors"][0] < 1e-6, found
             assert max(found["errors"][1:]) < 1e-5, found
