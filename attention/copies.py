@@ -28,8 +28,7 @@ def copy_all(pairs: Pairs) -> None:
             form = source.dtype, source.shape, target.stride(), source.stride()
             alike.setdefault(form, []).append((target, source))
     for (_, shape, *strides), found in alike.items():
-        plain = all(_contiguous(shape, each) for each in strides)  # which is the driver's
-        if plain or not rows(shape, *strides) or MOST * shape[0] > MOST_PROGRAMS:
+        if not by_kernel(shape, *strides):
             for target, source in found:
                 target.copy_(source)
             continue
@@ -37,6 +36,13 @@ def copy_all(pairs: Pairs) -> None:
 
         for i in range(0, len(found), MOST):
             copy_triton(found[i : i + MOST])
+
+
+def by_kernel(shape: Sequence[int], *strides: Sequence[int]) -> bool:
+    """Whether our kernel copies `[B, S, H, D]` or `[T, H, D]` in these strides: a plain copy is the driver's."""
+    batch = shape[0] if len(shape) == 4 else 1
+    plain = all(_contiguous(shape, each) for each in strides)
+    return not plain and rows(shape, *strides) and MOST * batch <= MOST_PROGRAMS
 
 
 def moves(into: Tensor, x: Tensor, places: Sequence[tuple[Interval, Interval]]) -> Pairs:

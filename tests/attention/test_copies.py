@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.copies import copy_all, moves
+from attention.copies import by_kernel, copy_all, moves
 from attention.tensors import put_, rows, take
 
 triton = pytest.importorskip("triton")
@@ -95,6 +95,23 @@ def test_moves_write_the_tokens_they_name(device, n):
 )
 def test_what_rows_are(x, so):
     assert rows(x.shape, x.stride()) == so
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "so"),
+    [
+        ((1, 100_000), 4, True),
+        ((100_000,), 4, True),  # a pack, however long
+        ((4095, 2), 4, True),
+        ((4096, 2), 4, False),  # a grid has no room for so large a batch
+        ((1, 100_000), 8, False),  # all heads: contiguous
+        ((100_000,), 8, False),
+    ],
+)
+def test_the_kernel_copies_some_heads_of_every_token(shape, heads, so):
+    whole = torch.empty((*shape, 8, 16), device="meta")
+    x = whole[..., :heads, :]
+    assert by_kernel(x.shape, x.stride(), torch.empty_like(x).contiguous().stride()) == so
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU")
