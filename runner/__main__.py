@@ -18,6 +18,7 @@ class Stops:
 
     def __init__(self) -> None:
         self.deaf_until = 0.0
+        self.exit_status: int | None = None  # what the program ends with once one came
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a script
             signal.signal(signal.SIGINT, self)
         signal.signal(signal.SIGTERM, self)
@@ -29,9 +30,10 @@ class Stops:
         if time.monotonic() < self.deaf_until:
             return
         self.hold()
+        self.exit_status = 128 + signum
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(143)
+        raise SystemExit(self.exit_status)
 
 
 def _interrupted_at_once(*_: Any) -> None:
@@ -62,6 +64,13 @@ def refuse(reason: str, arguments: list[str]) -> int:
         )
     print(f"invalid: {reason}", file=sys.stderr)
     return 2
+
+
+def message(error: BaseException) -> str:
+    """In one line; that of its cause where it has none of its own, as Hydra's while it composes."""
+    while not str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def exit_status(statuses: list[str]) -> int:
@@ -103,18 +112,18 @@ def _main() -> int:
     stops = Stops()
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(app.execute)()
-    except KeyboardInterrupt:
-        display.err.print("interrupted; what was finished is recorded")
-        return 130
-    except (HydraException, OmegaConfBaseException) as error:
+    except (KeyboardInterrupt, Exception) as error:
+        if stops.exit_status is not None:  # also where unwinding raised something else, as OmegaConf's flags may
+            display.err.print("interrupted; what was finished is recorded")
+            return stops.exit_status
         if traced:
             raise
-        return refuse(" ".join(str(error).split()), arguments)
-    except OSError as error:
-        if traced:
-            raise
-        print(f"error: {app.no_room(error.filename or 'a file of the run', error)}", file=sys.stderr)
-        return 1
+        if isinstance(error, (HydraException, OmegaConfBaseException)):
+            return refuse(message(error), arguments)
+        if isinstance(error, OSError):
+            print(f"error: {app.no_room(error.filename or 'a file of the run', error)}", file=sys.stderr)
+            return 1
+        raise
     finally:
         stops.hold()
         app.pool.close()

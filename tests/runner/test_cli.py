@@ -333,6 +333,38 @@ def test_interrupting_a_sweep_again_and_again_keeps_what_is_finished_and_leaves_
     assert not started_by(tmp_path)
 
 
+UNWINDS_INTO_AN_ERROR = """
+import os, signal, sys, hydra
+from hydra.errors import ConfigCompositionException
+from omegaconf.errors import ReadonlyConfigError
+
+def composing():
+    try:
+        os.kill(os.getpid(), signal.{signal})
+    finally:
+        try:
+            raise ReadonlyConfigError("a flag was not put back")
+        except ReadonlyConfigError as cause:
+            raise ConfigCompositionException from cause
+
+hydra.main = lambda **_: lambda _: composing
+import runner.__main__
+sys.argv = ["runner", "output={output}"]
+sys.exit(runner.__main__.main())
+"""
+
+
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGCONT", 2)])
+def test_a_stop_whose_unwinding_raises_something_else_is_still_a_stop(tmp_path, name, status):
+    done = subprocess.run(
+        [sys.executable, "-c", UNWINDS_INTO_AN_ERROR.format(signal=name, output=tmp_path)],
+        capture_output=True, text=True, env=environment(tmp_path), timeout=30,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    said = "invalid: a flag was not put back" if status == 2 else "interrupted; what was finished is recorded"
+    assert (done.returncode, done.stderr.strip()) == (status, said)
+
+
 def test_interrupting_the_program_while_it_imports_is_one_line(tmp_path):
     program = started(tmp_path, before=["-X", "importtime"])
     for line in program.stderr:
