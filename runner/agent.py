@@ -2,8 +2,9 @@
 who failed. `python -m runner.agent FOLDER SPEC`; on a further node of a larger world the same with the first node's
 endpoint in SPEC.
 
-The ranks are forked off a server that has imported what they need (runner.forked), once for all of them, while the agent
-itself imports what it needs."""
+The ranks are forked once what they need is imported: off the agent itself on a CPU, where one import of torch is all that
+a world costs. On a GPU host the elastic launch asks the driver for its GPUs, after which no fork may use them: there they
+are forked off a server that has imported the same (runner.forked), while the agent imports what it needs."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
     if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
         return 1  # it ended before this process could ask to be told
-    os.environ["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
-    multiprocessing.set_forkserver_preload(["runner.forked"])
-    forkserver.ensure_running()
+    start_method = "forkserver" if spec["device"] == "cuda" else "fork"
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(["runner.forked"])
+        forkserver.ensure_running()
+    else:
+        import runner.worker  # noqa: F401
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -47,7 +51,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
         rdzv_endpoint=spec["endpoint"] or "localhost:0",
         max_restarts=0,
         monitor_interval=0.25,
-        start_method="forkserver",
+        start_method=start_method,
         local_addr="localhost" if nodes == 1 else None,
     )
     try:
@@ -65,4 +69,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+    status = main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # taking torch down in order takes half a second for nothing

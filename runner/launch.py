@@ -91,6 +91,7 @@ class World:
             environment["OMP_NUM_THREADS"] = str(max(1, cores() // spec.world_size))
             environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["ATTENTION_LAUNCHER"] = str(os.getpid())
+        environment["ATTENTION_WORLD"] = str(self.folder)  # marks the ranks as this world's
         environment.setdefault("PYTHONUNBUFFERED", "1")
         # what FlashAttention-4 compiled serves later worlds too
         environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -202,7 +203,7 @@ class World:
             f"its stack is in run.log; launch.{silence.key}=N allows more",
             rank=silence.rank,
             phase=silence.phase,
-            log_tail=self._tail(silence.rank),
+            log_tail=self._stack(silence.rank),
         )
 
     def _lost(self) -> Outcome:
@@ -256,6 +257,13 @@ class World:
     def _tail(self, rank: int) -> list[str]:
         path = self.folder / f"rank{rank}.log"
         return path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path.exists() else []
+
+    def _stack(self, rank: int) -> list[str]:
+        """Where a rank was when it was asked for its stack: innermost first, as faulthandler writes it."""
+        path = self.folder / f"rank{rank}.log"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        starts = [i for i, line in enumerate(lines) if line.startswith("Current thread")]
+        return lines[starts[-1] :][:TAIL_LINES] if starts else lines[-TAIL_LINES:]
 
     def ask_to_stop(self) -> None:
         """Idle ranks end by themselves; several worlds can do so at once."""

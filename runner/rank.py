@@ -91,6 +91,8 @@ class Rank:
 def live(folder: str, device_type: str) -> None:
     """The entry point of a rank process."""
     die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # of the agent it was forked off
+        signal.signal(number, signal.SIG_DFL)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ["LOCAL_RANK"])
     log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

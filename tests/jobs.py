@@ -370,6 +370,18 @@ def fail_on(me: Rank, rank: int) -> None:
     me.barrier()
 
 
+def hold_a_named_semaphore(me: Rank) -> list[str]:
+    """Its file, on every rank: only multiprocessing's tracker removes it if the rank is killed."""
+    import multiprocessing
+
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    _held.append(semaphore)
+    return me.gather(f"/dev/shm/sem.{semaphore._semlock.name[1:]}")
+
+
+_held: list[Any] = []
+
+
 def sleep_on(me: Rank, rank: int, seconds: float) -> None:
     me.say("working")
     if me.rank == rank:

@@ -18,18 +18,17 @@ GROUPS = groups()
 PARSER = OverridesParser.create()
 
 
+@cache
 def composed(*overrides: str, **options: bool) -> DictConfig:
+    """Not to be changed: whoever asks for the same gets it again."""
     with initialize_config_module("runner.conf", version_base="1.3"):
         return compose("config", overrides=list(overrides), **options)
-
-
-_chosen = cache(composed)
 
 
 def configured(*overrides: str) -> DictConfig:
     """As `composed`, but keys are set in a copy of what the groups' choices make: composing takes much longer."""
     choices = [text for text in overrides if text.lstrip("+").partition("=")[0] in GROUPS]
-    cfg = copy.deepcopy(_chosen(*choices))
+    cfg = copy.deepcopy(composed(*choices))
     for override in PARSER.parse_overrides([text for text in overrides if text not in choices]):
         OmegaConf.update(cfg, override.key_or_group, override.value(), force_add=override.is_add())
     return cfg
