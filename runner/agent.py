@@ -2,9 +2,9 @@
 who failed. `python -m runner.agent FOLDER SPEC`; on a further node of a larger world the same with the first node's
 endpoint in SPEC.
 
-The ranks are forked once what they need is imported: off the agent itself on a CPU, where one import of torch is all that
-a world costs. On a GPU host the elastic launch asks the driver for its GPUs, after which no fork may use them: there they
-are forked off a server that has imported the same (runner.forked), while the agent imports what it needs."""
+The ranks are forked once what they need is imported (runner.forked): off the agent itself on a CPU, where a world costs
+one import of torch. On a GPU host the elastic launch asks the driver for its GPUs, after which no fork may use them: there
+they are forked off a server that has imported the same, while the agent imports what it needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
         multiprocessing.set_forkserver_preload(["runner.forked"])
         forkserver.ensure_running()
     else:
-        import runner.worker  # noqa: F401
+        import runner.forked  # noqa: F401
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -1,10 +1,12 @@
-"""What an agent's fork server imports: all that a rank needs, so that a rank is there as soon as it is forked. Nothing here
-may touch a GPU or start a thread."""
+"""What ranks are forked with: all that they need is imported once, so that a rank is there as soon as it is forked. Nothing
+here may touch a GPU or start a thread."""
+
+import torch.fx.experimental.symbolic_shapes  # the first gradient imports it, and sympy with it: a second for each rank
 
 import runner.rank
 import runner.worker
 from runner.agent import die_with_parent
 
-__all__ = ["runner"]
+__all__ = ["runner", "torch"]
 
-die_with_parent()  # the server itself, else the ranks that it forked would keep it
+die_with_parent()  # a server itself, else the ranks that it forked would keep it
