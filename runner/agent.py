@@ -8,6 +8,7 @@ they are forked off a server that has imported the same, while the agent imports
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import multiprocessing
@@ -70,6 +71,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     status = main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    atexit._run_exitfuncs()  # multiprocessing's removes its folder
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # taking torch down in order takes half a second for nothing
