@@ -54,7 +54,7 @@ def refuse(reason: str, arguments: list[str]) -> int:
         folder = folders.create(Path(output) / "invalid", f"{folders.now()}_{key}")
         value = results.result(
             status="invalid", reason=reason, key=key, name=folder.name, config={"overrides": arguments},
-            environment=environment.host(),
+            environment=environment.host() | environment.period(time.time()),
         )  # fmt: skip
         results.write_result(folder, value)
     except OSError as error:

@@ -80,6 +80,7 @@ def _relative(folder: Path) -> Path:
 
 def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """Run the experiment and return its result, whatever became of it; writes the run's other files."""
+    started = time.time()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
     about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": plain}
@@ -92,17 +93,17 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
             raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
         status = "invalid" if isinstance(error, InvalidConfig) else "unsupported"
-        return results.result(status=status, reason=str(error), environment=environment.host(), **about)
+        about["environment"] = environment.host() | environment.period(started)
+        return results.result(status=status, reason=str(error), **about)
     about |= {"experiment": spec.plain(), "environment": dict(environment.host())}
     if spec.device == "cuda":
         about["environment"] |= {"topology": environment.topology(), "gpus_before": environment.gpu_state()}
     flops = metrics.flops(spec)
     title = f"{spec.variant}, {spec.world_size} rank{'s' if spec.world_size > 1 else ''}, {spec.workload.describe()}"
-    started = time.time()
     folder.mkdir(parents=True, exist_ok=True)
     with display.Progress(title, flops.get("total", flops["forward"])) as progress:
         outcome = _in_world(spec, folder, progress)
-    about["environment"] |= {"started_at": started, "seconds": time.time() - started}
+    about["environment"] |= environment.period(started)
     if spec.device == "cuda":
         about["environment"]["gpus_after"] = environment.gpu_state()
     if outcome.status != "ok":

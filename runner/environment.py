@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ def _output(*command: str, cwd: Path | None = None) -> str | None:
         return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def period(started: float) -> dict[str, float]:
+    """From then (Unix time) until now."""
+    return {"started_at": started, "seconds": time.time() - started}
 
 
 @lru_cache

@@ -165,10 +165,14 @@ def taken(folder, seconds=150):
 
 def test_invalid_values_say_value_rule_and_way_out_in_a_folder_of_their_own(tmp_path):
     taken(tmp_path / "runs")
+    before = time.time()
     done = run(tmp_path, "seq_len=130")
     assert done.returncode == 2
     value = only(tmp_path)
     (folder,) = tmp_path.rglob("result.json")
+    assert (
+        before < value["environment"]["started_at"] < time.time()
+    )  # which of two is the later is known of refused runs, too
     assert folder.parents[1].name.endswith("-2") and folder.parents[2] == tmp_path / "runs"
     assert value["status"] == "invalid"
     assert value["timing"] is None

@@ -160,7 +160,7 @@ def test_a_bad_command_line_ends_at_once_as_invalid(tmp_path, overrides, parts):
     values = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("result.json")]
     assert values
     for value in values:  # one for each try
-        assert value["status"] == "invalid"
+        assert value["status"] == "invalid" and value["environment"]["started_at"] > 0
         assert f"invalid: {value['reason']}" == line
 
 
