@@ -254,14 +254,16 @@ class World:
                         for line in file.read().decode(errors="replace").splitlines():
                             out.write(f"[rank {rank}] {line}\n")
 
-    def _tail(self, rank: int) -> list[str]:
+    def _said(self, rank: int) -> list[str]:
         path = self.folder / f"rank{rank}.log"
-        return path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path.exists() else []
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+    def _tail(self, rank: int) -> list[str]:
+        return self._said(rank)[-TAIL_LINES:]
 
     def _stack(self, rank: int) -> list[str]:
         """Where a rank was when it was asked for its stack: innermost first, as faulthandler writes it."""
-        path = self.folder / f"rank{rank}.log"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = self._said(rank)
         starts = [i for i, line in enumerate(lines) if line.startswith("Current thread")]
         return lines[starts[-1] :][:TAIL_LINES] if starts else lines[-TAIL_LINES:]
 
