@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +168,13 @@ def _lengths(seqlens: Sequence[int] | None) -> str | None:
 
 
 def sweep_rows(folder: Path) -> list[dict[str, Any]]:
-    """The results in a sweep's folder as the rows of its summary."""
-    return [row(value) for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
+    """The results in a sweep's folder as the rows of its summary, in the order in which they were run."""
+    found = [value for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
+    return [row(value) for value in sorted(found, key=_started)]
+
+
+def _started(value: Mapping[str, Any]) -> float:
+    return (value.get("environment") or {}).get("started_at") or 0.0
 
 
 def summarize_sweep(folder: Path) -> list[dict[str, Any]]:

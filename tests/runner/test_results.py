@@ -247,6 +247,14 @@ def test_a_summary_picks_up_new_runs_and_passes_over_unfinished_ones(tmp_path):
     assert "crash" not in (tmp_path / "summary.md").read_text()
 
 
+def test_a_summarys_rows_stand_in_the_order_of_the_runs(tmp_path):
+    for name, started in (("b", 10.0), ("c", 30.0), ("a", 20.0)):
+        value = refused(name, "crash", "rank 0") if name == "a" else measured(name)
+        value["environment"] = (value["environment"] or {}) | {"started_at": started}
+        results.write_result(tmp_path / name, value)
+    assert [row["name"] for row in results.summarize_sweep(tmp_path)] == ["b", "a", "c"]
+
+
 def test_a_summary_of_failures_only_can_be_written(tmp_path):
     value = results.result(status="invalid", reason="seq_len=x", key="0", name="a", config={"overrides": ["seq_len=x"]})
     results.write_result(tmp_path / "a", value)
