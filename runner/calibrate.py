@@ -168,8 +168,9 @@ def measure(
             flush = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
         else:
             watch, flush = timing.CpuStopwatch(None), None
-        timing.warm(work, watch, 3, 0 if tiny else 50, lambda done: done)
-        taken = timing.sample(work, watch, samples, flush)
+        with timing.undisturbed():
+            timing.warm(work, watch, 3, 0 if tiny else 50, lambda more: more)
+            taken = timing.sample(work, watch, samples, flush)
     except Exception as error:  # one kernel that fails must not end the rest
         if device == "cuda":
             torch.cuda.empty_cache()

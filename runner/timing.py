@@ -4,6 +4,7 @@ perf_counter on a CPU). All ranks do the same number of iterations; samples are 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from runner import statistics
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 BATCH = 10  # adaptive looks at its samples every so many
+BASELINE_RUNS = 5  # samples of a baseline,
+BASELINE_S = 1.0  # more of short iterations, for so long,
+BASELINE_CAP_S = 20.0  # and fewer of long ones, so that they end after this, but one at least
 
 
 class Workpiece(Protocol):
@@ -87,7 +91,8 @@ class CpuStopwatch:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection in between, but one before, unless this is within another such stretch."""
+    """No garbage collection in between, but one before, unless this is within another such stretch. Samples and the
+    warm-up before them belong into one, for collecting is a pause."""
     was = gc.isenabled()
     if was:
         gc.collect()
@@ -104,23 +109,26 @@ def warm(
     watch: Stopwatch,
     runs: int,
     at_least_ms: float,
-    agree: Callable[[bool], bool],
+    agree: Callable[[int], int],
     beat: Callable[[], None] | None = None,
 ) -> int:
-    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's decision). Returns how many."""
+    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's number). Returns how many. Only
+    after a stretch of iterations, each at most as long as all before, is the clock looked at, so that a GPU is as busy
+    as it will be when sampled: after a pause one at its power limit is faster for some 80 ms."""
     done = 0
+    more = max(runs, 1 if at_least_ms > 0 else 0)
     start = time.perf_counter()
-    while True:
-        for _ in range(max(runs, 1) if done == 0 and runs else 1):
-            if runs == 0 and done == 0 and at_least_ms <= 0:
-                return 0
+    while more:
+        for _ in range(more):
             _iteration(work)
-            done += 1
             if beat is not None:
                 beat()
         watch.settle()
-        if agree(done >= runs and (time.perf_counter() - start) * 1e3 >= at_least_ms):
-            return done
+        done += more
+        passed_ms = (time.perf_counter() - start) * 1e3
+        lacking = math.ceil(done * (at_least_ms - passed_ms) / passed_ms) if passed_ms < at_least_ms else 0
+        more = agree(min(lacking, done))
+    return done
 
 
 def _iteration(work: Workpiece) -> None:
@@ -190,6 +198,13 @@ def verdict(slowest: Samples, least: int, precision: float, seconds: float, time
     if all(statistics.settled(ms, precision, least) for ms in slowest.values()):
         return True
     return False if seconds > time_cap_s else None
+
+
+def baseline_runs(runs: int, iteration_s: float) -> int:
+    """Samples of a baseline beside `runs` of the run itself: of short iterations as many, for after a pause a GPU is
+    faster than it can go on being, and of a few samples the median would be of those."""
+    runs = min(runs, max(BASELINE_RUNS, int(BASELINE_S / iteration_s)))
+    return max(1, min(runs, int(BASELINE_CAP_S / iteration_s)))
 
 
 def slowest(by_rank: list[Samples]) -> Samples:

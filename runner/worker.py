@@ -29,8 +29,6 @@ from runner.workpiece import AttentionWork, build, decide
 PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
 SLOW_S = 1.0  # an iteration from which waiting for it costs its timing nothing
-BASELINE_RUNS = 5
-BASELINE_CAP_S = 20.0  # a baseline is sampled at most this long, but once at least
 L2_BYTES = 256 << 20
 
 _baselines: dict[Any, dict[str, Any]] = {}  # a sweep over variants needs one
@@ -172,8 +170,12 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
     )
     if spec.timing["method"] == "profiler":
         timed += spec.timing["profile_runs"]
-    single = seconds_each * me.world * (1 + BASELINE_RUNS) if spec.baseline == "single" else 0.0
-    single = min(single, 2 * max(BASELINE_CAP_S, seconds_each * me.world))
+    single_each = seconds_each * me.world
+    single = (
+        single_each * (1 + timing.baseline_runs(spec.timing["timing_runs"], single_each))
+        if spec.baseline == "single"
+        else 0.0
+    )
     total = timed * seconds_each + single
     me.say("estimate", seconds_each, estimate_s=total)
     return seconds_each
@@ -199,21 +201,21 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         me.say("timing", iteration_s * options["timing_runs"])  # all in one stretch
         mine = timing.simple(piece, watch, options["timing_runs"])
     else:
+
+        def decide(so_far: Samples, seconds: float) -> bool | None:
+            slow = timing.slowest(me.gather(so_far))
+            least, precision, cap_s = (options[key] for key in ("timing_runs", "precision", "time_cap_s"))
+            return me.agree(timing.verdict(slow, least, precision, seconds, cap_s))
+
         me.say("timing", _silent_s(me, iteration_s, options["warmup_runs"]))
-        note["warmup_iterations"] = timing.warm(
-            piece, watch, options["warmup_runs"], options["warmup_ms"], lambda enough: me.agree(enough), beat
-        )
-        me.say("timing", _silent_s(me, iteration_s, options["timing_runs"]))
-        if method == "adaptive":
-
-            def decide(so_far: Samples, seconds: float) -> bool | None:
-                slow = timing.slowest(me.gather(so_far))
-                least, precision, cap_s = (options[key] for key in ("timing_runs", "precision", "time_cap_s"))
-                return me.agree(timing.verdict(slow, least, precision, seconds, cap_s))
-
-            mine, note["precision_met"] = timing.adaptive(piece, watch, options["timing_runs"], decide, flush, beat)
-        else:
-            mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
+        with timing.undisturbed():
+            warmed = timing.warm(piece, watch, options["warmup_runs"], options["warmup_ms"], me.agree, beat)
+            me.say("timing", _silent_s(me, iteration_s, options["timing_runs"]))
+            if method == "adaptive":
+                mine, note["precision_met"] = timing.adaptive(piece, watch, options["timing_runs"], decide, flush, beat)
+            else:
+                mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
+        note["warmup_iterations"] = warmed
     by_rank = me.gather(mine)
     slow = timing.slowest(by_rank)
     overhead = timing.overhead_ms(watch)
@@ -367,7 +369,7 @@ def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
     while True:
         here = replace(alone, workload=replace(alone.workload, seq_len=work_length))
         try:
-            medians, kernel = _single_medians(me, here)
+            medians, runs, kernel = _single_medians(me, here)
             break
         except (UnsupportedHere, ValueError) as error:
             return {"unsupported": str(error)}
@@ -384,12 +386,13 @@ def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
     return {
         "kernel": kernel,
         "passes": {which: ms * scale for which, ms in medians.items()},
+        "samples": runs,
         "extrapolated": scale != 1.0,
         "measured_seq_len": work_length,
     }
 
 
-def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], str]:
+def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, str]:
     from attention.function import ContextParallel
     from attention.variants import variant
 
@@ -398,13 +401,15 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], str]:
     fn.world, fn.rank = 1, 0
     work = AttentionWork(me, spec, fn)
     watch = _watch(me, False)
-    start = time.perf_counter()
-    timing.warm(work, watch, 1, spec.timing["warmup_ms"], lambda enough: enough)
-    once = time.perf_counter() - start
-    runs = max(1, min(BASELINE_RUNS, int(BASELINE_CAP_S / once)))
-    me.say("baseline", max(600.0, 2 * once * runs))
-    samples = timing.slowest([timing.sample(work, watch, runs, _flush(me, spec))])
-    return {which: summarize(ms).median for which, ms in samples.items()}, work.plan.kernel.name
+    flush = _flush(me, spec)
+    with timing.undisturbed():
+        start = time.perf_counter()
+        warmed = timing.warm(work, watch, 1, spec.timing["warmup_ms"], lambda more: more)
+        once = (time.perf_counter() - start) / warmed
+        runs = timing.baseline_runs(spec.timing["timing_runs"], once)
+        me.say("baseline", max(600.0, 2 * once * runs))
+        samples = timing.slowest([timing.sample(work, watch, runs, flush)])
+    return {which: summarize(ms).median for which, ms in samples.items()}, runs, work.plan.kernel.name
 
 
 def _reset_peak(me: Rank) -> None:

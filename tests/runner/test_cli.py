@@ -90,6 +90,7 @@ def test_a_run_is_checked_timed_and_recorded(tmp_path):
     assert value["experiment"]["variant"] == "zigzag"
     assert value["experiment"]["world_size"] == 2
     assert value["baseline"]["speedup"]["total"] > 0
+    assert value["baseline"]["samples"] == value["timing"]["passes"]["total"]["n"]
     assert value["memory"]["by_rank"][1]["peak_resident"] > 0
     folder = next(Path(tmp_path).glob("runs/*/*"))
     samples = pd.read_parquet(folder / "samples.parquet")

@@ -43,8 +43,8 @@ class Work:
 class Watch:
     """Aligning and settling take long: neither may show in a sample. A mark costs what is in `costs`."""
 
-    def __init__(self, clock: Clock, costs: tuple[float, ...] = ()):
-        self.clock, self.costs = clock, list(costs)
+    def __init__(self, clock: Clock, costs: tuple[float, ...] = (), settling_ms: float = 1000):
+        self.clock, self.costs, self.settling_ms = clock, list(costs), settling_ms
         self.settled = True
 
     def align(self) -> None:
@@ -63,7 +63,7 @@ class Watch:
 
     def settle(self) -> None:
         self.clock.log.append("settle")
-        self.clock.ms += 1000
+        self.clock.ms += self.settling_ms
         self.settled = True
 
 
@@ -116,41 +116,52 @@ def test_sample_says_that_it_lives_once_an_iteration_outside_the_marks(clock):
     assert clock.log == ["align", "forward", "beat"] * 2 + ["settle"]
 
 
-def warmed(clock: Clock, runs: int, at_least_ms: float, agree=lambda enough: enough) -> int:
-    """Iterations of 30 ms in each of two passes, with 1000 ms for the settling of each look at the clock."""
+def warmed(clock: Clock, runs: int, at_least_ms: float, agree=lambda more: more, settling_ms: float = 0) -> list[int]:
+    """The lengths of warm-up's stretches, of iterations of 30 ms in two passes, each stretch settled in `settling_ms`."""
     work = Work(clock, forward=[10], backward=[20])
-    done = warm(work, Watch(clock), runs, at_least_ms, agree)
-    assert [entry for entry in clock.log if entry != "settle"] == ["forward", "backward"] * done
-    return done
+    done = warm(work, Watch(clock, settling_ms=settling_ms), runs, at_least_ms, agree)
+    stretches = "".join("s" if entry == "settle" else entry[0] for entry in clock.log).split("s")
+    assert stretches.pop() == "" and all(set(stretch) <= {"f", "b"} for stretch in stretches)
+    lengths = [stretch.count("fb") for stretch in stretches]
+    assert sum(lengths) == done
+    return lengths
 
 
 def test_warm_runs_at_least_so_often(clock):
-    assert warmed(clock, runs=4, at_least_ms=0) == 4
+    assert warmed(clock, runs=4, at_least_ms=0) == [4]
 
 
-def test_warm_lasts_at_least_so_long(clock):
-    assert warmed(clock, runs=2, at_least_ms=2500) == 4  # 2 runs and settling: 1060 ms, then 2090 ms, then 3120 ms
+def test_warm_lasts_at_least_so_long_in_stretches_that_grow(clock):
+    assert warmed(clock, runs=2, at_least_ms=400) == [2, 2, 4, 6]  # 420 ms: all that lacks at once in the end
+    assert clock.ms == 420
+
+
+def test_warm_without_a_number_lasts_so_long(clock):
+    assert warmed(clock, runs=0, at_least_ms=100) == [1, 1, 2]
+
+
+def test_warm_counts_the_settling(clock):
+    assert warmed(clock, runs=2, at_least_ms=2500, settling_ms=1000) == [2, 2, 1]  # 1060 ms, 2120 ms, then 3150 ms
 
 
 def test_warm_needs_both_limits(clock):
-    assert warmed(clock, runs=5, at_least_ms=1) == 5
+    assert warmed(clock, runs=5, at_least_ms=1) == [5]
 
 
 def test_warm_without_limits_does_nothing(clock):
-    assert warmed(clock, runs=0, at_least_ms=0) == 0
+    assert warm(Work(clock, forward=[10]), Watch(clock), 0, 0, lambda more: more) == 0
+    assert clock.log == []
 
 
 def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
     opinions = []
 
-    def rank_zero(mine: bool) -> bool:
+    def rank_zero(mine: int) -> int:
         opinions.append(mine)
-        return len(opinions) == 3
+        return 1 if len(opinions) < 3 else 0
 
-    assert warmed(clock, runs=2, at_least_ms=0, agree=rank_zero) == 4
-    assert opinions == [True, True, True]
-    clock.log.clear()
-    assert warmed(clock, runs=1, at_least_ms=1e9, agree=lambda mine: True) == 1
+    assert warmed(clock, runs=2, at_least_ms=0, agree=rank_zero) == [2, 1, 1]
+    assert opinions == [0, 0, 0]
 
 
 def settle_or_cap(least: int, precision: float, cap_s: float):
@@ -219,6 +230,14 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank():
     assert found["backward"] == [10, 7]
     # rank 0: 11 and 7, rank 1: 9 and 11; no rank took 3 + 10
     assert found["total"] == [11, 11]
+
+
+@pytest.mark.parametrize(
+    ("iteration_s", "samples"), [(0.002, 20), (0.05, 20), (0.1, 10), (0.5, 5), (3.9, 5), (4.1, 4), (15, 1), (100, 1)]
+)
+def test_a_baseline_is_sampled_as_often_as_the_run_but_of_long_iterations_less(iteration_s, samples):
+    assert timing.baseline_runs(20, iteration_s) == samples
+    assert timing.baseline_runs(3, iteration_s) == min(3, samples)
 
 
 def test_a_single_pass_has_no_total():
