@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from attention.mailbox import Mailbox
 from attention.masks import Mask
 from attention.passes import passes
 from attention.schedules import Problem, length, steps, union
@@ -145,7 +146,13 @@ def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> 
     if how == "hierarchical":
         node = node_size(world, options)
         return {"node": (node - 1) * whole, "nodes": (world // node - 1) * whole}
+    if how == "fused":
+        return {"partials": _mailbox(problem, shapes).received_bytes}
     return {"partials": (world - 1) * whole}
+
+
+def _mailbox(problem: Problem, shapes: Shapes) -> Mailbox:
+    return Mailbox(problem.world, shapes.batch * shapes.heads * (problem.q_tokens or 0), shapes.head_dim)
 
 
 def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:
@@ -186,6 +193,8 @@ def peak_bytes(
     if variant.exchange == "tree":
         q_tokens = problem.q_tokens or 0
         out = shapes.batch * shapes.heads * q_tokens * (shapes.head_dim * shapes.itemsize + 4)
+        if options["reduce"] == "fused":
+            return out + _mailbox(problem, shapes).numel * 4
         return out + tree_bytes(problem, shapes, options).get("partials", out)
     return _Held(variant, problem, shapes, rank, options).peak(backward)
 

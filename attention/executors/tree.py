@@ -2,7 +2,7 @@
 only. A rank without keys contributes out 0 and lse -inf.
 
 Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse, comm_sum_den,
-comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*."""
+comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*; fused: wait_partials alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from attention.executors.plan import Plan
+from attention.kernels.interface import Splitting
+from attention.mailbox import Mailbox
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
 from attention.tensors import take, wide
-from attention.transports import Message, symmetric_slots
+from attention.transports import Message, mailboxes
 from attention.variants import node_size
 
 Saved = tuple[Tensor, ...]
@@ -24,16 +26,21 @@ Saved = tuple[Tensor, ...]
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
     """q `[B, Sq, H, D]` the same on every rank, k and v this rank's keys."""
     reduced = plan.transport.name != "none"
+    fused = reduced and plan.options["reduce"] == "fused"
     with phase("comp_shard_kv"):
         calls = plan.steps[0].calls if plan.steps else ()
         keys, values = (take(x, calls[0].k) if calls else x for x in (k, v))
     with phase("comp_local_attention"):
-        if calls:
+        if fused:
+            parts, lses = _splits(q, keys, values, plan)
+        elif calls:
             into = _partial(q) if reduced else None
             out, lse = plan.kernel.forward(q, keys, values, calls[0].call, into=into)
         else:
             out, lse = empty_result(q)
-    if reduced:
+    if fused:
+        out, lse = exchanged(parts, lses, q, plan)
+    elif reduced:
         out, lse = REDUCTIONS[plan.options["reduce"]](out, lse, plan)
     return out.to(q.dtype), lse, ()
 
@@ -42,6 +49,19 @@ def _partial(q: Tensor) -> tuple[Tensor, Tensor]:
     """Room for a partial result, which is merged before it is rounded."""
     out = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
     return out, out.new_empty((q.shape[0], q.shape[2], q.shape[1]))
+
+
+def _splits(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's, before it merges them, or
+    one; of no keys none."""
+    calls = plan.steps[0].calls if plan.steps else ()
+    if calls and isinstance(plan.kernel, Splitting):
+        return plan.kernel.splits(q, k, v, calls[0].call)
+    out, lse = _partial(q)
+    if calls:
+        plan.kernel.forward(q, k, v, calls[0].call, into=(out, lse))
+    n = len(calls)
+    return out.unsqueeze(0)[:n], lse.unsqueeze(0)[:n]
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,23 +147,16 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def fused(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Partial results in symmetric memory; one kernel reads all ranks' and merges them."""
-    from attention.kernels.triton_tree import merge_peers
+def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """reduce=fused: one kernel merges this rank's splits, writes the result into every peer's memory, waits for theirs and
+    merges those. All of it counts as waiting: of a few microseconds, most is."""
+    from attention.kernels.triton_tree import exchange
 
-    slots = symmetric_slots(plan.transport, (*out.shape[:-1], out.shape[-1] + 1), torch.float32, out.device)
-    with phase("comp_num_den"):
-        mine, offset = slots.next()
-        mine[..., :-1].copy_(out)
-        mine[..., -1].copy_(lse.transpose(1, 2))
+    box = Mailbox(plan.problem.world, q.shape[:3].numel(), q.shape[3])
+    boxes = mailboxes(plan.transport, box, box.numel, q.device)
+    plan.transport.counted("partials", box.received_bytes)
     with phase("wait_partials"):
-        slots.handle.barrier(channel=0)
-    plan.transport.counted("partials", (plan.problem.world - 1) * mine.numel() * 4)
-    with phase("comp_final_output"):
-        result = merge_peers(slots.handle.buffer_ptrs_dev, offset, plan.problem.world, out)
-    if torch.cuda.is_current_stream_capturing():  # a replay writes to this same slot again, the next one
-        slots.handle.barrier(channel=1)
-    return result
+        return exchange(parts, lses, boxes.addresses, plan.rank, plan.problem.world, q)
 
 
 def merge_all(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,4 +164,4 @@ def merge_all(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return merge_n(parts, lses)
 
 
-REDUCTIONS = {"three": three, "two": two, "packed": packed, "fused": fused, "hierarchical": hierarchical}
+REDUCTIONS = {"three": three, "two": two, "packed": packed, "hierarchical": hierarchical}  # of merged splits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -112,6 +112,14 @@ class Kernel(Protocol):
         call: Call,
         into: Triple | None = None,
     ) -> Triple: ...
+
+
+@runtime_checkable
+class Splitting(Protocol):
+    """A kernel that splits the keys and can leave the merging of its partial results to its caller."""
+
+    def splits(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        """Partial results `[n, B, Sq, H, D]` in fp32 and their LSEs `[n, B, H, Sq]`, n >= 0."""
 
 
 T = TypeVar("T", Pair, Triple)

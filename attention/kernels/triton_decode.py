@@ -152,10 +152,18 @@ class Decode:
         return None if shape.head_dim <= 256 else f"head_dim={shape.head_dim}: up to 256 only"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        self._check(call)
+        return decode(q, k, v, call.scale, into=into)
+
+    def _check(self, call: Call) -> None:
         if call.packed or not call.mask.full:
             what = "packed" if call.packed else f"mask={call.mask.describe()}"
             raise UnsupportedCall(f"kernel=decode: {what}: dense full calls only; take another kernel")
-        return decode(q, k, v, call.scale, into=into)
+
+    def splits(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        self._check(call)
+        _check(q, k, v)
+        return _splits(q, k, v, call.scale)
 
     def backward(
         self,
@@ -188,29 +196,45 @@ def decode(
 
     Raises ValueError for what the kernel does not do."""
     _check(q, k, v)
-    batch, n_queries, heads, _ = q.shape
-    n_keys, kv_heads = k.shape[1:3]
-    if n_keys == 0 or q.numel() == 0:
+    if k.shape[1] == 0 or q.numel() == 0:
         out, lse = empty_result(q)
         return settle((out.to(q.dtype), lse), into)
+    parts, lses = _splits(q, k, v, scale, splits, into, q.dtype)
+    if parts.shape[0] == 1:
+        return into or (parts[0], lses[0])
+    return merge_n_triton(parts, lses, None, *into) if into else merge_n_triton(parts, lses, q.dtype)
+
+
+def _splits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    splits: int | None = None,
+    into: Pair | None = None,
+    single: torch.dtype = torch.float32,
+) -> Pair:
+    """The partial results of at most `splits` pieces of the keys, `[n, B, Sq, H, D]` in fp32, and their LSEs. If there is but
+    one, it is in `into` or of dtype `single`."""
+    batch, n_queries, heads, _ = q.shape
+    n_keys, kv_heads = k.shape[1:3]
     tiles = _tiles(q.shape, kv_heads, q.dtype)
     if splits is None:
         splits = split_count(n_keys, batch * kv_heads * tiles.row_blocks, multiprocessors(q.device))
-    split_keys = triton.cdiv(triton.cdiv(n_keys, splits), tiles.keys) * tiles.keys
+    split_keys = max(triton.cdiv(triton.cdiv(n_keys, splits), tiles.keys), 1) * tiles.keys
     splits = triton.cdiv(n_keys, split_keys)  # none is empty
-    part_dtype = q.dtype if splits == 1 else torch.float32
     if into is not None and splits == 1:
         parts, lses = (x.unsqueeze(0) for x in into)
     else:
-        parts = torch.empty((splits, *q.shape), dtype=part_dtype, device=q.device)
+        dtype = single if splits == 1 else torch.float32
+        parts = torch.empty((splits, *q.shape), dtype=dtype, device=q.device)
         lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
-    # a batch of one has no batch stride, which would change as a cache grows that is made anew
-    strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
-    strides += parts.stride(), lses.stride()
-    _start(q.shape, kv_heads, q.dtype, strides, scale, splits)(q, k, v, parts, lses, changing=(n_keys, split_keys))
-    if splits == 1:
-        return into or (parts[0], lses[0])
-    return merge_n_triton(parts, lses, None, *into) if into else merge_n_triton(parts, lses, q.dtype)
+    if parts.numel():
+        # a batch of one has no batch stride, which would change as a cache grows that is made anew
+        strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
+        strides += parts.stride(), lses.stride()
+        _start(q.shape, kv_heads, q.dtype, strides, scale, splits)(q, k, v, parts, lses, changing=(n_keys, split_keys))
+    return parts, lses
 
 
 @dataclass(frozen=True)

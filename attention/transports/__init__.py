@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import torch.distributed as dist
 
@@ -9,14 +11,14 @@ from attention.kernels.interface import UnsupportedCall
 from attention.transports.collective import Collective
 from attention.transports.fabric import SHARED_MEMORY
 from attention.transports.interface import Handle, Message, Nothing, Offer, Transport
+from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
-from attention.transports.slots import Slots, slots_of
 from attention.transports.symmetric import Symmetric, held_bytes, pool_of, release
 from attention.variants import nearest
 
 __all__ = [
-    "SUMMARIES", "Handle", "Message", "Nothing", "Offer", "Transport", "held_bytes", "missing", "names", "release", "resolve", "select",
-    "symmetric_slots",
+    "SUMMARIES", "Handle", "Message", "Nothing", "Offer", "Transport", "held_bytes", "mailboxes", "missing", "names", "release",
+    "resolve", "select",
 ]  # fmt: skip
 
 SUMMARIES = {
@@ -78,8 +80,8 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
     return Collective("nccl" if cuda else "gloo", group, CudaQueue(device) if cuda else HostQueue(), note)
 
 
-def symmetric_slots(transport: Transport, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Slots:
+def mailboxes(transport: Transport, kind: Hashable, numel: int, device: torch.device) -> Mailboxes:
     """Raises UnsupportedCall without symmetric memory on CUDA."""
     if not isinstance(transport, Collective) or device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
-    return slots_of(transport.group or dist.distributed_c10d._get_default_group(), shape, dtype, device)
+    return mailboxes_of(transport.group or dist.distributed_c10d._get_default_group(), kind, numel, device)

@@ -31,8 +31,8 @@ from attention.transports.fabric import (
     together,
 )
 from attention.transports.interface import Done, Handle, Message, Offer
+from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
 from attention.transports.queues import Aside, Captures, CudaAside, CudaQueue, HostAside, HostQueue, Queue
-from attention.transports.slots import release_slots
 
 LANES = 32  # kinds of offers: kv, dkv, ...
 DEPTHS = {
@@ -226,12 +226,13 @@ def release() -> None:
         for pool in pools.values():
             if isinstance(pool, Pool):
                 pool.release()
-    release_slots()
+    release_mailboxes()
 
 
 def held_bytes() -> int:
-    """Symmetric memory that this process holds for offers, outside PyTorch's allocator."""
-    return sum(pool.nbytes for pools in _pools.values() for pool in pools.values() if isinstance(pool, Pool))
+    """Symmetric memory that this process holds, outside PyTorch's allocator."""
+    offers = sum(pool.nbytes for pools in _pools.values() for pool in pools.values() if isinstance(pool, Pool))
+    return offers + mailboxes_bytes()
 
 
 class Symmetric(Collective):

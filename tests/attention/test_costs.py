@@ -143,7 +143,7 @@ def test_ring_decode_receives_all_keys_but_its_own():
         ({"reduce": "three"}, {"max_lse": 96, "sum_den": 96, "sum_num": 1536}),
         ({"reduce": "two"}, {"max_lse": 96, "sum_num_den": 1632}),
         ({"reduce": "packed"}, {"partials": 3 * 1088}),
-        ({"reduce": "fused"}, {"partials": 3 * 1088}),
+        ({"reduce": "fused"}, {"partials": 3 * 1088}),  # rows of 16: a piece each
         ({"reduce": "hierarchical"}, {"node": 1088, "nodes": 1088}),  # nodes of 2
         ({"reduce": "hierarchical", "node_size": 1}, {"node": 0, "nodes": 3 * 1088}),
         ({"reduce": "hierarchical", "node_size": 4}, {"node": 3 * 1088, "nodes": 0}),
