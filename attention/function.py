@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import wraps
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -18,7 +17,7 @@ from attention.choice import AUTO, SUMMARY, Choice
 from attention.executors import EXECUTORS, grouping
 from attention.executors.plan import Plan, masks_of, plan_steps, resized
 from attention.kernels import Shape, UnsupportedCall
-from attention.layouts import CuSeqlens, Shard, size
+from attention.layouts import CuSeqlens, Shard, sizes_of
 from attention.masks import Mask
 from attention.peers import calls
 from attention.tensors import on_host, token_dim
@@ -187,7 +186,12 @@ class ContextParallel:
         )  # fmt: skip
         if self.variant.exchange == "peer":
             return calls.attend(q, k, v, plan, self.group)
-        out, lse = _Attention.apply(q, k, v, plan)
+        if _trained(q, k, v):
+            out, lse = _Attention.apply(q, k, v, plan)
+        else:
+            with torch.no_grad():
+                out, lse, _ = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
+                plan.transport.join()
         return (out, lse) if return_lse else out
 
     def plan(
@@ -208,12 +212,11 @@ class ContextParallel:
         held = k.shape[token_dim(k)]
         total = kv_tokens if kv_tokens is not None else held * (1 if self.layout.replicated else self.world)
         cu = _host(cu_seqlens, k, total)
-        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        shape = replace(Shape.of(q, k), backward=trained)
+        shape = Shape.of(q, k, _trained(q, k, v))
         q_tokens = q.shape[token_dim(q)]
         window = (window[0], window[1])
         # a decode's plan is one for all lengths at which the same ranks hold keys, and follows them as they grow
-        sizes = tuple(map(size, self._shards(cu))) if self.variant.decode else ()
+        sizes = sizes_of(self.layout, cu, self.world) if self.variant.decode else ()
         lengths = tuple(n > 0 for n in sizes) if self.variant.decode else cu
         key = (shape, lengths, causal, scale, window, cu_seqlens is not None, q.device, return_lse, q_tokens)
         if key not in self.plans:
@@ -259,7 +262,7 @@ class ContextParallel:
         return self.plans[key]
 
     def _check_share(self, held: int, cu_seqlens: CuSeqlens) -> None:
-        share = size(self._shards(cu_seqlens)[self.rank])
+        share = sizes_of(self.layout, cu_seqlens, self.world)[self.rank]
         if held != share:
             raise ValueError(f"k has {held} tokens: rank {self.rank} of {self.world} holds {share} of {cu_seqlens[-1]}")
 
@@ -272,6 +275,10 @@ class ContextParallel:
             made = transports.select(name, device, self.group) if self.world > 1 else None
             self.transports[device] = made or transports.Nothing()
         return self.transports[device]
+
+
+def _trained(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs, decode: bool) -> None:

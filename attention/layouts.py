@@ -106,9 +106,14 @@ def size(shard: Shard) -> int:
 
 
 @lru_cache(maxsize=256)
+def sizes_of(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[int, ...]:
+    """How many tokens each rank holds."""
+    return tuple(map(size, layout.shards(cu_seqlens, world)))
+
+
 def largest(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> int:
     """The most tokens that a rank holds."""
-    return max(map(size, layout.shards(cu_seqlens, world)))
+    return max(sizes_of(layout, cu_seqlens, world))
 
 
 def positions(shard: Shard) -> list[int]:

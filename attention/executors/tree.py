@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attention.executors.plan import Plan
-from attention.kernels.interface import Splitting
 from attention.mailbox import Mailbox
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
@@ -55,8 +54,10 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's, before it merges them, or
     one; of no keys none."""
     calls = plan.steps[0].calls if plan.steps else ()
-    if calls and isinstance(plan.kernel, Splitting):
-        return plan.kernel.splits(q, k, v, calls[0].call)
+    splits = getattr(plan.kernel, "splits", None)
+    if calls and splits is not None:
+        parts, lses = splits(q, k, v, calls[0].call)
+        return parts, lses
     out, lse = _partial(q)
     if calls:
         plan.kernel.forward(q, k, v, calls[0].call, into=(out, lse))

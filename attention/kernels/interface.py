@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,13 +79,18 @@ class Shape:
     tokens: int | None = None  # of queries in a call, of all sequences; None: unknown, taken for many
 
     @staticmethod
-    def of(q: Tensor, k: Tensor) -> Shape:
+    def of(q: Tensor, k: Tensor, backward: bool | None = None) -> Shape:
+        """backward: by default whether q asks for a gradient."""
         packed, tokens = q.dim() == 3, q.shape[-3]
-        return Shape(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], packed, q.requires_grad, tokens)
+        backward = q.requires_grad if backward is None else backward
+        return Shape(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], packed, backward, tokens)
 
 
 class Kernel(Protocol):
-    """`into` are tensors to be written instead of new ones, and then are what is returned: of the shapes and dtypes that
+    """A kernel that splits the keys may leave the merging to its caller: `splits(q, k, v, call)` gives partial results
+    `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
+
+    `into` are tensors to be written instead of new ones, and then are what is returned: of the shapes and dtypes that
     the call gives, out also in the wide dtype, not overlapping its inputs. All but lse have a contiguous last dim; any
     other stride will do. A kernel that can't write there copies (`settle`), so that a caller always gets what it asked for
     and at best pays nothing (and a wide out may have been rounded)."""
@@ -112,14 +117,6 @@ class Kernel(Protocol):
         call: Call,
         into: Triple | None = None,
     ) -> Triple: ...
-
-
-@runtime_checkable
-class Splitting(Protocol):
-    """A kernel that splits the keys and can leave the merging of its partial results to its caller."""
-
-    def splits(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-        """Partial results `[n, B, Sq, H, D]` in fp32 and their LSEs `[n, B, H, Sq]`, n >= 0."""
 
 
 T = TypeVar("T", Pair, Triple)

@@ -24,10 +24,10 @@ from attention.merge import empty_result
 
 MAX_ROWS = 64  # queries a program takes: above it the accumulator costs the occupancy that hides the loads
 MAX_ROWS_FP32 = 16  # without tensor cores the operands are in registers too
-STAGE_BYTES = 32768  # of K and V together: 3 stages in flight leave room for two programs on an SM's 227 KiB
-STAGES = 3
+STAGE_BYTES = 32768  # of K and V together; 4 stages in flight, and a program has an SM's 227 KiB for itself
+STAGES = 4
 SHORTEST_SPLIT = 256  # keys: below it writing and merging the partial results outweighs the parallelism
-PROGRAMS_PER_SM = 4
+BUSY = 0.95  # share of the SMs that have something to do, on average, from which more splits gain nothing
 LOG2E = 1.4426950408889634
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -296,8 +296,20 @@ def _start(
 
 
 def split_count(n_keys: int, programs: int, n_sm: int) -> int:
-    """How many pieces to cut `n_keys` keys into, where every piece is `programs` programs on a GPU of `n_sm` SMs."""
-    return max(1, min(PROGRAMS_PER_SM * n_sm // programs, n_keys // SHORTEST_SPLIT))
+    """How many pieces to cut `n_keys` keys into, where every piece is `programs` programs on a GPU of `n_sm` SMs that takes
+    one a SM at a time."""
+    most = triton.cdiv(4 * n_sm, programs)
+    return _split_count(min(most, max(1, n_keys // SHORTEST_SPLIT)), programs, n_sm)
+
+
+@lru_cache
+def _split_count(most: int, programs: int, n_sm: int) -> int:
+    """The fewest with which the SMs are busy, or else those with which they are the most."""
+
+    def busy(splits: int) -> float:
+        return programs * splits / (triton.cdiv(programs * splits, n_sm) * n_sm)
+
+    return next((n for n in range(1, most + 1) if busy(n) >= BUSY), max(range(1, most + 1), key=busy))
 
 
 @lru_cache

@@ -49,7 +49,7 @@ def able(name: str, q, k, *masks: Mask) -> Kernel:
     if name == "flex" and (q.dtype != torch.bfloat16 or q.shape[-1] not in (64, 128) or not FLEX.issuperset(masks)):
         pytest.skip("flex: compiled for a few shapes only")
     for mask in masks:
-        reason = refusal(KERNELS[name], replace(Shape.of(q, k), backward=True), mask)
+        reason = refusal(KERNELS[name], Shape.of(q, k, backward=True), mask)
         if reason:
             pytest.skip(f"{name}: {reason}")
     return KERNELS[name]

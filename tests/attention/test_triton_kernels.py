@@ -139,8 +139,11 @@ def test_the_number_of_splits_fills_the_gpu_with_splits_that_are_long_enough():
     for n_keys in (0, 1, 255, 1000, 131072, 1 << 20):
         for programs in (1, 8, 64, 10000):
             splits = split_count(n_keys, programs, 132)
-            assert splits == 1 or (n_keys / splits >= 256 and programs * splits <= 4 * 132)
-    assert split_count(131072, 8, 132) * 8 >= 2 * 132
+            assert splits == 1 or (n_keys / splits >= 256 and programs * splits < 5 * 132)
+    assert split_count(131072, 8, 132) == 16  # 128 of 132 SMs
+    assert split_count(131072, 100, 132) == 5  # 500 of 4 times 132; 100, 200, 300 and 400 leave a quarter idle
+    assert split_count(1024, 8, 132) == 4  # of 256 keys, however idle
+    assert split_count(131072, 8, 1) == 1
 
 
 def test_the_decode_kernel_says_what_it_does_not_do():
