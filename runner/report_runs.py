@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -204,18 +204,28 @@ def rate(runs: Sequence[Run]) -> str:
     return "TFLOP/s a GPU" if any(run.facts["gpu"] for run in runs) else "TFLOP/s a rank"
 
 
-def labels(runs: Sequence[Run]) -> dict[Run, str]:
+def each_over_several_kernels(runs: Sequence[Run]) -> bool:
+    """Whether these are several variants, each over several local kernels."""
+    taken: dict[str, set[str]] = {}
+    for run in runs:
+        taken.setdefault(run.facts["attention"], set()).add(run.facts["asked_kernel"])
+    return sum(len(kernels) > 1 for kernels in taken.values()) > 1
+
+
+def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]:
     """How each run was made, in a few words: the variant, and of its options, kernel, transport and timing what sets it
-    apart. Runs of the same label differ in their workload only."""
+    apart, but for those of `MADE` that are told elsewhere (`without`). Runs of the same label differ in their workload
+    only."""
     varying = varying_options(runs)
-    asked = {key: {run.facts[key] for run in runs if run.row["status"] != "invalid"} for key in MADE}
+    made = [key for key in MADE if key not in without]
+    asked = {key: {run.facts[key] for run in runs if run.row["status"] != "invalid"} for key in made}
     one = len({run.facts["attention"] for run in runs}) == 1
     parts: dict[Run, list[str]] = {}
     for run in runs:
-        parts[run] = [options_text(run, varying), *(str(run.facts[key]) for key in MADE if len(asked[key]) > 1)]
+        parts[run] = [options_text(run, varying), *(str(run.facts[key]) for key in made if len(asked[key]) > 1)]
         if not one or not any(parts[run]):
             parts[run].insert(0, str(run.facts["attention"]))
-    if len({run.facts["kernel"] for run in runs if run.ok}) > 1 and len(asked["asked_kernel"]) == 1:
+    if len({run.facts["kernel"] for run in runs if run.ok}) > 1 and len(asked.get("asked_kernel", ())) == 1:
         took: dict[str, dict[str, None]] = {}  # what kernel=auto took in all runs of a label
         for run in runs:
             if run.ok:

@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner import display
-from runner.report_runs import FACTS, WORKLOAD, Run, labels, options_text, rate, scaling, sortable, varying_options
+from runner.report_runs import (
+    FACTS,
+    WORKLOAD,
+    Run,
+    each_over_several_kernels,
+    labels,
+    options_text,
+    rate,
+    scaling,
+    sortable,
+    varying_options,
+)
 from runner.results import STATUSES
 
 PASSES = ("forward", "backward", "total")
@@ -185,29 +196,38 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
 
 
 def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
-    """A row a workload, a column a way to do it, in ms of a pass; the best of a row in bold. Where there are peers, how
-    many times the fastest peer's time is that of the fastest of ours."""
+    """A row a workload, a column a way to do it, in ms of a pass; the best of a row in bold. Variants that are each over
+    several local kernels have a row a kernel. Where there are peers, how many times the fastest peer's time is that of
+    the fastest of ours."""
     runs = comparable(runs)
-    named = labels(runs)
+    by_kernel = each_over_several_kernels(runs)
+    named = labels(runs, without={"asked_kernel"} if by_kernel else ())
+    key = (*WORKLOAD, "asked_kernel") if by_kernel else WORKLOAD
+
+    def of(run: Run) -> tuple[Any, ...]:
+        return tuple(run.facts[name] for name in key)
+
     columns = sorted(
         dict.fromkeys(named.values()), key=lambda label: any(run.peer for run in runs if named[run] == label)
     )
-    works = sorted({run.work for run in runs}, key=lambda work: [sortable(value) for value in work])
-    shown = [i for i, key in enumerate(WORKLOAD) if len({work[i] for work in works}) > 1]
+    works = sorted({of(run) for run in runs}, key=lambda work: [sortable(value) for value in work])
+    shown = [i for i in range(len(key)) if len({work[i] for work in works}) > 1]
     shown = shown or [WORKLOAD.index("seq_len")]
     both = any(run.peer for run in runs) and not all(run.peer for run in runs)
-    titles = [FACTS[WORKLOAD[i]] for i in shown] + columns + (["best peer / best of ours"] if both else [])
+    titles = (
+        [FACTS[key[i].removeprefix("asked_")] for i in shown] + columns + (["best peer / best of ours"] if both else [])
+    )
     rows, doubles = [], 0
     for work in works:
         cells: dict[str, list[Run]] = {}
         for run in runs:
-            if run.work == work:
+            if of(run) == work:
                 cells.setdefault(named[run], []).append(run)
         doubles += sum(len(found) - 1 for found in cells.values())
         latest = {label: max(found, key=begun) for label, found in cells.items()}
         times = {label: t for label, run in latest.items() if (t := run.ms(which)) is not None}
         best = digits(min(times.values(), default=None))
-        row = [fact(next(r for r in runs if r.work == work), WORKLOAD[i], set()) for i in shown]
+        row = [fact(next(r for r in runs if of(r) == work), key[i], set()) for i in shown]
         for label in columns:
             time = times.get(label)
             text = digits(time) if time is not None else latest[label].row["status"] if label in latest else ""
@@ -217,7 +237,7 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
             peers = min((t for label, t in times.items() if latest[label].peer), default=None)
             row.append(f"{peers / ours:.2f}" if ours and peers else "")
         rows.append(row)
-    left = {FACTS[key] for key in ("mask", "gpu", "mode", "dtype", "pack", "heads")}
+    left = {FACTS[name] for name in ("mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
     notes = [f"Where a run was repeated, its latest: {_count(doubles, 'earlier run')} left out."] if doubles else []
     return Table(titles, rows, left, notes)
 

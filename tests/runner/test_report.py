@@ -154,6 +154,22 @@ def test_kernels_and_options_that_were_asked_for_are_columns(tmp_path):
     ]  # fmt: skip
 
 
+def test_variants_over_several_kernels_have_a_row_a_kernel(tmp_path):
+    values = [
+        result(name, time, kernel=kernel, chosen=kernel)
+        for name, times in (("zigzag", (3, 1)), ("rfa_zigzag", (6, 1.5)))
+        for kernel, time in zip(("flash2", "flash4"), times, strict=True)
+    ]
+    values.append(result("torch_cp", 2, kernel="sdpa_cudnn", chosen="sdpa_cudnn"))
+    table = comparison_table(read([written(tmp_path, *values)]))
+    assert table.titles == ["kernel", "zigzag", "torch_cp", "rfa_zigzag", "best peer / best of ours"]
+    assert table.rows == [
+        ["flash2", "**9.000**", "", "18.00", "2.00"],
+        ["flash4", "**3.000**", "", "4.500", "1.50"],
+        ["sdpa_cudnn", "", "**6.000**", "", ""],
+    ]
+
+
 def test_of_a_run_done_twice_the_comparison_has_the_later_one(tmp_path):
     runs = read([written(tmp_path, result("ring", 2, started_at=2.0), result("ring", 1, started_at=1.0))])
     table = comparison_table(runs)
