@@ -138,7 +138,7 @@ def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> 
     def reduced(size: int) -> int:
         return 2 * (world - 1) * size // world
 
-    how = options["reduce"]
+    how = options["reduce"]  # null is packed or fused, which bring the same but for some bytes a row
     if how == "three":
         return {"max_lse": reduced(rows), "sum_den": reduced(rows), "sum_num": reduced(rows * shapes.head_dim)}
     if how == "two":

@@ -235,6 +235,8 @@ class ContextParallel:
             else:
                 kernel = kernels.select(self.kernel_name, shape, masks_of(problem), self.variant.decode)
             scale = shape.head_dim**-0.5 if scale is None else scale
+            transport = self._transport(q.device)
+            writable = self.world > 1 and q.device.type == "cuda" and transport.pulls and q.dtype != torch.float64
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)
             while len(self.plans) >= MOST_PLANS:  # changing packs
@@ -251,8 +253,8 @@ class ContextParallel:
                 self.deterministic,
                 return_lse,
                 kernel,
-                self._transport(q.device),
-                self.options,
+                transport,
+                self.variant.settled(self.options, writable),
                 plan_steps(problem, place, scale, packed, self.deterministic, q.device),
             )
         if self.variant.decode:

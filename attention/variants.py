@@ -142,6 +142,13 @@ class Variant:
                 "has one"
             )
 
+    def settled(self, options: Mapping[str, Any], writable: bool) -> dict[str, Any]:
+        """The options with the reduction that null stands for: fused where the ranks can write into each other's GPU memory,
+        else packed."""
+        if "reduce" not in options or options["reduce"] is not None:
+            return dict(options)
+        return {**options, "reduce": "fused" if writable else "packed"}
+
     def check_options(self, options: Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
         """Raises ValueError for an option's value that does not go with these heads in this world."""
         if "heads_k_stride" in options:
@@ -153,7 +160,8 @@ class Variant:
             ("rotate", ROTATES),
             ("cp_comm_type", CP_COMM_TYPES),
         ):
-            if name in options and options[name] not in known:
+            open_to = (None, *known) if name == "reduce" else known
+            if name in options and options[name] not in open_to:
                 raise ValueError(f"{name}={options[name]}: {nearest(str(options[name]), known)}")
         if options.get("own_first") not in (None, True, False):
             raise ValueError(f"own_first={options['own_first']}: must be true, false or null")
@@ -342,13 +350,13 @@ _register(
         "tree",
         "decode: each rank attends its shard of the keys, the partial results are reduced over the ranks",
         "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU Clusters (Shyam et al., 2024)",
-        "decoding over more keys than one GPU holds, or about a million, where reduce=packed and fused beat one GPU",
+        "decoding over more keys than one GPU holds, or about a million, where reduce=fused and packed beat one GPU",
         layouts.DECODE,
         schedules.tree,
         "tree",
         windows=False,
         decode=True,
-        options={"reduce": "packed", "node_size": None},
+        options={"reduce": None, "node_size": None},
     )
 )
 _register(

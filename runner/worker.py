@@ -58,6 +58,9 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["experiment"] = spec.plain()
         me.say("prepare")
     work = _together(me, lambda: AttentionWork(me, spec, build(spec)))
+    if work.plan.options != spec.options:  # some were left open
+        spec = replace(spec, options=work.plan.options)
+        result["experiment"] = spec.plain()
     transport = work.plan.transport
     result["chosen"] = {"kernel": work.plan.kernel.name, "transport": transport.name, "note": transport.note}
     result["chosen"] |= choice.plain() if choice else {}

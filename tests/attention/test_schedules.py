@@ -489,6 +489,18 @@ def test_an_option_takes_the_values_of_the_table_and_refuses_others_with_the_nea
     assert all(value in str(error.value) for value in values)
 
 
+def test_a_reduction_left_open_is_fused_where_ranks_can_write_to_each_other():
+    tree, ring = VARIANTS["tree"], VARIANTS["ring"]
+    assert tree.options["reduce"] is None
+    tree.check_options(tree.options, 8, 8, 2)
+    assert tree.settled(tree.options, writable=True) == {**tree.options, "reduce": "fused"}
+    assert tree.settled(tree.options, writable=False) == {**tree.options, "reduce": "packed"}
+    assert tree.settled({**tree.options, "reduce": "two"}, writable=True)["reduce"] == "two"
+    assert ring.settled(ring.options, writable=True) == ring.options
+    with pytest.raises(ValueError, match="grouping=None"):
+        VARIANTS["zigzag_llama3"].check_options({**VARIANTS["zigzag_llama3"].options, "grouping": None}, 8, 8, 2)
+
+
 def test_the_geometry_imports_without_torch():
     code = "import sys, attention.variants, attention.transfers; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(attention.__file__).parents[1], timeout=60)

@@ -65,7 +65,7 @@ def test_unshard_inverts_shard(in_world, name, world):
     assert in_world("round_trip", world, "cuda", name=name, packs=None, tokens=12 * world)
 
 
-REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
+REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical", None)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -76,7 +76,7 @@ def test_a_decode_stays_within_twice_the_error_of_one_gpu(in_world, name, option
     base = {"batch": 2, "queries": 1, "keys": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
     odd = base | {"queries": 4, "keys": 3001, "kv_heads": 1}
     empty = base | {"batch": 1, "keys": 2, "head_dim": 64}
-    for _ in range(3):  # the fused reduction's slots are used in turn
+    for _ in range(3):  # the fused reduction's two slots are used in turn
         for found in in_world(
             "decode", world, "cuda", name=name, options=options, cases=[base, odd, empty], dtype="bf16"
         ):
