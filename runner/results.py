@@ -129,6 +129,8 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         found |= {"world_size": experiment["world_size"], "device": experiment["device"]}
         found |= {"kernel": experiment["kernel"], "transport": experiment["transport"]}
         found["timing"] = experiment["timing"]["method"]
+    else:
+        found |= _asked(config)
     if value.get("chosen"):
         found |= {key: value["chosen"][key] for key in ("kernel", "transport")}
         if "variant" in value["chosen"]:  # by attention=auto
@@ -156,6 +158,26 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
     if (value.get("correctness") or {}).get("tensors"):
         found["rel_l2_out"] = value["correctness"]["tensors"]["out"]["rel_l2"]
     return {column: found.get(column) for column in COLUMNS}
+
+
+def _asked(config: Any) -> dict[str, Any]:
+    """What a refused run's configuration says of it, as far as it is of the right type."""
+    if not isinstance(config, dict):
+        return {}
+    kinds = {
+        int: ("world_size", "batch", "seq_len", "heads", "kv_heads", "head_dim", "q_len", "seed"),
+        bool: ("causal",),
+        str: ("mode",),
+    }
+    found = {key: config[key] for kind, keys in kinds.items() for key in keys if type(config.get(key)) is kind}
+    for key, named in (("kernel", "name"), ("transport", "name"), ("dtype", "name"), ("timing", "method")):
+        group = config.get(key)
+        if isinstance(group, dict) and isinstance(group.get(named), str) and group[named] != "auto":
+            found[key] = group[named]
+    options = config.get("attention")
+    if isinstance(options, dict):
+        found["options"] = " ".join(f"{k}={v}" for k, v in options.items() if k != "name" and v is not None)
+    return found
 
 
 def _lengths(seqlens: Sequence[int] | None) -> str | None:

@@ -247,6 +247,23 @@ def test_a_summary_picks_up_new_runs_and_passes_over_unfinished_ones(tmp_path):
     assert "crash" not in (tmp_path / "summary.md").read_text()
 
 
+def test_a_refused_runs_row_says_what_was_asked_as_far_as_it_is_of_the_right_type(tmp_path):
+    config = {
+        "attention": {"name": "tree", "reduce": "fused", "node_size": None}, "kernel": {"name": "auto"},
+        "timing": {"method": "cudagraph"}, "config": "decode_128k", "world_size": "auto", "seq_len": 1024, "causal": False,
+        "heads": True, "batch": "two", "seed": None, "dtype": "bf16",
+    }  # fmt: skip
+    value = results.result(status="unsupported", reason="no GPU", key="0", name="a", config=config)
+    asked = {key: x for key, x in results.row(value).items() if x is not None}
+    assert asked == {
+        "name": "a", "status": "unsupported", "reason": "no GPU", "attention": "tree", "options": "reduce=fused",
+        "timing": "cudagraph", "config": "decode_128k", "seq_len": 1024, "causal": False,
+    }  # fmt: skip
+    for number, n in enumerate((512, 1024)):
+        results.write_result(tmp_path / str(number), value | {"config": config | {"seq_len": n}})
+    assert [row["seq_len"] for row in results.summarize_sweep(tmp_path)] == [512, 1024]
+
+
 def test_a_summarys_rows_stand_in_the_order_of_the_runs(tmp_path):
     for name, started in (("b", 10.0), ("c", 30.0), ("a", 20.0)):
         value = refused(name, "crash", "rank 0") if name == "a" else measured(name)
