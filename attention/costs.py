@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from attention.mailbox import Mailbox
+from attention.mailbox import Mailbox, pieces, received_bytes
 from attention.masks import Mask
 from attention.passes import passes
 from attention.schedules import Problem, length, steps, union
@@ -138,7 +138,7 @@ def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> 
     def reduced(size: int) -> int:
         return 2 * (world - 1) * size // world
 
-    how = options["reduce"]  # null is packed or fused, which bring the same but for some bytes a row
+    how = options["reduce"]  # null is counted as packed; fused brings the same but for some bytes a row
     if how == "three":
         return {"max_lse": reduced(rows), "sum_den": reduced(rows), "sum_num": reduced(rows * shapes.head_dim)}
     if how == "two":
@@ -147,12 +147,8 @@ def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> 
         node = node_size(world, options)
         return {"node": (node - 1) * whole, "nodes": (world // node - 1) * whole}
     if how == "fused":
-        return {"partials": _mailbox(problem, shapes).received_bytes}
+        return {"partials": received_bytes(world, rows // 4, shapes.head_dim)}
     return {"partials": (world - 1) * whole}
-
-
-def _mailbox(problem: Problem, shapes: Shapes) -> Mailbox:
-    return Mailbox(problem.world, shapes.batch * shapes.heads * (problem.q_tokens or 0), shapes.head_dim)
 
 
 def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:
@@ -194,7 +190,8 @@ def peak_bytes(
         q_tokens = problem.q_tokens or 0
         out = shapes.batch * shapes.heads * q_tokens * (shapes.head_dim * shapes.itemsize + 4)
         if options["reduce"] == "fused":
-            return out + _mailbox(problem, shapes).numel * 4
+            n = pieces(shapes.batch * shapes.heads * q_tokens, shapes.head_dim)
+            return out + Mailbox.holding(problem.world, n).numel * 4
         return out + tree_bytes(problem, shapes, options).get("partials", out)
     return _Held(variant, problem, shapes, rank, options).peak(backward)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attention import automatic, kernels, transports
 from attention.choice import AUTO, SUMMARY, Choice
@@ -186,7 +187,7 @@ class ContextParallel:
         )  # fmt: skip
         if self.variant.exchange == "peer":
             return calls.attend(q, k, v, plan, self.group)
-        if _trained(q, k, v):
+        if _trained(q, k, v) or _transformed():
             out, lse = _Attention.apply(q, k, v, plan)
         else:
             with torch.no_grad():
@@ -281,6 +282,11 @@ class ContextParallel:
 
 def _trained(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _transformed() -> bool:
+    """Within forward-mode differentiation or a function transform, which autograd refuses for a call of ours."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs, decode: bool) -> None:

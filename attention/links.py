@@ -2,7 +2,7 @@
 them; a GPU that is not in it is estimated by `runner.ceilings` or by defaults. No torch.
 
 Patterns: `pull`, from one peer; `pull_all`, from all peers at once; `p2p`, send and receive; `all_gather`; `slots`, small
-partial results read from the peers in one kernel; `copy`, within a GPU, read plus written."""
+partial results exchanged between all peers in one kernel; `copy`, within a GPU, read plus written."""
 
 from __future__ import annotations
 

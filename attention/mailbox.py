@@ -5,45 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIECE = 32  # elements of a row that travel together with their LSE and a flag of their own
+LEAST = 1024  # pieces that a mailbox has room for
+
+
+def pieces(rows: int, head_dim: int) -> int:
+    """Of so many rows of partial results."""
+    return rows * -(-head_dim // PIECE)
+
+
+def received_bytes(world: int, rows: int, head_dim: int) -> int:
+    """By a rank in a call, without the flags."""
+    return (world - 1) * 4 * (rows * head_dim + pieces(rows, head_dim))
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """A rank's fp32 memory, zero at first, that the `world` ranks write `rows` rows of partial results into, each of `head_dim`
-    elements in pieces: two slots of each rank's pieces, then of their LSEs, then of flags (whether a piece is there), and one
-    number a piece, which slot is next (read and written by this rank alone). Two slots are enough: a peer is two calls on only
-    when this rank has written its part of the one between."""
+    """A rank's fp32 memory, zero at first, that the `world` ranks write up to `capacity` pieces each into: two slots of each
+    rank's pieces, then of their LSEs, then of flags (whether a piece is there), and one number a piece, which slot is next
+    (read and written by this rank alone). Two slots are enough: a peer is two calls on only when this rank has written its
+    part of the one between. As every piece has its own, calls of any shapes may follow each other."""
 
     world: int
-    rows: int
-    head_dim: int
+    capacity: int
 
-    @property
-    def row_pieces(self) -> int:
-        return -(-self.head_dim // PIECE)
-
-    @property
-    def pieces(self) -> int:
-        return self.rows * self.row_pieces
+    @staticmethod
+    def holding(world: int, n: int) -> Mailbox:
+        """With room for n pieces, and for more: by powers of two."""
+        return Mailbox(world, max(LEAST, 1 << (n - 1).bit_length()))
 
     @property
     def lses(self) -> int:
         """Where they begin, in elements, as the next two."""
-        return 2 * self.world * self.pieces * PIECE
+        return 2 * self.world * self.capacity * PIECE
 
     @property
     def flags(self) -> int:
-        return self.lses + 2 * self.world * self.pieces
+        return self.lses + 2 * self.world * self.capacity
 
     @property
     def turns(self) -> int:
-        return self.flags + 2 * self.world * self.pieces
+        return self.flags + 2 * self.world * self.capacity
 
     @property
     def numel(self) -> int:
-        return self.turns + self.pieces
-
-    @property
-    def received_bytes(self) -> int:
-        """By a rank in a call, without the flags."""
-        return (self.world - 1) * self.rows * (self.head_dim + self.row_pieces) * 4
+        return self.turns + self.capacity

@@ -208,7 +208,8 @@ def each_over_several_kernels(runs: Sequence[Run]) -> bool:
     """Whether these are several variants, each over several local kernels."""
     taken: dict[str, set[str]] = {}
     for run in runs:
-        taken.setdefault(run.facts["attention"], set()).add(run.facts["asked_kernel"])
+        if run.row["status"] != "invalid":
+            taken.setdefault(run.facts["attention"], set()).add(run.facts["asked_kernel"])
     return sum(len(kernels) > 1 for kernels in taken.values()) > 1
 
 

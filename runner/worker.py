@@ -406,13 +406,20 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, 
     watch = _watch(me, False)
     flush = _flush(me, spec)
     with timing.undisturbed():
-        start = time.perf_counter()
-        warmed = timing.warm(work, watch, 1, spec.timing["warmup_ms"], lambda more: more)
-        once = (time.perf_counter() - start) / warmed
+        once = _seconds_each(work, watch, 0.0)
+        if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated
+            once = _seconds_each(work, watch, spec.timing["warmup_ms"])
         runs = timing.baseline_runs(spec.timing["timing_runs"], once)
         me.say("baseline", max(600.0, 2 * once * runs))
         samples = timing.slowest([timing.sample(work, watch, runs, flush)])
     return {which: summarize(ms).median for which, ms in samples.items()}, runs, work.plan.kernel.name
+
+
+def _seconds_each(work: AttentionWork, watch: Stopwatch, at_least_ms: float) -> float:
+    """Of an iteration, in a warm-up of so long and one at least."""
+    start = time.perf_counter()
+    done = timing.warm(work, watch, 1, at_least_ms, lambda more: more)
+    return (time.perf_counter() - start) / done
 
 
 def _reset_peak(me: Rank) -> None:

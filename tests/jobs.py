@@ -521,22 +521,25 @@ def after_a_release(me: Rank, transport: str) -> float:
 
 def replayed(me: Rank, name: str, transport: str) -> float:
     """Calls of a function and replays of a CUDA graph of it, in turn and behind other work: the largest error of either."""
-    fn = attention.make(name, transport=transport, kernel="flash2")
+    decode = name == "tree"
+    fn = attention.make(name, transport=transport, kernel="auto" if decode else "flash2")
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, 512 * me.world, 4, 64, generator=generator).to(me.device, torch.bfloat16) for _ in range(3)
-    )
-    local = [fn.shard(x) for x in (q, k, v)]
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 64, me.device))
-    wanted = fn.shard(exact)
+    lengths = (3 if decode else 512 * me.world, 512 * me.world, 512 * me.world)
+    q, k, v = (torch.randn(1, n, 4, 64, generator=generator).to(me.device, torch.bfloat16) for n in lengths)
+    local = [fn.shard(x, role=role) for x, role in zip((q, k, v), ("q", "kv", "kv"), strict=True)]
+    mask = Mask.of(not decode)
+    wanteds = []
+    for sign in (1, -1):  # of the queries that each other call and replay has
+        exact, _ = KERNELS["math"].forward(sign * q.double(), k.double(), v.double(), _call(mask, None, 64, me.device))
+        wanteds.append(exact if decode else fn.shard(exact))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            fn(*local, causal=True)
+            fn(*local, causal=not decode)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = fn(*local, causal=True)
+        captured = fn(*local, causal=not decode)
     busy = torch.randn(8192, 8192, device=me.device)
     errors = []
     for i in range(12):
@@ -544,8 +547,11 @@ def replayed(me: Rank, name: str, transport: str) -> float:
             busy = (busy @ busy).clamp_(-1, 1)
         graph.replay()
         if i % 2:
-            errors.append(rel(fn(*local, causal=True), wanted))
-        errors.append(rel(captured, wanted))
+            errors.append(rel(fn(*local, causal=not decode), wanteds[i // 2 % 2]))
+        errors.append(rel(captured, wanteds[i // 2 % 2]))
+        if i % 2:
+            torch.cuda.synchronize()
+            local[0].neg_()
     return max(me.gather(max(errors)))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.executors.plan import Plan
-from attention.mailbox import Mailbox
+from attention.mailbox import pieces, received_bytes
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
 from attention.tensors import take, wide
@@ -24,6 +24,8 @@ Saved = tuple[Tensor, ...]
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
     """q `[B, Sq, H, D]` the same on every rank, k and v this rank's keys."""
+    if not q.numel():
+        return *empty_result(q), ()
     reduced = plan.transport.name != "none"
     fused = reduced and plan.options["reduce"] == "fused"
     with phase("comp_shard_kv"):
@@ -58,11 +60,12 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     if calls and splits is not None:
         parts, lses = splits(q, k, v, calls[0].call)
         return parts, lses
-    out, lse = _partial(q)
+    n = min(len(calls), 1)
+    parts = torch.empty((n, *q.shape), dtype=torch.float32, device=q.device)
+    lses = parts.new_empty((n, q.shape[0], q.shape[2], q.shape[1]))
     if calls:
-        plan.kernel.forward(q, k, v, calls[0].call, into=(out, lse))
-    n = len(calls)
-    return out.unsqueeze(0)[:n], lse.unsqueeze(0)[:n]
+        plan.kernel.forward(q, k, v, calls[0].call, into=(parts[0], lses[0]))
+    return parts, lses
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,11 +156,11 @@ def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tenso
     merges those. All of it counts as waiting: of a few microseconds, most is."""
     from attention.kernels.triton_tree import exchange
 
-    box = Mailbox(plan.problem.world, q.shape[:3].numel(), q.shape[3])
-    boxes = mailboxes(plan.transport, box, box.numel, q.device)
-    plan.transport.counted("partials", box.received_bytes)
+    rows, world = q.shape[:3].numel(), plan.problem.world
+    boxes = mailboxes(plan.transport, pieces(rows, q.shape[3]), q.device)
+    plan.transport.counted("partials", received_bytes(world, rows, q.shape[3]))
     with phase("wait_partials"):
-        return exchange(parts, lses, boxes.addresses, plan.rank, plan.problem.world, q)
+        return exchange(parts, lses, boxes.addresses, boxes.box, plan.rank, q)
 
 
 def merge_all(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

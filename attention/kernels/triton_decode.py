@@ -24,8 +24,9 @@ from attention.merge import empty_result
 
 MAX_ROWS = 64  # queries a program takes: above it the accumulator costs the occupancy that hides the loads
 MAX_ROWS_FP32 = 16  # without tensor cores the operands are in registers too
-STAGE_BYTES = 32768  # of K and V together; 4 stages in flight, and a program has an SM's 227 KiB for itself
-STAGES = 4
+STAGE_BYTES = 32768  # of K and V together
+STAGES = 4  # in flight, where a block's shared memory has room for them, else 3
+FOUR_STAGES_BYTES = 112 << 10  # as compiled, rounded up
 SHORTEST_SPLIT = 256  # keys: below it writing and merging the partial results outweighs the parallelism
 BUSY = 0.95  # share of the SMs that have something to do, on average, from which more splits gain nothing
 LOG2E = 1.4426950408889634
@@ -233,7 +234,8 @@ def _splits(
         # a batch of one has no batch stride, which would change as a cache grows that is made anew
         strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
         strides += parts.stride(), lses.stride()
-        _start(q.shape, kv_heads, q.dtype, strides, scale, splits)(q, k, v, parts, lses, changing=(n_keys, split_keys))
+        start = _start(q.shape, kv_heads, q.dtype, strides, scale, splits, stages_on(q.device))
+        start(q, k, v, parts, lses, changing=(n_keys, split_keys))
     return parts, lses
 
 
@@ -266,6 +268,7 @@ def _start(
     strides: tuple[tuple[int, ...], ...],
     scale: float,
     splits: int,
+    stages: int,
 ) -> Start:
     """shape: of q; strides: of q, k, v, the parts and their LSEs."""
     batch, n_queries, heads, head_dim = shape
@@ -291,13 +294,13 @@ def _start(
         BLOCK_N=tiles.keys,
         BLOCK_D=tiles.head_dim,
         num_warps=8 if fp32 else 4,
-        num_stages=STAGES,
+        num_stages=stages,
     )
 
 
 def split_count(n_keys: int, programs: int, n_sm: int) -> int:
-    """How many pieces to cut `n_keys` keys into, where every piece is `programs` programs on a GPU of `n_sm` SMs that takes
-    one a SM at a time."""
+    """How many pieces to cut `n_keys` keys into, where every piece is `programs` programs on a GPU of `n_sm` SMs, each of
+    which reads as fast with one program as with two."""
     most = triton.cdiv(4 * n_sm, programs)
     return _split_count(min(most, max(1, n_keys // SHORTEST_SPLIT)), programs, n_sm)
 
@@ -316,6 +319,15 @@ def _split_count(most: int, programs: int, n_sm: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """SMs of a GPU; 1 under the interpreter, which runs program after program."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache
+def stages_on(device: torch.device) -> int:
+    if device.type != "cuda":
+        return STAGES
+    properties = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", FOUR_STAGES_BYTES)
+    return STAGES if room >= FOUR_STAGES_BYTES else STAGES - 1
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The fused tree reduction: one Triton kernel merges what this rank's splits gave, writes it into every peer's memory, waits for
 what the peers write into its own, and merges that. A program does a piece of a row; it waits only for the same piece of its
-peers, so any number of programs will do, started in order. It is one warp, an element a thread: all see the flags alike."""
+peers, so any number of programs will do, started in order. It is one warp, an element a thread, and a flag
+is read by one of them, so that all go on together."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.start import MOST, Start
-from attention.mailbox import PIECE, Mailbox
+from attention.mailbox import PIECE, Mailbox, pieces
 
 AT_ONCE = 64  # splits that a program loads together
+WARP = 32  # threads, so that each flag is read by one
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     table,
     n,
     rank,
-    pieces,
+    capacity,
     row_pieces,
     head_dim,
     queries,
@@ -83,7 +85,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     own_values = own.to(tl.pointer_type(tl.float32))
     own_numbers = own.to(tl.pointer_type(tl.int32))
     turn = tl.load(own_numbers + turns + piece)
-    sent = ((turn * WORLD + rank) * pieces + piece).to(tl.int64)
+    sent = ((turn * WORLD + rank) * capacity + piece).to(tl.int64)
     for peer in range(WORLD):
         if rank != peer:
             box = tl.load(boxes + peer).to(tl.pointer_type(tl.float32))
@@ -96,7 +98,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     ones = tl.full((PEERS,), 1, tl.int32)
     tl.atomic_xchg(theirs + flags + sent, ones, mask=others, sem="release", scope="sys")
 
-    flag = own_numbers + flags + (turn * WORLD + peers).to(tl.int64) * pieces + piece
+    flag = own_numbers + flags + (turn * WORLD + peers).to(tl.int64) * capacity + piece
     arrived = tl.zeros((), tl.int32)
     while arrived < WORLD - 1:
         arrived = tl.sum(tl.load(flag, mask=others, other=0, volatile=True), 0)
@@ -108,7 +110,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     den = tl.zeros((), tl.float32)
     acc = tl.zeros((PIECE,), tl.float32)
     for peer in range(WORLD):  # in this order on every rank, so that all get the same bits
-        received = ((turn * WORLD + peer) * pieces + piece).to(tl.int64)
+        received = ((turn * WORLD + peer) * capacity + piece).to(tl.int64)
         # written by a peer: not from this multiprocessor's cache
         value = tl.load(own_values + received * PIECE + d, mask=live, other=0.0, cache_modifier=".cg")
         value_lse = tl.load(own_values + lses + received, cache_modifier=".cg")
@@ -127,16 +129,16 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.store(out_lse + (b * heads + h) * queries + t, total, mask=at == 0)
 
 
-def exchange(parts: Tensor, lses: Tensor, boxes: int, rank: int, world: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def exchange(parts: Tensor, lses: Tensor, boxes: int, box: Mailbox, rank: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The attention of all ranks, on every rank the same bits. Every rank calls it, with as many queries.
 
-    parts: this rank's partial results `[n, B, Sq, H, D]`, n >= 0, contiguous in the last dim; lses: fp32 `[n, B, H, Sq]`. boxes:
-    device address of a table of `world` device addresses, of each rank's memory of a `Mailbox`. like: `[B, Sq, H, D]`, the
-    shape and dtype of out. Returns (out, fp32 lse `[B, H, Sq]`)."""
+    parts: this rank's partial results `[n, B, Sq, H, D]`, n >= 0, contiguous in the last dim; lses: `[n, B, H, Sq]`; both fp32.
+    boxes: device address of a table of device addresses, of each rank's memory for `box`. like: `[B, Sq, H, D]`, the shape and
+    dtype of out. Returns (out, fp32 lse `[B, H, Sq]`)."""
     batch, queries, heads, _ = like.shape
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=like.device)
-    _start(like.shape, parts.shape[0], parts.stride(), lses.stride(), boxes, rank, world)(parts, lses, out, lse)
+    _start(like.shape, parts.shape[0], parts.stride(), lses.stride(), boxes, box, rank)(parts, lses, out, lse)
     return out, lse
 
 
@@ -147,20 +149,20 @@ def _start(
     of_parts: tuple[int, ...],
     of_lses: tuple[int, ...],
     boxes: int,
+    box: Mailbox,
     rank: int,
-    world: int,
 ) -> Start:
     batch, queries, heads, head_dim = shape
-    box = Mailbox(world, batch * queries * heads, head_dim)
+    grid = (pieces(batch * queries * heads, head_dim),)
     return Start(
         _exchange,
-        (box.pieces,),
+        grid,
         (
-            boxes, n, rank, box.pieces, box.row_pieces, head_dim, queries, heads, box.lses, box.flags, box.turns,
+            boxes, n, rank, box.capacity, pieces(1, head_dim), head_dim, queries, heads, box.lses, box.flags, box.turns,
             *of_parts[:4], *of_lses,
         ),
-        WORLD=world,
-        PEERS=triton.next_power_of_2(world),
+        WORLD=box.world,
+        PEERS=max(WARP, triton.next_power_of_2(box.world)),
         PARTS=min(AT_ONCE, triton.next_power_of_2(max(n, 1))),
         PIECE=PIECE,
         num_warps=1,

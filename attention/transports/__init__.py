@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 import torch.distributed as dist
 
@@ -80,8 +78,8 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
     return Collective("nccl" if cuda else "gloo", group, CudaQueue(device) if cuda else HostQueue(), note)
 
 
-def mailboxes(transport: Transport, kind: Hashable, numel: int, device: torch.device) -> Mailboxes:
+def mailboxes(transport: Transport, pieces: int, device: torch.device) -> Mailboxes:
     """Raises UnsupportedCall without symmetric memory on CUDA."""
     if not isinstance(transport, Collective) or device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
-    return mailboxes_of(transport.group or dist.distributed_c10d._get_default_group(), kind, numel, device)
+    return mailboxes_of(transport.group or dist.distributed_c10d._get_default_group(), pieces, device)

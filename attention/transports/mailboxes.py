@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,15 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.kernels.interface import UnsupportedCall
+from attention.mailbox import Mailbox
 from attention.transports.fabric import symmetric_buffer
 
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """This rank's fp32 memory, and where every rank's is: the device address of a table of device addresses."""
+    """This rank's memory for the layout `box`, and where every rank's is: the device address of a table of addresses."""
 
-    mine: Tensor
-    handle: Any
+    box: Mailbox
+    memory: Tensor
+    handle: Any = field(repr=False)
 
     @property
     def addresses(self) -> int:
@@ -28,29 +29,44 @@ class Mailboxes:
         return found
 
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Mailboxes]] = WeakKeyDictionary()
+@dataclass
+class _OfGroup:
+    current: Mailboxes | None = None
+    captured: list[Mailboxes] = field(default_factory=list)  # a CUDA graph knows their addresses
 
 
-def mailboxes_of(group: dist.ProcessGroup, kind: Hashable, numel: int, device: torch.device) -> Mailboxes:
-    """The ranks' mailboxes of that kind, zeros at first. Made at the first call, by all ranks of the group, and reused.
-    Raises UnsupportedCall where symmetric memory can't be had."""
-    made = _made.setdefault(group, {})
-    if kind not in made:
+_groups: WeakKeyDictionary[dist.ProcessGroup, _OfGroup] = WeakKeyDictionary()
+
+
+def mailboxes_of(group: dist.ProcessGroup, pieces: int, device: torch.device) -> Mailboxes:
+    """The ranks' mailboxes with room for so many pieces: the group's, which are made, by all its ranks, at the first call and
+    when more is asked for. Raises UnsupportedCall where symmetric memory can't be had."""
+    ours = _groups.setdefault(group, _OfGroup())
+    found = ours.current
+    capturing = torch.cuda.is_current_stream_capturing()
+    if found is None or pieces > found.box.capacity:
+        if capturing:
+            raise RuntimeError("symmetric memory for partial results cannot grow in a capture: call once before it")
+        box = Mailbox.holding(dist.get_world_size(group), pieces)
         try:
-            found = Mailboxes(*symmetric_buffer((numel,), torch.float32, device, group))
+            found = Mailboxes(box, *symmetric_buffer((box.numel,), torch.float32, device, group))
         except RuntimeError as error:
             raise UnsupportedCall(f"no symmetric memory here: {str(error).splitlines()[0]}") from None
-        found.mine.zero_()
-        found.handle.barrier(channel=0)  # nobody writes before all are zero
+        found.memory.zero_()
+        found.handle.barrier(channel=0)  # nobody writes before all are zero, and all are done with those of before
         torch.cuda.current_stream(device).synchronize()
-        made[kind] = found
-    return made[kind]
+        ours.current = found
+    if capturing and not any(found is known for known in ours.captured):
+        ours.captured.append(found)
+    return found
 
 
 def release_mailboxes() -> None:
     """As `release`."""
-    _made.clear()
+    _groups.clear()
 
 
 def mailboxes_bytes() -> int:
-    return sum(box.mine.numel() * 4 for made in _made.values() for box in made.values())
+    """What this process holds of them."""
+    held = {id(x): x for ours in _groups.values() for x in (*ours.captured, ours.current) if x is not None}
+    return sum(x.memory.numel() * x.memory.element_size() for x in held.values())
