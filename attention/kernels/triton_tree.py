@@ -80,7 +80,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     mine = acc / norm
     mine_lse = tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
 
-    boxes = table.to(tl.pointer_type(tl.uint64))
+    boxes = table.to(tl.int64).to(tl.pointer_type(tl.uint64))  # a low address comes as an int32
     own = tl.load(boxes + rank)
     own_values = own.to(tl.pointer_type(tl.float32))
     own_numbers = own.to(tl.pointer_type(tl.int32))
