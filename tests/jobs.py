@@ -667,3 +667,23 @@ def shared_reference(me: Rank, experiment: dict[str, Any], pieces: int) -> list[
         assert piece.reference.keys() == alone.keys()
         found["errors"] = {name: rel(x, piece.mine(alone[name])) for name, x in piece.reference.items()}
     return me.gather(found)
+
+
+def trained_after_inference(me: Rank, name: str, transport: str) -> float:
+    """The first call of a group under inference mode, then a training step: how far its output and gradients are from those
+    of another group's, which never saw that mode."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 32 * me.world, 4, 64, generator=generator).to(me.device) for _ in range(3)]
+    if me.device.type == "cuda":
+        whole = [x.bfloat16() for x in whole]
+    found = []
+    for inferring in (True, False):
+        fn = attention.make(name, group=dist.new_group(list(range(me.world))), transport=transport)
+        q, k, v = (fn.shard(x) for x in whole)
+        if inferring:
+            with torch.inference_mode():
+                fn(q, k, v, causal=True)
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = fn(*inputs, causal=True)
+        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)])
+    return max(me.gather(max(rel(x, y) for x, y in zip(*found, strict=True))))

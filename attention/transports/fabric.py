@@ -278,6 +278,7 @@ class HostFabric:
                 os.unlink(name)
         return Shared(mapped)
 
+    @torch.inference_mode()  # in the queue's thread, also into tensors of a caller in that mode
     def copy(
         self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
     ) -> None:

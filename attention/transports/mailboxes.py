@@ -49,7 +49,8 @@ def mailboxes_of(group: dist.ProcessGroup, pieces: int, device: torch.device) ->
             raise RuntimeError("symmetric memory for partial results cannot grow in a capture: call once before it")
         box = Mailbox.holding(dist.get_world_size(group), pieces)
         try:
-            found = Mailboxes(box, *symmetric_buffer((box.numel,), torch.float32, device, group))
+            with torch.inference_mode(False):  # kept for calls of any mode
+                found = Mailboxes(box, *symmetric_buffer((box.numel,), torch.float32, device, group))
         except RuntimeError as error:
             raise UnsupportedCall(f"no symmetric memory here: {str(error).splitlines()[0]}") from None
         found.memory.zero_()

@@ -116,7 +116,8 @@ class Pool:
             else:
                 self.fabric, self.queue, self.signals = HostFabric(group), HostQueue(), HostAside()
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
-        self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * 4)
+        with torch.inference_mode(False):  # kept for calls of any mode, as all memory and its views here
+            self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
         self.fabric.settle()
         self.lanes: dict[str, Lane] = {}
@@ -127,6 +128,7 @@ class Pool:
         """Symmetric memory that this rank holds."""
         return sum(lane.capacity * len(lane.flags) for lane in self.lanes.values())
 
+    @torch.inference_mode(False)
     def _flags(self, rank: int) -> Tensor:
         """By lane, slot, ready or done, and peer."""
         return self.flags.by_rank[rank].view(torch.int32).view(LANES, MOST_SLOTS, 2, self.world)
@@ -158,7 +160,8 @@ class Pool:
             self.fabric.settle()
             lane.forget()  # before the larger one is made
             size = -(-size // ALIGNMENT) * ALIGNMENT
-            lane.shared = self.fabric.allocate(size * len(lane.flags))
+            with torch.inference_mode(False):
+                lane.shared = self.fabric.allocate(size * len(lane.flags))
             lane.capacity = size
         return lane
 
@@ -285,6 +288,7 @@ class _Offered:
             lane.mine[kept] = self._mine()
         self.mine = lane.mine[kept]
 
+    @torch.inference_mode(False)
     def _mine(self) -> list[Tensor]:
         held, arranged = self.shared.by_rank[self.transport.pool.rank], self.arranged
         found = []

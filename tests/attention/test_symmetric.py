@@ -63,6 +63,11 @@ def test_an_exception_in_between_leaves_the_next_call_right(in_world, name):
     assert in_world("after_an_exception", 2, name=name, transport="symm") < 1e-6
 
 
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_a_group_that_began_under_inference_mode_trains(in_world, name):
+    assert in_world("trained_after_inference", 2, name=name, transport="symm", timeout_s=60) == 0
+
+
 def test_what_was_pulled_once_holds_again_in_a_small_decode(in_world):
     for _ in range(3):
         (found,) = in_world("decode", 4, name="ring_decode", options={}, cases=[BASE], transport="symm")

@@ -67,6 +67,11 @@ def test_error_stays_within_twice_that_of_one_gpu(in_world, name, transport, wor
                 assert ours < 2 * local + 1e-6, found
 
 
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_a_group_that_began_under_inference_mode_trains(in_world, name):
+    assert in_world("trained_after_inference", 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
+
+
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses", "tree"))
 def test_calls_and_replays_of_a_graph_go_side_by_side(in_world, name):
     assert in_world("replayed", 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
