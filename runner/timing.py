@@ -17,6 +17,7 @@ from torch import Tensor
 from runner import statistics
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
+LEAD_CYCLES = 200_000  # of a GPU's clock, some 0.1 ms
 BATCH = 10  # adaptive looks at its samples every so many
 BASELINE_RUNS = 5  # samples of a baseline,
 BASELINE_S = 1.0  # more of short iterations, for so long,
@@ -50,13 +51,18 @@ class Stopwatch(Protocol):
 
 class CudaStopwatch:
     """Events on the current stream. Aligning is a one-element all-reduce on it, so the host runs ahead; a minimum over
-    uint8, which no variant does, so that a profile can tell it from their communication."""
+    uint8, which no variant does, so that a profile can tell it from their communication. `ahead` keeps the GPU busy for
+    `LEAD_CYCLES` first, so that every rank's host is ahead of it when the ranks start: what is replayed in some tens of
+    us is over before the slowest host has launched it, and all ranks would wait for that one."""
 
-    def __init__(self, device: torch.device, together: bool):
+    def __init__(self, device: torch.device, together: bool, ahead: bool = False):
         self.device = device
         self.token = torch.zeros(1, dtype=torch.uint8, device=device) if together else None
+        self.ahead = ahead
 
     def align(self) -> None:
+        if self.ahead:
+            torch.cuda._sleep(LEAD_CYCLES)
         if self.token is not None:
             dist.all_reduce(self.token, dist.ReduceOp.MIN)
 

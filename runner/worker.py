@@ -136,9 +136,9 @@ def _together(me: Rank, make: Any) -> Any:
     return made
 
 
-def _watch(me: Rank, together: bool) -> Stopwatch:
+def _watch(me: Rank, together: bool, ahead: bool = False) -> Stopwatch:
     if me.device.type == "cuda":
-        return CudaStopwatch(me.device, together)
+        return CudaStopwatch(me.device, together, ahead)
     return CpuStopwatch(me.control if together else None)
 
 
@@ -198,7 +198,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         me.say("timing", iteration_s)
 
     if method == "cudagraph":
-        piece = timing.Graphed(work)
+        piece, watch = timing.Graphed(work), _watch(me, me.world > 1, ahead=True)
     flush = _flush(me, spec)
     if method == "simple":
         me.say("timing", iteration_s * options["timing_runs"])  # all in one stretch

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runner import timing
-from runner.timing import CpuStopwatch, adaptive, overhead_ms, sample, simple, slowest, verdict, warm
+from runner.timing import CpuStopwatch, CudaStopwatch, adaptive, overhead_ms, sample, simple, slowest, verdict, warm
 
 
 class Clock:
@@ -305,3 +305,24 @@ def test_a_real_stopwatch_measures_a_sleep():
     assert 0 <= overhead_ms(watch) < 1
     (mean,) = simple(Sleeps(), watch, 5)["forward"]
     assert 2 <= mean < 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_stopwatch_that_lets_the_host_get_ahead_leaves_its_lateness_out():
+    class Late:
+        passes = ("forward",)
+
+        def run(self, which: str) -> None:
+            until = time.perf_counter() + 40e-6  # the host's, before it launches anything
+            while time.perf_counter() < until:
+                pass
+
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def best(ahead: bool) -> float:
+        return min(sample(Late(), CudaStopwatch(device, together=False, ahead=ahead), 30)["forward"])
+
+    best(True)
+    assert best(True) < 0.02
+    assert best(False) > 0.03
