@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 from attention import choice, costs
 from attention.masks import Mask
@@ -177,7 +177,10 @@ def run_name(cfg: DictConfig, gpus: int) -> str:
     if world == "auto" and cfg.hardware.name in HARDWARE:
         world = _world_size(cfg, _device(cfg, gpus), gpus)
     parts = [cfg.attention.get("name", "none"), cfg.config]
-    parts += [f"s{cfg.seq_len}"] if cfg.seq_len is not None else []
+    tokens = cfg.seq_len
+    if isinstance(cfg.seqlens, ListConfig) and all(isinstance(n, int) for n in cfg.seqlens):
+        tokens = sum(cfg.seqlens)
+    parts += [f"s{tokens}"] if tokens is not None else []
     parts += [f"w{world}", cfg.dtype.name, cfg.timing.method, identity(cfg)]
     return re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(str(p) for p in parts))
 
