@@ -81,9 +81,13 @@ class Progress:
 
 def run_table(value: dict[str, Any]) -> None:
     """One run, in full."""
-    timing, metrics = value["timing"], value["metrics"]
-    if (value["chosen"] or {}).get("why"):
-        out.print(f"auto: {escape(value['chosen']['why'])} ({value['chosen']['basis']})", soft_wrap=True)
+    timing, metrics, chosen = value["timing"], value["metrics"], value["chosen"] or {}
+    if chosen.get("why"):
+        out.print(f"auto: {escape(chosen['why'])} ({chosen['basis']})", soft_wrap=True)
+    for name, reason in chosen.get("passed_over", {}).items():
+        out.print(f"kernel {chosen['kernel']}, not {name}: {escape(reason)}", soft_wrap=True)
+    if chosen.get("note"):
+        out.print(f"note: {escape(chosen['note'])}", soft_wrap=True)
     if value["correctness"] and value["correctness"].get("tensors"):
         _correctness(value["correctness"])
     if not timing:

@@ -15,6 +15,8 @@ import torch
 from attention import automatic, costs, transports
 from attention.choice import AUTO, Choice
 from attention.choice import ceilings as choose_ceilings
+from attention.executors.plan import masks_of
+from attention.kernels import Shape, passed_over
 from attention.peers.calls import served
 from attention.phases import Recorder, recording
 from runner import ceilings, environment, metrics, phases, profile, timing
@@ -67,6 +69,8 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     peer = work.fn.variant.exchange == "peer"
     if peer:
         result["chosen"]["note"] = served(spec.variant, work.plan.kernel.name)
+    elif spec.kernel == "auto":
+        result["chosen"]["passed_over"] = _passed_over(work)
     iteration_s = _estimate(me, spec, work)
     result["estimate"] = {"iteration_ms": iteration_s * 1e3}
     if spec.check["enabled"]:
@@ -296,6 +300,12 @@ def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None)
         found[which] = {"do_bench_ms": mean_theirs, "ours_ms": mean_ours, "ratio": mean_ours / mean_theirs}
     work.release()
     return found
+
+
+def _passed_over(work: AttentionWork) -> dict[str, str]:
+    """Of the kernels that kernel=auto would rather have taken, why it did not."""
+    shape = Shape.of(work.q, work.k, work.backward)
+    return passed_over(work.plan.kernel.name, shape, masks_of(work.plan.problem), work.fn.variant.decode)
 
 
 def _phase_runs(iteration_s: float) -> int:

@@ -117,9 +117,7 @@ def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = Fals
     Raises ValueError for an unknown name, UnsupportedCall when the kernel can't do the call, naming those that can."""
     if name == "auto":
         for candidate in preference(shape, masks, decode):
-            if not any(refusal(KERNELS[candidate], shape, mask) for mask in masks):
-                if candidate == "sdpa_cudnn" and shape.packed:
-                    continue  # one call a sequence: slower than a kernel that takes the pack
+            if _why_not(candidate, shape, masks) is None:
                 return KERNELS[candidate]
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is not a kernel; {nearest(name, names())}")
@@ -129,3 +127,20 @@ def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = Fals
             can = [k.name for k in KERNELS.values() if not any(refusal(k, shape, m) for m in masks)]
             raise UnsupportedCall(f"kernel={name}: {reason}; kernels that can: {', '.join(can)}")
     return KERNELS[name]
+
+
+def passed_over(taken: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> dict[str, str]:
+    """The kernels that `auto` would rather have taken than `taken`, and why it could not."""
+    order = preference(shape, masks, decode)
+    better = order[: order.index(taken)] if taken in order else ()
+    return {name: reason for name in better if (reason := _why_not(name, shape, masks))}
+
+
+def _why_not(name: str, shape: Shape, masks: tuple[Mask, ...]) -> str | None:
+    """Why `auto` does not take the kernel for all of the masks, or None."""
+    for mask in masks:
+        if reason := refusal(KERNELS[name], shape, mask):
+            return reason
+    if name == "sdpa_cudnn" and shape.packed:
+        return "one call a sequence: slower than a kernel that takes the pack"
+    return None

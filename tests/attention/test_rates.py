@@ -125,6 +125,24 @@ def test_auto_never_takes_a_kernel_outside_its_choice_nor_cudnn_for_packs(on_gpu
     assert select("auto", shape(packed=True), (CAUSAL,)).name == "flash2"
 
 
+def test_what_auto_would_rather_have_taken_has_its_reason(on_gpu, monkeypatch):
+    on_gpu(TABLE)
+    assert kernels.passed_over("sdpa_cudnn", shape(), (CAUSAL,)) == {}  # the fastest measured
+    monkeypatch.setattr(KERNELS["sdpa_cudnn"], "missing", lambda device: "no cuDNN here")
+    monkeypatch.setattr(KERNELS["flash4"], "refuses", lambda shape, mask: "not today" if mask == CAUSAL else None)
+    taken = select("auto", shape(), (FULL, CAUSAL)).name
+    found = kernels.passed_over(taken, shape(), (FULL, CAUSAL))
+    assert list(found.items())[:2] == [("sdpa_cudnn", "no cuDNN here"), ("flash4", "not today")]
+    assert taken not in found
+    assert kernels.passed_over("flex", shape(), (CAUSAL,)) == {}  # which auto never takes
+
+
+def test_cudnn_is_passed_over_for_packs(on_gpu):
+    on_gpu([])
+    reasons = kernels.passed_over("flash2", shape(packed=True), (FULL,))
+    assert "slower than a kernel that takes the pack" in reasons["sdpa_cudnn"]
+
+
 def test_a_decode_tries_its_own_kernel_first(on_gpu):
     on_gpu(TABLE)
     assert kernels.preference(shape(backward=False), (FULL,), decode=True)[0] == "decode"

@@ -21,7 +21,7 @@ BEGUN = tuple({start for span in SPANS for start in re.findall(r"(\w+_)<", span)
 # under these stand names that are not ours, or the configuration's
 OPEN = {
     "config", "experiment", "options", "variables", "packages", "stage_seconds", "estimates_ms", "left_out",
-    "gpus_before", "gpus_after",
+    "gpus_before", "gpus_after", "passed_over",
 }  # fmt: skip
 
 NAN, INF = float("nan"), float("inf")
@@ -296,3 +296,21 @@ def test_every_column_and_every_key_of_a_result_is_named_in_the_readme_of_the_ou
         recorded = sorted(folder.rglob("result.json"))
         for path in recorded[:: max(1, len(recorded) // 4)]:
             assert not set(unnamed(json.loads(path.read_text()))), path
+
+
+def test_a_runs_table_says_what_stood_in_for_another(capsys):
+    value = measured("run") | {
+        "timing": None,
+        "chosen": {
+            "kernel": "sdpa_cudnn", "transport": "nccl", "note": "symm: no peer access [here]",
+            "passed_over": {"flash4": "needs the package [flash-attn-4]"},
+        },
+    }  # fmt: skip
+    value["correctness"] = None
+    display.run_table(value)
+    said = capsys.readouterr().out
+    assert "kernel sdpa_cudnn, not flash4: needs the package [flash-attn-4]" in said
+    assert "note: symm: no peer access [here]" in said
+    value["chosen"] = {"kernel": "flash4", "transport": "symm", "note": None, "passed_over": {}}
+    display.run_table(value)
+    assert capsys.readouterr().out == ""
