@@ -24,7 +24,7 @@ from runner.workpiece import AttentionWork, global_input
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
 HALF = ("bf16", "fp16")  # whose errors an fp32 reference resolves as well: fp64 for a tenth of that work
 MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # over it a sample of the pieces is checked
-CACHED_BYTES = 512 << 20
+KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
 SHARED_ROWS = 64  # queries of a chunk from which on ranks share a piece
 MOST_SCORES = 1 << 29  # held at once by a reference on a GPU
 
@@ -77,7 +77,23 @@ class _Piece:
         return x if self.rows is None else torch.cat([x[:, a:b] for a, b in self.rows], 1)
 
 
-_references: dict[Any, list[_Piece]] = {}  # of the last workload: a sweep over variants needs it once
+_references: dict[Any, list[_Piece]] = {}  # of the last workloads, which a sweep over variants comes back to
+
+
+def kept_bytes() -> int:
+    """What the references that this rank keeps take of the host's memory."""
+    return sum(_bytes(pieces) for pieces in _references.values())
+
+
+def _bytes(pieces: list[_Piece]) -> int:
+    return sum(x.numel() * x.element_size() for piece in pieces for x in piece.reference.values())
+
+
+def _keep(key: Any, pieces: list[_Piece], most: int) -> None:
+    """Under `key`, in place of those that were needed the longest time ago."""
+    _references[key] = pieces
+    while kept_bytes() > most:
+        del _references[next(iter(_references))]
 
 
 def pieces_of(
@@ -124,10 +140,9 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     work.release()
 
     key = (spec, experiment.seed, backward, dtype, me.world, limit)
-    if key not in _references:
-        _references.clear()
+    most = KEPT_BYTES if experiment.launch["memory_limit_gb"] is None else 0
     mine, share, shared = pieces_of(spec, me.world, me.rank, limit, backward)
-    pieces = _references.get(key, mine)
+    pieces = _references.pop(key, mine)
     gqa = spec.heads != spec.kv_heads
     atol = tolerance["gqa_atol"] if gqa else tolerance["atol"]
     grad_atol = max(tolerance["grad_atol"], atol)
@@ -152,10 +167,10 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
             rtol = atol if name == "out" else grad_atol
             errors[name].add(piece.mine(_part(results[name], piece.batch, heads)), reference, rtol)
             local[name].add(piece.mine(mine_locally[name]), reference, rtol)
-        if sum(t.numel() * t.element_size() for t in piece.reference.values()) * len(pieces) > CACHED_BYTES:
+        if _bytes([piece]) * len(pieces) > most:
             piece.reference = {}
     if all(piece.reference for piece in pieces):
-        _references[key] = pieces
+        _keep(key, pieces, most)
     me.say("check_compare")
     everyone = me.gather((errors, local))
     return _verdict(everyone, tolerance, atol, grad_atol, {

@@ -20,7 +20,7 @@ from attention.kernels import Shape, passed_over
 from attention.peers.calls import served
 from attention.phases import Recorder, recording
 from runner import ceilings, environment, metrics, phases, profile, timing
-from runner.correctness import check
+from runner.correctness import check, kept_bytes
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
 from runner.schema import Experiment, InvalidConfig, UnsupportedHere
@@ -454,7 +454,7 @@ def _memory(me: Rank, work: AttentionWork) -> dict[str, Any]:
         }
     else:
         peak = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-        mine = {"peak_resident": int(peak.split()[1]) * 1024, "inputs": inputs}
+        mine = {"peak_resident": int(peak.split()[1]) * 1024 - kept_bytes(), "inputs": inputs}
     return {"by_rank": me.gather(mine)}
 
 

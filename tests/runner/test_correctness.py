@@ -1,8 +1,10 @@
 """A reference that several ranks share is the one that each would compute alone, and covers every token once."""
 
 import pytest
+import torch
 from composing import resolved
 
+from runner import correctness
 from runner.correctness import pieces_of
 
 MASKS = {
@@ -45,3 +47,16 @@ def test_short_sequences_and_packs_are_not_shared(size):
     spec = resolved(*size, "batch=1", "heads=2", "kv_heads=1", "head_dim=16", "world_size=2")
     found = [pieces_of(spec.workload, 2, rank, float("inf"), True) for rank in range(2)]
     assert [(len(mine), share, shared) for mine, share, shared in found] == [(1, 1.0, 0), (0, 1.0, 0)]
+
+
+def test_references_are_kept_until_others_need_their_room(monkeypatch):
+    monkeypatch.setattr(correctness, "_references", {})
+    of_100_bytes = {"out": torch.zeros(100, dtype=torch.uint8)}
+    for name in "abc":
+        correctness._keep(name, [correctness._Piece(0, 0, reference=of_100_bytes)], 300)
+    correctness._keep("a", correctness._references.pop("a"), 300)  # needed again, so b is the oldest
+    correctness._keep("d", [correctness._Piece(0, 0, reference=of_100_bytes)], 300)
+    assert list(correctness._references) == ["c", "a", "d"]
+    assert correctness.kept_bytes() == 300
+    correctness._keep("e", [correctness._Piece(0, 0, reference=of_100_bytes)], 0)
+    assert correctness.kept_bytes() == 0
