@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,9 @@ class Span(Protocol):
 
     def milliseconds(self) -> float: ...
 
+    def since(self, mark: Any) -> tuple[float, float]:
+        """Its begin and end in ms after a mark: perf_counter_ns on a CPU, an event on CUDA."""
+
 
 class _CpuSpan:
     def __init__(self, name: str, step: int):
@@ -33,6 +36,9 @@ class _CpuSpan:
 
     def milliseconds(self) -> float:
         return (self.stop - self.start) / 1e6
+
+    def since(self, mark: int) -> tuple[float, float]:
+        return (self.start - mark) / 1e6, (self.stop - mark) / 1e6
 
 
 class _CudaSpan:
@@ -49,6 +55,9 @@ class _CudaSpan:
 
     def milliseconds(self) -> float:
         return self.begin.elapsed_time(self.finish)
+
+    def since(self, mark: torch.cuda.Event) -> tuple[float, float]:
+        return mark.elapsed_time(self.begin), mark.elapsed_time(self.finish)
 
 
 class Recorder:

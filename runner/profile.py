@@ -1,6 +1,7 @@
 """The profiler method: a pass of its own under torch.profiler, a trace a rank, a kernel table, and from the trace's
 intervals the busy time of compute and of communication, how much of them overlaps, and how much communication is
-exposed. On a CPU the same from the executors' phases, which the recorder makes ranges of the trace."""
+exposed. On a CPU the same from the executors' phases, which the recorder makes ranges of the trace. On CUDA a stream that
+waits for a peer's flag runs nothing that a trace could show: there the recorder's events say when it stood still."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from attention.phases import Recorder, recording
+from attention.phases import Span as PhaseSpan
 from runner.rank import Rank
 from runner.timing import Stopwatch, Workpiece
 
 Span = tuple[float, float]
 # the stopwatch's, see runner.timing; NCCL does a minimum by kernels of several names, and no variant reduces bytes
 ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")
-COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm", re.IGNORECASE)
+COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
 SHOWN = 40
 
 
@@ -47,8 +49,11 @@ def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
     return covered(x) + covered(y) - covered([*x, *y])
 
 
-def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """Of one rank's trace events (Chrome format, us). ms a profiled stretch."""
+def analyse(
+    events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[tuple[float, float]]] = ()
+) -> dict[str, Any]:
+    """Of one rank's trace events (Chrome format, us). ms a profiled stretch. `waits`: of each pass, when its compute stream
+    stood still for a transfer, in ms since the pass was aligned."""
     compute: list[Span] = []
     alignment: list[Span] = []
     communication: list[Span] = []
@@ -75,7 +80,11 @@ def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
     busy = covered(compute)
     moving = covered(communication)
     both = overlap(compute, communication)
-    everything = merged([*compute, *communication])
+    waiting: list[Span] = []
+    if len(waits) == len(alignment):  # else it is not known where they belong
+        for (_, start), spans in zip(sorted(alignment), waits, strict=True):
+            waiting += [(start + a * 1e3, start + b * 1e3) for a, b in spans]
+    everything = merged([*compute, *communication, *waiting])
     length = everything[-1][1] - everything[0][0] if everything else 0.0
     waited = sum(stop - start for start, stop in alignment if everything and start > everything[0][0])
     length -= waited - overlap(alignment, everything)
@@ -89,7 +98,7 @@ def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:
         "communication_ms": moving / 1e3,
         "overlapped_ms": both / 1e3,
         "overlapped_share": both / moving if moving else None,
-        "exposed_communication_ms": (moving - both) / 1e3,
+        "exposed_communication_ms": (covered(everything) - busy) / 1e3,
         "idle_ms": (length - covered(everything)) / 1e3,
         "kernels": table,
     }
@@ -117,18 +126,22 @@ def profile(
     if me.device.type == "cpu":  # the transport has a thread of its own
         extra["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     recorder = Recorder(me.device, annotate=True)
+    passes: list[tuple[Any, list[PhaseSpan]]] = []
     with torch.profiler.profile(activities=activities, **extra) as profiler, recording(recorder):
         for _ in range(runs):
             for which in work.passes:
                 watch.align()
+                start = watch.mark()
                 work.run(which)
+                passes.append((start, recorder.spans[:]))
+                recorder.spans.clear()
         watch.settle()
-    recorder.spans.clear()
+    waits = [[s.since(start) for s in spans if s.name.startswith("wait_")] for start, spans in passes]
     scratch = me.folder / f"trace{me.rank}.json"
     profiler.export_chrome_trace(str(scratch))
     text = scratch.read_text()
     scratch.unlink()
-    found = analyse(json.loads(text)["traceEvents"], me.device.type)
+    found = analyse(json.loads(text)["traceEvents"], me.device.type, waits)
     for key in ("stretch_ms", "compute_ms", "communication_ms", "overlapped_ms", "exposed_communication_ms", "idle_ms"):
         found[key] /= runs
     found["runs"] = runs

@@ -28,6 +28,7 @@ from runner.schema import InvalidConfig, UnsupportedHere
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
 SETTLE_S = 1.0
+PROVOKED_GIB = 0.3  # that a CPU rank may still take when launch.fault makes it run out of memory
 
 
 @dataclass
@@ -232,6 +233,9 @@ def _provoke(me: Rank, fault: str) -> None:
         while True:
             time.sleep(1)
     if kind == "oom":
+        on_cpu = me.device.type == "cpu"  # where without a limit other programs would be killed first
+        unlimited = on_cpu and resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
         hoard = []
-        while True:  # as any rank would: ask for more than there is
-            hoard.append(torch.ones(1 << 26, device=me.device))
+        with memory_limit(me, PROVOKED_GIB if unlimited else None):
+            while True:  # as any rank would: ask for more than there is
+                hoard.append(torch.ones(1 << 26, device=me.device))

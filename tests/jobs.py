@@ -398,6 +398,13 @@ def hoard(me: Rank, gigabytes: float) -> None:
         me.gather(len(kept))
 
 
+def meet(me: Rank, fault: str) -> None:
+    me.fault = fault
+    me.say("timing")
+    me.synchronize()
+    me.gather(me.rank)
+
+
 def many_calls(me: Rank, name: str, calls: int, transport: str) -> dict[str, Any]:
     """Forward and backward over changing shapes, a new function every hundred calls: the largest error of some of them,
     the symmetric memory held after a tenth of the calls and at the end, and files left in shared memory."""

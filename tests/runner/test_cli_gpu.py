@@ -40,6 +40,19 @@ def test_every_timing_method_runs(tmp_path):
     )
 
 
+@pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["symm", "nccl"])
+def test_a_profile_shows_whom_a_causal_ring_keeps_waiting(tmp_path, transport):
+    done, (value,) = run(tmp_path, "attention=ring", "world_size=2", "timing=profiler", f"transport={transport}",
+                         "timing.timing_runs=3", "baseline=none")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert value["chosen"]["transport"] == transport
+    first, last = value["profile"]  # the first has a third of the last's pairs, and waits for its dk and dv
+    assert first["exposed_communication_ms"] > 0.25 * first["stretch_ms"]
+    assert first["idle_ms"] < 0.25 * first["stretch_ms"]
+    assert last["exposed_communication_ms"] < 0.1 * last["stretch_ms"]
+
+
 def test_more_ranks_than_gpus_is_unsupported(tmp_path):
     done, (value,) = run(tmp_path, *SMALL, f"world_size={2 * gpu_count()}", "hardware=cuda")
     assert done.returncode == 1

@@ -141,6 +141,13 @@ def test_memory_over_the_limit_is_oom(world):
     assert gone(pids)
 
 
+def test_running_out_of_memory_is_provoked_without_taking_the_machines(world):
+    start = time.monotonic()
+    outcome = world.call("tests.jobs:meet", {"fault": "1:timing:oom"})
+    assert (outcome.status, outcome.rank, outcome.phase) == ("oom", 1, "timing"), outcome.reason
+    assert time.monotonic() - start < 20
+
+
 def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder():
     code = (
         "import sys, time\nfrom runner.launch import World, WorldSpec\n"

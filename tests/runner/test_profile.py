@@ -90,6 +90,27 @@ def test_what_aligns_the_ranks_is_neither_communication_nor_part_of_the_stretch(
     assert analyse([*CUDA, *after, reduced], "cuda")["communication_ms"] == 20
 
 
+def test_a_stream_that_waits_is_exposed_communication_where_nothing_computes():
+    """Two passes: what stands still in a trace is a wait by the recorder's events, in ms since each pass was aligned."""
+    align = "ncclDevKernel_AllReduce_MinMax_u8_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    events = [
+        event("kernel", align, 60_000, 61_000),  # the second pass, out of order
+        event("kernel", align, 0, 1000),
+        event("kernel", "flash_fwd_kernel", 1000, 11_000),
+        event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 9000, 13_000),
+        event("kernel", "flash_fwd_kernel", 31_000, 41_000),
+        event("kernel", "flash_bwd_kernel", 61_000, 71_000),
+    ]
+    without = analyse(events, "cuda")
+    assert (without["exposed_communication_ms"], without["idle_ms"]) == (2, 37)  # 13 to 31 and 41 to 60
+    found = analyse(events, "cuda", [[(9, 30)], [(10, 14), (0, 1)]])
+    assert found["exposed_communication_ms"] == 20 + 4  # 11 to 31, 71 to 75
+    assert found["idle_ms"] == 37 - 18
+    assert found["stretch_ms"] == without["stretch_ms"] + 4
+    assert (found["compute_ms"], found["communication_ms"]) == (30, 4)
+    assert analyse(events, "cuda", [[(9, 30)]])["idle_ms"] == 37  # of another number of passes: not placed
+
+
 def test_copies_within_a_device_are_compute():
     found = analyse([event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 1000)], "cuda")
     assert (found["compute_ms"], found["communication_ms"], found["overlapped_share"]) == (1, 0, None)
