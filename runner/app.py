@@ -44,6 +44,7 @@ def execute(cfg: DictConfig) -> None:
             statuses.append("ok")
             return
     value = run(cfg, folder)
+    value["environment"]["overrides"] = list(hydra.overrides.task)
     statuses.append(value["status"])
     try:
         results.write_result(folder, value)

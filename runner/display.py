@@ -7,6 +7,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.status import Status
 from rich.table import Table
 
@@ -27,6 +28,18 @@ LONG_S = 60.0
 
 def new_table(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def width(table: Table) -> int:
+    """The columns of a terminal in which no cell of the table is cut."""
+    wide = Console(width=10_000)
+    return Measurement.get(wide, wide.options, table).maximum
+
+
+def show(table: Table) -> None:
+    """No figure is ever cut: what is wider than the terminal goes on in its next line."""
+    needed = width(table)
+    (out if needed <= out.width else Console(width=needed, highlight=False)).print(table)
 
 
 def seconds(s: float) -> str:
@@ -111,7 +124,7 @@ def run_table(value: dict[str, Any]) -> None:
             f"{baseline['speedup'][which]:.2f}" if single else "",
             f"{baseline['efficiency'][which]:.0%}" if single else "",
         )
-    out.print(table)
+    show(table)
     noisy = "; ! means noisy" if any(s["noisy"] for s in timing["passes"].values()) else ""
     n = timing["passes"]["forward"]["n"]
     out.print(f"ms is the median of {n}, TFLOP/s are those of one device{noisy}")
@@ -140,7 +153,7 @@ def _correctness(found: dict[str, Any]) -> None:
     for name, t in found["tensors"].items():
         ratio = f"{t['ratio_to_local']:.2f}" if t["ratio_to_local"] is not None else ""
         table.add_row(name, f"{t['rel_l2']:.2e}", f"{t['max_abs']:.2e}", f"{t['local_rel_l2']:.2e}", ratio)
-    out.print(table)
+    show(table)
     if found["checked_share"] < 1:
         out.print(f"checked on {found['checked_share']:.1%} of the heads: all of them would take too long")
 
@@ -159,7 +172,7 @@ def _phase_table(which: str, entry: dict[str, Any]) -> None:
         share = f"{p['share']:.0%}" if not name.startswith("comm_") else "beside"
         table.add_row(name, f"{p['ms']:.3f}", share, " ".join(f"{ms:.3f}" for ms in p["by_rank_ms"]))
     table.add_row("other", f"{entry['other_ms']:.3f}", f"{entry['other_share']:.0%}", "")
-    out.print(table)
+    show(table)
 
 
 def _memory(memory: dict[str, Any]) -> None:
@@ -180,20 +193,45 @@ def run_line(value: dict[str, Any]) -> str:
     return f"{value['name']}: ok, {times} ms"
 
 
+# measured, and left out of a sweep's table in this order where the terminal is too narrow
+LEFT_OUT = (
+    "forward_l2_read_bytes", "forward_memory_read_bytes", "kv_read_bytes", "rel_l2_out", "exposed_backward_ms",
+    "exposed_forward_ms", "efficiency", "backward_ms", "forward_ms", "tflops_per_device",
+)  # fmt: skip
+
+
 def sweep_table(rows: list[dict[str, Any]]) -> None:
     """What differs between the rows, beside what was measured."""
-    table = new_table()
     filled = [results.cells(entry) for entry in rows]
     shown = []
     for i, (key, _, _) in enumerate(results.SHOWN):
-        same = len(rows) > 1 and len({row[i] for row in filled}) == 1
+        found = {row[i] for row in filled}
+        same = found == {""} or (len(rows) > 1 and len(found) == 1)
         hidden = not results.differ(rows, key) if key in results.WHERE_DIFFERENT else same
         if not hidden or key in ("attention", "status"):
             shown.append(i)
+    table = _sweep_table(filled, shown)
+    missing = []
+    for key in LEFT_OUT:
+        here = [i for i in shown if results.SHOWN[i][0] == key]
+        only = key == "forward_ms" and not any(results.SHOWN[i][0] == "total_ms" for i in shown)
+        if width(table) > out.width and here and not only:
+            shown.remove(here[0])
+            missing.append(results.SHOWN[here[0]][1])
+            table = _sweep_table(filled, shown)
+    show(table)
+    for remark in results.remarks(rows):
+        out.print(remark)
+    if missing:
+        out.print(f"too narrow here for {', '.join(reversed(missing))}: summary.md has them")
+
+
+def _sweep_table(filled: list[list[str]], shown: list[int]) -> Table:
+    table = new_table()
     for i in shown:
         key, title, _ = results.SHOWN[i]
-        left = key in ("attention", "config", "kernel", "status")
+        left = key in ("attention", "config", "kernel", "status", "settings")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
     for row in filled:
         table.add_row(*(row[i] for i in shown))
-    out.print(table)
+    return table

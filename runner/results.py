@@ -106,7 +106,7 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: list[str]) ->
 MOST_LENGTHS = 8  # of a pack that are written out
 COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
-    "kv_heads", "head_dim", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "forward_ms", "forward_iqr", "backward_ms",
+    "kv_heads", "head_dim", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings", "forward_ms", "forward_iqr", "backward_ms",
     "backward_iqr", "total_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
     "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
@@ -192,7 +192,25 @@ def _lengths(seqlens: Sequence[int] | None) -> str | None:
 def sweep_rows(folder: Path) -> list[dict[str, Any]]:
     """The results in a sweep's folder as the rows of its summary, in the order in which they were run."""
     found = [value for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
-    return [row(value) for value in sorted(found, key=_started)]
+    found.sort(key=_started)
+    return [row(value) | {"settings": text} for value, text in zip(found, _settings(found), strict=True)]
+
+
+def _settings(values: list[dict[str, Any]]) -> list[str | None]:
+    """Of each run, the overrides in which the runs differ and for which a row has no column."""
+    given = []
+    for value in values:
+        overrides = (value.get("environment") or {}).get("overrides") or []
+        pairs = (text.replace("\\:", ":").split("=", 1) for text in overrides if "=" in text)
+        given.append({key.lstrip("+"): text for key, text in pairs if not _in_a_column(key.lstrip("+"))})
+    swept = [
+        key for key in dict.fromkeys(key for one in given for key in one) if len({one.get(key) for one in given}) > 1
+    ]
+    return [" ".join(f"{key}={one[key]}" for key in swept if key in one) or None for one in given]
+
+
+def _in_a_column(key: str) -> bool:
+    return key in COLUMNS or key == "experiment" or key.startswith(("attention.", "seqlens_", "hydra."))
 
 
 def _started(value: Mapping[str, Any]) -> float:
@@ -243,6 +261,7 @@ SHOWN = (
     ("kernel", "kernel", "{}"),
     ("transport", "transport", "{}"),
     ("timing", "timing", "{}"),
+    ("settings", "settings", "{}"),
     ("status", "status", "{}"),
     ("forward_ms", "fwd ms", "{:.3f}"),
     ("backward_ms", "bwd ms", "{:.3f}"),
@@ -265,8 +284,17 @@ WHERE_DIFFERENT = {
 
 
 def differ(rows: list[dict[str, Any]], key: str) -> bool:
-    """Whether the runs that got so far differ in it."""
-    return len({entry[key] for entry in rows if entry.get(key) is not None}) > 1
+    """Whether the runs that got so far differ in it. To be no pack, or no decode, is to differ from one."""
+    found = {entry.get(key) for entry in rows if entry.get("device") is not None or entry.get(key) is not None}
+    return len(found if key in ("q_len", "seqlens") else found - {None}) > 1
+
+
+def remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """What a reader who compares the rows must know."""
+    ran = [entry for entry in rows if entry["status"] == "ok"]
+    if {entry.get("seqlens") is None for entry in ran} == {True, False}:
+        return ["Rows with sequences are of packs, which are less work than single sequences of as many tokens."]
+    return []
 
 
 def cells(entry: dict[str, Any]) -> list[str]:
@@ -282,6 +310,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     ]
     lines = ["| " + " | ".join(SHOWN[i][1] for i in shown) + " |", "|" + " --- |" * len(shown)]
     lines += ["| " + " | ".join(cells(entry)[i] for i in shown) + " |" for entry in rows]
+    lines += [f"\n{remark}" for remark in remarks(rows)]
     failed = [entry for entry in rows if entry["status"] != "ok"]
     lines += [""] + [f"- `{entry['name']}`: {entry['status']}: {entry['reason']}" for entry in failed] if failed else []
     return "\n".join(lines) + "\n"

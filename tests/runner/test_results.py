@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from composing import python, resolved
+from rich.console import Console
 
 from runner import display, metrics, results
 from runner.statistics import summarize
@@ -314,3 +315,66 @@ def test_a_runs_table_says_what_stood_in_for_another(capsys):
     value["chosen"] = {"kernel": "flash4", "transport": "symm", "note": None, "passed_over": {}}
     display.run_table(value)
     assert capsys.readouterr().out == ""
+
+
+def swept(folder, *overrides: list[str], **changes) -> list[dict]:
+    for number, given in enumerate(overrides):
+        value = measured(f"run{number}")
+        value["environment"] = {"started_at": number, "overrides": given}
+        results.write_result(folder / f"run{number}", value)
+    return results.summarize_sweep(folder)
+
+
+def test_what_has_no_column_of_its_own_is_told_apart_by_its_settings(tmp_path, capsys):
+    rows = swept(
+        tmp_path,
+        ["attention=ring", "timing.timing_runs=6", "+experiment=peers", "check.enabled=true"],
+        [
+            "attention=ring",
+            "timing.timing_runs=8",
+            "+experiment=peers",
+            "check.enabled=true",
+            "launch.fault=1\\:timing\\:kill",
+        ],
+        ["attention=zigzag", "timing.timing_runs=8", "+experiment=peers", "check.enabled=true"],
+    )
+    assert [row["settings"] for row in rows] == [
+        "timing.timing_runs=6", "timing.timing_runs=8 launch.fault=1:timing:kill", "timing.timing_runs=8",
+    ]  # fmt: skip
+    assert "| timing.timing_runs=6 |" in (tmp_path / "summary.md").read_text()
+    display.sweep_table(rows)
+    assert "timing.timing_runs=8 launch.fault=1:timing:kill" in capsys.readouterr().out
+
+
+def test_runs_that_differ_only_in_columns_have_no_settings(tmp_path):
+    rows = swept(tmp_path, ["attention=ring", "seq_len=8"], ["attention.name=ring", "seq_len=16", "world_size=4"])
+    assert [row["settings"] for row in rows] == [None, None]
+    assert "settings" not in (tmp_path / "summary.md").read_text()
+
+
+def test_packs_beside_single_sequences_are_said_to_be_other_work(capsys):
+    rows = [results.row(measured(name)) for name in "ab"]
+    rows[1]["seqlens"] = "512,512"
+    assert "of packs" in results.markdown(rows) and "| sequences |" in results.markdown(rows)
+    display.sweep_table(rows)
+    said = capsys.readouterr().out
+    assert "512,512" in said and "of packs" in said
+    rows[0]["seqlens"] = "512,512"
+    assert "of packs" not in results.markdown(rows)
+
+
+@pytest.mark.parametrize("columns", [30, 60, 400])
+def test_no_figure_is_cut_in_a_narrow_terminal(columns, capsys, monkeypatch):
+    rows = [results.row(measured(f"run{number}", 1024 * (number + 1))) for number in range(2)]
+    rows[1] |= {
+        "total_ms": 123456.789,
+        "forward_ms": 3.0,
+        "backward_ms": 8.0,
+        "attention": "zigzag_llama3",
+        "dtype": "fp32",
+    }
+    monkeypatch.setattr(display, "out", Console(width=columns, highlight=False))
+    display.sweep_table(rows)
+    said = capsys.readouterr().out
+    assert "123456.789" in said and "zigzag_llama3" in said and "…" not in said
+    assert ("too narrow" in said) == (columns < 400)
