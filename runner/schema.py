@@ -458,11 +458,14 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
 
 
 def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tuple[int, ...]:
-    """Normal lengths of that mean and spread in multiples of 64 that add up to the total, from the run's seed."""
+    """Normal lengths of that mean and spread that add up to the total, from the run's seed: multiples of 64, which any
+    layout on up to 32 ranks divides, or of less where the mean is less than eight of those, 8 at least."""
     mean = _positive("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
     spread = _positive("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
     draw = random.Random(seed)
-    unit = 64 if total % 64 == 0 and total > 64 else 1
+    unit = 64
+    while unit > 1 and (total % unit or (unit > 8 and 8 * unit > mean)):
+        unit //= 2
     lengths: list[int] = []
     while sum(lengths) < total:
         n = max(unit, round(draw.gauss(mean, spread) / unit) * unit)

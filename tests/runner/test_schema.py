@@ -246,6 +246,14 @@ def test_a_random_pack_has_the_asked_mean_and_spread_in_multiples_of_64():
     assert drawn("seqlens_mean=4096", "seqlens_std=0") == (4096,) * 256
 
 
+@pytest.mark.parametrize(("mean", "unit"), [(32, 8), (100, 8), (200, 16), (511, 32), (512, 64)])
+def test_short_sequences_of_a_random_pack_have_a_spread_too(mean, unit):
+    found = drawn(f"seqlens_mean={mean}", f"seqlens_std={mean // 4}")[:-1]
+    assert all(n > 0 and n % unit == 0 for n in found) and any(n % (2 * unit) for n in found)
+    assert statistics.mean(found) == pytest.approx(mean, rel=0.02)
+    assert statistics.stdev(found) == pytest.approx(mean // 4, rel=0.1)
+
+
 def test_a_random_pack_has_sequences_of_an_eighth_unless_told():
     lengths = [n for seed in range(20) for n in drawn(seed=seed)[:-1]]
     assert statistics.mean(lengths) == pytest.approx(524_288 / 8, rel=0.1)
