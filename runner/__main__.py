@@ -48,7 +48,7 @@ def refuse(reason: str, arguments: list[str]) -> int:
 
     from runner import environment, folders, results
 
-    output = next((a.partition("=")[2] for a in arguments if a.startswith("output=")), "outputs")
+    output = _output(arguments)
     key = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:8]
     try:
         folder = folders.create(Path(output) / "invalid", f"{folders.now()}_{key}")
@@ -64,6 +64,10 @@ def refuse(reason: str, arguments: list[str]) -> int:
         )
     print(f"invalid: {reason}", file=sys.stderr)
     return 2
+
+
+def _output(arguments: list[str]) -> str:
+    return next((a.partition("=")[2] for a in arguments if a.startswith("output=")), "outputs")
 
 
 def message(error: BaseException) -> str:
@@ -112,16 +116,18 @@ def _main() -> int:
     stops = Stops()
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(app.execute)()
-    except (KeyboardInterrupt, Exception) as error:
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
         if stops.exit_status is not None:  # also where unwinding raised something else, as OmegaConf's flags may
-            display.err.print("interrupted; what was finished is recorded")
+            how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
+            display.err.print(f"{how}; what was finished is recorded")
             return stops.exit_status
-        if traced:
+        if traced or isinstance(error, SystemExit):
             raise
         if isinstance(error, (HydraException, OmegaConfBaseException)):
             return refuse(message(error), arguments)
         if isinstance(error, OSError):
-            print(f"error: {app.no_room(error.filename or 'a file of the run', error)}", file=sys.stderr)
+            where = error.filename or next(iter(app.sweeps), _output(arguments))
+            print(f"error: {app.no_room(where, error)}", file=sys.stderr)
             return 1
         raise
     finally:
