@@ -58,6 +58,8 @@ def make(
         options = dict(choice.best.candidate.options)
     chosen = variant(name)
     for option in options:
+        if option.startswith("dropout"):
+            raise ValueError(f"{option}={options[option]!r}: dropout is not supported by any variant; leave it out")
         if option not in chosen.options:
             known = ", ".join(chosen.options) or "none"
             raise ValueError(f"{option}={options[option]!r}: {name} has no such option; its options: {known}")

@@ -1,5 +1,5 @@
-"""`python -m runner.catalog [attention|model|config|kernel|transport|timing|dtype|experiment]`: the lists, with their numbers,
-what works on this machine, and why the rest does not. `python -m runner.catalog cost config=llama3_70b world_size=64`:
+"""`python -m runner.catalog [attention|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the lists, with their
+numbers, what works on this machine, and why the rest does not. `python -m runner.catalog cost config=llama3_70b world_size=64`:
 what each variant costs, before it runs."""
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ LISTS = {
     "transport": transport,
     "timing": lambda: _group("timing"),
     "dtype": lambda: _group("dtype"),
+    "hardware": lambda: _group("hardware"),
     "experiment": lambda: _group("experiment"),
 }
 

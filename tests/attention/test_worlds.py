@@ -227,6 +227,8 @@ def test_dropout_is_refused_with_the_way_out():
     x = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"dropout=0.1: not supported; use dropout=0"):
         attention.make("ring")(x, x, x, dropout=0.1)
+    with pytest.raises(ValueError, match=r"dropout_p=0.1: dropout is not supported by any variant; leave it out"):
+        attention.make("ring", dropout_p=0.1)
 
 
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (9, 0)), (False, (3, 11)))
