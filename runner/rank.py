@@ -215,6 +215,10 @@ def memory_limit(me: Rank, gigabytes: float | None) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + int(gigabytes * 2**30), before[1]))
     try:
         yield
+    except RuntimeError as error:
+        if "can't start new thread" in str(error):  # there is no room for its stack
+            raise MemoryError(str(error)) from error
+        raise
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
