@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> int:
         if reason is not None:
             print(reason, file=sys.stderr)
             return 2
-        display.out.print(cost(arguments[1:]))
+        display.show(cost(arguments[1:]))
         return 0
     for name in arguments:
         if name in ("-h", "--help"):

@@ -32,14 +32,14 @@ def new_table(title: str | None = None) -> Table:
 
 def width(table: Table) -> int:
     """The columns of a terminal in which no cell of the table is cut."""
-    wide = Console(width=10_000)
+    wide = Console(width=10_000, height=25)  # without a height, dumb terminals are 80 wide
     return Measurement.get(wide, wide.options, table).maximum
 
 
 def show(table: Table) -> None:
     """No figure is ever cut: what is wider than the terminal goes on in its next line."""
     needed = width(table)
-    (out if needed <= out.width else Console(width=needed, highlight=False)).print(table)
+    (out if needed <= out.width else Console(width=needed, height=25, highlight=False)).print(table)
 
 
 def seconds(s: float) -> str:
@@ -140,8 +140,8 @@ def run_table(value: dict[str, Any]) -> None:
     for rank, found in enumerate(value["profile"] or []):
         out.print(
             f"profile, rank {rank}, an iteration: compute {found['compute_ms']:.3f} ms, communication "
-            f"{found['communication_ms']:.3f} ms, of it exposed {found['exposed_communication_ms']:.3f} ms, "
-            f"idle {found['idle_ms']:.3f} ms"
+            f"{found['communication_ms']:.3f} ms, exposed (waits for peers included) "
+            f"{found['exposed_communication_ms']:.3f} ms, idle {found['idle_ms']:.3f} ms"
         )
 
 
@@ -212,9 +212,9 @@ def sweep_table(rows: list[dict[str, Any]]) -> None:
             shown.append(i)
     table = _sweep_table(filled, shown)
     missing = []
-    for key in LEFT_OUT:
+    for key in LEFT_OUT if out.is_terminal else ():
         here = [i for i in shown if results.SHOWN[i][0] == key]
-        only = key == "forward_ms" and not any(results.SHOWN[i][0] == "total_ms" for i in shown)
+        only = key == "forward_ms" and any(row["status"] == "ok" and row["total_ms"] is None for row in rows)
         if width(table) > out.width and here and not only:
             shown.remove(here[0])
             missing.append(results.SHOWN[here[0]][1])

@@ -24,6 +24,7 @@ from runner.timing import Stopwatch, Workpiece
 Span = tuple[float, float]
 # the stopwatch's, see runner.timing; NCCL does a minimum by kernels of several names, and no variant reduces bytes
 ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")
+LEAD = re.compile("spin_kernel")  # the stopwatch's, too
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
 SHOWN = 40
 
@@ -56,6 +57,7 @@ def analyse(
     stood still for a transfer, in ms since the pass was aligned."""
     compute: list[Span] = []
     alignment: list[Span] = []
+    lead: list[Span] = []
     communication: list[Span] = []
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -66,8 +68,8 @@ def analyse(
         if device == "cuda":
             if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
                 continue
-            if ALIGNMENT.search(name):
-                alignment.append(span)
+            if ALIGNMENT.search(name) or LEAD.search(name):
+                (alignment if ALIGNMENT.search(name) else lead).append(span)
                 continue
             (communication if COMMUNICATION.search(name) else compute).append(span)
         elif name.startswith("comm_"):
@@ -81,13 +83,14 @@ def analyse(
     moving = covered(communication)
     both = overlap(compute, communication)
     waiting: list[Span] = []
-    if len(waits) == len(alignment):  # else it is not known where they belong
+    placed = len(waits) == len(alignment)  # else it is not known where they belong
+    if placed:
         for (_, start), spans in zip(sorted(alignment), waits, strict=True):
             waiting += [(start + a * 1e3, start + b * 1e3) for a, b in spans]
     everything = merged([*compute, *communication, *waiting])
     length = everything[-1][1] - everything[0][0] if everything else 0.0
-    waited = sum(stop - start for start, stop in alignment if everything and start > everything[0][0])
-    length -= waited - overlap(alignment, everything)
+    pauses = [span for span in (*alignment, *lead) if everything and span[0] > everything[0][0]]
+    length -= covered(pauses) - overlap(pauses, everything)
     table = [
         {"kernel": name, "calls": len(us), "total_ms": sum(us) / 1e3, "mean_us": sum(us) / len(us)}
         for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))
@@ -100,6 +103,7 @@ def analyse(
         "overlapped_share": both / moving if moving else None,
         "exposed_communication_ms": (covered(everything) - busy) / 1e3,
         "idle_ms": (length - covered(everything)) / 1e3,
+        "waits_known": placed or not any(waits),
         "kernels": table,
     }
 

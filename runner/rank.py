@@ -242,4 +242,4 @@ def _provoke(me: Rank, fault: str) -> None:
         hoard = []
         with memory_limit(me, PROVOKED_GIB if unlimited else None):
             while True:  # as any rank would: ask for more than there is
-                hoard.append(torch.ones(1 << 26, device=me.device))
+                hoard.append(torch.empty(1 << 26, device=me.device))  # not written: threads would start for that

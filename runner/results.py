@@ -193,24 +193,32 @@ def sweep_rows(folder: Path) -> list[dict[str, Any]]:
     """The results in a sweep's folder as the rows of its summary, in the order in which they were run."""
     found = [value for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
     found.sort(key=_started)
-    return [row(value) | {"settings": text} for value, text in zip(found, _settings(found), strict=True)]
+    rows = [row(value) for value in found]
+    for entry, text in zip(rows, _settings(found, rows), strict=True):
+        entry["settings"] = text
+    return rows
 
 
-def _settings(values: list[dict[str, Any]]) -> list[str | None]:
-    """Of each run, the overrides in which the runs differ and for which a row has no column."""
-    given = []
+def _settings(values: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str | None]:
+    """Of each run, the overrides in which the runs differ and which no column of its row tells apart."""
+    given: list[dict[str, str]] = []
     for value in values:
-        overrides = (value.get("environment") or {}).get("overrides") or []
+        overrides = (value.get("environment") or {}).get("overrides") or []  # none in those of earlier versions
         pairs = (text.replace("\\:", ":").split("=", 1) for text in overrides if "=" in text)
-        given.append({key.lstrip("+"): text for key, text in pairs if not _in_a_column(key.lstrip("+"))})
-    swept = [
-        key for key in dict.fromkeys(key for one in given for key in one) if len({one.get(key) for one in given}) > 1
-    ]
+        given.append({key.lstrip("+"): text for key, text in pairs})
+    known = [(one, entry) for one, entry in zip(given, rows, strict=True) if one]
+    swept = []
+    for key in dict.fromkeys(key for one in given for key in one):
+        texts = {one.get(key) for one, _ in known}
+        # a column may hold what was taken, the same for auto and for its choice
+        told = len({entry[key] for _, entry in known}) if key in COLUMNS else 1
+        if (
+            len(texts) > told
+            and not key.startswith(("attention.", "seqlens_", "hydra."))
+            and key not in ("output", "resume")
+        ):
+            swept.append(key)
     return [" ".join(f"{key}={one[key]}" for key in swept if key in one) or None for one in given]
-
-
-def _in_a_column(key: str) -> bool:
-    return key in COLUMNS or key == "experiment" or key.startswith(("attention.", "seqlens_", "hydra."))
 
 
 def _started(value: Mapping[str, Any]) -> float:

@@ -336,7 +336,11 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
             chosen.problem(work.cu_seqlens, world, work.mask, options, work.q_len)
             chosen.check_options(options, work.heads, work.kv_heads, world)
     except ValueError as error:
-        raise InvalidConfig(str(error)) from None
+        drawn = work.seqlens is not None and cfg.seqlens == "random"
+        way_out = (
+            "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64" if drawn else ""
+        )
+        raise InvalidConfig(f"{error}{way_out}") from None
     timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
     for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0)):
         _positive(f"timing.{key}", timing[key], least)
@@ -459,17 +463,19 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
 
 def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tuple[int, ...]:
     """Normal lengths of that mean and spread that add up to the total, from the run's seed: multiples of 64, which any
-    layout on up to 32 ranks divides, or of less where the mean is less than eight of those, 8 at least."""
+    layout on up to 32 ranks divides, or of less where the mean is less than two of those."""
     mean = _positive("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
     spread = _positive("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
     draw = random.Random(seed)
     unit = 64
-    while unit > 1 and (total % unit or (unit > 8 and 8 * unit > mean)):
+    while unit > 1 and (total % unit or 2 * unit > mean):
         unit //= 2
     lengths: list[int] = []
-    while sum(lengths) < total:
+    left = total
+    while left:
         n = max(unit, round(draw.gauss(mean, spread) / unit) * unit)
-        lengths.append(min(n, total - sum(lengths)))
+        lengths.append(min(n, left))
+        left -= lengths[-1]
     return tuple(lengths)
 
 

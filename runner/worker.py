@@ -97,7 +97,8 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["comm"] = _received(me, work, rows)
     if spec.timing["method"] == "profiler":
         me.say("profiler", iteration_s * 10)
-        mine, files = profile.profile(me, work, watch, spec.timing["profile_runs"], folder)
+        ahead = _watch(me, me.world > 1, ahead=True)
+        mine, files = profile.profile(me, work, ahead, spec.timing["profile_runs"], folder)
         everyone = me.gather((mine, files))
         result["profile"] = [p for p, _ in everyone]
         result["traces"] = [name for _, names in everyone for name in names]
@@ -192,6 +193,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     options = spec.timing
     method = options["method"]
     piece: timing.Workpiece = work
+    plain = watch
     note: dict[str, Any] = {}
 
     def beat() -> None:
@@ -240,7 +242,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
-            "do_bench": _do_bench(work, watch, flush) if options["do_bench"] else None,
+            "do_bench": _do_bench(work, plain, flush) if options["do_bench"] else None,
             **note,
         },
     }

@@ -60,3 +60,13 @@ def test_references_are_kept_until_others_need_their_room(monkeypatch):
     assert correctness.kept_bytes() == 300
     correctness._keep("e", [correctness._Piece(0, 0, reference=of_100_bytes)], 0)
     assert correctness.kept_bytes() == 0
+
+
+@pytest.mark.parametrize(("kv_heads", "computed"), [(2, [[1, 0, 0], [1, 0, 1]]), (1, [[1, 0, 1], [1, 0, 1]])])
+def test_a_later_check_of_the_same_workload_computes_no_reference(in_world, kv_heads, computed):
+    """Each rank its own piece, or one that both share: that is computed by both again when one has lost it."""
+    size = ["batch=1", "heads=4", f"kv_heads={kv_heads}", "head_dim=16", "seq_len=256", "world_size=2"]
+    ranks = in_world("checked_again", 2, experiment=resolved("attention=ring", *size).plain())
+    assert [[count for *_, count in rank] for rank in ranks] == computed
+    assert all(passed for rank in ranks for passed, *_ in rank)
+    assert len({error for rank in ranks for _, error, _ in rank}) == 1

@@ -108,7 +108,12 @@ def test_a_stream_that_waits_is_exposed_communication_where_nothing_computes():
     assert found["idle_ms"] == 37 - 18
     assert found["stretch_ms"] == without["stretch_ms"] + 4
     assert (found["compute_ms"], found["communication_ms"]) == (30, 4)
-    assert analyse(events, "cuda", [[(9, 30)]])["idle_ms"] == 37  # of another number of passes: not placed
+    assert found["waits_known"] and without["waits_known"]
+    lost = analyse(events, "cuda", [[(9, 30)]])  # of another number of passes: not placed
+    assert lost["idle_ms"] == 37 and not lost["waits_known"]
+    spin = event("kernel", "at::cuda::(anonymous namespace)::spin_kernel(long)", 45_000, 55_000)
+    led = analyse([*events, spin], "cuda", [[(9, 30)], [(10, 14), (0, 1)]])
+    assert led["compute_ms"] == 30 and led["idle_ms"] == 37 - 18 - 10
 
 
 def test_copies_within_a_device_are_compute():
@@ -144,6 +149,7 @@ def test_an_empty_trace_is_all_zeros(device):
     found = analyse([], device)
     assert found.pop("kernels") == []
     assert found.pop("overlapped_share") is None
+    assert found.pop("waits_known") is True
     assert set(found.values()) == {0}
 
 

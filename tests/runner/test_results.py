@@ -317,10 +317,17 @@ def test_a_runs_table_says_what_stood_in_for_another(capsys):
     assert capsys.readouterr().out == ""
 
 
-def swept(folder, *overrides: list[str], **changes) -> list[dict]:
+def swept(folder, *overrides: list[str] | None) -> list[dict]:
     for number, given in enumerate(overrides):
         value = measured(f"run{number}")
-        value["environment"] = {"started_at": number, "overrides": given}
+        for key, text in (override.split("=", 1) for override in given or ()):
+            if key == "attention":
+                value["config"]["attention"] = {"name": text}
+            elif key == "seq_len":
+                value["experiment"]["workload"]["seq_len"] = int(text)
+            elif key == "world_size":
+                value["experiment"]["world_size"] = int(text)
+        value["environment"] = {"started_at": number} | ({"overrides": given} if given is not None else {})
         results.write_result(folder / f"run{number}", value)
     return results.summarize_sweep(folder)
 
@@ -347,9 +354,16 @@ def test_what_has_no_column_of_its_own_is_told_apart_by_its_settings(tmp_path, c
 
 
 def test_runs_that_differ_only_in_columns_have_no_settings(tmp_path):
-    rows = swept(tmp_path, ["attention=ring", "seq_len=8"], ["attention.name=ring", "seq_len=16", "world_size=4"])
+    rows = swept(tmp_path, ["attention=ring", "seq_len=8"], ["attention=usp", "seq_len=16", "world_size=4"])
     assert [row["settings"] for row in rows] == [None, None]
     assert "settings" not in (tmp_path / "summary.md").read_text()
+
+
+def test_what_auto_took_and_what_a_resumed_sweep_kept_do_not_hide_or_add_settings(tmp_path):
+    same = ["kernel=auto", "baseline=none", "output=a"]
+    rows = swept(tmp_path, None, same, ["kernel=sdpa_flash", "baseline=none", "output=b", "resume=true"])
+    assert rows[1]["kernel"] == rows[2]["kernel"] == "sdpa_flash"
+    assert [row["settings"] for row in rows] == [None, "kernel=auto", "kernel=sdpa_flash"]
 
 
 def test_packs_beside_single_sequences_are_said_to_be_other_work(capsys):
@@ -363,8 +377,10 @@ def test_packs_beside_single_sequences_are_said_to_be_other_work(capsys):
     assert "of packs" not in results.markdown(rows)
 
 
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
 @pytest.mark.parametrize("columns", [30, 60, 400])
-def test_no_figure_is_cut_in_a_narrow_terminal(columns, capsys, monkeypatch):
+def test_no_figure_is_cut_in_a_narrow_terminal(columns, term, capsys, monkeypatch):
+    monkeypatch.setenv("TERM", term)
     rows = [results.row(measured(f"run{number}", 1024 * (number + 1))) for number in range(2)]
     rows[1] |= {
         "total_ms": 123456.789,
@@ -373,8 +389,16 @@ def test_no_figure_is_cut_in_a_narrow_terminal(columns, capsys, monkeypatch):
         "attention": "zigzag_llama3",
         "dtype": "fp32",
     }
-    monkeypatch.setattr(display, "out", Console(width=columns, highlight=False))
+    monkeypatch.setattr(display, "out", Console(width=columns, height=25, highlight=False, force_terminal=True))
     display.sweep_table(rows)
     said = capsys.readouterr().out
     assert "123456.789" in said and "zigzag_llama3" in said and "…" not in said
     assert ("too narrow" in said) == (columns < 400)
+
+
+def test_a_run_of_the_forward_alone_keeps_its_time_in_a_narrow_terminal(capsys, monkeypatch):
+    rows = [results.row(measured(name)) for name in "ab"]
+    rows[0] |= {"total_ms": None, "backward_ms": None, "forward_ms": 4.321, "mode": "forward"}
+    monkeypatch.setattr(display, "out", Console(width=30, height=25, highlight=False, force_terminal=True))
+    display.sweep_table(rows)
+    assert "4.321" in capsys.readouterr().out

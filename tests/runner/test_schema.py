@@ -246,12 +246,21 @@ def test_a_random_pack_has_the_asked_mean_and_spread_in_multiples_of_64():
     assert drawn("seqlens_mean=4096", "seqlens_std=0") == (4096,) * 256
 
 
-@pytest.mark.parametrize(("mean", "unit"), [(32, 8), (100, 8), (200, 16), (511, 32), (512, 64)])
+@pytest.mark.parametrize(("mean", "unit"), [(3, 1), (32, 16), (100, 32), (127, 32), (128, 64), (200, 64)])
 def test_short_sequences_of_a_random_pack_have_a_spread_too(mean, unit):
-    found = drawn(f"seqlens_mean={mean}", f"seqlens_std={mean // 4}")[:-1]
+    found = drawn(f"seqlens_mean={mean}", f"seqlens_std={max(1, mean // 4)}")[:-1]
     assert all(n > 0 and n % unit == 0 for n in found) and any(n % (2 * unit) for n in found)
     assert statistics.mean(found) == pytest.approx(mean, rel=0.02)
-    assert statistics.stdev(found) == pytest.approx(mean // 4, rel=0.1)
+    assert statistics.stdev(found) == pytest.approx(max(1, mean // 4), rel=0.25)
+
+
+def test_drawn_lengths_that_do_not_divide_say_which_mean_does():
+    short = ["attention=zigzag_varlen", "seqlens=random", "seq_len=65536", "batch=1"]
+    with pytest.raises(
+        InvalidConfig, match=r"would work; these lengths were drawn: .* at least 128 .* multiples of 64"
+    ):
+        resolved(*short, "seqlens_mean=20", "world_size=8")
+    assert resolved(*short, "seqlens_mean=128", "world_size=32").workload.seqlens
 
 
 def test_a_random_pack_has_sequences_of_an_eighth_unless_told():
