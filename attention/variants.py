@@ -114,9 +114,9 @@ class Variant:
     def _check_mask(self, mask: Mask, options: Mapping[str, Any]) -> None:
         if self.decode:
             if not mask.full:
+                given = "causal=true" if mask.causal else f"window=({mask.left}, {mask.right})"
                 raise ValueError(
-                    f"{mask.describe()} mask: {self.name} is a decode, whose queries see all keys; use causal=false without "
-                    "a window"
+                    f"{given}: {self.name} is a decode, whose queries see all keys; use causal=false without a window"
                 )
             return
         zigzag = options.get("ring") == "zigzag"

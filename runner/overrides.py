@@ -97,6 +97,8 @@ def problem(arguments: list[str], multirun: bool = True) -> str | None:
         if name in known:
             if name == "experiment" and not override.is_add():
                 return f"{text}: an experiment is added to the defaults; write +{text}"
+            if name != "experiment" and (override.is_add() or override.is_force_add()):
+                return f"{text}: every run has a {name}, of which there is one; write {text.lstrip('+')}"
             values = _values(override, known[name])
             for value in values:
                 if value not in known[name]:

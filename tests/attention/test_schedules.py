@@ -360,7 +360,8 @@ def test_masks_that_a_variant_lacks_are_refused_with_a_way_out_that_works(name):
             text = refusal(chosen, cu, world, mask, options)
             assert name in text
             if name in DECODES:
-                assert text.startswith(f"{mask.describe()} mask:") and "causal=false without a window" in text
+                given = "causal=true" if mask.causal else f"window=({mask.left}, {mask.right})"
+                assert text.startswith(f"{given}: ") and "causal=false without a window" in text
                 continue
             value = f"window=({mask.left}, {mask.right})" if mask.right == 0 else "causal=false"
             assert text.startswith(value)

@@ -26,6 +26,8 @@ BAD = [
     (["attention=choice(ring,zigzga)"], "attention=zigzga", "zigzag"),
     (["+experiment=tiny_variant"], "experiment=tiny_variant", "tiny_variants"),
     (["experiment=tiny_variants"], "+experiment=tiny_variants"),
+    (["+config=tiny"], "+config=tiny: every run has a config", "write config=tiny"),
+    (["++timing=simple"], "++timing=simple: every run has a timing", "write timing=simple"),
     (["seqlen=1024"], "seqlen", "seq_len"),
     (["seqlen=1024,2048"], "seqlen", "seq_len"),
     (["atention=ring"], "atention", "attention"),

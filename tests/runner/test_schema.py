@@ -88,8 +88,8 @@ INVALID = [
     (["attention=ring_decode", "q_len=-1"], "q_len=-1", "whole number of at least 1"),
     (["attention=tree", "mode=forward_backward"], "mode=forward_backward", "tree", "no backward", "mode=forward"),
     (["attention=ring_decode", "mode=forward_backward"], "mode=forward_backward", "ring_decode", "mode=forward"),
-    (["attention=tree", "config=tiny"], "causal mask", "queries see all keys", "causal=false without a window"),
-    (["attention=tree", "window=[4,4]"], "window (4, 4)", "queries see all keys", "causal=false without a window"),
+    (["attention=tree", "config=tiny"], "causal=true", "queries see all keys", "causal=false without a window"),
+    (["attention=tree", "window=[4,4]"], "window=(4, 4)", "queries see all keys", "causal=false without a window"),
     (["attention=tree", "seqlens=[512,512]"], "seqlens=[512, 512]", "tree", "seqlens=null"),
     (["attention=ring_decode", "seqlens=random"], "seqlens=random", "ring_decode", "seqlens=null"),
     # packs
