@@ -68,8 +68,11 @@ def analyse(
         if device == "cuda":
             if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
                 continue
-            if ALIGNMENT.search(name) or LEAD.search(name):
-                (alignment if ALIGNMENT.search(name) else lead).append(span)
+            if ALIGNMENT.search(name):
+                alignment.append(span)
+                continue
+            if LEAD.search(name):
+                lead.append(span)
                 continue
             (communication if COMMUNICATION.search(name) else compute).append(span)
         elif name.startswith("comm_"):

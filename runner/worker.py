@@ -193,7 +193,6 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     options = spec.timing
     method = options["method"]
     piece: timing.Workpiece = work
-    plain = watch
     note: dict[str, Any] = {}
 
     def beat() -> None:
@@ -242,7 +241,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
-            "do_bench": _do_bench(work, plain, flush) if options["do_bench"] else None,
+            "do_bench": _do_bench(work, _watch(me, False), flush) if options["do_bench"] else None,
             **note,
         },
     }
