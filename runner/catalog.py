@@ -92,7 +92,10 @@ def cost(arguments: list[str]) -> Table:
             except (schema.InvalidConfig, schema.UnsupportedHere) as error:
                 table.add_row(name, *[""] * 6, str(error))
                 continue
-            table.add_row(name, *_cost_cells(spec, v))
+            *cells, parts = _cost_cells(spec, v)
+            if spec.workload.seqlens and cfg.seqlens is None:  # other work than that of the rows around it
+                parts = "; ".join(filter(None, [f"a pack of {len(spec.workload.seqlens)} sequences", parts]))
+            table.add_row(name, *cells, parts)
     return table
 
 

@@ -1,0 +1,43 @@
+"""The catalog, as it is printed."""
+
+import pytest
+
+from attention.peers import PEERS
+from attention.variants import VARIANTS
+from runner import catalog
+
+SIZE = ["config=tiny", "batch=1", "seq_len=1024", "heads=8", "kv_heads=2", "head_dim=64"]
+
+
+def rows(capsys, *arguments: str) -> dict[str, str]:
+    assert catalog.main(list(arguments)) == 0
+    return {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+
+
+def test_the_costs_are_of_every_variant_and_worked_out_by_hand(capsys):
+    found = rows(capsys, "cost", *SIZE, "world_size=4")
+    assert {*VARIANTS, *PEERS} <= set(found)
+    # 4 B H D pairs, of which the ring's last rank has those of 256 queries on 768 keys, and its own causal ones
+    pairs = 256 * 768 + 256 * 257 // 2
+    assert f"{4 * 8 * 64 * pairs / 1e6:.3g} MFLOP" in found["ring"]
+    # three peers' 256 tokens of k and v in bf16: 3 * 256 * 2 * 64 * 2 * 2 bytes
+    assert "kv 384 KiB" in found["ring"] and "kv 384 KiB" in found["zigzag_llama3"]
+    assert "causal=true: tree is a decode" in found["tree"]
+
+
+def test_costs_of_a_default_pack_are_said_to_be_of_one(capsys):
+    found = rows(capsys, "cost", *SIZE, "world_size=4")
+    packed = {name for name in VARIANTS if "a pack of 4 sequences" in found[name]}
+    assert packed == {name for name, v in VARIANTS.items() if v.packed}
+    asked = rows(capsys, "cost", *SIZE, "world_size=4", "seqlens=[512,512]")
+    assert not any("a pack of 2 sequences" in asked[name] for name in VARIANTS)  # all rows alike
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.LISTS if name != "config"])
+def test_every_list_is_printed(name, capsys):
+    assert len(rows(capsys, name)) > 1
+
+
+def test_an_unknown_list_is_answered_with_the_nearest(capsys):
+    assert catalog.main(["kernels"]) == 2
+    assert "kernel" in capsys.readouterr().err.removeprefix("kernels: not a list")
