@@ -17,7 +17,8 @@ from torch import Tensor
 from runner import statistics
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
-LEAD_CYCLES = 200_000  # of a GPU's clock, some 0.1 ms
+LEAD_MS = 0.1  # that hosts get ahead of their GPUs, where they do
+CYCLES_A_MS = 2_000_000  # of a GPU's clock, about
 BATCH = 10  # adaptive looks at its samples every so many
 BASELINE_RUNS = 5  # samples of a baseline,
 BASELINE_S = 1.0  # more of short iterations, for so long,
@@ -51,18 +52,18 @@ class Stopwatch(Protocol):
 
 class CudaStopwatch:
     """Events on the current stream. Aligning is a one-element all-reduce on it, so the host runs ahead; a minimum over
-    uint8, which no variant does, so that a profile can tell it from their communication. `ahead` keeps the GPU busy for
-    `LEAD_CYCLES` first, so that every rank's host is ahead of it when the ranks start: what is replayed in some tens of
-    us is over before the slowest host has launched it, and all ranks would wait for that one."""
+    uint8, which no variant does, so that a profile can tell it from their communication. For `lead_ms` the GPU is kept
+    busy first, so that every rank's host is ahead of it when the ranks start: what is replayed in some tens of us is over
+    before the slowest host has launched it, and all ranks would wait for that one."""
 
-    def __init__(self, device: torch.device, together: bool, ahead: bool = False):
+    def __init__(self, device: torch.device, together: bool, lead_ms: float = 0.0):
         self.device = device
         self.token = torch.zeros(1, dtype=torch.uint8, device=device) if together else None
-        self.ahead = ahead
+        self.lead_ms = lead_ms
 
     def align(self) -> None:
-        if self.ahead:
-            torch.cuda._sleep(LEAD_CYCLES)
+        if self.lead_ms:
+            torch.cuda._sleep(int(self.lead_ms * CYCLES_A_MS))
         if self.token is not None:
             dist.all_reduce(self.token, dist.ReduceOp.MIN)
 

@@ -97,8 +97,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["comm"] = _received(me, work, rows)
     if spec.timing["method"] == "profiler":
         me.say("profiler", iteration_s * 10)
-        ahead = _watch(me, me.world > 1, ahead=True)
-        mine, files = profile.profile(me, work, ahead, spec.timing["profile_runs"], folder)
+        mine, files = profile.profile(me, work, _watch(me, me.world > 1), spec.timing["profile_runs"], folder)
         everyone = me.gather((mine, files))
         result["profile"] = [p for p, _ in everyone]
         result["traces"] = [name for _, names in everyone for name in names]
@@ -141,9 +140,9 @@ def _together(me: Rank, make: Any) -> Any:
     return made
 
 
-def _watch(me: Rank, together: bool, ahead: bool = False) -> Stopwatch:
+def _watch(me: Rank, together: bool, lead_ms: float = 0.0) -> Stopwatch:
     if me.device.type == "cuda":
-        return CudaStopwatch(me.device, together, ahead)
+        return CudaStopwatch(me.device, together, lead_ms)
     return CpuStopwatch(me.control if together else None)
 
 
@@ -177,7 +176,7 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
         + (_phase_runs(seconds_each) + 1 if spec.phases else 0)
     )
     if spec.timing["method"] == "profiler":
-        timed += spec.timing["profile_runs"]
+        timed += profile.LEADING_RUNS + spec.timing["profile_runs"]
     single_each = seconds_each * me.world
     single = (
         single_each * (1 + timing.baseline_runs(spec.timing["timing_runs"], single_each))
@@ -203,7 +202,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         me.say("timing", iteration_s)
 
     if method == "cudagraph":
-        piece, watch = timing.Graphed(work), _watch(me, me.world > 1, ahead=True)
+        piece, watch = timing.Graphed(work), _watch(me, me.world > 1, timing.LEAD_MS)
     flush = _flush(me, spec)
     if method == "simple":
         me.say("timing", iteration_s * options["timing_runs"])  # all in one stretch
