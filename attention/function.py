@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -17,6 +17,7 @@ from attention import automatic, kernels, transports
 from attention.choice import AUTO, SUMMARY, Choice
 from attention.executors import EXECUTORS, grouping
 from attention.executors.plan import Plan, masks_of, plan_steps, resized
+from attention.graphs import Replays
 from attention.kernels import Shape, UnsupportedCall
 from attention.layouts import CuSeqlens, Shard, sizes_of
 from attention.masks import Mask
@@ -43,16 +44,22 @@ def make(
     kernel: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
+    graphs: bool = False,
     **options: Any,
 ) -> ContextParallel:
     """The variant `name` as a function over `group` (default: the default group; without one, a world of one).
 
+    graphs: forward and backward of a call whose shapes came before are replayed from CUDA graphs, so that the host launches
+    each at once: for few tokens a GPU, where it takes longer than the GPU. Costs memory for copies of inputs and results.
     options: the variant's own, see `python -m runner.catalog attention`; of "auto", which gives the variant that should be
     fastest, the problem's shapes (`automatic.decide`), and the function's `choice` then says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
     if name == AUTO:
         _check_names(kernel, transport)
+        if graphs:
+            transport = "symm" if transport == "auto" else transport
+            options = options | {"graphed": True}
         choice = automatic.decide(group, kernel, transport, options)
         name, transport = choice.best.candidate.variant, choice.best.transport
         options = dict(choice.best.candidate.options)
@@ -64,7 +71,7 @@ def make(
             known = ", ".join(chosen.options) or "none"
             raise ValueError(f"{option}={options[option]!r}: {name} has no such option; its options: {known}")
     _check_names(kernel, transport)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options})
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options}, graphs)
     fn.choice = choice
     return fn
 
@@ -105,6 +112,7 @@ class ContextParallel:
         transport: str,
         deterministic: bool,
         options: dict[str, Any],
+        graphs: bool = False,
     ):
         self.variant = variant
         self.group = group
@@ -118,6 +126,7 @@ class ContextParallel:
         self.layout = variant.border(self.world, options)
         self.transports: dict[torch.device, Transport] = {}
         self.plans: dict[Any, Plan] = {}
+        self.replays = Replays() if graphs else None
 
     def __repr__(self) -> str:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
@@ -190,11 +199,10 @@ class ContextParallel:
         if self.variant.exchange == "peer":
             return calls.attend(q, k, v, plan, self.group)
         if _trained(q, k, v) or _transformed():
-            out, lse = _Attention.apply(q, k, v, plan)
+            out, lse = _Attention.apply(q, k, v, plan, self.replays)
         else:
             with torch.no_grad():
-                out, lse, _ = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
-                plan.transport.join()
+                out, lse, *_ = _forward(q, k, v, plan, self.replays, False)
         return (out, lse) if return_lse else out
 
     def plan(
@@ -239,6 +247,8 @@ class ContextParallel:
                 kernel = kernels.select(self.kernel_name, shape, masks_of(problem), self.variant.decode)
             scale = shape.head_dim**-0.5 if scale is None else scale
             transport = self._transport(q.device)
+            if self.replays is not None:
+                _check_graphs(self.variant, transport, q.device, self.world)
             writable = self.world > 1 and q.device.type == "cuda" and transport.pulls and q.dtype != torch.float64
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)
@@ -280,6 +290,22 @@ class ContextParallel:
             made = transports.select(name, device, self.group) if self.world > 1 else None
             self.transports[device] = made or transports.Nothing()
         return self.transports[device]
+
+
+def _check_graphs(variant: Variant, transport: Transport, device: torch.device, world: int) -> None:
+    """Raises UnsupportedCall for what is not captured."""
+    reason = None
+    if device.type != "cuda":
+        reason = f"a {device.type} has no CUDA graphs"
+    elif variant.exchange == "peer":
+        reason = f"{variant.name} brings its own exchange"
+    elif variant.decode:
+        reason = "a decode's keys grow from call to call; capture the call yourself, between two lengths"
+    elif world > 1 and not transport.pulls:
+        reason = f"transport={transport.name} may hang in a graph; symm is needed"
+        reason += f" ({transport.note})" if transport.note else ""
+    if reason is not None:
+        raise UnsupportedCall(f"graphs=True: {reason}")
 
 
 def _trained(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -359,24 +385,42 @@ def _stretch(x: Tensor, dim: int, r: range) -> Tensor:
     return x[tuple(index)]
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None, keep: bool) -> tuple[Tensor, ...]:
+    """(out, lse) and, to keep for a backward, what that needs."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         out, lse, saved = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
         plan.transport.join()
+        return (out, lse, *saved) if keep else (out, lse)
+
+    return run(q, k, v) if replays is None else replays((plan, keep), run, (q, k, v))
+
+
+def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replays | None) -> tuple[Tensor, ...]:
+    def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        grads = EXECUTORS[plan.variant.exchange].backward(dout, saved, plan)
+        plan.transport.join()
+        return grads
+
+    return run(dout, *saved) if replays is None else replays((plan, "backward"), run, (dout, *saved))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *saved = _forward(q, k, v, plan, replays, True)
         ctx.save_for_backward(*saved)
-        ctx.plan = plan
+        ctx.plan, ctx.replays = plan, replays
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # zeros for the LSE's would be made each time
         ctx.like = out.shape, out.dtype, out.device
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        plan: Plan = ctx.plan
+    def backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if dout is None:  # peers may have one, and exchange with this rank
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
-        grads = EXECUTORS[plan.variant.exchange].backward(dout.contiguous(), ctx.saved_tensors, plan)
-        plan.transport.join()
-        return *grads, None
+        return *_backward(dout.contiguous(), ctx.saved_tensors, ctx.plan, ctx.replays), None, None

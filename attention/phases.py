@@ -114,6 +114,11 @@ class _Phase:
 _NOTHING = _Nothing()
 
 
+def active() -> bool:
+    """Whether phases are being recorded."""
+    return _active is not None
+
+
 def phase(name: str, step: int = NO_STEP) -> _Phase | _Nothing:
     """A context manager around one stretch of work of one step."""
     return _NOTHING if _active is None else _Phase(_active, name, step)

@@ -148,7 +148,8 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
             found |= {f"forward_{key}": counted[key] for key in ("memory_read_bytes", "l2_read_bytes")}
         peaks = value["memory"]["by_rank"]
         found["peak_bytes"] = max(
-            p.get("peak_allocated", p.get("peak_resident", 0)) + p.get("symmetric", 0) for p in peaks
+            p.get("peak_allocated", p.get("peak_resident", 0)) + p.get("symmetric", 0) + p.get("graphs", 0)
+            for p in peaks
         )
         if (value.get("baseline") or {}).get("speedup"):
             found["speedup"] = value["baseline"]["speedup"][last]

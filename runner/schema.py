@@ -130,6 +130,7 @@ class RunConf:
     baseline: str = "single"
     phases: bool = True
     deterministic: bool = False
+    graphs: bool = False  # passes are replayed from CUDA graphs, inputs and results copied: for few tokens a GPU
     resume: bool = False
     output: str = "outputs"
 
@@ -247,6 +248,7 @@ class Experiment:
     baseline: str
     phases: bool
     deterministic: bool
+    graphs: bool
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -373,6 +375,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         baseline=cfg.baseline,
         phases=cfg.phases,
         deterministic=cfg.deterministic,
+        graphs=cfg.graphs,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attention import automatic, costs, transports
+from attention import automatic, costs, graphs, transports
 from attention.choice import AUTO, Choice
 from attention.choice import ceilings as choose_ceilings
 from attention.executors.plan import masks_of
@@ -340,7 +340,8 @@ def _received(me: Rank, work: AttentionWork, rows: list[dict[str, Any]]) -> dict
     counted = {}
     for which in work.passes:
         counter.clear()
-        work.run(which)
+        with recording(Recorder(me.device)):  # a replay counts nothing
+            work.run(which)
         counted[which] = dict(counter)
     work.release()
     by_rank = me.gather(counted)
@@ -450,6 +451,7 @@ def _memory(me: Rank, work: AttentionWork) -> dict[str, Any]:
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
             "symmetric": transports.held_bytes(),  # lies outside PyTorch's allocator
+            "graphs": graphs.held_bytes(me.device),  # and this in it, but not as allocated
             "inputs": inputs,
         }
     else:

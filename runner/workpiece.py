@@ -40,6 +40,7 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
         kernel=experiment.kernel,
         transport=experiment.transport,
         deterministic=experiment.deterministic,
+        graphs=experiment.graphs,
         **experiment.options,
     )
 
@@ -56,10 +57,11 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "q_tokens": work.q_len,
         "device": device,
         "ceilings": ceilings,
-        "graphed": experiment.timing["method"] == "cudagraph",
+        "graphed": experiment.graphs or experiment.timing["method"] == "cudagraph",
         **experiment.options,
     }
-    return automatic.decide(None, experiment.kernel, experiment.transport, given)
+    transport = "symm" if experiment.graphs and experiment.transport == "auto" else experiment.transport
+    return automatic.decide(None, experiment.kernel, transport, given)
 
 
 class AttentionWork:

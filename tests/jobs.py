@@ -564,6 +564,46 @@ def replayed(me: Rank, name: str, transport: str) -> float:
     return max(me.gather(max(errors)))
 
 
+def replayed_passes(me: Rank, name: str) -> dict[str, Any]:
+    """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from strided
+    tensors, by a function that replays graphs and by one that doesn't, in turn, with the symmetric memory given back in
+    between: the largest relative difference of any out or gradient, and how many graphs there are at the end."""
+    from torch.utils.checkpoint import checkpoint
+
+    from attention.transports import release
+
+    plain, replayed = (
+        attention.make(name, transport="symm", kernel="flash2", graphs=graphs) for graphs in (False, True)
+    )
+    differences = []
+    for i in range(16):
+        generator = torch.Generator().manual_seed(i)
+        n = (256 if i % 5 == 4 else 512) * me.world
+        layers = [torch.randn(1, n, 8, 64, generator=generator).to(me.device, torch.bfloat16) for _ in range(2)]
+        layers = [plain.shard(x) for x in layers]
+        results = []
+        for fn in (plain, replayed):
+            leaves = [x.clone().requires_grad_() for x in layers]
+            inputs = [x.split((4, 2, 2), 2) for x in leaves]
+            if i % 4 == 2:
+                with torch.inference_mode(i % 8 == 2), torch.no_grad():
+                    results.append([fn(*x, causal=True).clone() for x in inputs])
+                continue
+            if i % 4 == 3:
+                outs = [checkpoint(fn, *x, causal=True, use_reentrant=False) for x in inputs]
+            else:
+                outs = [fn(*x, causal=True) for x in inputs]
+            loss = sum((out * out.detach()).sum() for out in outs)
+            results.append([*outs, *torch.autograd.grad(loss, leaves)])
+        differences += [rel(x, wanted) for wanted, x in zip(*results, strict=True)]
+        if i == 8:
+            me.barrier()
+            release()
+            me.barrier()
+    graphs = sum(graph is not None for graph in replayed.replays.graphs.values())
+    return {"difference": max(me.gather(max(differences))), "graphs": graphs}
+
+
 def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
     """A function made while one rank can open no further file: what each rank says of its transport, the error of its call
     over a transport that stands in, and that of a group made later, whose ranks can all open files again."""

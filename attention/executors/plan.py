@@ -40,7 +40,7 @@ class PlannedStep:
     most: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """`rank` is this rank's place in the schedule, which with Ulysses groups of `problem.ulysses` ranks share, `head`
     its number within the group."""

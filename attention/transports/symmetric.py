@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import graphs
 from attention.copies import copy_all
 from attention.phases import phase
 from attention.tensors import token_dim
@@ -225,6 +226,7 @@ def release() -> None:
     """Give all symmetric memory back; it is taken again at the next use. Every rank of a group has to."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    graphs.forget()
     for pools in _pools.values():
         for pool in pools.values():
             if isinstance(pool, Pool):

@@ -45,3 +45,11 @@ def test_what_is_not_floating_point_is_refused(dtype):
     x = torch.ones(1, 16, 2, 8, dtype=dtype)
     with pytest.raises(ValueError, match=rf"{dtype}: .* floating-point dtype; give q\.to\("):
         attention.make("ring")(x, x, x)
+
+
+@pytest.mark.parametrize("name", ("dense", "zigzag", "tree"))
+def test_graphs_are_refused_where_there_are_none(name):
+    fn = attention.make(name, graphs=True)
+    q, k = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 2, 16)
+    with pytest.raises(attention.UnsupportedCall, match="graphs=True: a cpu has no CUDA graphs"):
+        fn(q, k, k, causal=name == "zigzag")

@@ -72,6 +72,14 @@ def test_a_group_that_began_under_inference_mode_trains(in_world, name):
     assert in_world("trained_after_inference", 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
 
 
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ("ring", "zigzag", "stripe", "ring_allgather", "llama3", "zigzag_llama3", "ulysses"))
+def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name, world):
+    found = in_world("replayed_passes", world, "cuda", name=name, timeout_s=90)
+    assert found["difference"] < 1e-2
+    assert found["graphs"] == 6  # of two shapes: with and without gradients one forward each, and a backward
+
+
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses", "tree"))
 def test_calls_and_replays_of_a_graph_go_side_by_side(in_world, name):
     assert in_world("replayed", 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
