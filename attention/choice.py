@@ -3,8 +3,8 @@ costs and from what kernels (`rates.csv`) and links (`links.csv`) were measured 
 machine comes in as a `Machine`.
 
 The model of a pass on a rank: its kernel calls at their measured rate, what of the communication its executor leaves
-exposed, and the merges at the rate of memory; or what the host needs to issue all that, if it is more. The slowest rank
-counts. It is meant to order candidates, not to predict milliseconds."""
+exposed, and the merges at the rate of memory; and what the host needs to issue all that, where it is not much less. The
+slowest rank counts. It is meant to order candidates, not to predict milliseconds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Both = tuple[float, float]  # forward and backward
 class Overheads:
     """Microseconds, forward and backward. `call`, `merge`: what a kernel's launch and tail leave a GPU idle. Of Python and
     launches, `host_pass`: a pass itself; `host_call`: to issue a kernel call (by kernel, or `host_other`), `host_exchange`: a
-    fetch or offer."""
+    fetch or offer; `host_decode`: a decode with its call, `host_reduction`: one of its collective operations."""
 
     call: Both
     merge: float
@@ -66,12 +66,14 @@ class Overheads:
     host_call: Mapping[str, Both] = field(default_factory=dict)
     host_other: Both = (0, 0)
     host_exchange: float = 0
+    host_decode: float = 0
+    host_reduction: float = 0
 
 
 # cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the host's
-# from 4096 tokens on 2 (results/h200-x2/small)
+# from 2048 tokens a GPU on 2 and 4 (results/h200-x2/small, h200-x4/speed), of several days, and from h200-x4/tree_scaling
 OVERHEADS = {
-    "cuda": Overheads((10, 60), 10, (400, 750), {"flash4": (120, 190)}, (80, 130), 130),
+    "cuda": Overheads((10, 60), 10, (550, 1000), {"flash4": (170, 270)}, (110, 180), 180, 200, 350),
     "cpu": Overheads((20, 20), 20),
 }
 
@@ -198,8 +200,14 @@ class Pass:
     host: float
 
     @property
+    def gpu(self) -> float:
+        return self.compute + self.exposed + self.merges
+
+    @property
     def ms(self) -> float:
-        return max(self.compute + self.exposed + self.merges, self.host)
+        """Where host and GPU need about as long it is more than either: now one is late, now the other, on one rank or
+        another."""
+        return float((self.gpu**3 + self.host**3) ** (1 / 3))
 
 
 @dataclass(frozen=True)
@@ -236,7 +244,7 @@ class Choice:
         """The best one's time by what it consists of, and the next variant's."""
         best = self.best
         both = [p for p in (best.forward, best.backward) if p]
-        bound = ", bound by the host" if any(p.ms == p.host for p in both) else ""
+        bound = ", bound by the host" if any(p.host > p.gpu for p in both) else ""
         text = (
             f"{best.label}: {_ms(best.ms)} ms estimated, of it compute {_ms(sum(p.compute for p in both))}, exposed "
             f"communication {_ms(sum(p.exposed for p in both))}, merges {_ms(sum(p.merges for p in both))}{bound}"
@@ -617,10 +625,11 @@ class _Rank:
         reductions = costs.tree_bytes(self.problem, self.shapes, self.candidate.options)
         moving = self.task.world > 1
         exposed = sum(link.seconds(size) for size in reductions.values()) if moving else 0.0
-        exchanges = len(reductions) if moving and how != "fused" else 0
-        return Pass(
-            sum(self._step(step, False) for step in self.work), exposed, 0.0, self._host(backward, 1, exchanges)
-        )
+        overheads, host = self.machine.overheads, 0.0
+        if not self.machine.graphed:
+            count = len(reductions) if moving and how != "fused" else 0
+            host = (overheads.host_decode + count * overheads.host_reduction) / 1e6
+        return Pass(sum(self._step(step, False) for step in self.work), exposed, 0.0, host)
 
     def _received(self, backward: bool) -> Mapping[str, int]:
         rank = self.place * self.problem.ulysses
