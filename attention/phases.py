@@ -61,18 +61,13 @@ class _CudaSpan:
 
 
 class Recorder:
-    """Collects spans. With `annotate` the phases also become ranges of a running torch profiler."""
+    """Collects spans, whose times may be asked for when the device is idle. With `annotate` the phases also become ranges of a
+    running torch profiler."""
 
     def __init__(self, device: torch.device, annotate: bool = False):
         self.spans: list[Span] = []
         self.span = _CudaSpan if device.type == "cuda" else _CpuSpan
         self.annotate = annotate
-
-    def take(self) -> list[tuple[str, int, float]]:
-        """(phase, step, ms) of everything recorded since the last call; the device must be idle."""
-        rows = [(s.name, s.step, s.milliseconds()) for s in self.spans]
-        self.spans.clear()
-        return rows
 
 
 _active: Recorder | None = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from attention.phases import Recorder, recording
-from attention.phases import Span as PhaseSpan
 from runner.rank import Rank
-from runner.timing import LEAD_MS, CudaStopwatch, Stopwatch, Workpiece
+from runner.timing import Stopwatch, Workpiece, leads_ms, record
 
 Span = tuple[float, float]
 # the stopwatch's, see runner.timing; NCCL does a minimum by kernels of several names, and no variant reduces bytes
@@ -29,7 +28,6 @@ ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")
 LEAD = re.compile("spin_kernel")  # the stopwatch's, too
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
 SHOWN = 40
-LEADING_RUNS = 4  # iterations that tell what the profiler costs a host
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -126,18 +124,6 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-def _issued_ms(work: Workpiece, watch: Stopwatch) -> dict[str, float]:
-    """How long the host takes to issue each pass, the second time."""
-    found = {}
-    for which in (*work.passes, *work.passes):
-        watch.settle()
-        start = time.perf_counter()
-        work.run(which)
-        found[which] = (time.perf_counter() - start) * 1e3
-    watch.settle()
-    return found
-
-
 def profile(
     me: Rank, work: Workpiece, watch: Stopwatch, runs: int, folder: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -148,25 +134,17 @@ def profile(
     if me.device.type == "cpu":  # the transport has a thread of its own
         extra["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     recorder = Recorder(me.device, annotate=True)
-    leads: dict[str, float] = {}
-    if isinstance(watch, CudaStopwatch):
-        usual = _issued_ms(work, watch)
-        with torch.profiler.profile(activities=activities), recording(Recorder(me.device, annotate=True)):
-            profiled = _issued_ms(work, watch)
-        leads = {which: LEAD_MS + max(0.0, profiled[which] - usual[which]) for which in work.passes}
-    passes: list[tuple[Any, list[PhaseSpan]]] = []
-    with torch.profiler.profile(activities=activities, **extra) as profiler, recording(recorder):
-        for _ in range(runs):
-            for which in work.passes:
-                if isinstance(watch, CudaStopwatch):
-                    watch.lead_ms = leads[which]
-                watch.align()
-                start = watch.mark()
-                work.run(which)
-                passes.append((start, recorder.spans[:]))
-                recorder.spans.clear()
-        watch.settle()
-    waits = [[s.since(start) for s in spans if s.name.startswith("wait_")] for start, spans in passes]
+
+    @contextmanager
+    def observed() -> Iterator[torch.profiler.profile]:
+        with torch.profiler.profile(activities=activities, **extra) as profiler, recording(recorder):
+            yield profiler
+
+    leads = leads_ms(work, watch, observed)
+    recorder.spans.clear()
+    with observed() as profiler:
+        passes = record(work, watch, runs, recorder, leads)
+    waits = [[s.since(each.start) for s in each.spans if s.name.startswith("wait_")] for each in passes]
     scratch = me.folder / f"trace{me.rank}.json"
     profiler.export_chrome_trace(str(scratch))
     text = scratch.read_text()

@@ -7,17 +7,20 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.phases import Recorder, Span
 from runner import statistics
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 LEAD_MS = 0.1  # that hosts get ahead of their GPUs, where they do
+LEADING_RUNS = 4  # iterations that leads_ms makes
 CYCLES_A_MS = 2_000_000  # of a GPU's clock, about
 BATCH = 10  # adaptive looks at its samples every so many
 BASELINE_RUNS = 5  # samples of a baseline,
@@ -161,6 +164,58 @@ def sample(
                 beat()
         watch.settle()
     return {which: [watch.elapsed(a, b) for a, b in pairs] for which, pairs in marks.items()}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One pass of a rank: when it began and ended, and its phases."""
+
+    which: str
+    start: Any
+    stop: Any
+    spans: list[Span]
+
+
+def record(work: Workpiece, watch: Stopwatch, runs: int, recorder: Recorder, leads: dict[str, float]) -> list[Recorded]:
+    """`runs` iterations as `sample` has them, with the recorder active; `leads` as `leads_ms` gives them."""
+    found = []
+    with undisturbed():
+        for _ in range(runs):
+            for which in work.passes:
+                if isinstance(watch, CudaStopwatch):
+                    watch.lead_ms = leads[which]
+                watch.align()
+                start = watch.mark()
+                work.run(which)
+                found.append(Recorded(which, start, watch.mark(), recorder.spans[:]))
+                recorder.spans.clear()
+        watch.settle()
+    return found
+
+
+def leads_ms(
+    work: Workpiece, watch: Stopwatch, observed: Callable[[], AbstractContextManager[object]]
+) -> dict[str, float]:
+    """How far hosts must get ahead of their GPUs in each pass so that what `observed` costs them is not taken for the pass's own
+    idle time. Nothing on a CPU, which computes itself."""
+    if not isinstance(watch, CudaStopwatch):
+        return {}
+    usual = _issued_ms(work, watch)
+    with observed():
+        slowed = _issued_ms(work, watch)
+    return {which: LEAD_MS + max(0.0, slowed[which] - usual[which]) for which in work.passes}
+
+
+def _issued_ms(work: Workpiece, watch: Stopwatch) -> dict[str, float]:
+    """How long the host takes to issue each pass, the second time."""
+    found = {}
+    for which in (*work.passes, *work.passes):
+        watch.settle()
+        start = time.perf_counter()
+        work.run(which)
+        found[which] = (time.perf_counter() - start) * 1e3
+    watch.settle()
+    return found
 
 
 def simple(work: Workpiece, watch: Stopwatch, runs: int) -> Samples:

@@ -91,7 +91,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     if spec.phases and not peer:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
         total_ms = sum(slowest[which]["median"] for which in work.passes)
-        rows = _phases(me, work, watch, _phase_runs(total_ms / 1e3))
+        rows = _phases(me, work, _watch(me, me.world > 1), _phase_runs(total_ms / 1e3))
         result["phase_rows"] = rows
         result["phases"] = phases.summarize(rows, me.world)
         result["comm"] = _received(me, work, rows)
@@ -173,10 +173,10 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
         spec.timing["timing_runs"]
         + spec.timing["warmup_runs"]
         + 1
-        + (_phase_runs(seconds_each) + 1 if spec.phases else 0)
+        + (_phase_runs(seconds_each) + timing.LEADING_RUNS if spec.phases else 0)
     )
     if spec.timing["method"] == "profiler":
-        timed += profile.LEADING_RUNS + spec.timing["profile_runs"]
+        timed += timing.LEADING_RUNS + spec.timing["profile_runs"]
     single_each = seconds_each * me.world
     single = (
         single_each * (1 + timing.baseline_runs(spec.timing["timing_runs"], single_each))
@@ -315,22 +315,15 @@ def _phase_runs(iteration_s: float) -> int:
 def _phases(me: Rank, work: AttentionWork, watch: Stopwatch, runs: int) -> list[dict[str, Any]]:
     """A pass of its own with the recorder active."""
     recorder = Recorder(me.device)
+    leads = timing.leads_ms(work, watch, lambda: recording(recorder))
+    recorder.spans.clear()
+    with recording(recorder):
+        passes = timing.record(work, watch, runs, recorder, leads)
     rows = []
-    with timing.undisturbed():
-        for iteration in range(-1 if me.device.type == "cuda" else 0, runs):
-            for which in work.passes:
-                watch.align()
-                start = watch.mark()
-                with recording(recorder):
-                    work.run(which)
-                stop = watch.mark()
-                watch.settle()
-                if iteration >= 0:  # on CUDA a first one warms the recorder
-                    here = {"iteration": iteration, "rank": me.rank, "pass": which}
-                    rows.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(start, stop)})
-                    rows += [{**here, "phase": p, "step": s, "ms": ms} for p, s, ms in recorder.take()]
-                else:
-                    recorder.take()
+    for number, each in enumerate(passes):
+        here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": each.which}
+        rows.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(each.start, each.stop)})
+        rows += [{**here, "phase": s.name, "step": s.step, "ms": s.milliseconds()} for s in each.spans]
     return [row for rank_rows in me.gather(rows) for row in rank_rows]
 
 

@@ -150,7 +150,7 @@ def decode(
             "lse": max(me.gather(lse_error)),
             "local": rel(alone, exact),
             "bytes": me.gather(dict(plan.transport.bytes_received)),
-            "phases": sorted({row[0] for row in recorder.take()}),
+            "phases": sorted({span.name for span in recorder.spans}),
             "held": me.gather(local[1].shape[1]),
             "storage": me.gather(local[1].untyped_storage().nbytes() // local[1].element_size()),
         })  # fmt: skip
@@ -349,7 +349,7 @@ def phase_names(me: Rank, name: str) -> list[str]:
     q, k, v = (fn.shard(torch.randn(1, 16 * me.world, 4, 16)).requires_grad_() for _ in range(3))
     with recording(Recorder(me.device)) as recorder:
         fn(q, k, v, causal=True).sum().backward()
-    return sorted({row[0] for row in recorder.take()})
+    return sorted({span.name for span in recorder.spans})
 
 
 def echo(me: Rank, value: Any) -> list[Any]:

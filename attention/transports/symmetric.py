@@ -174,12 +174,13 @@ class Pool:
         lane = self.lanes.get(what)
         return lane.filling if lane else None
 
-    def acquire(self, lane: Lane) -> int:
+    def acquire(self, what: str, lane: Lane) -> int:
         """The slot of the next offer, once the peers are done with what it held."""
         lane.turn = (lane.turn + 1) % len(lane.flags)
         if self.capturing():
             self.captured.append(lane.shared)
-        self.signals.before(lane.flags[lane.turn].take_done)
+        with phase(f"wait_room_{what}"):
+            self.signals.before(lane.flags[lane.turn].take_done)
         return lane.turn
 
     def publish(self, flags: Flags) -> None:
@@ -279,7 +280,7 @@ class _Offered:
         self.arranged = arrange(tuple(map(tuple, shapes)), tokens, dtype)
         pool = transport.pool
         self.lane = lane = pool.lane(what, self.arranged.size)
-        slot = pool.acquire(lane)
+        slot = pool.acquire(what, lane)
         self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
         self.seen: set[int] = set()  # the peers whose offer was waited for
         lane.filling = self

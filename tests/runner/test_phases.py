@@ -141,18 +141,17 @@ def test_nothing_is_recorded_without_a_recorder():
         pass
     with phase("comp_block", 1):
         pass
-    assert recorder.take() == []
+    assert recorder.spans == []
 
 
-def test_spans_come_in_the_order_in_which_they_ended_and_are_taken_once():
+def test_spans_come_in_the_order_in_which_they_ended():
     recorder = Recorder(CPU)
     with recording(recorder):
         with phase("comp_block", 3):
             pass
         with phase("comm_kv"):
             pass
-    assert [(name, step) for name, step, _ in recorder.take()] == [("comp_block", 3), ("comm_kv", -1)]
-    assert recorder.take() == []
+    assert [(span.name, span.step) for span in recorder.spans] == [("comp_block", 3), ("comm_kv", -1)]
 
 
 def test_a_nested_recording_gives_back_to_the_outer_one():
@@ -168,8 +167,8 @@ def test_a_nested_recording_gives_back_to_the_outer_one():
             pass
     with phase("comp_d"):
         pass
-    assert [name for name, *_ in outer.take()] == ["comp_a", "comp_c"]
-    assert [name for name, *_ in inner.take()] == ["comp_b"]
+    assert [span.name for span in outer.spans] == ["comp_a", "comp_c"]
+    assert [span.name for span in inner.spans] == ["comp_b"]
 
 
 def test_a_span_measures_a_sleep_also_when_it_ends_in_an_error():
@@ -180,7 +179,7 @@ def test_a_span_measures_a_sleep_also_when_it_ends_in_an_error():
         with pytest.raises(RuntimeError), phase("wait_kv"):
             time.sleep(0.01)
             raise RuntimeError
-    (_, _, block), (_, _, wait) = recorder.take()
+    block, wait = (span.milliseconds() for span in recorder.spans)
     assert 5 <= block < 100
     assert 10 <= wait < 100
 
