@@ -123,7 +123,7 @@ def _asked(run: Run) -> tuple[object, ...]:
     plain = [str(config.get(key)) for key in (*ASKED, *drawn)]
     groups = [(config.get(key) or {}).get(name) for key, name in GROUPS.items()]
     options = {k: v for k, v in (config.get("attention") or {}).items() if v is not None}
-    return (run.facts["world_size"], *plain, *groups, str(sorted(options.items())))
+    return (run.facts["world_size"], run.facts["graphs"], *plain, *groups, str(sorted(options.items())))
 
 
 def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:

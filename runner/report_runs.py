@@ -18,11 +18,11 @@ from runner.schema import Workload
 FACTS = {
     "attention": "attention", "options": "options", "world_size": "W", "batch": "batch", "seq_len": "S", "q_len": "queries",
     "heads": "heads", "head_dim": "D", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
-    "transport": "transport", "timing": "timing", "mode": "mode", "gpu": "GPU",
+    "transport": "transport", "graphs": "graphs", "timing": "timing", "mode": "mode", "gpu": "GPU",
 }  # fmt: skip
 # of those, the work itself; the others are a way to do it
 WORKLOAD = ("gpu", "mode", "dtype", "batch", "heads", "head_dim", "mask", "pack", "q_len", "seq_len", "world_size")
-MADE = ("asked_kernel", "asked_transport", "timing")
+MADE = ("asked_kernel", "asked_transport", "graphs", "timing")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +114,7 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
         "transport": None
         if chosen["transport"] in ("none", "auto") or row["attention"] in PEERS
         else chosen["transport"],
+        "graphs": bool(config.get("graphs")),  # results of before there were any don't say
         "took": took,
         "asked_kernel": asked["kernel"],
         "asked_transport": asked["transport"],
@@ -223,7 +224,7 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]
     one = len({run.facts["attention"] for run in runs}) == 1
     parts: dict[Run, list[str]] = {}
     for run in runs:
-        parts[run] = [options_text(run, varying), *(str(run.facts[key]) for key in made if len(asked[key]) > 1)]
+        parts[run] = [options_text(run, varying), *(_made(run, key) for key in made if len(asked[key]) > 1)]
         if not one or not any(parts[run]):
             parts[run].insert(0, str(run.facts["attention"]))
     if len({run.facts["kernel"] for run in runs if run.ok}) > 1 and len(asked.get("asked_kernel", ())) == 1:
@@ -234,6 +235,12 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]
         for run in runs:
             parts[run].append("/".join(took.get(" ".join(parts[run]), {})))
     return {run: " ".join(filter(None, parts[run])) for run in runs}
+
+
+def _made(run: Run, key: str) -> str:
+    if key == "graphs":
+        return "graphs=true" if run.facts[key] else ""
+    return str(run.facts[key])
 
 
 @dataclass(frozen=True)

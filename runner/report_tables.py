@@ -74,6 +74,8 @@ def fact(run: Run, key: str, varying: set[tuple[str, str]]) -> str:
         return ""
     if key == "attention" and run.facts["took"]:
         return f"{value}: {run.facts['took']}"
+    if key == "graphs":
+        return "true" if value else ""
     if key == "mode":
         return str(value).replace("_", " and ")
     return f"{value:,}" if key in ("seq_len", "q_len") and isinstance(value, int) else str(value)
@@ -82,7 +84,7 @@ def fact(run: Run, key: str, varying: set[tuple[str, str]]) -> str:
 def differing(runs: Sequence[Run]) -> list[str]:
     """The facts that are not the same of all runs, those that do not say left aside."""
     varying = varying_options(runs)
-    empty_too = ("options", "pack")  # where nothing is something, too
+    empty_too = ("options", "pack", "graphs")  # where nothing is something, too
     seen = {key: {fact(run, key, varying) for run in runs} for key in FACTS}
     found = [key for key in FACTS if len(seen[key] - (set() if key in empty_too else {""})) > 1]
     return found or ["attention"]
@@ -94,7 +96,7 @@ def same(runs: Sequence[Run]) -> str:
     phrases: dict[str, str] = {
         "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
         "heads": "{} heads (query:KV)", "head_dim": "D = {}", "mask": "{}", "pack": "a pack of {}", "dtype": "{}",
-        "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "timing": "timing {}",
+        "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "timing": "timing {}",
     }  # fmt: skip
     said = []
     for key, phrase in phrases.items():
@@ -129,9 +131,10 @@ def runs_table(runs: Sequence[Run]) -> Table:
     filled = [(title, [value(run) for run in runs]) for title, value in columns]
     filled = [(title, cells) for title, cells in filled if any(cells)]  # no column without a word in it
     titles = [title for title, _ in filled]
-    left = {FACTS[key] for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "timing")} | {
-        "status"
-    }
+    left = {
+        FACTS[key]
+        for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "timing")
+    } | {"status"}
     rows = [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
     return Table(titles, rows, left, _notes(runs, {found.mark for found in against.values()}))
 

@@ -372,6 +372,20 @@ def test_the_readme_shows_what_the_results_say(tmp_path, monkeypatch):
         assert (ROOT / link).exists() and (tmp_path / link).exists()
 
 
+def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
+    values = [result("zigzag", ms, started_at=ms) for ms in (4, 2)] + [result("rfa_zigzag", 6)]
+    values[1]["config"]["graphs"], values[2]["config"]["graphs"] = True, False  # results of before say nothing
+    runs = report_runs.read([written(tmp_path, *values)])
+    assert list(labels(runs).values()) == ["zigzag", "zigzag graphs=true", "rfa_zigzag"]
+    assert cells(runs_table(runs), "graphs") == ["", "true", ""]
+    assert report_runs.where(runs, ["graphs=true"]) == [runs[1]]
+    compared = comparison_table(runs)
+    assert compared.titles == ["S", "zigzag", "zigzag graphs=true", "rfa_zigzag", "best peer / best of ours"]
+    assert compared.rows[0][-1] == "3.00" and not compared.notes
+    assert "graphs=true" in report_tables.same([runs[1]])
+    assert "graphs" not in report_tables.same([runs[0]])
+
+
 def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(tmp_path):
     values = [result("auto", 2, seq_len=8192, options={"head_parts": 2}), result("auto", 2, seq_len=16384)]
     for value, took in zip(values, ("ulysses", "zigzag"), strict=True):

@@ -2,18 +2,22 @@
 
 import gc
 import time
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from attention.phases import Recorder, phase, recording
 from runner import timing
 from runner.timing import (
     LEAD_MS,
     CpuStopwatch,
     CudaStopwatch,
     adaptive,
+    leads_ms,
     overhead_ms,
+    record,
     sample,
     simple,
     slowest,
@@ -316,6 +320,58 @@ def test_a_real_stopwatch_measures_a_sleep():
     assert 0 <= overhead_ms(watch) < 1
     (mean,) = simple(Sleeps(), watch, 5)["forward"]
     assert 2 <= mean < 20
+
+
+def test_recorded_passes_have_their_own_phases_and_the_order_of_the_samples():
+    class Sleeps:
+        passes = ("forward", "backward")
+
+        def run(self, which: str) -> None:
+            with phase(f"comp_{which}"):
+                time.sleep(0.002)
+            if which == "backward":
+                with phase("wait_dkv", 1):
+                    time.sleep(0.004)
+
+        def repeat(self, which: str, times: int) -> None:
+            raise AssertionError("not asked for")
+
+    watch, recorder = CpuStopwatch(None), Recorder(torch.device("cpu"))
+    assert leads_ms(Sleeps(), watch, nullcontext) == {}  # a CPU computes itself
+    with recording(recorder):
+        found = record(Sleeps(), watch, 3, recorder, {})
+    assert [each.which for each in found] == ["forward", "backward"] * 3
+    assert recorder.spans == []
+    for each in found:
+        names = [span.name for span in each.spans]
+        assert names == (["comp_forward"] if each.which == "forward" else ["comp_backward", "wait_dkv"])
+        total = watch.elapsed(each.start, each.stop)
+        assert (2 if each.which == "forward" else 6) <= sum(span.milliseconds() for span in each.spans) <= total
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets():
+    class Launches:
+        passes = ("forward",)
+        late = 0.0
+
+        def run(self, which: str) -> None:
+            until = time.perf_counter() + 100e-6 + self.late
+            while time.perf_counter() < until:
+                pass
+
+    work = Launches()
+
+    @contextmanager
+    def observed():
+        work.late = 2e-3
+        yield
+        work.late = 0.0
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    leads = leads_ms(work, CudaStopwatch(device, together=False), observed)
+    assert 2 <= leads["forward"] - LEAD_MS < 2.5
 
 
 @pytest.mark.gpu
