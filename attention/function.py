@@ -49,8 +49,9 @@ def make(
 ) -> ContextParallel:
     """The variant `name` as a function over `group` (default: the default group; without one, a world of one).
 
-    graphs: forward and backward of a call whose shapes came before are replayed from CUDA graphs, so that the host launches
-    each at once: for few tokens a GPU, where it takes longer than the GPU. Costs memory for copies of inputs and results.
+    graphs: forward and backward of a call whose shapes (of a pack the lengths) came before are replayed from CUDA graphs, so
+    that the host launches each at once: for few tokens a GPU, where it takes longer than the GPU. Costs memory for copies of
+    inputs and results.
     options: the variant's own, see `python -m runner.catalog attention`; of "auto", which gives the variant that should be
     fastest, the problem's shapes (`automatic.decide`), and the function's `choice` then says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
@@ -423,4 +424,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:  # peers may have one, and exchange with this rank
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
+        if ctx.replays is not None and torch.is_grad_enabled():
+            raise UnsupportedCall(
+                "graphs=True: create_graph=True: a replay has no gradient of its own; use graphs=False"
+            )
         return *_backward(dout.contiguous(), ctx.saved_tensors, ctx.plan, ctx.replays), None, None

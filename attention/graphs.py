@@ -1,12 +1,12 @@
 """Passes replayed from CUDA graphs. With few tokens a GPU the host takes longer to launch a pass than the GPU to do it; a graph
 is launched at once. It reads and writes where it did when it was captured, so its inputs are copied there and its results
-from there, which takes the GPU some µs."""
+from there, which takes the GPU some tens of µs."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from functools import lru_cache
 from weakref import WeakSet
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attention import phases
 from attention.kernels.interface import UnsupportedCall
-from attention.streams import capturing
+from attention.streams import capturing, current
+from attention.tensors import holding
 
 Run = Callable[..., tuple[Tensor, ...]]
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
@@ -30,7 +31,7 @@ class Replays:
 
     def __init__(self) -> None:
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
-        self.pool: Any = None  # one for all, since nothing in it is wanted when a replay is over
+        self.places: dict[torch.device, _Place] = {}
         _every.add(self)
 
     def __call__(self, name: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -41,56 +42,99 @@ class Replays:
             return run(*inputs)
         key = (name, device, *(x.shape for x in inputs))
         if key not in self.graphs:
-            self._make_room()
+            while len(self.graphs) >= MOST:
+                self._drop()
             self.graphs[key] = None
-            return run(*inputs)
+            return run(
+                *(x.contiguous() for x in inputs)
+            )  # as a graph's own are, so that nothing is compiled in its capture
         self.graphs.move_to_end(key)
         graph = self.graphs[key]
         if graph is None:
-            self.pool = self.pool or torch.cuda.graph_pool_handle()
-            graph = self.graphs[key] = _Graph(run, inputs, self.pool)
+            if device not in self.places:
+                self.places[device] = _Place(device)
+            graph = self.graphs[key] = _Graph(run, inputs, self.places[device])
         return graph.replay(inputs)
 
-    def _make_room(self) -> None:
-        while len(self.graphs) >= MOST:
-            _, oldest = self.graphs.popitem(last=False)
-            if oldest is not None:
-                torch.cuda.synchronize()
+    def _drop(self) -> None:
+        _, oldest = self.graphs.popitem(last=False)
+        if oldest is not None:
+            oldest.finish()
 
     def forget(self) -> None:
         self.graphs.clear()
-        self.pool = None
+        self.places.clear()
+
+
+@lru_cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """What all captures on a device run on: memory of a pool is reused within a stream only."""
+    return torch.cuda.Stream(device)
+
+
+class _Place:
+    """What a function's graphs share: the memory for what lives within a pass, since nothing in it is wanted when a replay is
+    over, and so the order in which they run, whatever streams they are called on."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream, self.pool = device, _stream(device), torch.cuda.graph_pool_handle()
+        self.done = torch.cuda.Event()
+
+    def enter(self) -> None:
+        current(self.device).wait_event(self.done)
+
+    def leave(self) -> None:
+        self.done.record(current(self.device))
 
 
 class _Graph:
-    """One captured pass. `given` are its inputs' places, `made` its results."""
+    """One captured pass. `given` are its inputs' places, `made` its results that are not inputs, `kept` what it reads beside
+    them."""
 
-    def __init__(self, run: Run, inputs: Sequence[Tensor], pool: Any):
+    def __init__(self, run: Run, inputs: Sequence[Tensor], place: _Place):
+        self.place = place
+        self.kept: dict[int, object] = {}
         with torch.inference_mode(False), torch.no_grad():
             self.given = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-            stream = torch.cuda.Stream(inputs[0].device)
-            self.graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    results = run(*self.given)
-            except RuntimeError as error:
-                raise UnsupportedCall(
-                    f"graphs=True: this call can't be captured ({str(error).splitlines()[0]})"
-                ) from error
+            results = self._captured(run)
         known = {id(x): i for i, x in enumerate(self.given)}
-        self.passed_on = [known.get(id(x)) for x in results]  # which input a result is
         self.made = list({id(x): x for x in results if id(x) not in known}.values())
         numbers = {id(x): i for i, x in enumerate(self.made)}
-        self.places = [numbers.get(id(x)) for x in results]
+        # of each result: whether it is an input, and which input or made tensor it is
+        self.found = [(id(x) in known, known.get(id(x), numbers.get(id(x), 0))) for x in results]
+
+    def _captured(self, run: Run) -> tuple[Tensor, ...]:
+        place = self.place
+        self.graph = torch.cuda.CUDAGraph()
+        before = current(place.device)
+        try:
+            with (
+                holding(self.kept),
+                torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
+            ):
+                return run(*self.given)
+        except RuntimeError as error:
+            torch.cuda.set_stream(before)  # ending a broken capture raises, too, and leaves its stream the current one
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            if isinstance(first, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(first)) from error
+            raise UnsupportedCall(f"graphs=True: this call can't be captured: {first}") from error
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        _copy(self.given, inputs)
-        self.graph.replay()
-        fresh = [torch.empty_like(x) for x in self.made]
-        _copy(fresh, self.made)
-        return tuple(
-            [inputs[i] if i is not None else fresh[at] for i, at in zip(self.passed_on, self.places, strict=True)]  # type: ignore[index]
-        )
+        with torch.no_grad():
+            self.place.enter()
+            _copy(self.given, inputs)
+            self.graph.replay()
+            fresh = [torch.empty_like(x) for x in self.made]
+            _copy(fresh, self.made)
+            self.place.leave()
+        return tuple([inputs[i] if is_input else fresh[i] for is_input, i in self.found])
+
+    def finish(self) -> None:
+        """Return when its replays are over, so that its memory may be another's."""
+        torch.cuda.synchronize(self.place.device)
 
 
 def _copy(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
@@ -102,7 +146,7 @@ def _copy(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
 
 def held_bytes(device: torch.device) -> int:
     """What graphs on a device hold for what lives within a pass only, which the allocator does not count as allocated."""
-    pools = {replays.pool for replays in _every if replays.pool is not None}
+    pools = {tuple(place.pool) for replays in _every for place in replays.places.values()}
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()

@@ -59,7 +59,7 @@ def sum_numbered(out: Tensor, parts: Parts) -> None:
 
     n = tokens(out)
     to = index(((0, n),), out.device, torch.int32)
-    sum_rows(out, to, [(part, held(_numbers(n, intervals, out.device))) for part, intervals in parts])
+    sum_rows(out, to, [(part, held(_numbers(n, intervals, out.device), out.device)) for part, intervals in parts])
 
 
 @lru_cache(maxsize=128)

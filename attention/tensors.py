@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -55,7 +57,7 @@ def rows(shape: Sequence[int], *strides: Sequence[int]) -> bool:
 
 def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """`[n]`: the places of all tokens of the intervals; kept, as a repeated call wants them again."""
-    return held(_index(intervals, device, dtype))
+    return held(_index(intervals, device, dtype), device)
 
 
 @lru_cache(maxsize=128)
@@ -63,14 +65,26 @@ def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.d
     return torch.cat([torch.arange(start, stop, dtype=dtype) for start, stop in intervals]).to(device)
 
 
-_captured: dict[int, Tensor] = {}
+T = TypeVar("T")
+_captured: dict[int, object] = {}  # what callers' own graphs know
+_holder: list[dict[int, object]] = [_captured]
 
 
-def held(x: Tensor) -> Tensor:
-    """x, which lives on where a CUDA graph is being captured: its replays know x's address."""
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        _captured[id(x)] = x
+def held(x: T, device: torch.device) -> T:
+    """x, whose memory lives on where a CUDA graph is being captured: its replays know where it is."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _holder[-1][id(x)] = x
     return x
+
+
+@contextmanager
+def holding(into: dict[int, object]) -> Iterator[None]:
+    """What is `held` within lives as long as `into`."""
+    _holder.append(into)
+    try:
+        yield
+    finally:
+        _holder.pop()
 
 
 def _by_kernel(*given: Tensor) -> bool:

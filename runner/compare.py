@@ -4,7 +4,7 @@
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
 
 Runs belong together when the same was asked of them: variant, options (defaults written out, so that a default that changed sets runs
-apart), workload, ranks, kernel, transport and timing; of one that was repeated in a set the latest counts. A pass is slower (or faster) when its median is off by more than the tolerance and the 95% intervals
+apart), workload, ranks, kernel, transport, graphs and timing; of one that was repeated in a set the latest counts. A pass is slower (or faster) when its median is off by more than the tolerance and the 95% intervals
 of the two medians, where there are any, lie apart. Exit status: 0 when nothing is worse, 1 when a run is slower, larger, not ok any more,
 not timed or missing in B, 2 for sets that can't be compared; what is new in B is never worse. No torch."""
 
@@ -187,7 +187,10 @@ def table(pairs: Sequence[Pair]) -> Table:
         row += [_change(_peak(pair.a), _peak(pair.b), display.gib)]
         row.append(_said(pair))
         rows.append(row)
-    left = {FACTS[key] for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "timing")}
+    left = {
+        FACTS[key]
+        for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "timing")
+    }
     return Table([*titles, *(f"{which} ms" for which in passes), "peak memory a rank", ""], rows, left | {""})
 
 

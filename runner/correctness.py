@@ -71,7 +71,9 @@ class _Piece:
     number: int = 0
     rows: tuple[Interval, ...] | None = None  # the tokens that this rank compares, of a piece that ranks share
     reference: dict[str, Tensor] = field(default_factory=dict)  # in the host's memory: a GPU's is measured
-    local: dict[str, dict[str, _Error]] = field(default_factory=dict)  # of a local call, by the kernel that was asked for
+    local: dict[str, dict[str, _Error]] = field(
+        default_factory=dict
+    )  # of a local call, by the kernel that was asked for
 
     def mine(self, x: Tensor) -> Tensor:
         """This rank's tokens of `[1, S, H, D]`."""
@@ -131,9 +133,6 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> dict[str, An
     dtype = torch.float64 if tflop <= affordable else torch.float32
 
     me.say("check_variant")
-    for _ in range(2 if experiment.graphs else 0):  # so that what is checked is a replay
-        for which in work.passes:
-            work.run(which)
     work.run("forward")
     assert work.out is not None
     results = {"out": work.out.detach()}

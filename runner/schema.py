@@ -355,6 +355,12 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["counters"] and (device != "cuda" or world > 1):
         raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
+    if cfg.graphs and device == "cpu":
+        raise UnsupportedHere("graphs=true on a CPU: CUDA graphs need a GPU; graphs=false works here")
+    if cfg.graphs and timing["method"] == "cudagraph":
+        raise InvalidConfig(
+            "graphs=true timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
+        )
     if timing["do_bench"] and (device != "cuda" or world > 1):
         raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
     _check_fault(cfg, world)

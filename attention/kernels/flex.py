@@ -28,7 +28,7 @@ from torch import Tensor
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
-from attention.tensors import wide
+from attention.tensors import held, wide
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -155,7 +155,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     """q `[B, H, Sq, D]`, k and v `[B, Hk, Sk, D]`; packs with B = 1. Gives (out as q, lse `[B, H, Sq]`)."""
     q_lengths, k_lengths = call.q_lengths or (q.shape[2],), call.k_lengths or (k.shape[2],)
     dense = call.mask.full and not call.packed
-    chosen = None if dense else block_mask(call.mask, q_lengths, k_lengths, q.device)
+    chosen = None if dense else held(block_mask(call.mask, q_lengths, k_lengths, q.device), q.device)
     if not q.is_cuda:
         return _call(q, k, v, chosen, call.scale)
     key = (q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), dense, call.scale, q.requires_grad, q.device)

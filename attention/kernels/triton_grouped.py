@@ -23,6 +23,7 @@ from attention.kernels.interface import Pair, settle
 from attention.kernels.start import MOST, Start
 from attention.kernels.triton_decode import dtype_rule
 from attention.merge import empty_result
+from attention.tensors import held
 
 MAX_GROUPS = 8
 MAX_SETS = 4
@@ -311,7 +312,7 @@ def grouped_forward(
         lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
     strides = q.stride(), k.stride(), v.stride(), out.stride()
     start = _start(q.shape, k.shape, q.dtype, strides, groups, tiles, scale, causal)
-    start(q, k, v, _on_device(tuple(ends), q.device), out, lse)
+    start(q, k, v, held(_on_device(tuple(ends), q.device), q.device), out, lse)
     return settle((out, lse), into)
 
 

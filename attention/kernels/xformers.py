@@ -25,6 +25,7 @@ from attention.kernels.aten import (
 )
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
+from attention.tensors import held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,7 +183,7 @@ def _band(mask: Mask, sq: int, sk: int) -> Any:
 
 
 def _pack(kind: tuple[str, int], call: Call, device: torch.device) -> Any:
-    return _pack_of(kind, call.q_lengths or (), call.k_lengths or (), device)
+    return held(_pack_of(kind, call.q_lengths or (), call.k_lengths or (), device), device)
 
 
 @lru_cache(maxsize=256)

@@ -106,14 +106,14 @@ class Pool:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.on_cuda = device.type == "cuda"
+        self.captures = Captures()
         self.fabric: Fabric
         self.queue: Queue
         self.signals: Aside
         with together(group):  # the driver may be missing on one rank alone
             if device.type == "cuda":
-                captures = Captures()
                 self.fabric = CudaFabric(group, device)
-                self.queue, self.signals = CudaQueue(device, captures), CudaAside(device, captures)
+                self.queue, self.signals = CudaQueue(device, self.captures), CudaAside(device, self.captures)
             else:
                 self.fabric, self.queue, self.signals = HostFabric(group), HostQueue(), HostAside()
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
@@ -122,7 +122,7 @@ class Pool:
         self._flags(self.rank)[:, :, 1].fill_(1)
         self.fabric.settle()
         self.lanes: dict[str, Lane] = {}
-        self.captured: list[Shared] = []  # a CUDA graph knows their addresses
+        self.captured: dict[int, Shared] = {}  # a CUDA graph knows their addresses
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +178,7 @@ class Pool:
         """The slot of the next offer, once the peers are done with what it held."""
         lane.turn = (lane.turn + 1) % len(lane.flags)
         if self.capturing():
-            self.captured.append(lane.shared)
+            self.captured[id(lane.shared)] = lane.shared
         with phase(f"wait_room_{what}"):
             self.signals.before(lane.flags[lane.turn].take_done)
         return lane.turn
@@ -202,6 +202,7 @@ class Pool:
         for lane in self.lanes.values():
             lane.forget()
         self.captured.clear()
+        self.captures.some = False  # what a graph knows is gone
 
 
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()

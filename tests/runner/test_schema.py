@@ -148,6 +148,8 @@ UNSUPPORTED = [
     (["hardware=cuda", "world_size=3"], 2, "world_size=3", "this machine has 2", "world_size=2 or hardware=cpu"),
     (["timing=cudagraph"], 0, "timing=cudagraph", "need a GPU", "timing=warmup works"),
     (["timing=cudagraph", "hardware=cpu"], 2, "timing=cudagraph", "need a GPU", "timing=warmup works"),
+    (["graphs=true"], 0, "graphs=true", "need a GPU", "graphs=false works"),
+    (["graphs=true", "hardware=cpu"], 2, "graphs=true", "need a GPU", "graphs=false works"),
     (["timing.counters=true"], 0, "timing.counters=true", "one process", "world_size=1 on CUDA"),
     (["timing.counters=true"], 2, "timing.counters=true", "one process", "world_size=1 on CUDA"),
     (["timing.do_bench=true"], 0, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
@@ -163,6 +165,13 @@ def test_what_the_machine_lacks_is_unsupported_and_says_what_would_work(case):
     for part in parts:
         assert part in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_passes_are_not_replayed_within_replays_of_whole_calls():
+    assert resolved("graphs=true", gpus=2).graphs
+    assert not resolved(gpus=2).graphs
+    with pytest.raises(InvalidConfig, match="graphs=true timing=cudagraph: .* use one of the two"):
+        resolved("graphs=true", "timing=cudagraph", gpus=2)
 
 
 def test_cuda_without_gpus_does_not_suggest_fewer_ranks():

@@ -1,0 +1,158 @@
+"""What is captured and replayed when, and what a replay gives, with runs in place of captures: CUDA graphs need a GPU
+(test_symmetric_gpu)."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import attention
+from attention import function, graphs
+from attention.phases import Recorder, recording
+from attention.transports import release
+
+CPU = torch.device("cpu")
+
+
+class Again(graphs._Graph):
+    """A replay runs again, and writes into what the capture made."""
+
+    dropped = 0
+
+    def _captured(self, run):
+        def replay():
+            for (is_input, i), x in zip(self.found, run(*self.given), strict=True):
+                if not is_input:
+                    self.made[i].copy_(x)
+
+        self.graph = type("Graph", (), {"replay": staticmethod(replay)})()
+        return run(*self.given)
+
+    def finish(self):
+        Again.dropped += 1
+
+
+class Place:
+    def __init__(self, device):
+        self.device, self.pool = device, (0, 1)
+
+    def enter(self): ...
+
+    def leave(self): ...
+
+
+@pytest.fixture(autouse=True)
+def runs_for_captures(monkeypatch):
+    monkeypatch.setattr(graphs, "_Graph", Again)
+    monkeypatch.setattr(graphs, "_Place", Place)
+    monkeypatch.setattr(graphs, "capturing", lambda device: False)
+    monkeypatch.setattr(function, "_check_graphs", lambda *given: None)
+    Again.dropped = 0
+
+
+def captured(replays: graphs.Replays) -> list[bool]:
+    return [graph is not None for graph in replays.graphs.values()]
+
+
+def test_a_pass_is_run_then_captured_then_replayed_and_leaves_its_inputs_alone():
+    replays, calls = graphs.Replays(), []
+
+    def run(x, y):
+        calls.append((x, y))
+        total = x + y
+        return total, x, total, y.float()
+
+    x, y = torch.arange(6.0, dtype=torch.float64).view(2, 3).t(), torch.ones(3, 2, dtype=torch.float64)
+    before = x.clone()
+    first = replays("pass", run, (x, y))
+    assert calls[0][0].is_contiguous() and torch.equal(first[0], x + y)
+    assert captured(replays) == [False]
+    for _ in range(2):
+        y = y + 1
+        total, same, again, narrow = replays("pass", run, (x, y))
+        assert captured(replays) == [True]
+        assert torch.equal(total, x + y) and again is total
+        assert same is x  # an input that is a result is the caller's own
+        assert torch.equal(narrow, y.float())
+    assert replays("pass", run, (x, y))[0] is not total  # which is the caller's, and not written again
+    assert torch.equal(x, before)
+
+
+def test_names_and_shapes_have_graphs_of_their_own_and_the_oldest_makes_room(monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 3)
+    replays = graphs.Replays()
+    for _ in range(2):
+        for name, n in (("a", 2), ("a", 3), ("b", 2)):
+            (found,) = replays(name, lambda x: (2 * x,), (torch.ones(n),))
+            assert torch.equal(found, torch.full((n,), 2.0))
+    assert captured(replays) == [True] * 3
+    replays("a", lambda x: (2 * x,), (torch.ones(2),))  # needed again, so the next oldest goes
+    replays("c", lambda x: (3 * x,), (torch.ones(2),))
+    assert Again.dropped == 1
+    assert captured(replays) == [True, True, False]
+    assert {key[0] for key in replays.graphs} == {"a", "b", "c"} and len(replays.graphs) == 3
+
+
+def test_what_is_recorded_or_captured_by_the_caller_is_run_as_it_is(monkeypatch):
+    replays = graphs.Replays()
+    with recording(Recorder(CPU)):
+        for _ in range(3):
+            replays("pass", lambda x: (x,), (torch.ones(2),))
+    assert not replays.graphs
+    monkeypatch.setattr(graphs, "capturing", lambda device: True)
+    for _ in range(3):
+        replays("pass", lambda x: (x,), (torch.ones(2),))
+    assert not replays.graphs
+
+
+def test_giving_the_symmetric_memory_back_forgets_all_graphs():
+    replays = graphs.Replays()
+    for _ in range(2):
+        replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+    assert captured(replays) == [True]
+    release()
+    assert not replays.graphs and not replays.places
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("kernel", ("math", "sdpa_flash"))
+def test_a_replayed_function_gives_what_a_plain_one_gives(kernel, packed):
+    if packed and kernel == "sdpa_flash":
+        kernel = "auto"
+    plain, replayed = (attention.make("dense", kernel=kernel, graphs=on) for on in (False, True))
+    pack = {"cu_seqlens": [0, 5, 24]} if packed else {}
+
+    def both(use, i):
+        results = []
+        for fn in (plain, replayed):
+            torch.manual_seed(i)
+            shape = (24, 8, 16) if packed else (1 + i % 2, 24, 8, 16)
+            qkv = torch.randn(shape, requires_grad=True)
+            q, k, v = qkv.split((4, 2, 2), -2)
+            results.append(use(fn, i, qkv, q, k, v))
+        for x, y in zip(*results, strict=True):
+            torch.testing.assert_close(x, y)
+
+    def trained(fn, i, qkv, *inputs):
+        out, lse = fn(*inputs, causal=True, scale=0.1 + i % 2, return_lse=True, **pack)
+        once = torch.autograd.grad(out.square().sum(), qkv, retain_graph=True)
+        return [out, lse, *once, *torch.autograd.grad(out.sum(), qkv)]
+
+    def layers(fn, i, qkv, *inputs):
+        outs = [fn(*inputs, causal=True, **pack), checkpoint(fn, *inputs, causal=True, use_reentrant=False, **pack)]
+        return [*outs, *torch.autograd.grad((outs[0] * outs[1]).sum(), qkv)]
+
+    def inference(fn, i, qkv, *inputs):
+        with torch.inference_mode(i % 2 == 0), torch.no_grad():
+            return [fn(*inputs, causal=True, **pack).clone()]
+
+    for i in range(8):
+        for use in (trained, layers, inference):
+            both(use, i)
+    assert not plain.replays and any(captured(replayed.replays))
+
+
+def test_a_replay_has_no_gradient_of_its_own():
+    fn = attention.make("dense", kernel="math", graphs=True)
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    with pytest.raises(attention.UnsupportedCall, match="create_graph=True"):
+        torch.autograd.grad(fn(q, q, q).sum(), q, create_graph=True)
