@@ -170,7 +170,7 @@ def test_what_the_machine_lacks_is_unsupported_and_says_what_would_work(case):
 def test_passes_are_not_replayed_within_replays_of_whole_calls():
     assert resolved("graphs=true", gpus=2).graphs
     assert not resolved(gpus=2).graphs
-    with pytest.raises(InvalidConfig, match="graphs=true timing=cudagraph: .* use one of the two"):
+    with pytest.raises(InvalidConfig, match=r"graphs=true timing=cudagraph: .* use one of the two"):
         resolved("graphs=true", "timing=cudagraph", gpus=2)
 
 
