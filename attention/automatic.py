@@ -18,7 +18,7 @@ from attention.tensors import on_host
 NEEDED = ("heads", "head_dim")  # and tokens or cu_seqlens
 KNOWN = (
     "tokens", "cu_seqlens", "batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "window", "backward", "q_tokens",
-    "device", "memory_gb", "ceilings", "graphed",
+    "device", "memory_gb", "ceilings", "graphed", "graphs",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
     heads), `batch` (1), `dtype` (torch.bfloat16), `causal` (False), `window`, `backward` (True), `q_tokens` of a decode,
     `device` (CUDA where there is one), `memory_gb` that a rank may hold beside its inputs (a GPU's whole memory),
     `ceilings` that stand for the links, and for the rates of a GPU that is not in their table;
-    `graphed` where calls are captured in a CUDA graph.
+    `graphed` where calls are captured in a CUDA graph, `graphs` where their passes are, as by `make(graphs=True)`.
     Raises ValueError for what is missing, unknown or impossible."""
     for option, value in given.items():
         if option not in KNOWN:
@@ -95,7 +95,8 @@ def machine(
         "cuda" if cuda else "cpu",
         memory * 1e9 if memory is not None else torch.cuda.get_device_properties(device).total_memory if cuda else None,
         given.get("ceilings"),
-        bool(given.get("graphed", False)),
+        bool(given.get("graphed") or given.get("graphs")),
+        bool(given.get("graphs")),
     )
 
 

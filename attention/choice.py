@@ -29,6 +29,7 @@ AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
+COPY_SHARE = 0.6  # that several tensors copied at once reach (results/h200-x4/window, replayed against launched)
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at
 
@@ -120,6 +121,7 @@ class Machine:
     memory: float | None = None
     ceilings: Ceilings | None = None
     graphed: bool = False  # calls are captured in a CUDA graph, whose replay costs the host nothing
+    copies: bool = False  # of passes that are (graphs=True), inputs are copied in and results out
     found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -198,10 +200,11 @@ class Pass:
     exposed: float  # communication that nothing hides
     merges: float
     host: float
+    copies: float = 0.0  # to where a graph reads, and from where it writes
 
     @property
     def gpu(self) -> float:
-        return self.compute + self.exposed + self.merges
+        return self.compute + self.exposed + self.merges + self.copies
 
     @property
     def ms(self) -> float:
@@ -249,6 +252,8 @@ class Choice:
             f"{best.label}: {_ms(best.ms)} ms estimated, of it compute {_ms(sum(p.compute for p in both))}, exposed "
             f"communication {_ms(sum(p.exposed for p in both))}, merges {_ms(sum(p.merges for p in both))}{bound}"
         )
+        if any(p.copies for p in both):
+            text += f", copies for graphs {_ms(sum(p.copies for p in both))}"
         other = next((e for e in self.estimates if e.candidate.variant != best.candidate.variant), None)
         return f"{text}; next {other.label}: {_ms(other.ms)} ms" if other else text
 
@@ -544,7 +549,8 @@ class _Rank:
     def one_pass(self, backward: bool) -> Pass:
         which = {"gather": self._gather, "all_to_all": self._all_to_all, "tree": self._tree}
         found = which.get(self.exchange, self._ring)(backward)
-        return Pass(*(1e3 * part for part in (found.compute, found.exposed, found.merges, found.host)))
+        parts = found.compute, found.exposed, found.merges, found.host, self._copies(backward)
+        return Pass(*(1e3 * part for part in parts))
 
     def _ring(self, backward: bool) -> Pass:
         link = self._link("one")
@@ -630,6 +636,18 @@ class _Rank:
             count = len(reductions) if moving and how != "fused" else 0
             host = (overheads.host_decode + count * overheads.host_reduction) / 1e6
         return Pass(sum(self._step(step, False) for step in self.work), exposed, 0.0, host)
+
+    def _copies(self, backward: bool) -> float:
+        """q, k and v in and out out; backward dout, q, k, v and out in and their gradients out. What an all-to-all exchanged it
+        keeps for the backward, beside what it gives."""
+        if not self.machine.copies:
+            return 0.0
+        sizes, tokens = self.task.shapes, self.task.cu_seqlens[-1] // self.task.world
+        q, k = (tokens * sizes.batch * n * sizes.head_dim * sizes.itemsize for n in (sizes.heads, sizes.kv_heads))
+        moved = 4 * q + 4 * k if backward else 2 * q + 2 * k
+        if self.task.backward and not backward and self.problem.ulysses > 1:
+            moved += 2 * q + 2 * k
+        return self.machine.copied(2 * moved) / COPY_SHARE
 
     def _received(self, backward: bool) -> Mapping[str, int]:
         rank = self.place * self.problem.ulysses

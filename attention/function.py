@@ -60,7 +60,7 @@ def make(
         _check_names(kernel, transport)
         if graphs:
             transport = "symm" if transport == "auto" else transport
-            options = options | {"graphed": True}
+            options = options | {"graphs": True}
         choice = automatic.decide(group, kernel, transport, options)
         name, transport = choice.best.candidate.variant, choice.best.transport
         options = dict(choice.best.candidate.options)

@@ -57,7 +57,8 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "q_tokens": work.q_len,
         "device": device,
         "ceilings": ceilings,
-        "graphed": experiment.graphs or experiment.timing["method"] == "cudagraph",
+        "graphed": experiment.timing["method"] == "cudagraph",
+        "graphs": experiment.graphs,
         **experiment.options,
     }
     transport = "symm" if experiment.graphs and experiment.transport == "auto" else experiment.transport

@@ -111,6 +111,22 @@ def test_a_graph_takes_the_host_out():
     assert graphed.best.ms < eager.best.ms
 
 
+def test_replayed_passes_pay_for_copies_and_an_all_to_all_for_what_it_keeps():
+    def copies(tokens: int, label: str, **kept) -> tuple[float, ...]:
+        found = choose(task(tokens=tokens), machine(graphed=True, **kept))
+        best = next(e for e in found.estimates if e.label == label)
+        assert ("copies for graphs" in found.why) == bool(kept)
+        return tuple(p.copies for p in (best.forward, best.backward))
+
+    assert copies(8192, "zigzag, symm") == (0, 0)
+    forward, backward = copies(8192, "zigzag, symm", copies=True)
+    # 2048 tokens a rank of 32 and 8 heads: q, out, k and v, read and written, at 0.6 of 4 TB/s
+    assert forward == pytest.approx(2 * 2048 * (2 * 32 + 2 * 8) * 128 * 2 / 2.4e9)
+    assert backward == pytest.approx(2 * forward)
+    assert copies(8192, "ulysses, symm", copies=True) == pytest.approx((2 * forward, backward))
+    assert copies(16384, "zigzag, symm", copies=True) == pytest.approx((2 * forward, 2 * backward))
+
+
 @pytest.mark.parametrize(("gpu", "host"), [(1, 1), (1, 2), (2, 1), (3, 0.5), (0.5, 3), (1, 0)])
 def test_host_and_gpu_hide_each_other_but_not_quite_where_they_need_as_long(gpu, host):
     ms = Pass(0.5 * gpu, 0.25 * gpu, 0.25 * gpu, host).ms
