@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 COPY_SHARE = 0.6  # that several tensors copied at once reach (results/h200-x4/window, replayed against launched)
+TILE = 128  # queries, or backward keys, that a unit does at a time
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at
 
@@ -69,12 +70,13 @@ class Overheads:
     host_exchange: float = 0
     host_decode: float = 0
     host_reduction: float = 0
+    units: int = 0  # that compute a tile each at a time
 
 
 # cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the host's
 # from 2048 tokens a GPU on 2 and 4 (results/h200-x2/small, h200-x4/speed), of several days, and from h200-x4/tree_scaling
 OVERHEADS = {
-    "cuda": Overheads((10, 60), 10, (550, 1000), {"flash4": (170, 270)}, (110, 180), 180, 200, 350),
+    "cuda": Overheads((10, 60), 10, (550, 1000), {"flash4": (170, 270)}, (110, 180), 180, 200, 350, 132),
     "cpu": Overheads((20, 20), 20),
 }
 
@@ -678,7 +680,17 @@ class _Rank:
         return step.packed_calls if self.task.packed else step.blocks
 
     def _tail(self, backward: bool) -> float:
-        return self.machine.overheads.call[backward] / 1e6
+        """What a call leaves a GPU idle. A band's tiles all take as long, so that at the end half of one is waited for on
+        average; else the longest are done first."""
+        each, mask = self.machine.overheads, self.problem.mask
+        seconds = each.call[backward] / 1e6
+        if mask.left >= 0 and mask.right >= 0:
+            alone = replace(self.task.shapes, batch=1, heads=1, kv_heads=1)
+            flops = costs.forward_flops(alone, TILE * (mask.left + mask.right + 1)) * (
+                costs.BACKWARD if backward else 1
+            )
+            seconds += flops * each.units / self.machine.speeds(self.kernel, mask, self.task)[backward].flops / 2
+        return seconds
 
     def _host(self, backward: bool, calls: int, exchanges: int) -> float:
         """What it takes to issue a pass of so many kernel calls and exchanges."""
