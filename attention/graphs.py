@@ -27,7 +27,7 @@ class Replays:
     """A function's passes: a pass is run as it is the first time, which compiles and allocates what is kept, captured the second
     time, and replayed from then on. Where phases are recorded, or the caller is capturing a graph of its own, it is run as it is.
 
-    All ranks of a group must make the same calls, so they capture and replay the same ones."""
+    All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
 
     def __init__(self) -> None:
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
