@@ -239,6 +239,7 @@ class Choice:
     estimates: tuple[Estimate, ...]
     left_out: Mapping[str, str]
     basis: str  # what rates and links the estimates stand on
+    replayable: bool = False  # whether graphs=True would take the host out
 
     @property
     def best(self) -> Estimate:
@@ -250,6 +251,7 @@ class Choice:
         best = self.best
         both = [p for p in (best.forward, best.backward) if p]
         bound = ", bound by the host" if any(p.host > p.gpu for p in both) else ""
+        bound += ", which graphs=True takes out" if bound and self.replayable else ""
         text = (
             f"{best.label}: {_ms(best.ms)} ms estimated, of it compute {_ms(sum(p.compute for p in both))}, exposed "
             f"communication {_ms(sum(p.exposed for p in both))}, merges {_ms(sum(p.merges for p in both))}{bound}"
@@ -297,7 +299,8 @@ def choose(task: Task, machine: Machine) -> Choice:
     if task.world > 1:
         linked = any(m.gpu == machine.gpu for m in machine.links)
         basis += f"; links: {f'measured on {machine.gpu}' if linked else machine.otherwise.source}"
-    return Choice(tuple(sorted(found, key=lambda e: e.ms)), left_out, basis)
+    replayable = machine.device == "cuda" and machine.symmetric and not (machine.graphed or task.decode)
+    return Choice(tuple(sorted(found, key=lambda e: e.ms)), left_out, basis, replayable)
 
 
 def nothing(task: Task, left_out: Mapping[str, str]) -> str:

@@ -106,7 +106,8 @@ def test_a_graph_takes_the_host_out():
     short = task(tokens=4096)
     eager, graphed = choose(short, machine()), choose(short, machine(graphed=True))
     assert eager.best.forward.host > eager.best.forward.gpu
-    assert "bound by the host" in eager.why and "bound by the host" not in graphed.why
+    assert "bound by the host, which graphs=True takes out" in eager.why and "bound by the host" not in graphed.why
+    assert "graphs=True" not in choose(short, machine(transports=("nccl",))).why  # which is not captured
     assert all(e.forward.host == 0 for e in graphed.estimates)
     assert graphed.best.ms < eager.best.ms
 
