@@ -284,6 +284,8 @@ def choose(task: Task, machine: Machine) -> Choice:
             _check_memory(candidate, task, machine)
             if candidate.options.get("grouping") == "fused" and not machine.measured("triton"):
                 raise ValueError("no rate of our Triton kernel was measured here")
+            if candidate.options.get("grouping") == "packed" and machine.graphed:
+                raise ValueError("sends lengths to the GPU in each pass, which a CUDA graph can't")
             if candidate.options.get("reduce") == "fused" and not (machine.device == "cuda" and machine.symmetric):
                 raise ValueError("needs CUDA GPUs with symmetric memory")
         except ValueError as error:

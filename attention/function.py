@@ -249,7 +249,7 @@ class ContextParallel:
             scale = shape.head_dim**-0.5 if scale is None else scale
             transport = self._transport(q.device)
             if self.replays is not None:
-                _check_graphs(self.variant, transport, q.device, self.world)
+                _check_graphs(self.variant, self.options, transport, q.device, self.world)
             writable = self.world > 1 and q.device.type == "cuda" and transport.pulls and q.dtype != torch.float64
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)
@@ -293,7 +293,9 @@ class ContextParallel:
         return self.transports[device]
 
 
-def _check_graphs(variant: Variant, transport: Transport, device: torch.device, world: int) -> None:
+def _check_graphs(
+    variant: Variant, options: dict[str, Any], transport: Transport, device: torch.device, world: int
+) -> None:
     """Raises UnsupportedCall for what is not captured."""
     reason = None
     if device.type != "cuda":
@@ -302,6 +304,8 @@ def _check_graphs(variant: Variant, transport: Transport, device: torch.device, 
         reason = f"{variant.name} brings its own exchange"
     elif variant.decode:
         reason = "a decode's keys grow from call to call; capture the call yourself, between two lengths"
+    elif options.get("grouping") == "packed":
+        reason = "grouping=packed sends lengths to the GPU in each pass; take separate or fused"
     elif world > 1 and not transport.pulls:
         reason = f"transport={transport.name} may hang in a graph; symm is needed"
         reason += f" ({transport.note})" if transport.note else ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from contextlib import suppress
 from weakref import WeakSet
 
 import torch
@@ -24,8 +24,9 @@ _every: WeakSet[Replays] = WeakSet()
 
 
 class Replays:
-    """A function's passes: a pass is run as it is the first time, which compiles and allocates what is kept, captured the second
-    time, and replayed from then on. Where phases are recorded, or the caller is capturing a graph of its own, it is run as it is.
+    """A function's passes: a pass is run as it is the first and the second time, captured behind the second, when all that is
+    compiled, allocated or kept for it is there, and replayed from then on. Where phases are recorded, or the caller is capturing
+    a graph of its own, it is run as it is.
 
     All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
 
@@ -41,20 +42,30 @@ class Replays:
         if phases.active() or capturing(device):
             return run(*inputs)
         key = (name, device, *(x.shape for x in inputs))
-        if key not in self.graphs:
+        graph = self.graphs.get(key)
+        if graph is not None:
+            self.graphs.move_to_end(key)
+            return graph.replay(inputs)
+        inputs = [x.contiguous() for x in inputs]  # as a graph's own are, so that nothing is compiled in its capture
+        results = run(*inputs)
+        if key in self.graphs:
+            self.graphs.move_to_end(key)
+            self._capture(key, run, inputs)
+        else:
             while len(self.graphs) >= MOST:
                 self._drop()
             self.graphs[key] = None
-            return run(
-                *(x.contiguous() for x in inputs)
-            )  # as a graph's own are, so that nothing is compiled in its capture
-        self.graphs.move_to_end(key)
-        graph = self.graphs[key]
-        if graph is None:
-            if device not in self.places:
-                self.places[device] = _Place(device)
-            graph = self.graphs[key] = _Graph(run, inputs, self.places[device])
-        return graph.replay(inputs)
+        return results
+
+    def _capture(self, key: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
+        device = inputs[0].device
+        if device not in self.places:
+            self.places[device] = _Place(device)
+        try:
+            self.graphs[key] = _Graph(run, inputs, self.places[device])
+        except Exception:
+            del self.places[device]  # what a broken capture leaves of it is not used again
+            raise
 
     def _drop(self) -> None:
         _, oldest = self.graphs.popitem(last=False)
@@ -66,18 +77,14 @@ class Replays:
         self.places.clear()
 
 
-@lru_cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """What all captures on a device run on: memory of a pool is reused within a stream only."""
-    return torch.cuda.Stream(device)
-
-
 class _Place:
     """What a function's graphs share: the memory for what lives within a pass, since nothing in it is wanted when a replay is
-    over, and so the order in which they run, whatever streams they are called on."""
+    over (and is used again within one stream only, so they are captured on one), and therefore the order in which they run,
+    whatever streams they are called on."""
 
     def __init__(self, device: torch.device):
-        self.device, self.stream, self.pool = device, _stream(device), torch.cuda.graph_pool_handle()
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()
 
     def enter(self) -> None:
@@ -107,20 +114,34 @@ class _Graph:
         place = self.place
         self.graph = torch.cuda.CUDAGraph()
         before = current(place.device)
+        first: Exception | None = None  # ending a broken capture raises, too
         try:
             with (
                 holding(self.kept),
                 torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
             ):
-                return run(*self.given)
-        except RuntimeError as error:
-            torch.cuda.set_stream(before)  # ending a broken capture raises, too, and leaves its stream the current one
-            first: BaseException = error
-            while first.__context__ is not None:
-                first = first.__context__
-            if isinstance(first, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(str(first)) from error
-            raise UnsupportedCall(f"graphs=True: this call can't be captured: {first}") from error
+                try:
+                    return run(*self.given)
+                except Exception as error:
+                    first = error
+                    raise
+        except Exception as error:
+            torch.cuda.set_stream(before)  # which a broken capture leaves as it was within
+            self._close()
+            first = first or error
+            if isinstance(first, RuntimeError) and not isinstance(first, torch.OutOfMemoryError):
+                raise UnsupportedCall(f"graphs=True: this call can't be captured: {first}") from first
+            raise first from None
+
+    def _close(self) -> None:
+        """A capture that could not be ended leaves the allocator recording for it."""
+        try:
+            self.graph.pool()  # raises unless it was ended
+        except RuntimeError:
+            index, pool = self.place.device.index, self.place.pool
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -156,5 +177,5 @@ def held_bytes(device: torch.device) -> int:
 
 def forget() -> None:
     """Let go of all graphs, as the memory that they exchange through is about to be given back; they are captured anew."""
-    for replays in _every:
+    for replays in list(_every):
         replays.forget()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -67,24 +68,33 @@ def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.d
 
 T = TypeVar("T")
 _captured: dict[int, object] = {}  # what callers' own graphs know
-_holder: list[dict[int, object]] = [_captured]
+
+
+class _Holders(threading.local):
+    """Of a thread, where what is held goes, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[dict[int, object]] = [_captured]
+
+
+_holders = _Holders()
 
 
 def held(x: T, device: torch.device) -> T:
     """x, whose memory lives on where a CUDA graph is being captured: its replays know where it is."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _holder[-1][id(x)] = x
+        _holders.stack[-1][id(x)] = x
     return x
 
 
 @contextmanager
 def holding(into: dict[int, object]) -> Iterator[None]:
     """What is `held` within lives as long as `into`."""
-    _holder.append(into)
+    _holders.stack.append(into)
     try:
         yield
     finally:
-        _holder.pop()
+        _holders.stack.pop()
 
 
 def _by_kernel(*given: Tensor) -> bool:

@@ -16,7 +16,7 @@ from attention import automatic, costs, graphs, transports
 from attention.choice import AUTO, Choice
 from attention.choice import ceilings as choose_ceilings
 from attention.executors.plan import masks_of
-from attention.kernels import Shape, UnsupportedCall, passed_over
+from attention.kernels import Shape, passed_over
 from attention.peers.calls import served
 from attention.phases import Recorder, recording
 from runner import ceilings, environment, metrics, phases, profile, timing
@@ -73,8 +73,10 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["chosen"]["passed_over"] = _passed_over(work)
     iteration_s = _estimate(me, spec, work)
     result["estimate"] = {"iteration_ms": iteration_s * 1e3}
-    if spec.graphs:
-        _together(me, lambda: _captured(work))
+    if spec.graphs:  # so that all that follows are replays, the checked one among them
+        for which in (*work.passes, *work.passes):
+            work.run(which)
+        work.release()
     if spec.check["enabled"]:
         result["correctness"] = check(me, spec, work)
         if not result["correctness"]["passed"]:
@@ -140,16 +142,6 @@ def _together(me: Rank, make: Any) -> Any:
     if first is not None:
         raise (UnsupportedHere if first[0] == "unsupported" else InvalidConfig)(first[1])
     return made
-
-
-def _captured(work: AttentionWork) -> None:
-    """Capture the passes, so that all that follows are replays, the checked one among them."""
-    try:
-        for which in (*work.passes, *work.passes):
-            work.run(which)
-    except UnsupportedCall as error:
-        raise UnsupportedHere(str(error)) from None
-    work.release()
 
 
 def _watch(me: Rank, together: bool, lead_ms: float = 0.0) -> Stopwatch:

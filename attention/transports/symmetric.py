@@ -126,8 +126,10 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Symmetric memory that this rank holds."""
-        return sum(lane.capacity * len(lane.flags) for lane in self.lanes.values())
+        """Symmetric memory that this rank holds, what only captured graphs still use included."""
+        now = {id(lane.shared) for lane in self.lanes.values()}
+        before = sum(x.by_rank[self.rank].numel() for key, x in self.captured.items() if key not in now)
+        return before + sum(lane.capacity * len(lane.flags) for lane in self.lanes.values())
 
     @torch.inference_mode(False)
     def _flags(self, rank: int) -> Tensor:

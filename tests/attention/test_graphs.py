@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 import attention
 from attention import function, graphs
 from attention.phases import Recorder, recording
-from attention.transports import release
+from attention.transports import Nothing, release
+from attention.variants import VARIANTS
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def captured(replays: graphs.Replays) -> list[bool]:
     return [graph is not None for graph in replays.graphs.values()]
 
 
-def test_a_pass_is_run_then_captured_then_replayed_and_leaves_its_inputs_alone():
+def test_a_pass_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
     replays, calls = graphs.Replays(), []
 
     def run(x, y):
@@ -63,9 +64,10 @@ def test_a_pass_is_run_then_captured_then_replayed_and_leaves_its_inputs_alone()
 
     x, y = torch.arange(6.0, dtype=torch.float64).view(2, 3).t(), torch.ones(3, 2, dtype=torch.float64)
     before = x.clone()
-    first = replays("pass", run, (x, y))
-    assert calls[0][0].is_contiguous() and torch.equal(first[0], x + y)
-    assert captured(replays) == [False]
+    for already in (False, True):
+        found = replays("pass", run, (x, y))
+        assert calls[-1][0].is_contiguous() and torch.equal(found[0], x + y)
+        assert captured(replays) == [already]
     for _ in range(2):
         y = y + 1
         total, same, again, narrow = replays("pass", run, (x, y))
@@ -80,7 +82,7 @@ def test_a_pass_is_run_then_captured_then_replayed_and_leaves_its_inputs_alone()
 def test_names_and_shapes_have_graphs_of_their_own_and_the_oldest_makes_room(monkeypatch):
     monkeypatch.setattr(graphs, "MOST", 3)
     replays = graphs.Replays()
-    for _ in range(2):
+    for _ in range(3):
         for name, n in (("a", 2), ("a", 3), ("b", 2)):
             (found,) = replays(name, lambda x: (2 * x,), (torch.ones(n),))
             assert torch.equal(found, torch.full((n,), 2.0))
@@ -156,3 +158,25 @@ def test_a_replay_has_no_gradient_of_its_own():
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     with pytest.raises(attention.UnsupportedCall, match="create_graph=True"):
         torch.autograd.grad(fn(q, q, q).sum(), q, create_graph=True)
+
+
+def test_what_sends_lengths_in_each_pass_is_refused(monkeypatch):
+    monkeypatch.undo()
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(attention.UnsupportedCall, match="graphs=True: grouping=packed sends lengths"):
+        function._check_graphs(VARIANTS["zigzag_llama3"], {"grouping": "packed"}, Nothing(), gpu, 1)
+    function._check_graphs(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 1)
+    with pytest.raises(attention.UnsupportedCall, match="transport=none may hang"):
+        function._check_graphs(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 2)
+
+
+def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):
+    def broken(self, run):
+        raise attention.UnsupportedCall("graphs=True: this call can't be captured: no")
+
+    monkeypatch.setattr(Again, "_captured", broken)
+    replays = graphs.Replays()
+    replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+    with pytest.raises(attention.UnsupportedCall):
+        replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+    assert captured(replays) == [False] and not replays.places
