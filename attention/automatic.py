@@ -84,7 +84,8 @@ def machine(
     works = transports.resolve(transport, device)
     if task.world > 1:
         works = transports.select(transport, device, group).name
-    both = ["nccl"] if cuda and transport == "auto" and works != "nccl" else []
+    replayed = bool(given.get("graphs"))  # over NCCL a capture may hang
+    both = ["nccl"] if cuda and transport == "auto" and works != "nccl" and not replayed else []
     memory = given.get("memory_gb")
     return Machine(
         kernels.gpu_name() if cuda else "",
@@ -95,8 +96,8 @@ def machine(
         "cuda" if cuda else "cpu",
         memory * 1e9 if memory is not None else torch.cuda.get_device_properties(device).total_memory if cuda else None,
         given.get("ceilings"),
-        bool(given.get("graphed") or given.get("graphs")),
-        bool(given.get("graphs")),
+        replayed or bool(given.get("graphed")),
+        replayed,
     )
 
 

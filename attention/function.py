@@ -58,10 +58,7 @@ def make(
     choice: Choice | None = None
     if name == AUTO:
         _check_names(kernel, transport)
-        if graphs:
-            transport = "symm" if transport == "auto" else transport
-            options = options | {"graphs": True}
-        choice = automatic.decide(group, kernel, transport, options)
+        choice = automatic.decide(group, kernel, transport, {**options, "graphs": graphs})
         name, transport = choice.best.candidate.variant, choice.best.transport
         options = dict(choice.best.candidate.options)
     chosen = variant(name)

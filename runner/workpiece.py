@@ -61,8 +61,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "graphs": experiment.graphs,
         **experiment.options,
     }
-    transport = "symm" if experiment.graphs and experiment.transport == "auto" else experiment.transport
-    return automatic.decide(None, experiment.kernel, transport, given)
+    return automatic.decide(None, experiment.kernel, experiment.transport, given)
 
 
 class AttentionWork:

@@ -25,7 +25,7 @@ def test_replays_give_what_calls_give(kernel, pack):
         for wanted, x in zip(*results, strict=True):
             torch.testing.assert_close(x, wanted, atol=1e-2, rtol=1e-2)
     assert all(replayed.replays.graphs.values())
-    assert graphs.held_bytes(torch.device("cuda", torch.cuda.current_device())) >= 0
+    assert graphs.held_bytes(torch.device("cuda", torch.cuda.current_device())) > 0  # what the passes need in between
 
 
 def test_a_failed_capture_leaves_the_allocator_and_the_stream_as_they_were():
