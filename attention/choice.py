@@ -76,7 +76,17 @@ class Overheads:
 # cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the host's
 # from 2048 tokens a GPU on 2 and 4 (results/h200-x2/small, h200-x4/speed), of several days, and from h200-x4/tree_scaling
 OVERHEADS = {
-    "cuda": Overheads((10, 60), 10, (550, 1000), {"flash4": (170, 270)}, (110, 180), 180, 200, 350, 132),
+    "cuda": Overheads(
+        call=(10, 60),
+        merge=10,
+        host_pass=(550, 1000),
+        host_call={"flash4": (170, 270)},
+        host_other=(110, 180),
+        host_exchange=180,
+        host_decode=200,
+        host_reduction=350,
+        units=132,
+    ),
     "cpu": Overheads((20, 20), 20),
 }
 
