@@ -32,6 +32,7 @@ PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
 SLOW_S = 1.0  # an iteration from which waiting for it costs its timing nothing
 L2_BYTES = 256 << 20
+DO_BENCH_TURNS = 5  # of ours, between six of do_bench's
 
 _baselines: dict[Any, dict[str, Any]] = {}  # a sweep over variants needs one
 _rates: dict[Any, float] = {}
@@ -95,10 +96,14 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     if spec.phases and not peer:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
         total_ms = sum(slowest[which]["median"] for which in work.passes)
-        rows = _phases(me, work, _watch(me, me.world > 1), _phase_runs(total_ms / 1e3))
+        rows, received = _phases(me, work, _watch(me, me.world > 1), _phase_runs(total_ms / 1e3))
         result["phase_rows"] = rows
         result["phases"] = phases.summarize(rows, me.world)
-        result["comm"] = _received(me, work, rows)
+        result["comm"] = {
+            "transport": transport.name,
+            "bytes_received_by_rank": received,
+            "bandwidth": phases.bandwidths(rows, received),
+        }
     if spec.timing["method"] == "profiler":
         me.say("profiler", iteration_s * 10)
         mine, files = profile.profile(me, work, _watch(me, me.world > 1), spec.timing["profile_runs"], folder)
@@ -275,10 +280,11 @@ class _OnePass:
             self.call()
 
 
-def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None) -> dict[str, dict[str, float]]:
+def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None) -> dict[str, dict[str, Any]]:
     """Each pass by triton.testing.do_bench and by our sampling under the same conditions, medians in ms: that pass alone, by
     turns, the same L2 flush, and as long a warm-up without one and without a pause behind it, since a GPU at its power limit
-    clocks by what it did just before. The headline interleaves forward and backward, as training does, at other clocks."""
+    clocks by what it did just before. `ratio` is the median over our turns, each against do_bench's turns before and behind
+    it, as clocks drift. The headline interleaves forward and backward, as training does, at other clocks."""
     from triton.testing import do_bench
 
     found = {}
@@ -297,11 +303,17 @@ def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None)
 
         theirs, ours = [do_bench_ms()], []
         runs = max(10, int(500 / theirs[0]))
-        for _ in range(2):
+        for _ in range(DO_BENCH_TURNS):
             ours.append(ours_ms(runs))
             theirs.append(do_bench_ms())
-        mean_ours, mean_theirs = sum(ours) / len(ours), sum(theirs) / len(theirs)
-        found[which] = {"do_bench_ms": mean_theirs, "ours_ms": mean_ours, "ratio": mean_ours / mean_theirs}
+        by_turn = [2 * x / (a + b) for x, a, b in zip(ours, theirs, theirs[1:], strict=False)]
+        found[which] = {
+            "do_bench_ms": summarize(theirs).median,
+            "ours_ms": summarize(ours).median,
+            "ratio": summarize(by_turn).median,
+            "do_bench_turns_ms": theirs,
+            "ours_turns_ms": ours,
+        }
     work.release()
     return found
 
@@ -316,37 +328,43 @@ def _phase_runs(iteration_s: float) -> int:
     return max(1, min(PHASE_RUNS, int(PHASES_S / iteration_s)))
 
 
-def _phases(me: Rank, work: AttentionWork, watch: Stopwatch, runs: int) -> list[dict[str, Any]]:
-    """A pass of its own with the recorder active."""
+class _Counted:
+    """A workpiece, with the bytes that the transport really moved into this rank in each pass, as last run. Where passes are
+    replayed nothing is counted, so they are not: phases must be recorded meanwhile."""
+
+    def __init__(self, work: AttentionWork):
+        self.work, self.passes = work, work.passes
+        self.received: dict[str, dict[str, int]] = {}
+
+    def run(self, which: str) -> None:
+        counter = self.work.plan.transport.bytes_received
+        counter.clear()
+        self.work.run(which)
+        self.received[which] = dict(counter)
+
+    def repeat(self, which: str, times: int) -> None:
+        for _ in range(times):
+            self.run(which)
+
+
+def _phases(
+    me: Rank, work: AttentionWork, watch: Stopwatch, runs: int
+) -> tuple[list[dict[str, Any]], list[dict[str, dict[str, int]]]]:
+    """A pass of its own with the recorder active: all ranks' rows, and by rank the bytes received in each pass."""
     recorder = Recorder(me.device)
-    leads = timing.leads_ms(work, watch, lambda: recording(recorder))
+    counted = _Counted(work)
+    leads = timing.leads_ms(counted, watch, lambda: recording(recorder))
     recorder.spans.clear()
     with recording(recorder):
-        passes = timing.record(work, watch, runs, recorder, leads)
+        passes = timing.record(counted, watch, runs, recorder, leads)
+    work.release()
     rows = []
     for number, each in enumerate(passes):
         here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": each.which}
         rows.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(each.start, each.stop)})
         rows += [{**here, "phase": s.name, "step": s.step, "ms": s.milliseconds()} for s in each.spans]
-    return [row for rank_rows in me.gather(rows) for row in rank_rows]
-
-
-def _received(me: Rank, work: AttentionWork, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Bytes that the transport really moved into each rank in one iteration, by pass, and each transfer's bandwidth."""
-    counter = work.plan.transport.bytes_received
-    counted = {}
-    for which in work.passes:
-        counter.clear()
-        with recording(Recorder(me.device)):  # a replay counts nothing
-            work.run(which)
-        counted[which] = dict(counter)
-    work.release()
-    by_rank = me.gather(counted)
-    return {
-        "transport": work.plan.transport.name,
-        "bytes_received_by_rank": by_rank,
-        "bandwidth": phases.bandwidths(rows, by_rank),
-    }
+    everyone = me.gather((rows, counted.received))
+    return [row for mine, _ in everyone for row in mine], [received for _, received in everyone]
 
 
 def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str, Any]:

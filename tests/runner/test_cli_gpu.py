@@ -73,4 +73,4 @@ def test_our_timing_agrees_with_do_bench(tmp_path):
                          "timing.flush_l2=true")  # fmt: skip
     assert done.returncode == 0, done.stderr
     for found in value["timing"]["do_bench"].values():
-        assert found["ratio"] == pytest.approx(1, rel=0.01)
+        assert found["ratio"] == pytest.approx(1, rel=0.01), found
