@@ -18,7 +18,7 @@ from attention.tensors import on_host
 NEEDED = ("heads", "head_dim")  # and tokens or cu_seqlens
 KNOWN = (
     "tokens", "cu_seqlens", "batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "window", "backward", "q_tokens",
-    "device", "memory_gb", "ceilings", "graphed", "graphs",
+    "device", "memory_gb", "ceilings", "graphed", "graphs", "trials", "deterministic",
 )  # fmt: skip
 
 
@@ -30,7 +30,10 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
     heads), `batch` (1), `dtype` (torch.bfloat16), `causal` (False), `window`, `backward` (True), `q_tokens` of a decode,
     `device` (CUDA where there is one), `memory_gb` that a rank may hold beside its inputs (a GPU's whole memory),
     `ceilings` that stand for the links, and for the rates of a GPU that is not in their table;
-    `graphed` where calls are captured in a CUDA graph, `graphs` where their passes are, as by `make(graphs=True)`.
+    `graphed` where calls are captured in a CUDA graph, `graphs` where their passes are, as by `make(graphs=True)`;
+    `deterministic` as `make` has it. `trials`: of so many variants, those in front by the model, the best is run on random inputs
+    and the fastest taken, some seconds in which all ranks take part; what they exchange through is kept, as any call's is, until
+    `transports.release()`.
     Raises ValueError for what is missing, unknown or impossible."""
     for option, value in given.items():
         if option not in KNOWN:
@@ -59,7 +62,20 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
         given.get("q_tokens"),
     )
     device = torch.device(given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return choose(task, machine(task, device, dtype, group, kernel, transport, given))
+    trials = given.get("trials") or 0
+    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
+        raise ValueError(
+            f"trials={trials}: must be a whole number, of how many variants the best is run; 0 for the model alone"
+        )
+    if trials and given.get("graphed"):
+        raise ValueError(f"trials={trials}: calls are tried as a host launches them, not captured whole; use trials=0")
+    choice = choose(task, machine(task, device, dtype, group, kernel, transport, given))
+    if trials < 2:
+        return choice
+    from attention.trials import take  # which makes functions, as what asks this does
+
+    how = bool(given.get("deterministic")), bool(given.get("graphs"))
+    return take(choice, trials, task, group, kernel, *how, device, dtype)
 
 
 def machine(

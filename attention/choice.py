@@ -26,10 +26,12 @@ from attention.transfers import Intervals, gather_move, joined, step_route, with
 from attention.variants import VARIANTS, Variant, check_heads
 
 AUTO = "auto"
-OPTIONS: dict[str, Any] = {"memory_gb": None}  # of attention=auto itself
+OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": 0}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
-COPY_SHARE = 0.6  # that several tensors copied at once reach (results/h200-x4/window, replayed against launched)
+COPY_SHARE = (
+    0.85  # that the copies of a replayed pass reach, of 2K to 8K tokens a GPU (measured apart from the program)
+)
 TILE = 128  # queries, or backward keys, that a unit does at a time
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at
@@ -244,20 +246,24 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """`estimates` are sorted, the fastest first; `left_out`: candidates by their label, and why."""
+    """`estimates` are sorted, the fastest first; `left_out`: candidates by their label, and why; `tried`: ms that those that were
+    run took, by label, the fastest first."""
 
     estimates: tuple[Estimate, ...]
     left_out: Mapping[str, str]
     basis: str  # what rates and links the estimates stand on
     replayable: bool = False  # whether graphs=True would take the host out
+    tried: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> Estimate:
-        return self.estimates[0]
+        """The fastest of those tried; of none, by estimate."""
+        first = next(iter(self.tried), None)
+        return next((e for e in self.estimates if e.label == first), self.estimates[0])
 
     @property
     def why(self) -> str:
-        """The best one's time by what it consists of, and the next variant's."""
+        """The best one's time by what it consists of, and the next variant's; where some were tried, what they took."""
         best = self.best
         both = [p for p in (best.forward, best.backward) if p]
         bound = ", bound by the host" if any(p.host > p.gpu for p in both) else ""
@@ -268,6 +274,8 @@ class Choice:
         )
         if any(p.copies for p in both):
             text += f", copies for graphs {_ms(sum(p.copies for p in both))}"
+        if self.tried:
+            return f"{text}; tried: {'; '.join(f'{label} {_ms(ms)} ms' for label, ms in self.tried.items())}"
         other = next((e for e in self.estimates if e.candidate.variant != best.candidate.variant), None)
         return f"{text}; next {other.label}: {_ms(other.ms)} ms" if other else text
 
@@ -280,6 +288,7 @@ class Choice:
             "why": self.why,
             "basis": self.basis,
             "estimates_ms": {e.label: round(e.ms, 6) for e in self.estimates},
+            "tried_ms": dict(self.tried) or None,
             "left_out": dict(self.left_out),
         }
 

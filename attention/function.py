@@ -58,7 +58,9 @@ def make(
     choice: Choice | None = None
     if name == AUTO:
         _check_names(kernel, transport)
-        choice = automatic.decide(group, kernel, transport, {**options, "graphs": graphs})
+        choice = automatic.decide(
+            group, kernel, transport, {**options, "graphs": graphs, "deterministic": deterministic}
+        )
         name, transport = choice.best.candidate.variant, choice.best.transport
         options = dict(choice.best.candidate.options)
     chosen = variant(name)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from attention import phases
+from attention.copies import copy_all
 from attention.kernels.interface import UnsupportedCall
 from attention.streams import capturing, current
 from attention.tensors import holding
 
 Run = Callable[..., tuple[Tensor, ...]]
+LARGE = 8 << 20  # bytes, from which a copy of its own is as fast as the memory, and one launch for several is not
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
 
 _every: WeakSet[Replays] = WeakSet()
@@ -159,10 +161,14 @@ class _Graph:
 
 
 def _copy(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    """One launch for all tensors of a dtype."""
-    for dtype in dict.fromkeys(x.dtype for x in into):
-        alike = [i for i, x in enumerate(into) if x.dtype == dtype]
-        torch._foreach_copy_([into[i] for i in alike], [of[i] for i in alike])
+    """Large ones, and those of a pitch, each by the copy that is fastest for it; of small ones, where starting is most of it, one
+    launch for all of a dtype."""
+    pairs = list(zip(into, of, strict=True))
+    small = [(x, y) for x, y in pairs if y.nbytes < LARGE and y.is_contiguous()]
+    for dtype in dict.fromkeys(x.dtype for x, _ in small):
+        alike = [pair for pair in small if pair[0].dtype == dtype]
+        torch._foreach_copy_([x for x, _ in alike], [y for _, y in alike])
+    copy_all((x, y) for x, y in pairs if y.nbytes >= LARGE or not y.is_contiguous())
 
 
 def held_bytes(device: torch.device) -> int:

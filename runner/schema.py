@@ -390,6 +390,11 @@ def _check_automatic(work: Workload, world: int, options: dict[str, Any], mode: 
     memory = options["memory_gb"]
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or memory <= 0):
         raise ValueError(f"memory_gb={memory}: must be a number above 0, or null for all that the GPU has")
+    trials = options["trials"]
+    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
+        raise ValueError(
+            f"trials={trials}: must be a whole number, of how many variants the best is run, or 0 for none"
+        )
     shapes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
     backward = mode == "forward_backward"
     task = choice.Task(work.cu_seqlens, world, work.mask, shapes, bool(work.seqlens), backward, work.q_len)

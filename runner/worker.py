@@ -123,7 +123,13 @@ def _choice(me: Rank, spec: Experiment) -> Choice:
     measured = None
     if spec.launch["nodes"] > 1 or not automatic.known(me.device):
         measured = choose_ceilings(ceilings.ceilings(me, spec.workload.dtype), spec.device)
-    return me.agree(_together(me, lambda: decide(spec, me.device, measured)))
+    if not spec.options["trials"]:
+        return me.agree(_together(me, lambda: decide(spec, me.device, measured)))
+    me.say("trials", 600.0)
+    choice = me.agree(_together(me, lambda: decide(spec, me.device, measured)))
+    transports.release()  # so that what others exchanged through is not counted as what the chosen one holds
+    _empty_caches(me)
+    return choice
 
 
 def _decided(spec: Experiment, choice: Choice) -> Experiment:

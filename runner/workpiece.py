@@ -59,6 +59,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "ceilings": ceilings,
         "graphed": experiment.timing["method"] == "cudagraph",
         "graphs": experiment.graphs,
+        "deterministic": experiment.deterministic,
         **experiment.options,
     }
     return automatic.decide(None, experiment.kernel, experiment.transport, given)

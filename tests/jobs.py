@@ -342,6 +342,26 @@ def counted(
     return me.gather({"forward": forward, "backward": dict(counter)})
 
 
+def by_trial(me: Rank, slowed: str | None = None, **given: Any) -> list[dict[str, Any]]:
+    """What auto takes by trial on each rank, where the executor of an exchange may be slowed."""
+    executors = attention.executors.EXECUTORS
+    before = dict(executors)
+
+    class Slow:
+        forward = staticmethod(lambda *args: (time.sleep(0.05), before[slowed].forward(*args))[1])
+        backward = before[slowed].backward if slowed else None
+
+    try:
+        if slowed:
+            executors[slowed] = Slow
+        with torch.no_grad():
+            fn = attention.make("auto", **given)
+    finally:
+        executors.update(before)
+    assert fn.choice is not None
+    return me.gather({"variant": fn.variant.name, **fn.choice.plain()})
+
+
 def phase_names(me: Rank, name: str) -> list[str]:
     from attention.phases import Recorder, recording
 

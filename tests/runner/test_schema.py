@@ -64,6 +64,7 @@ INVALID = [
     (["attention=ring_allgather", "attention.heads_k_stride=two"], "heads_k_stride=two"),
     (["attention.name=null"], "attention=None", "not a variant"),
     (["attention=auto", "attention.memory_gb=0"], "memory_gb=0", "above 0", "null for all"),
+    (["attention=auto", "attention.trials=-1"], "trials=-1", "a whole number", "or 0 for none"),
     (["attention=auto", "seq_len=1001"], "attention=auto", "seq_len=1001", "1000 would work"),
     (["attention=auto", "config=tiny", "q_len=1"], "attention=auto", "queries see all keys", "causal=false"),
     (["attention=auto", "q_len=1", "mode=forward_backward"], "mode=forward_backward", "q_len=1 is a decode", "mode=forward"),
