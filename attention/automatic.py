@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from attention import kernels, links, rates, transports
-from attention.choice import Choice, Machine, Task, choose, task_of
+from attention.choice import Choice, Machine, Task, check_trials, choose, task_of
 from attention.costs import Shapes
 from attention.kernels import Shape
 from attention.masks import Mask
@@ -31,9 +31,9 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
     `device` (CUDA where there is one), `memory_gb` that a rank may hold beside its inputs (a GPU's whole memory),
     `ceilings` that stand for the links, and for the rates of a GPU that is not in their table;
     `graphed` where calls are captured in a CUDA graph, `graphs` where their passes are, as by `make(graphs=True)`;
-    `deterministic` as `make` has it. `trials`: of so many variants, those in front by the model, the best is run on random inputs
-    and the fastest taken, some seconds in which all ranks take part; what they exchange through is kept, as any call's is, until
-    `transports.release()`.
+    `deterministic` as `make` has it. `trials`: of so many variants (two at least), those in front by the model, the best is run on
+    random inputs and the fastest taken, in some seconds, or of long sequences some iterations each, in which all ranks take part;
+    what all of them hold is held at once, and what they exchange through is kept, as any call's is, until `transports.release()`.
     Raises ValueError for what is missing, unknown or impossible."""
     for option, value in given.items():
         if option not in KNOWN:
@@ -62,20 +62,28 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
         given.get("q_tokens"),
     )
     device = torch.device(given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-    trials = given.get("trials") or 0
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
+    trials = given.get("trials")
+    check_trials(trials)
+    if trials is not None and given.get("graphed"):
         raise ValueError(
-            f"trials={trials}: must be a whole number, of how many variants the best is run; 0 for the model alone"
+            f"trials={trials!r}: calls are tried as a host launches them, not captured whole; use trials=None"
         )
-    if trials and given.get("graphed"):
-        raise ValueError(f"trials={trials}: calls are tried as a host launches them, not captured whole; use trials=0")
     choice = choose(task, machine(task, device, dtype, group, kernel, transport, given))
-    if trials < 2:
+    if trials is None:
         return choice
-    from attention.trials import take  # which makes functions, as what asks this does
+    from attention.trials import by_trial  # which makes functions, as what asks this does
 
-    how = bool(given.get("deterministic")), bool(given.get("graphs"))
-    return take(choice, trials, task, group, kernel, *how, device, dtype)
+    return by_trial(
+        choice,
+        trials,
+        task,
+        group=group,
+        kernel=kernel,
+        deterministic=bool(given.get("deterministic")),
+        graphs=bool(given.get("graphs")),
+        device=device,
+        dtype=dtype,
+    )
 
 
 def machine(

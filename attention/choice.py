@@ -26,7 +26,7 @@ from attention.transfers import Intervals, gather_move, joined, step_route, with
 from attention.variants import VARIANTS, Variant, check_heads
 
 AUTO = "auto"
-OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": 0}  # of attention=auto itself
+OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": None}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 COPY_SHARE = (
@@ -291,6 +291,14 @@ class Choice:
             "tried_ms": dict(self.tried) or None,
             "left_out": dict(self.left_out),
         }
+
+
+def check_trials(trials: Any) -> None:
+    """Raises ValueError for what is no number of variants to choose from by trial, or None."""
+    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 2):
+        raise ValueError(
+            f"trials={trials!r}: must be of how many variants the best is run, a whole number of at least 2, or null for none"
+        )
 
 
 def choose(task: Task, machine: Machine) -> Choice:

@@ -16,17 +16,18 @@ from attention.function import ContextParallel
 from attention.layouts import sizes_of
 from attention.variants import VARIANTS
 
-LEADING = 3  # iterations before a candidate is timed: what is compiled, allocated and captured is, then
+LEADING = 2  # iterations before a candidate is timed: what is compiled, allocated and captured is, then
 ROUNDS = 3  # in which all candidates take turns; the best of each counts
-ROUND_S = 0.1  # that a round of a candidate takes, about
+ROUND_MS = 100.0  # that a round of a candidate takes
 MOST_RUNS = 20  # of a candidate in a round
-LONG_S = 1.0  # an iteration from which one is enough, behind one that leads
+LONG_MS = 1000.0  # an iteration from which one is enough
 
 
-def take(
+def by_trial(
     choice: Choice,
     most: int,
     task: Task,
+    *,
     group: dist.ProcessGroup | None,
     kernel: str,
     deterministic: bool,
@@ -34,28 +35,31 @@ def take(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Choice:
-    """The choice with the ms of the best estimated candidate of each of the first `most` variants, as measured on the slowest rank.
-    Collective over the group."""
+    """The choice with what was tried, by label the ms of an iteration on the slowest rank: of each of the first `most` variants
+    the best estimated candidate. One that can't be run is left out with its reason. Collective over the group. All candidates'
+    memory is held at once. Raises what running them raises on one rank alone, whose peers then wait for it."""
     estimates = contenders(choice, most)
     if len(estimates) < 2:
         return choice
-    tried: dict[str, ContextParallel] = {}
-    for e in estimates:
-        variant = VARIANTS[e.candidate.variant]
-        options = dict(e.candidate.options)
-        tried[e.label] = ContextParallel(variant, group, kernel, e.transport, deterministic, options, graphs)
-    inputs = _Inputs(task, device, dtype)
-    long = max(e.ms for e in estimates) / 1e3 >= LONG_S
-    found = dict.fromkeys(tried, float("inf"))
+    inputs, left_out = _Inputs(task, device, dtype), dict(choice.left_out)
+    able: dict[str, ContextParallel] = {}
+    once: dict[str, float] = {}
     with torch.inference_mode(False), torch.enable_grad():
-        for fn in tried.values():
-            for _ in range(1 if long else LEADING):
-                inputs.iterate(fn)
-        for _ in range(1 if long else ROUNDS):
-            for e in estimates:
-                runs = max(1, min(MOST_RUNS, int(ROUND_S / (e.ms / 1e3))))
-                found[e.label] = min(found[e.label], _ms(tried[e.label], inputs, runs))
-    return replace(choice, tried=dict(sorted(found.items(), key=lambda item: item[1])))
+        for e in estimates:
+            variant, options = VARIANTS[e.candidate.variant], dict(e.candidate.options)
+            fn = ContextParallel(variant, group, kernel, e.transport, deterministic, options, graphs)
+            reason = _refused(fn, inputs)
+            if reason is not None:
+                left_out[e.label] = reason
+                continue
+            able[e.label], once[e.label] = fn, _ms(fn, inputs, 1)
+        found = dict(once)
+        if max(once.values(), default=LONG_MS) < LONG_MS:
+            for _ in range(ROUNDS):
+                for label, fn in able.items():
+                    runs = max(1, min(MOST_RUNS, int(ROUND_MS / max(once[label], 1e-3))))
+                    found[label] = min(found[label], _ms(fn, inputs, runs))
+    return replace(choice, left_out=left_out, tried=dict(sorted(found.items(), key=lambda item: item[1])))
 
 
 def contenders(choice: Choice, most: int) -> list[Estimate]:
@@ -67,54 +71,71 @@ def contenders(choice: Choice, most: int) -> list[Estimate]:
 
 
 class _Inputs:
-    """This rank's tensors, the same for all candidates that give it as many tokens."""
+    """This rank's tensors, the same for all candidates that give it as many tokens; the caller's random numbers stay as they
+    were."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype):
-        self.task, self.device, self.dtype = task, device, dtype
-        self.kept: dict[tuple[int, int], Tensor] = {}
+        self.task, self.dtype = task, dtype
+        self.device = torch.empty(0, device=device).device  # with its number
+        self.generator = torch.Generator(self.device).manual_seed(0)
+        self.kept: dict[tuple[str, int], Tensor] = {}
         self.options: dict[str, Any] = {
-            "window": (task.mask.left, task.mask.right),
+            "window": (task.mask.left, task.mask.right),  # causal is a window, too
             "cu_seqlens": list(task.cu_seqlens) if task.packed else None,
             "kv_tokens": task.cu_seqlens[-1] if task.decode else None,
         }
 
     def iterate(self, fn: ContextParallel) -> None:
-        task, shapes = self.task, self.task.shapes
+        task = self.task
         held = sizes_of(fn.layout, task.cu_seqlens, fn.world)[fn.rank]
         queries = held if task.q_tokens is None else task.q_tokens
-        q = self._made(queries, shapes.heads).detach().requires_grad_(task.backward)
-        k, v = (self._made(held, shapes.kv_heads).detach().requires_grad_(task.backward) for _ in range(2))
+        q, k, v = (self._made(name, n) for name, n in (("q", queries), ("k", held), ("v", held)))
         out = fn(q, k, v, **self.options)
         if task.backward:
-            torch.autograd.grad(out, (q, k, v), self._made(queries, shapes.heads))
+            torch.autograd.grad(out, (q, k, v), self._made("dout", queries))
 
-    def _made(self, tokens: int, heads: int) -> Tensor:
-        if (tokens, heads) not in self.kept:
+    def _made(self, name: str, tokens: int) -> Tensor:
+        if (name, tokens) not in self.kept:
             shapes = self.task.shapes
             leading = (tokens,) if self.task.packed else (shapes.batch, tokens)
-            self.kept[tokens, heads] = torch.randn(
-                *leading, heads, shapes.head_dim, device=self.device, dtype=self.dtype
+            heads = shapes.kv_heads if name in ("k", "v") else shapes.heads
+            x = torch.randn(
+                *leading, heads, shapes.head_dim, generator=self.generator, device=self.device, dtype=self.dtype
             )
-        return self.kept[tokens, heads]
+            self.kept[name, tokens] = x.requires_grad_(self.task.backward and name != "dout")
+        return self.kept[name, tokens]
+
+
+def _refused(fn: ContextParallel, inputs: _Inputs) -> str | None:
+    """The iterations that lead; why there can be none, on all ranks if on one."""
+    reason = None
+    try:
+        for _ in range(LEADING):
+            inputs.iterate(fn)
+    except (ValueError, torch.OutOfMemoryError) as error:
+        reason = str(error).partition("\n")[0]
+    refusals = torch.tensor(float(reason is not None), device=inputs.device)
+    if _summed(fn, refusals) == 0:
+        return None
+    return reason or "another rank could not run it"
 
 
 def _ms(fn: ContextParallel, inputs: _Inputs, runs: int) -> float:
     """An iteration's, on the slowest rank, called one after another as a model does."""
-    _settle(fn, inputs.device)
+    _summed(fn, torch.zeros(1, device=inputs.device))  # all begin together, with nothing left to do
     start = time.perf_counter()
     for _ in range(runs):
         inputs.iterate(fn)
     if inputs.device.type == "cuda":
         torch.cuda.synchronize(inputs.device)
-    slowest = torch.tensor((time.perf_counter() - start) / runs * 1e3, dtype=torch.float32, device=inputs.device)
+    slowest = torch.tensor((time.perf_counter() - start) / runs * 1e3, device=inputs.device)
     if fn.world > 1:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=fn.group)
     return slowest.item()
 
 
-def _settle(fn: ContextParallel, device: torch.device) -> None:
-    """All ranks begin together, with nothing left to do."""
+def _summed(fn: ContextParallel, x: Tensor) -> float:
+    """Over the ranks, and waited for."""
     if fn.world > 1:
-        dist.all_reduce(torch.zeros(1, device=device), group=fn.group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        dist.all_reduce(x, group=fn.group)
+    return x.item()

@@ -165,7 +165,8 @@ def measure(
         work = Work(kernel, call, given, device)
         if device == "cuda":
             watch: timing.Stopwatch = timing.CudaStopwatch(torch.device("cuda"), together=False)
-            flush = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
+            words = torch.cuda.get_device_properties(0).L2_cache_size // 2  # twice the cache
+            flush = torch.empty(words, dtype=torch.int32, device="cuda")
         else:
             watch, flush = timing.CpuStopwatch(None), None
         with timing.undisturbed():

@@ -26,7 +26,7 @@ MODES = ("forward", "forward_backward")
 SEEDS = 1 << 31
 # where a run may be when a fault is provoked, in this order
 PHASES = (
-    "prepare", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "phases",
+    "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "phases",
     "profiler", "baseline", "finish",
 )  # fmt: skip
 BASELINES = ("single", "none")
@@ -361,6 +361,10 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         raise InvalidConfig(
             "graphs=true timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
         )
+    if _tried(cfg) and timing["method"] == "cudagraph":
+        raise InvalidConfig(
+            f"attention.trials={cfg.attention.trials} timing=cudagraph: trials are launched by the host; use attention.trials=null"
+        )
     if timing["do_bench"] and (device != "cuda" or world > 1):
         raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
     _check_fault(cfg, world)
@@ -385,16 +389,17 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     )
 
 
+def _tried(cfg: DictConfig) -> bool:
+    """Whether candidates of attention=auto are run before one is taken."""
+    return bool(cfg.attention.name == choice.AUTO and cfg.attention.trials is not None)
+
+
 def _check_automatic(work: Workload, world: int, options: dict[str, Any], mode: str) -> None:
     """Raises ValueError where attention=auto has nothing to choose from, or an option of its own is wrong."""
     memory = options["memory_gb"]
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or memory <= 0):
         raise ValueError(f"memory_gb={memory}: must be a number above 0, or null for all that the GPU has")
-    trials = options["trials"]
-    if isinstance(trials, bool) or not isinstance(trials, int) or trials < 0:
-        raise ValueError(
-            f"trials={trials}: must be a whole number, of how many variants the best is run, or 0 for none"
-        )
+    choice.check_trials(options["trials"])
     shapes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
     backward = mode == "forward_backward"
     task = choice.Task(work.cu_seqlens, world, work.mask, shapes, bool(work.seqlens), backward, work.q_len)
@@ -537,6 +542,7 @@ def _check_fault(cfg: DictConfig, world: int) -> None:
     _choice("launch.fault's phase", parts[1], PHASES)
     checked = (cfg.check.enabled, "check.enabled=true")
     there = {
+        "trials": (_tried(cfg), "attention=auto attention.trials=2"),
         "check_variant": checked,
         "check_reference": checked,
         "check_compare": checked,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from runner.workpiece import AttentionWork, build, decide
 PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
 SLOW_S = 1.0  # an iteration from which waiting for it costs its timing nothing
+TRIAL_RUNS = 3  # of a long iteration, by each candidate of attention.trials
 L2_BYTES = 256 << 20
 DO_BENCH_TURNS = 5  # of ours, between six of do_bench's
 
@@ -123,9 +125,12 @@ def _choice(me: Rank, spec: Experiment) -> Choice:
     measured = None
     if spec.launch["nodes"] > 1 or not automatic.known(me.device):
         measured = choose_ceilings(ceilings.ceilings(me, spec.workload.dtype), spec.device)
-    if not spec.options["trials"]:
-        return me.agree(_together(me, lambda: decide(spec, me.device, measured)))
-    me.say("trials", 600.0)
+    trials = spec.options["trials"]
+    by_model = replace(spec, options={**spec.options, "trials": None})
+    choice: Choice = me.agree(_together(me, lambda: decide(by_model, me.device, measured)))
+    if trials is None:
+        return choice
+    me.say("trials", choice.best.ms / 1e3 * (TRIAL_RUNS * trials))
     choice = me.agree(_together(me, lambda: decide(spec, me.device, measured)))
     transports.release()  # so that what others exchanged through is not counted as what the chosen one holds
     _empty_caches(me)
@@ -244,6 +249,9 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     medians = {which: summarize(ms) for which, ms in slow.items()}
     least = min(s.median for s in medians.values())
     samples = medians["forward"].n
+    do_bench = None
+    if options["do_bench"]:
+        do_bench = _do_bench(work, _watch(me, False), flush, lambda: me.say("timing", iteration_s))
     return {
         "samples": by_rank,
         "timing": {
@@ -255,7 +263,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
-            "do_bench": _do_bench(work, _watch(me, False), flush) if options["do_bench"] else None,
+            "do_bench": do_bench,
             **note,
         },
     }
@@ -267,8 +275,9 @@ def _silent_s(me: Rank, iteration_s: float, runs: int) -> float:
 
 
 def _flush(me: Rank, spec: Experiment) -> torch.Tensor | None:
-    """What is written before each pass to empty the L2 cache, if that is wanted."""
-    return torch.empty(L2_BYTES, dtype=torch.uint8, device=me.device) if spec.timing["flush_l2"] else None
+    """What is written before each pass to empty the L2 cache, if that is wanted: as triton's do_bench does it, since a GPU at
+    its power limit is the faster the longer it rests between passes, and single bytes take longer to write."""
+    return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=me.device) if spec.timing["flush_l2"] else None
 
 
 class _OnePass:
@@ -286,11 +295,14 @@ class _OnePass:
             self.call()
 
 
-def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None) -> dict[str, dict[str, Any]]:
+def _do_bench(
+    work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None, turn: Callable[[], None]
+) -> dict[str, dict[str, Any]]:
     """Each pass by triton.testing.do_bench and by our sampling under the same conditions, medians in ms: that pass alone, by
     turns, the same L2 flush, and as long a warm-up without one and without a pause behind it, since a GPU at its power limit
     clocks by what it did just before. `ratio` is the median over our turns, each against do_bench's turns before and behind
-    it, as clocks drift. The headline interleaves forward and backward, as training does, at other clocks."""
+    it, as clocks drift. The headline interleaves forward and backward, as training does, at other clocks. `turn` is called
+    before each."""
     from triton.testing import do_bench
 
     found = {}
@@ -299,10 +311,12 @@ def _do_bench(work: AttentionWork, watch: Stopwatch, flush: torch.Tensor | None)
         alone = _OnePass(work, which)
 
         def do_bench_ms(alone: _OnePass = alone) -> float:
+            turn()
             with timing.undisturbed():
                 return do_bench(alone.call, warmup=500, rep=500, return_mode="median")
 
         def ours_ms(runs: int, alone: _OnePass = alone, which: str = which) -> float:
+            turn()
             with timing.undisturbed():
                 alone.repeat(which, runs)
                 return summarize(timing.sample(alone, watch, runs, flush)[which]).median

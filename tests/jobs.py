@@ -342,24 +342,31 @@ def counted(
     return me.gather({"forward": forward, "backward": dict(counter)})
 
 
-def by_trial(me: Rank, slowed: str | None = None, **given: Any) -> list[dict[str, Any]]:
-    """What auto takes by trial on each rank, where the executor of an exchange may be slowed."""
+def by_trial(
+    me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), graphs: bool = False, **given: Any
+) -> list[dict[str, Any]]:
+    """What auto takes by trial on each rank, where executors may be slow, or fail before they exchange anything."""
     executors = attention.executors.EXECUTORS
     before = dict(executors)
 
-    class Slow:
-        forward = staticmethod(lambda *args: (time.sleep(0.05), before[slowed].forward(*args))[1])
-        backward = before[slowed].backward if slowed else None
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        return before[slowed].forward(*args)
 
+    def fail(*args: Any) -> Any:
+        raise attention.UnsupportedCall("broken here")
+
+    for name, forward in [(slowed, slow)] * (slowed is not None) + [(name, fail) for name in broken]:
+        executors[name] = type("Other", (), {"forward": staticmethod(forward), "backward": before[name].backward})
+    random = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
     try:
-        if slowed:
-            executors[slowed] = Slow
         with torch.no_grad():
-            fn = attention.make("auto", **given)
+            fn = attention.make("auto", graphs=graphs, device=me.device, **given)
     finally:
         executors.update(before)
     assert fn.choice is not None
-    return me.gather({"variant": fn.variant.name, **fn.choice.plain()})
+    after = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
+    return me.gather({"variant": fn.variant.name, "random": bool(torch.equal(random, after)), **fn.choice.plain()})
 
 
 def phase_names(me: Rank, name: str) -> list[str]:

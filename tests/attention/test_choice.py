@@ -402,7 +402,7 @@ def test_trials_take_the_fastest_of_those_in_front_on_all_ranks_alike(in_world, 
         "trials": 3,
     } | more
     first, *others = in_world("by_trial", 2, deterministic=deterministic, **given)
-    assert others == [first]
+    assert others == [first] and first["random"]
     tried = first["tried_ms"]
     leading = list(dict.fromkeys(label.split()[0].rstrip(",") for label in first["estimates_ms"]))[:3]
     assert sorted(label.split()[0].rstrip(",") for label in tried) == sorted(leading)
@@ -421,10 +421,27 @@ def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
     assert usual["tried_ms"] is None
 
 
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_what_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_world, all_of_them):
+    given = {"tokens": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64, "causal": True}
+    (usual, _) = in_world("by_trial", 2, **given)
+    broken = {v.exchange for v in VARIANTS.values()} if all_of_them else {VARIANTS[usual["variant"]].exchange}
+    found, other = in_world("by_trial", 2, broken=sorted(broken), trials=4, **given)
+    assert found == other
+    refused = [label for label, why in found["left_out"].items() if why == "broken here"]
+    assert refused and set(refused) < set(found["estimates_ms"])
+    if all_of_them:  # then by the model, and the call says why it can't be
+        assert len(refused) == 4 and found["tried_ms"] is None and found["variant"] == usual["variant"]
+    else:
+        assert found["tried_ms"] and not set(refused) & set(found["tried_ms"])
+        assert VARIANTS[found["variant"]].exchange not in broken
+
+
 def test_trials_that_cannot_be_say_why():
     given = {"tokens": 64, "heads": 4, "head_dim": 16}
-    with pytest.raises(ValueError, match="trials=-1: must be a whole number"):
-        attention.make("auto", trials=-1, **given)
+    for wrong in (1, -1, 2.0, "two", True):
+        with pytest.raises(ValueError, match=f"trials={wrong!r}: must be .* whole number of at least 2"):
+            attention.make("auto", trials=wrong, **given)
     with pytest.raises(ValueError, match="trials=2: calls are tried as a host launches them"):
         attention.make("auto", trials=2, graphed=True, **given)
     assert not attention.make("auto", trials=2, **given).choice.tried  # dense alone

@@ -434,7 +434,7 @@ def test_auto_records_what_it_chose_and_why(tmp_path):
     chosen, experiment = value["chosen"], value["experiment"]
     assert (experiment["variant"], experiment["options"]) == (chosen["variant"], chosen["options"])
     assert experiment["transport"] == chosen["transport"] == "gloo"
-    assert value["config"]["attention"] == {"name": "auto", "memory_gb": None, "trials": 0}
+    assert value["config"]["attention"] == {"name": "auto", "memory_gb": None, "trials": None}
     first = next(iter(chosen["estimates_ms"]))
     assert first.startswith(chosen["variant"])
     assert chosen["why"].startswith(f"{first}: ")

@@ -64,7 +64,8 @@ INVALID = [
     (["attention=ring_allgather", "attention.heads_k_stride=two"], "heads_k_stride=two"),
     (["attention.name=null"], "attention=None", "not a variant"),
     (["attention=auto", "attention.memory_gb=0"], "memory_gb=0", "above 0", "null for all"),
-    (["attention=auto", "attention.trials=-1"], "trials=-1", "a whole number", "or 0 for none"),
+    (["attention=auto", "attention.trials=1"], "trials=1", "a whole number of at least 2", "or null for none"),
+    (["attention=auto", "launch.fault=0:trials:raise"], "no phase trials", "attention.trials=2 would give it one"),
     (["attention=auto", "seq_len=1001"], "attention=auto", "seq_len=1001", "1000 would work"),
     (["attention=auto", "config=tiny", "q_len=1"], "attention=auto", "queries see all keys", "causal=false"),
     (["attention=auto", "q_len=1", "mode=forward_backward"], "mode=forward_backward", "q_len=1 is a decode", "mode=forward"),
@@ -286,9 +287,9 @@ def test_a_random_pack_of_any_size_sums_to_it(seq_len):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_fault_can_be_asked_of_any_rank_in_any_phase_that_the_run_has(phase):
-    timing = ["timing=profiler"] if phase == "profiler" else []
+    given = {"profiler": ["timing=profiler"], "trials": ["attention=auto", "attention.trials=2"]}.get(phase, [])
     for fault in (f"0:{phase}:kill", f"1:{phase}:raise"):
-        assert resolved(f"launch.fault={fault}", *timing).launch["fault"] == fault
+        assert resolved(f"launch.fault={fault}", *given).launch["fault"] == fault
 
 
 def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
