@@ -384,7 +384,7 @@ def _settings(v: Variant, task: Task) -> Iterator[dict[str, Any]]:
         yield from ({"ulysses_size": n, "ring": ring} for n in sizes for ring in rings)
     elif v.name == "ulysses":
         each = task.shapes.kv_heads // task.world
-        yield from ({"head_parts": n} for n in (None, 1, 4) if n is None or n == 1 or (each and each % n == 0))
+        yield from ({"head_parts": n} for n in (None, 1, 2, 4) if n is None or n == 1 or (each and each % n == 0))
     elif v.name == "tree":
         yield from ({"reduce": how} for how in ("packed", "two", "three", "fused"))
     elif "heads_k_stride" in v.options:

@@ -16,6 +16,9 @@ from attention.variants import Variant, node_size
 
 RING_HALVED = 8192  # a rank's tokens from which a ring's backward goes by halves of the heads: memory before launches
 OVERLAPPED = 16384  # tokens from which a transfer costs more than the calls that hide it
+# tokens from which that holds of an exchange of heads: with half as many on 4 H200 parts take 2% less of the GPUs' time, but the
+# host's for twice the calls takes half as long again (results/h200-x4/short_training)
+EXCHANGED_BY_PARTS = 32768
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
 
@@ -28,11 +31,11 @@ def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
 
 def exchange_parts(options: Mapping[str, Any], kv_heads: int, ulysses: int, tokens: int) -> int:
     """In how many parts a rank's share of the heads is computed over its group's `tokens`: `head_parts`, by default two if it
-    has an even number of KV heads, and tokens enough that a transfer costs more than the calls that hide it."""
+    has an even number of KV heads, and there are tokens enough that the host is ahead of the GPU."""
     each, more = divmod(kv_heads, ulysses)
     if more or not each:
         return 1
-    return options["head_parts"] or (2 if each % 2 == 0 and tokens >= OVERLAPPED else 1)
+    return options["head_parts"] or (2 if each % 2 == 0 and tokens >= EXCHANGED_BY_PARTS else 1)
 
 
 @dataclass(frozen=True)

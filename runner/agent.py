@@ -2,21 +2,20 @@
 who failed. `python -m runner.agent FOLDER SPEC`; on a further node of a larger world the same with the first node's
 endpoint in SPEC.
 
-The ranks are forked once what they need is imported (runner.forked): off the agent itself on a CPU, where a world costs
-one import of torch. On a GPU host the elastic launch asks the driver for its GPUs, after which no fork may use them: there
-they are forked off a server that has imported the same, while the agent imports what it needs."""
+A world costs one import of torch: the agent imports what its ranks need (runner.forked), forks a server, and they are forked
+off that one. Not off the agent: the elastic launch has threads, and of what a thread holds at a fork the child never gets hold
+(a rank then waited for ever in getaddrinfo, in one world of eight out of some thirty); and it asks the driver for GPUs, after
+which no fork may use them."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import uuid
-from multiprocessing import forkserver
+from multiprocessing import current_process, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,36 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _serve_forks(folder: Path) -> None:
+    """Start multiprocessing's server of forks as a fork of this process instead of as a new one, which would have to import all
+    again. Before any thread of this process holds anything."""
+    import runner.forked  # noqa: F401
+
+    def fork(path: Any, arguments: list[Any], descriptors: Any) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                die_with_parent()
+                exec(arguments[-1], {})  # python -c
+            finally:
+                os._exit(0)
+        return pid
+
+    current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]  # for its socket: gone with the world's
+    resource_tracker.ensure_running()  # which is started alike, and stays a process of its own
+    started, util.spawnv_passfds = util.spawnv_passfds, fork  # type: ignore[assignment]
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = started
+
+
 def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
     if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
         return 1  # it ended before this process could ask to be told
-    start_method = "forkserver" if spec["device"] == "cuda" else "fork"
-    if start_method == "forkserver":
-        multiprocessing.set_forkserver_preload(["runner.forked"])
-        forkserver.ensure_running()
-    else:
-        import runner.forked  # noqa: F401
+    _serve_forks(folder)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -52,7 +71,8 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
         rdzv_endpoint=spec["endpoint"] or "localhost:0",
         max_restarts=0,
         monitor_interval=0.25,
-        start_method=start_method,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),  # else in a folder of its own, which it leaves
         local_addr="localhost" if nodes == 1 else None,
     )
     try:
@@ -71,7 +91,6 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     status = main(Path(sys.argv[1]), json.loads(sys.argv[2]))
-    atexit._run_exitfuncs()  # multiprocessing's removes its folder
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # taking torch down in order takes half a second for nothing

@@ -193,6 +193,11 @@ class World:
         return min(late)[1] if late else None
 
     def _timed_out(self, silence: _Silence) -> Outcome:
+        stopped = next((state for state in self.states() if _is_stopped(state["pid"])), None)
+        if stopped is not None:  # for which the others waited
+            rank, phase = stopped["rank"], stopped["phase"]
+            reason = f"rank {rank} was stopped (as by SIGSTOP) in phase {phase}, for more than {silence.limit_s:.0f} s"
+            return Outcome("timeout", reason, None, rank, phase, self._tail(rank))
         for pid in self.pids():  # their stacks go to their logs
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGUSR1)
@@ -367,6 +372,12 @@ def _belongs(pid: int, folder: Path) -> bool:
     """Whether a process is still one of this world's ranks and not a later one with its number."""
     with contextlib.suppress(OSError):
         return str(folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 

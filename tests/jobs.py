@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -387,6 +388,10 @@ def pids(me: Rank) -> list[int]:
     return me.gather(os.getpid())
 
 
+def parents(me: Rank) -> list[int]:
+    return me.gather(os.getppid())
+
+
 def refuse(me: Rank) -> None:
     raise UnsupportedHere("not here")
 
@@ -395,6 +400,13 @@ def fail_on(me: Rank, rank: int) -> None:
     me.say("working")
     if me.rank == rank:
         raise RuntimeError("the disk of this rank fell over")
+    me.barrier()
+
+
+def stop(me: Rank, rank: int) -> None:
+    me.say("working")
+    if me.rank == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
     me.barrier()
 
 

@@ -112,6 +112,34 @@ def test_a_killed_rank_is_a_crash_that_names_the_signal(world):
     assert gone(pids)
 
 
+def test_ranks_are_forked_off_a_process_without_other_threads(world):
+    """What a thread holds at a fork no child can ever get."""
+    (parent,) = set(world.call("tests.jobs:parents", {}).result)
+    assert parent != world.agent.pid
+    assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
+
+
+def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for how in ("closed", "killed"):
+        world = World(WorldSpec(2, "cpu"))
+        pids = world.call("tests.jobs:pids", {}).result
+        assert list(tmp_path.iterdir())
+        if how == "killed":
+            os.kill(world.agent.pid, signal.SIGKILL)
+        world.close()
+        assert gone([*pids, world.agent.pid])
+        assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == [], how
+
+
+def test_a_stopped_rank_is_the_one_that_timed_out(world):
+    outcome = world.call("tests.jobs:stop", {"rank": 1}, timeout_s=1.0)
+    assert (outcome.status, outcome.rank, outcome.phase) == ("timeout", 1, "working")
+    assert "rank 1 was stopped (as by SIGSTOP) in phase working" in outcome.reason
+    assert not world.alive
+
+
 def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
     pids = world.call("tests.jobs:pids", {}).result
     start = time.time()

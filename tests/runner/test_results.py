@@ -21,7 +21,7 @@ NAMED = {name for span in SPANS for name in re.findall(r"[A-Za-z_]\w*", span)}
 BEGUN = tuple({start for span in SPANS for start in re.findall(r"(\w+_)<", span)})
 # under these stand names that are not ours, or the configuration's
 OPEN = {
-    "config", "experiment", "options", "variables", "packages", "stage_seconds", "estimates_ms", "left_out",
+    "config", "experiment", "options", "variables", "packages", "stage_seconds", "estimates_ms", "tried_ms", "left_out",
     "gpus_before", "gpus_after", "passed_over",
 }  # fmt: skip
 
