@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import uuid
 from multiprocessing import current_process, forkserver, resource_tracker, util
 from pathlib import Path
@@ -36,6 +37,7 @@ def _serve_forks(folder: Path) -> None:
         if pid == 0:
             try:
                 die_with_parent()
+                forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # held just now
                 exec(arguments[-1], {})  # python -c
             finally:
                 os._exit(0)

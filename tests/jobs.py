@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import resource
 import signal
@@ -390,6 +391,15 @@ def pids(me: Rank) -> list[int]:
 
 def parents(me: Rank) -> list[int]:
     return me.gather(os.getppid())
+
+
+def starts_a_process(me: Rank, how: str) -> list[int | None]:
+    process = multiprocessing.get_context(how).Process(target=os.getpid)
+    process.start()
+    process.join(20)
+    code = process.exitcode
+    process.kill()
+    return me.gather(code)
 
 
 def refuse(me: Rank) -> None:

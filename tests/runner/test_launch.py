@@ -119,6 +119,11 @@ def test_ranks_are_forked_off_a_process_without_other_threads(world):
     assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
 
 
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+def test_a_rank_may_start_processes_itself(pool, how):
+    assert pool.get(WorldSpec(2, "cpu")).call("tests.jobs:starts_a_process", {"how": how}).result == [0, 0]
+
+
 def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
