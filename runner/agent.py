@@ -2,10 +2,11 @@
 who failed. `python -m runner.agent FOLDER SPEC`; on a further node of a larger world the same with the first node's
 endpoint in SPEC.
 
-A world costs one import of torch: the agent imports what its ranks need (runner.forked), forks a server, and they are forked
-off that one. Not off the agent: the elastic launch has threads, and of what a thread holds at a fork the child never gets hold
-(a rank then waited for ever in getaddrinfo, in one world of eight out of some thirty); and it asks the driver for GPUs, after
-which no fork may use them."""
+The ranks are forked off a server that has imported what they need (runner.forked). Not off the agent: the elastic launch has
+threads, and of what a thread holds at a fork the child never gets hold (a rank then waited for ever in getaddrinfo, in one
+world of eight out of some thirty); and it asks the driver for GPUs, after which no fork may use them. For ranks on a CPU the
+server is itself a fork of the agent, so that a world costs one import of torch; for ranks on GPUs a new process, which imports
+beside the agent."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import uuid
-from multiprocessing import current_process, forkserver, resource_tracker, util
+from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload, util
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _serve_forks(folder: Path) -> None:
-    """Start multiprocessing's server of forks as a fork of this process instead of as a new one, which would have to import all
-    again. Before any thread of this process holds anything."""
+def _serve_forks(folder: Path, device: str) -> None:
+    """Start multiprocessing's server of forks; on a CPU as a fork of this process instead of as a new one, which would have to
+    import all again. Before any thread of this process holds anything."""
+    current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]  # for its socket: gone with the world's
+    if device == "cuda":
+        set_forkserver_preload(["runner.forked"])
+        forkserver.ensure_running()
+        return
     import runner.forked  # noqa: F401
 
     def fork(path: Any, arguments: list[Any], descriptors: Any) -> int:
@@ -43,7 +49,6 @@ def _serve_forks(folder: Path) -> None:
                 os._exit(0)
         return pid
 
-    current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]  # for its socket: gone with the world's
     resource_tracker.ensure_running()  # which is started alike, and stays a process of its own
     started, util.spawnv_passfds = util.spawnv_passfds, fork  # type: ignore[assignment]
     try:
@@ -56,7 +61,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
     if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
         return 1  # it ended before this process could ask to be told
-    _serve_forks(folder)
+    _serve_forks(folder, spec["device"])
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -5,5 +5,8 @@ import torch.fx.experimental.symbolic_shapes  # the first gradient imports it, a
 
 import runner.rank
 import runner.worker
+from runner.agent import die_with_parent
 
 __all__ = ["runner", "torch"]
+
+die_with_parent()  # a server that is a new process, else the ranks that it forked would keep it
