@@ -17,6 +17,8 @@ import signal
 import sys
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload, util
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,10 @@ def die_with_parent() -> None:
 def _serve_forks(folder: Path, device: str) -> None:
     """Start multiprocessing's server of forks; on a CPU as a fork of this process instead of as a new one, which would have to
     import all again. Before any thread of this process holds anything."""
-    current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]  # for its socket: gone with the world's
     if device == "cuda":
         set_forkserver_preload(["runner.forked"])
-        forkserver.ensure_running()
+        with _socket_in(folder):
+            forkserver.ensure_running()
         return
     import runner.forked  # noqa: F401
 
@@ -52,9 +54,22 @@ def _serve_forks(folder: Path, device: str) -> None:
     resource_tracker.ensure_running()  # which is started alike, and stays a process of its own
     started, util.spawnv_passfds = util.spawnv_passfds, fork  # type: ignore[assignment]
     try:
-        forkserver.ensure_running()
+        with _socket_in(folder):
+            forkserver.ensure_running()
     finally:
         util.spawnv_passfds = started
+
+
+@contextmanager
+def _socket_in(folder: Path) -> Iterator[None]:
+    """The socket of a server of forks lies in `folder`, gone with it, and by a short name, as a socket's must be; while this
+    process lives."""
+    config = current_process()._config  # type: ignore[attr-defined]
+    config["tempdir"] = f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}"
+    try:
+        yield
+    finally:
+        del config["tempdir"]
 
 
 def main(folder: Path, spec: dict[str, Any]) -> int:
