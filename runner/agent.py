@@ -16,9 +16,10 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload, util
 from pathlib import Path
 from typing import Any
@@ -40,30 +41,51 @@ def _serve_forks(folder: Path, device: str) -> None:
         return
     import runner.forked  # noqa: F401
 
+    agent, usual = os.getpid(), util.spawnv_passfds
+
     def fork(path: Any, arguments: list[Any], descriptors: Any) -> int:
         pid = os.fork()
-        if pid == 0:
-            try:
-                die_with_parent()
-                forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # held just now
+        if pid:
+            return pid
+        status = 0
+        try:
+            die_with_parent()
+            if os.getppid() == agent:  # else it ended before this process could ask to be told
+                _be_new(descriptors)
+                util.spawnv_passfds = usual
                 exec(arguments[-1], {})  # python -c
-            finally:
-                os._exit(0)
-        return pid
+        except SystemExit:
+            pass
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        finally:
+            os._exit(status)
 
     resource_tracker.ensure_running()  # which is started alike, and stays a process of its own
-    started, util.spawnv_passfds = util.spawnv_passfds, fork  # type: ignore[assignment]
+    util.spawnv_passfds = fork  # type: ignore[assignment]
     try:
         with _socket_in(folder):
             forkserver.ensure_running()
     finally:
-        util.spawnv_passfds = started
+        util.spawnv_passfds = usual
+
+
+def _be_new(descriptors: Sequence[int]) -> None:
+    """A fork's descriptors, and what multiprocessing knows, as a new process has them."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in descriptors:
+            with suppress(OSError):  # the listing's own
+                os.close(number)
+    tracker = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None  # type: ignore[attr-defined]
+    forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # held at the fork
 
 
 @contextmanager
 def _socket_in(folder: Path) -> Iterator[None]:
     """The socket of a server of forks lies in `folder`, gone with it, and by a short name, as a socket's must be; while this
-    process lives."""
+    process lives. What ranks make, who inherit the setting, lies where it usually does."""
     config = current_process()._config  # type: ignore[attr-defined]
     config["tempdir"] = f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}"
     try:
@@ -112,7 +134,11 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    try:
+        status = main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # taking torch down in order takes half a second for nothing

@@ -196,7 +196,7 @@ class World:
         stopped = next((state for state in self.states() if _is_stopped(state["pid"])), None)
         if stopped is not None:  # for which the others waited
             rank, phase = stopped["rank"], stopped["phase"]
-            reason = f"rank {rank} was stopped (as by SIGSTOP) in phase {phase}, for more than {silence.limit_s:.0f} s"
+            reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {silence.limit_s:.0f} s of silence"
             return Outcome("timeout", reason, None, rank, phase, self._tail(rank))
         for pid in self.pids():  # their stacks go to their logs
             with contextlib.suppress(OSError):

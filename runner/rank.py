@@ -92,7 +92,7 @@ class Rank:
 def live(folder: str, device_type: str) -> None:
     """The entry point of a rank process."""
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # of the agent it was forked off
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # which end a rank at once
         signal.signal(number, signal.SIG_DFL)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ["LOCAL_RANK"])
