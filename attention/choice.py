@@ -29,9 +29,8 @@ AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": None}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
-COPY_SHARE = (
-    0.85  # that a replayed pass's copies reach (results/h200-x4/short_training, forwards with copies and before)
-)
+# of it that a replayed pass's copies reach, by a script that is not kept (docs/performance.md)
+COPY_SHARE = 0.85
 TILE = 128  # queries, or backward keys, that a unit does at a time
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at

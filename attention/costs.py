@@ -16,8 +16,8 @@ from attention.variants import Variant, node_size
 
 RING_HALVED = 8192  # a rank's tokens from which a ring's backward goes by halves of the heads: memory before launches
 OVERLAPPED = 16384  # tokens from which a transfer costs more than the calls that hide it
-# tokens from which that holds of an exchange of heads: with half as many on 4 H200 parts take 2% less of the GPUs' time, but the
-# host's for twice the calls takes half as long again (results/h200-x4/short_training)
+# tokens from which that holds of an exchange of heads: on 4 H200 two parts take 13.04 ms instead of 13.25 there
+# (results/h200-x4/path_3_parts), and with half as many 5.51 instead of 3.66, launched by the host (h200-x4/short_training)
 EXCHANGED_BY_PARTS = 32768
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
