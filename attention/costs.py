@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,9 @@ OVERLAPPED = 16384  # tokens from which a transfer costs more than the calls tha
 # tokens from which that holds of an exchange of heads: on 4 H200 two parts take 13.04 ms instead of 13.25 there
 # (results/h200-x4/path_3_parts), and with half as many 5.51 instead of 3.66, launched by the host (h200-x4/short_training)
 EXCHANGED_BY_PARTS = 32768
+# a rank's tokens up to which a backward over its own keys goes beside that over the others': it is held beside that, too, and of
+# more there is little that it could fill
+APART = 16384
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
 
@@ -27,6 +30,12 @@ def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
     shard is long."""
     default = 2 if kv_heads % 2 == 0 and tokens >= RING_HALVED else 1
     return options.get("head_parts", 1) or default
+
+
+def own_apart(owners: Sequence[int], rank: int, tokens: int) -> bool:
+    """Whether a backward's first step, of the owners of the steps' keys, is done apart from the others: the rank's own, over a
+    shard of `tokens`."""
+    return len(owners) > 1 and owners[0] == rank and tokens <= APART
 
 
 def exchange_parts(options: Mapping[str, Any], kv_heads: int, ulysses: int, tokens: int) -> int:
@@ -235,7 +244,9 @@ class _Held:
         lengths = [length(step.keys) for step in self.steps if step.owner != self.place]
         flying = sum(sorted(lengths)[-2:])
         offered = kv_tokens * kv if lengths and not self.alone else 0
-        calls = tuple(union(b.q for b in step.blocks) for step in self.steps if step.blocks)
+        apart = backward and own_apart([step.owner for step in self.steps], self.place, kv_tokens)
+        found = [*self.steps[1:], self.steps[0]] if apart else self.steps
+        calls = tuple(union(b.q for b in step.blocks) for step in found if step.blocks)
         part = max(map(length, calls[1:]), default=0)
         start, stop = passes(n, calls).running
         if not backward:
@@ -245,7 +256,10 @@ class _Held:
             return out + results
         summed = (stop - start) * q * self.wide + (kv_tokens * kv * self.wide if len(lengths) > 1 else 0)
         most = max(lengths, default=0)
-        each = summed + part * q + flying * kv + 3 * most * kv  # two offers of dk and dv, and what came for one's own
+        own = n * q + kv_tokens * kv if apart else 0
+        each = (
+            own + summed + part * q + flying * kv + 3 * most * kv
+        )  # two offers of dk and dv, and what came for one's own
         return out + results + offered + each // parts
 
     def _all_to_all(self, backward: bool) -> int:
@@ -292,5 +306,8 @@ class _Held:
         home = gather_move(problem, self.place).route.reversed().received_tokens
         most = max(length(steps(problem, place)[-1].keys) for place in range(problem.world))
         sums = min(2, self.shapes.kv_heads // stride + 1) * most * kv * share
+        if own and own_apart([own[0].owner, step.owner], self.place, self.t):
+            targets = length(union(b.q for b in step.blocks)) * q
+            return out + 2 * moved + results + offered + keys + targets + int(sums) + max(beside, home) * kv
         target = max(rows, default=0) * q if own else 0
         return out + 2 * moved + results + offered + keys + target + int(sums + (max(beside, home) * kv * share))

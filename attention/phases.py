@@ -21,8 +21,6 @@ class Span(Protocol):
     name: str
     step: int
 
-    def milliseconds(self) -> float: ...
-
     def since(self, mark: Any) -> tuple[float, float]:
         """Its begin and end in ms after a mark: perf_counter_ns on a CPU, an event on CUDA."""
 
@@ -33,9 +31,6 @@ class _CpuSpan:
 
     def end(self) -> None:
         self.stop = time.perf_counter_ns()
-
-    def milliseconds(self) -> float:
-        return (self.stop - self.start) / 1e6
 
     def since(self, mark: int) -> tuple[float, float]:
         return (self.start - mark) / 1e6, (self.stop - mark) / 1e6
@@ -52,9 +47,6 @@ class _CudaSpan:
 
     def end(self) -> None:
         self.finish.record()
-
-    def milliseconds(self) -> float:
-        return self.begin.elapsed_time(self.finish)
 
     def since(self, mark: torch.cuda.Event) -> tuple[float, float]:
         return mark.elapsed_time(self.begin), mark.elapsed_time(self.finish)

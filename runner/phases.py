@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from runner.statistics import quantile
@@ -15,14 +16,33 @@ def _median(values: list[float]) -> float:
     return quantile(sorted(values), 0.5)
 
 
+def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
+    """What each of one pass's phases (name, begin, end) took, in the unit of their times: a transfer (`comm_*`) its whole length. Of the
+    others, which may lie on two streams, every moment counts once: it is shared by the computes that go on at it, and only
+    where there is none it is waiting."""
+    taken = [stop - start if name.startswith("comm_") else 0.0 for name, start, stop in spans]
+    here = [i for i, (name, *_) in enumerate(spans) if not name.startswith("comm_")]
+    ends = sorted([(spans[i][1], 0, i) for i in here] + [(spans[i][2], 1, i) for i in here])
+    going: dict[int, None] = {}
+    for (now, is_end, i), (then, *_) in zip(ends, [*ends[1:], ends[-1]] if ends else [], strict=True):
+        if is_end:
+            del going[i]
+        else:
+            going[i] = None
+        computes = [j for j in going if spans[j][0].startswith("comp_")]
+        among = computes or list(going)
+        for j in among:
+            taken[j] += (then - now) / len(among)
+    return taken
+
+
 def summarize(rows: list[Row], world: int) -> dict[str, Any]:
     """`rows` as recorded; those with phase `pass` are a rank's whole pass. For each pass, on the slowest rank: every phase
     and its share, compute, exposed communication and the rest (`other`, mostly the host and gaps), skew between the ranks'
     own work and the stragglers. All of these are means over the same iterations, the middle half by the length of the
     pass, so that they add up. Beside them every phase's median over all iterations.
 
-    comp_* and wait_* lie one after another on the compute stream, so with `other` they add up to the pass; comm_* runs
-    beside them."""
+    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; comm_* runs beside them."""
     result: dict[str, Any] = {}
     for which in dict.fromkeys(row["pass"] for row in rows):
         by_iteration: dict[int, list[dict[str, float]]] = defaultdict(

@@ -382,7 +382,8 @@ def _phases(
     for number, each in enumerate(passes):
         here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": each.which}
         rows.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(each.start, each.stop)})
-        rows += [{**here, "phase": s.name, "step": s.step, "ms": s.milliseconds()} for s in each.spans]
+        lengths = phases.shares([(s.name, *s.since(each.start)) for s in each.spans])
+        rows += [{**here, "phase": s.name, "step": s.step, "ms": ms} for s, ms in zip(each.spans, lengths, strict=True)]
     everyone = me.gather((rows, counted.received))
     return [row for mine, _ in everyone for row in mine], [received for _, received in everyone]
 

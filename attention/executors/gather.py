@@ -89,26 +89,26 @@ def _backward(
     once = own or _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
     dq = torch.empty_like(q) if once else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) for x in (k, v))
-    returning: _Return | None = None
-    with closing(_Keys(k, v, plan, groups)) as source:
+    returning: list[_Return] = []
+    with plan.front(tokens(k)) as front, closing(_Keys(k, v, plan, groups)) as source:
         incoming = source.fetch(0)
         if own:
             (each,) = own[0].calls
-            with phase("comp_block", 0):
+            with front.behind(), phase("comp_block", 0):
                 plan.kernel.backward(dout, q, k, v, out, lse, each.call, (dq, dk, dv))
         for i, group in enumerate(groups):
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
-            home = _Return(keys, plan, group, i + len(own))
+            home = _Return(keys, plan, group, i + len(own), front.apart)
             here = group.queries
             home.compute(here(dout), here(q), here(out), here(lse), here(dq), keys, values)
-            if returning is not None:
-                returning.finish(dk, dv)
+            if not front.apart:
+                _finish(returning, dk, dv)
             home.start()
-            returning = home
-    if returning is not None:
-        returning.finish(dk, dv)
+            returning.append(home)
+        front.settle()
+        _finish(returning, dk, dv)
     return dq, dk, dv
 
 
@@ -206,12 +206,18 @@ class _AllGathered:
         return self.keys[0], self.keys[1]
 
 
-class _Return:
-    """dk and dv of one head group: computed, sent home and summed there, in fp32 at each place. Where the own keys came first,
-    dq, dk and dv hold what these gave, to which the rest is added."""
+def _finish(returning: list[_Return], dk: Tensor, dv: Tensor) -> None:
+    while returning:
+        returning.pop(0).finish(dk, dv)
 
-    def __init__(self, keys: Tensor, plan: Plan, group: HeadGroup, number: int):
-        self.plan, self.group, self.number = plan, group, number
+
+class _Return:
+    """dk and dv of one head group: computed, sent home and summed there, in fp32 at each place. Where the own keys are a step of
+    their own, dq, dk and dv hold what these gave, to which the rest is added; where that step is `apart`, at the end."""
+
+    def __init__(self, keys: Tensor, plan: Plan, group: HeadGroup, number: int, apart: bool):
+        self.plan, self.group, self.number, self.apart = plan, group, number, apart
+        self.queries: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
         self.moving = gather_move(plan.problem, plan.rank)
         *self.own, self.step = plan.steps
         self.most = self.step.most
@@ -244,11 +250,11 @@ class _Return:
                 if not direct and not self.own:
                     put_(dq, each.q, target)
             if self.own:
-                with phase("comp_merge", self.number):
-                    for rows, here in zip(each.q, side_by_side(each.q), strict=True):
-                        total = take(dq, (rows,))
-                        whole = ((0, tokens(total)),)
-                        sum_parts(total, [(total, whole), (take(target, (here,)), whole)])
+                ends = zip(each.q, side_by_side(each.q), strict=True)
+                self.queries += [(take(dq, (rows,)), take(target, (here,))) for rows, here in ends]
+                if not self.apart:
+                    self._add_queries()
+            del target  # or it would be held beside the next
             parts.append((each.k, dkv[0], dkv[1]))
         if len(parts) == 1 and parts[0][0] == everything:
             return
@@ -268,7 +274,16 @@ class _Return:
         with closing(self.offer):
             self.handle = self.offer.fetch(plan.messages(route.sends), receives, self.number)
 
+    def _add_queries(self) -> None:
+        with phase("comp_merge", self.number):
+            for total, part in self.queries:
+                whole = ((0, tokens(total)),)
+                sum_parts(total, [(total, whole), (part, whole)])
+        self.queries = []
+
     def finish(self, dk: Tensor, dv: Tensor) -> None:
+        if self.queries:
+            self._add_queries()
         self.handle.wait()
         with phase("comp_merge", self.number):
             for i, grad in enumerate((dk, dv)):

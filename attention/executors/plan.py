@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.costs import own_apart
+from attention.front import Front, Inline
 from attention.kernels import Call, Kernel
 from attention.layouts import CuSeqlens
 from attention.masks import Interval, Mask
@@ -16,6 +18,8 @@ from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
 from attention.transfers import Intervals, Piece, Place, Route, joined, step_route, within
 from attention.transports import Message, Transport
 from attention.variants import Variant
+
+INLINE = Inline()
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ class Plan:
     def peer(self, place: int) -> int:
         """The rank that a ring's place is reached at."""
         return place * self.problem.ulysses + self.head
+
+    def front(self, tokens: int) -> Front:
+        """Of a backward over a shard of `tokens`."""
+        return self.transport.front if own_apart([step.owner for step in self.steps], self.rank, tokens) else INLINE
 
     def messages(
         self, pieces: Iterable[Piece], into: Sequence[Tensor] | None = None, first: int = 0, n: int = 2

@@ -8,7 +8,7 @@ its inputs and results is halved, and the second half's keys travel while the fi
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from attention.costs import ring_parts
 from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
+from attention.front import Front
 from attention.kernels.interface import Triple
 from attention.layouts import largest
 from attention.merge import Accumulator
@@ -58,12 +59,13 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
             with phase("comp_block", 0):
                 return plan.kernel.backward(dout, q, k, v, out, lse, each.call, wanted)
     groups = _backward_groups(q, k, plan)
-    if len(groups) > 1 and wanted is None:
+    before = plan.front(tokens(k))
+    if wanted is None and (len(groups) > 1 or before.apart):
         wanted = (room(q, tokens(q)), room(k, tokens(k)), room(v, tokens(v)))
     rounds = [(g, i) for g in range(len(groups)) for i in range(len(plan.steps))]
     sums: list[_Gradients] = []
     returning: _Return | None = None
-    with closing(_Keys(k, v, plan, groups)) as source:
+    with before as front, closing(_Keys(k, v, plan, groups)) as source:
         incoming = source.fetch(0)
         for ahead, (g, i) in enumerate(rounds, 1):
             keys, values = incoming.wait()
@@ -71,14 +73,16 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                 incoming = source.fetch(rounds[ahead][1], rounds[ahead][0])
             heads, own, step = groups[g].queries, source.mine[g], plan.steps[i]
             if i == 0:
-                sums.append(_Gradients(heads(q), own, plan, groups[g].of(wanted) if wanted else None))
-            grads = sums[g]
+                sums.append(_Gradients(heads(q), own, plan, front, groups[g].of(wanted) if wanted else None))
+            grads, mine = sums[g], step.owner == plan.rank
             home = _Return(grads, plan, i) if step.most else None
             for each in step.calls:
                 into: Triple | None = None
                 if home is not None and home.direct:
                     into = (room(grads.q, length(each.q)), home.parts[0], home.parts[1])
-                with phase("comp_block", i):
+                elif mine and front.apart:
+                    into = (room(grads.q, length(each.q)), room(grads.k, length(each.k)), room(grads.v, length(each.k)))
+                with front.behind() if mine else nullcontext(), phase("comp_block", i):
                     dq_part, dk_part, dv_part = plan.kernel.backward(
                         take(heads(dout), each.q),
                         take(grads.q, each.q),
@@ -90,23 +94,23 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                         into,
                     )
                 with phase("comp_merge", i):
-                    grads.dq.add(dq_part)
-                    if step.owner == plan.rank:
-                        grads.add_keys(dk_part, dv_part)
-                    elif home is not None and not home.direct:
+                    if mine:
+                        grads.add_own(dq_part, dk_part, dv_part)
+                    else:
+                        grads.dq.add(dq_part)
+                    if home is not None and not home.direct and not mine:
                         home.add(dk_part, dv_part)
                 del dq_part, dk_part, dv_part, into
             if returning is not None:
                 returning.arrive()
             if g and i == 0:
-                sums[g - 1].results()
+                sums[g - 1].results(len(plan.steps))
             if home is not None:
                 home.start()
             returning = home
-    if returning is not None:
-        returning.arrive()
-    with phase("comp_merge", len(plan.steps)):
-        found = sums[-1].results()
+        if returning is not None:
+            returning.arrive()
+        found = sums[-1].results(len(plan.steps))
     return wanted if wanted is not None and len(groups) > 1 else found
 
 
@@ -119,33 +123,52 @@ def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
 
 
 class _Gradients:
-    """The gradients of one group of heads, summed up as their parts come; in `wanted` where that is given."""
+    """The gradients of one group of heads, summed up as their parts come, those of the own keys last where they are computed
+    behind; in `wanted` where that is given."""
 
-    def __init__(self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, wanted: Triple | None):
+    def __init__(self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, front: Front, wanted: Triple | None):
         self.q, (self.k, self.v) = q, own
+        self.front, self.held = front, list[Triple]()
         in_q, in_k, in_v = wanted or (None, None, None)
-        self.dq = Sum(q, [each.q for step in plan.steps for each in step.calls], in_q)
-        self.dk, self.dv = (Sum(x, _key_parts(plan), into) for x, into in ((self.k, in_k), (self.v, in_v)))
+        steps = sorted(plan.steps, key=lambda step: step.owner == plan.rank) if front.apart else plan.steps
+        self.dq = Sum(q, [each.q for step in steps for each in step.calls], in_q)
+        key_parts = _key_parts(plan, front.apart)
+        self.dk, self.dv = (Sum(x, key_parts, into) for x, into in ((self.k, in_k), (self.v, in_v)))
+
+    def add_own(self, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
+        if self.front.apart:
+            self.held.append((dq_part, dk_part, dv_part))
+            return
+        self.dq.add(dq_part)
+        self.add_keys(dk_part, dv_part)
 
     def add_keys(self, dk_part: Tensor, dv_part: Tensor) -> None:
         self.dk.add(dk_part)
         self.dv.add(dv_part)
 
-    def results(self) -> Triple:
-        return self.dq.result(), self.dk.result(), self.dv.result()
+    def results(self, number: int) -> Triple:
+        if self.held:
+            self.front.settle()
+        with phase("comp_merge", number):
+            for dq_part, dk_part, dv_part in self.held:
+                self.dq.add(dq_part)
+                self.add_keys(dk_part, dv_part)
+            self.held = []
+            return self.dq.result(), self.dk.result(), self.dv.result()
 
 
-def _key_parts(plan: Plan) -> list[Intervals]:
-    """The parts of this rank's dk and dv in the order in which they come: its own, and after each step what the peers'
+def _key_parts(plan: Plan, own_last: bool) -> list[Intervals]:
+    """The parts of this rank's dk and dv in the order in which they are added: its own, and after each step what the peers'
     kernels wrote in the step before."""
     found: list[Intervals] = []
     returning: list[Intervals] = []
+    own: list[Intervals] = []
     for step in plan.steps:
         if step.owner == plan.rank:
-            found += [each.k for each in step.calls]
+            (own if own_last else found).extend(each.k for each in step.calls)
         found += returning
         returning = [piece.target for piece in step.route.reversed().receives] if step.most else []
-    return found + returning
+    return found + returning + own
 
 
 class _Keys:

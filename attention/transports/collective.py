@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.front import Front, Inline
 from attention.phases import phase
 from attention.schedules import length
 from attention.tensors import put_, take, token_dim
@@ -22,6 +23,7 @@ class Collective:
     """`name` is the backend, "gloo" or "nccl"."""
 
     pulls = False
+    front: Front = Inline()
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, queue: Queue, note: str | None = None):
         self.name = name

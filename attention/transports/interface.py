@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from attention.front import Front, Inline
 from attention.transfers import Intervals
 
 
@@ -45,6 +46,7 @@ class Transport(Protocol):
     note: str | None  # why it stands in for the one that was asked for
     pulls: bool  # whether a rank reads from its peers what it needs, and no more
     bytes_received: dict[str, int]  # by phase, what the operations really moved into this rank
+    front: Front  # of a pass whose transfers leave the multiprocessors alone
 
     def counted(self, what: str, size: int) -> None:
         """So many bytes were moved into this rank by something else."""
@@ -79,6 +81,7 @@ class Nothing:
     name = "none"
     note: str | None = None
     pulls = False
+    front: Front = Inline()
 
     def __init__(self) -> None:
         self.bytes_received: dict[str, int] = {}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention import graphs
 from attention.copies import copy_all
+from attention.front import CudaFront, Front, Inline
 from attention.phases import phase
 from attention.tensors import token_dim
 from attention.transfers import Intervals
@@ -110,12 +111,15 @@ class Pool:
         self.fabric: Fabric
         self.queue: Queue
         self.signals: Aside
+        self.front: Front
         with together(group):  # the driver may be missing on one rank alone
             if device.type == "cuda":
                 self.fabric = CudaFabric(group, device)
                 self.queue, self.signals = CudaQueue(device, self.captures), CudaAside(device, self.captures)
+                self.front = CudaFront(device)
             else:
                 self.fabric, self.queue, self.signals = HostFabric(group), HostQueue(), HostAside()
+                self.front = Inline(apart=True)
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
         with torch.inference_mode(False):  # kept for calls of any mode, as all memory and its views here
             self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * 4)
@@ -251,7 +255,7 @@ class Symmetric(Collective):
 
     def __init__(self, group: dist.ProcessGroup, pool: Pool):
         super().__init__("symm", group, pool.queue)
-        self.pool = pool
+        self.pool, self.front = pool, pool.front
 
     def join(self) -> None:
         self.pool.queue.join()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.phases import Recorder, phase, recording
-from runner.phases import bandwidths, summarize
+from runner.phases import bandwidths, shares, summarize
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,21 @@ STEADY = [
         *rows(1, "forward", i, **{"pass": 8.0}, comp_block=[2.0, 1.0], comp_merge=1.0, wait_kv=1.0, comm_kv=6.0),
     )
 ]
+
+
+def test_what_lies_one_after_another_takes_what_it_took():
+    assert shares([("comp_block", 1, 4), ("wait_kv", 4, 6), ("comm_kv", 0, 9), ("comp_merge", 7, 8)]) == [3, 2, 9, 1]
+    assert shares([]) == []
+
+
+def test_of_what_goes_on_at_once_every_moment_counts_once():
+    # own keys from 0 to 10; the others' keys waited for until 4, computed on until 8
+    found = shares([("comp_block", 0, 10), ("wait_kv", 1, 4), ("comp_block", 4, 8)])
+    assert found == [8, 0, 2]
+    # nothing computes from 3 to 4, where the wait goes on alone
+    assert shares([("wait_kv", 1, 4), ("comp_block", 0, 3)]) == [1, 3]
+    assert shares([("wait_room_dkv", 0, 2), ("wait_kv", 0, 4)]) == [1, 3]
+    assert shares([("comp_block", 2, 2), ("comp_merge", 2, 3)]) == [0, 1]
 
 
 def test_the_slowest_ranks_phases_and_their_shares():
@@ -179,7 +194,7 @@ def test_a_span_measures_a_sleep_also_when_it_ends_in_an_error():
         with pytest.raises(RuntimeError), phase("wait_kv"):
             time.sleep(0.01)
             raise RuntimeError
-    block, wait = (span.milliseconds() for span in recorder.spans)
+    block, wait = (stop - start for start, stop in (span.since(0) for span in recorder.spans))
     assert 5 <= block < 100
     assert 10 <= wait < 100
 
