@@ -6,13 +6,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from attention.kernels import flash4_direct as direct
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
@@ -47,6 +48,12 @@ class Flash4:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         out, lse = into or (dense_like(q), lse_like(q))
+        seen, tensors = remembered(), (q, k, v, out, lse)
+        key = ("forward", *_settings(q, call), *direct.shapes(tensors))
+        known = seen.found.get(key)
+        if isinstance(known, direct.Forward) and _aligned(out):
+            known(*tensors)
+            return out, lse
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
         empty = rows_without_keys(q, k, call)
@@ -55,7 +62,8 @@ class Flash4:
             lse[..., :empty] = -torch.inf
             self.forward(q[:, empty:], k, v, call, (out[:, empty:], lse[..., empty:]))
             return out, lse
-        result = _functions()._flash_attn_fwd(
+        run = partial(
+            _functions()._flash_attn_fwd,
             q,
             k,
             v,
@@ -66,6 +74,11 @@ class Flash4:
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
         )
+        if call.packed or not seen.usable or key in seen.found:
+            result = run()
+        else:
+            result, launches = seen.watched(run)
+            seen.keep(key, direct.forward_of(launches, tensors))
         return settle((result[0], result[1]), (out, lse))
 
     def backward(
@@ -80,6 +93,12 @@ class Flash4:
         into: Triple | None = None,
     ) -> Triple:
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
+        seen, tensors = remembered(), (q, k, v, out, dout, lse, dq, dk, dv)
+        key = ("backward", call.deterministic, *_settings(q, call), *direct.shapes(tensors))
+        known = seen.found.get(key)
+        if isinstance(known, direct.Backward) and _aligned(dq) and _aligned(dk) and _aligned(dv):
+            known(*tensors)
+            return dq, dk, dv
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         empty = rows_without_keys(q, k, call)
@@ -88,7 +107,8 @@ class Flash4:
             dout, below, out = (x[:, empty:] for x in (dout, q, out))
             self.backward(dout, below, k, v, out, lse[..., empty:], call, (dq[:, empty:], dk, dv))
             return dq, dk, dv
-        result = _functions()._flash_attn_bwd(
+        run = partial(
+            _functions()._flash_attn_bwd,
             q,
             k,
             v,
@@ -103,6 +123,11 @@ class Flash4:
             dk=dk if writable(dk) else None,
             dv=dv if writable(dv) else None,
         )
+        if call.packed or not seen.usable or key in seen.found:
+            result = run()
+        else:
+            result, launches = seen.watched(run)
+            seen.keep(key, direct.backward_of(launches, tensors))
         return settle(result, (dq, dk, dv))
 
 
@@ -128,6 +153,20 @@ def _functions() -> ModuleType:
     if module is None:
         raise UnsupportedCall(f"kernel=flash4: {reason}")
     return module
+
+
+@lru_cache(maxsize=1)
+def remembered() -> direct.Remembered:
+    return direct.Remembered(_functions())
+
+
+def _settings(q: Tensor, call: Call) -> tuple[object, ...]:
+    return q.dtype, q.get_device(), call.packed, call.mask.left, call.mask.right, call.scale
+
+
+def _aligned(x: Tensor) -> bool:
+    """As `writable` has it, of what depends on where a tensor lies alone."""
+    return x.data_ptr() % 16 == 0
 
 
 def _add_cutlass_to_path() -> None:

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from naive import assert_matches, assert_split_matches, inputs, merge_case
+from naive import assert_matches, assert_split_matches, inputs, merge_case, normal
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
+from attention.kernels.flash4 import remembered as flash4_remembered
 from attention.masks import CAUSAL, FULL, Mask
 from attention.merge import merge, merge_eager
 
@@ -210,3 +211,55 @@ def test_the_merge_kernel_merges_as_eager_does(packed, heads_first, dtype, head_
     for x, expected in zip(*results, strict=True):
         assert not x.isnan().any()
         torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash4_launches_shapes_that_it_has_seen_without_the_package(heads, mask, head_dim):
+    flash4 = KERNELS["flash4"]
+    if flash4.missing("cuda"):
+        pytest.skip(flash4.missing("cuda"))
+    remembered = flash4_remembered()
+    remembered.found.clear()
+    call = Call(head_dim**-0.5, mask)
+
+    def tensors(seed: int):
+        shapes = [(2, 520, heads[0], head_dim), *[(2, 777, heads[1], head_dim)] * 2, (2, 520, heads[0], head_dim)]
+        return [normal(*s, dtype=torch.bfloat16, seed=seed + i, device="cuda") for i, s in enumerate(shapes)]
+
+    assert_matches(flash4, *tensors(0), call)
+    kinds = sorted(type(found).__name__ for found in remembered.found.values())
+    assert kinds == ["Backward", "Forward"]
+    package = remembered.module
+    before = package._flash_attn_fwd, package._flash_attn_bwd
+    package._flash_attn_fwd = package._flash_attn_bwd = None  # not to be called any more
+    try:
+        for seed in (10, 20):
+            q, k, v, dout = tensors(seed)
+            assert_matches(flash4, q.requires_grad_(), k, v, dout, call)
+        # one tensor given twice is not taken for two, nor two for one
+        out = flash4.forward(q, k, k, call)[0]
+        torch.testing.assert_close(out, KERNELS["flash2"].forward(q, k, k, call)[0], rtol=2e-2, atol=2e-3)
+    finally:
+        package._flash_attn_fwd, package._flash_attn_bwd = before
+    assert sorted(type(found).__name__ for found in remembered.found.values()) == kinds
+
+
+def test_flash4_remembers_nothing_of_calls_that_the_package_does_more_for():
+    flash4 = KERNELS["flash4"]
+    if flash4.missing("cuda"):
+        pytest.skip(flash4.missing("cuda"))
+    remembered = flash4_remembered()
+    remembered.found.clear()
+    q, k, v, dout, call = case(CAUSAL, (512, 512), torch.bfloat16)
+    out, lse = flash4.forward(q, k, v, call)
+    strided = torch.empty((*lse.shape, 2), device="cuda")[..., 0].copy_(lse)  # copied for the kernel
+    for _ in range(2):
+        flash4.backward(dout, q, k, v, out, strided, call)
+        flash4.backward(dout, q, k, v, out, lse, replace(call, deterministic=True))
+    assert [type(found).__name__ for found in remembered.found.values()] == ["Forward", "NoneType", "NoneType"]
+    remembered.found.clear()
+    q, k, v, dout, call = case(CAUSAL, PACK, torch.bfloat16)
+    assert_matches(flash4, q, k, v, dout, call)
+    assert not remembered.found

@@ -1,0 +1,209 @@
+"""FlashAttention-4's compiled kernels without the package's Python around them, which takes a host longer than a short call takes
+the GPU: it looks at every argument anew, and makes a key of seventy things, for shapes that it has seen before. The first
+call of given shapes goes through the package; what it launches is remembered, and launched with other tensors from then on.
+
+That is for the calls that launch nothing but kernels on the call's own tensors and on scratch: dense ones, not
+`deterministic`. What a kernel takes, by position, is of one version of the package; of others, and of what does not look like
+it, every call goes through the package."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSION = "4.0.0b36"
+MOST = 4096  # shapes that are remembered
+FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
+
+Arguments = tuple[Any, ...]
+Launch = tuple[Callable[..., object], Arguments]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """q, k, v, out, lse, and what else the kernel takes."""
+
+    kernel: Callable[..., object]
+    rest: Arguments
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.kernel(_plain(q), _plain(k), _plain(v), out, lse, *self.rest)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Rows' sums and LSEs, and zeros for dq; the gradients; dq out of fp32, and dk and dv, which several heads add to."""
+
+    before: Launch
+    main: Launch
+    after: tuple[Launch, ...]  # of dq, or of dq, dk and dv
+    of_rows: tuple[int, ...]  # shapes of scratch, fp32
+    of_queries: tuple[int, ...]
+    of_keys: tuple[int, ...] | None  # where several heads add to a key's gradients
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        sums, logs, wide_q = (
+            torch.empty(shape, dtype=torch.float32, device=q.device)
+            for shape in (self.of_rows, self.of_rows, self.of_queries)
+        )
+        wide = [wide_q]
+        to_k, to_v = dk, dv
+        if self.of_keys is not None:
+            to_k, to_v = torch.zeros((2, *self.of_keys), dtype=torch.float32, device=q.device).unbind(0)
+            wide += [to_k, to_v]
+        kernel, rest = self.before
+        kernel(out, dout, sums, lse, logs, wide_q, *rest)
+        kernel, rest = self.main
+        kernel(_plain(q), _plain(k), _plain(v), dout, logs, sums, wide_q, to_k, to_v, *rest)
+        for (kernel, rest), given, grad in zip(self.after, wide, (dq, dk, dv), strict=False):
+            kernel(given, grad, *rest)
+
+
+class _Seen:
+    """In place of a function's compiled kernels while a thread's call is remembered."""
+
+    def __init__(self, kernels: Any, launches: list[Launch], thread: int):
+        self.kernels, self.launches, self.thread = kernels, launches, thread
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.kernels
+
+    def __setitem__(self, key: object, kernel: object) -> None:
+        self.kernels[key] = kernel
+
+    def __getitem__(self, key: object) -> Callable[..., object]:
+        kernel: Callable[..., object] = self.kernels[key]
+        if threading.get_ident() != self.thread:
+            return kernel
+
+        def launch(*arguments: Any) -> object:
+            self.launches.append((kernel, arguments))
+            return kernel(*arguments)
+
+        return launch
+
+
+class Remembered:
+    """By shapes, strides and all else that the package's choice of a kernel depends on: its launches, or None where they are not
+    of the known form."""
+
+    def __init__(self, module: ModuleType):
+        self.module = module
+        self.found: dict[object, Forward | Backward | None] = {}
+        self.lock = threading.Lock()
+        self.usable = _version() == VERSION and all(
+            hasattr(getattr(module, name, None), "compile_cache") for name in FUNCTIONS
+        )
+
+    def watched(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list[Launch]]:
+        """What `run` gives, and what it launches."""
+        launches: list[Launch] = []
+        with self.lock:
+            functions = [getattr(self.module, name) for name in FUNCTIONS]
+            before = [function.compile_cache for function in functions]
+            try:
+                for function, kernels in zip(functions, before, strict=True):
+                    function.compile_cache = _Seen(kernels, launches, threading.get_ident())
+                result = run()
+            finally:
+                for function, kernels in zip(functions, before, strict=True):
+                    function.compile_cache = kernels
+        return result, launches
+
+    def keep(self, key: object, found: Forward | Backward | None) -> None:
+        if len(self.found) >= MOST:
+            self.found.clear()
+        self.found[key] = found
+
+
+def forward_of(launches: list[Launch], tensors: Sequence[Tensor]) -> Forward | None:
+    """tensors: q, k, v, out and lse."""
+    if len(launches) != 1:
+        return None
+    kernel, arguments = launches[0]
+    if not _are(arguments[:5], tensors) or _any_tensor(arguments[5:]):
+        return None
+    return Forward(kernel, arguments[5:])
+
+
+def backward_of(launches: list[Launch], tensors: Sequence[Tensor]) -> Backward | None:
+    """tensors: q, k, v, out, dout, lse, dq, dk and dv."""
+    if len(launches) not in (3, 5):
+        return None
+    q, k, v, out, dout, lse, dq, dk, dv = tensors
+    (pre, a), (main, b), *after = launches
+    shared = len(after) == 3
+    if len(a) < 6 or len(b) < 9 or any(len(c) < 2 for _, c in after):
+        return None
+    sums, logs, wide_q = a[2], a[4], a[5]
+    if not _all_tensors((sums, logs, wide_q, b[7], b[8])):
+        return None
+    given = [wide_q, b[7], b[8]] if shared else [wide_q]
+    known = (
+        _are((a[0], a[1], a[3]), (out, dout, lse))
+        and _are(b[:7], (q, k, v, dout, logs, sums, wide_q))
+        and (shared or _are(b[7:9], (dk, dv)))
+        and all(_are(c[:2], pair) for (_, c), pair in zip(after, zip(given, (dq, dk, dv), strict=False), strict=True))
+        and not any(_any_tensor(rest) for rest in (a[6:], b[9:], *(c[2:] for _, c in after)))
+        and sums.shape == logs.shape
+        and (not shared or b[7].shape == b[8].shape)
+        and all(x.dtype == torch.float32 and x.is_contiguous() for x in (sums, logs, *given))
+    )
+    if not known:
+        return None
+    return Backward(
+        (pre, a[6:]),
+        (main, b[9:]),
+        tuple((kernel, c[2:]) for kernel, c in after),
+        tuple(sums.shape),
+        tuple(wide_q.shape),
+        tuple(b[7].shape) if shared else None,
+    )
+
+
+def shapes(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    return tuple([(x.shape, x.stride()) for x in tensors])
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
+
+
+def _are(arguments: Sequence[object], tensors: Sequence[Tensor]) -> bool:
+    return len(arguments) == len(tensors) and all(
+        isinstance(a, Tensor) and a.data_ptr() == x.data_ptr() and a.shape == x.shape and a.stride() == x.stride()
+        for a, x in zip(arguments, tensors, strict=True)
+    )
+
+
+def _all_tensors(arguments: Sequence[object]) -> bool:
+    return all(isinstance(a, Tensor) for a in arguments)
+
+
+def _any_tensor(arguments: Sequence[object]) -> bool:
+    return any(isinstance(a, Tensor) for a in arguments)
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return None

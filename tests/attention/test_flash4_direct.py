@@ -1,0 +1,134 @@
+"""What is remembered of a package's launches, and launched again with other tensors. The package here is one of plain functions
+with the same caches of kernels, which take the same arguments; the real one runs on GPUs."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from attention.kernels import flash4_direct as direct
+
+
+def forward_kernel(q, k, v, out, lse, scale, *rest):
+    out.copy_(q * scale + k + v)
+    lse.copy_(q.sum(-1).transpose(-1, -2))
+
+
+def before_kernel(out, dout, sums, lse, logs, wide_q, *rest):
+    sums.copy_((out * dout).sum(-1).transpose(-1, -2))
+    logs.copy_(lse * 2)
+    wide_q.zero_()
+
+
+def main_kernel(q, k, v, dout, logs, sums, wide_q, to_k, to_v, scale, *rest):
+    wide_q += (dout * scale).flatten(-2)
+    if to_k.dim() == 3:  # fp32 scratch, added to
+        to_k += (k + sums.mean()).flatten(-2)
+        to_v += (v + logs.mean()).flatten(-2)
+    else:
+        to_k.copy_(k + sums.mean())
+        to_v.copy_(v + logs.mean())
+
+
+def after_kernel(wide, grad, scale, *rest):
+    grad.copy_(wide.unflatten(-1, grad.shape[-2:]) * scale)
+
+
+def package(shared: bool, more: object = None) -> ModuleType:
+    """With `shared` dk and dv are added up in scratch. `more`: another argument of the kernels."""
+    module = ModuleType("package")
+
+    def cached(name, kernel):
+        def function(*arguments):
+            cache = function.compile_cache
+            if name not in cache:
+                cache[name] = kernel
+            cache[name](*arguments)
+
+        function.compile_cache = {}
+        return function
+
+    pre, main, post = (
+        cached(name, kernel) for name, kernel in (("pre", before_kernel), ("main", main_kernel), ("post", after_kernel))
+    )
+    fwd = cached("forward", forward_kernel)
+
+    def backward(q, k, v, out, dout, lse, dq, dk, dv):
+        sums, logs, wide_q = torch.empty_like(lse), torch.empty_like(lse), torch.empty(q.flatten(-2).shape)
+        to_k, to_v = (torch.zeros(k.flatten(-2).shape) for _ in range(2)) if shared else (dk, dv)
+        pre(out, dout, sums, lse, logs, wide_q, more)
+        main(q, k, v, dout, logs, sums, wide_q, to_k, to_v, 0.5, None)
+        post(wide_q, dq, 0.5)
+        if shared:
+            post(to_k, dk, 0.5)
+            post(to_v, dv, 1.0)
+
+    module.forward, module.backward = fwd, backward
+    module._flash_attn_fwd, module._bwd_preprocess = fwd, pre
+    module._flash_attn_bwd, module._bwd_postprocess_convert = main, post
+    return module
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    """q, k, v, out, dout, lse, dq, dk, dv"""
+    torch.manual_seed(seed)
+    x = [torch.randn(2, 6, 3, 4) for _ in range(8)]
+    return [*x[:5], torch.randn(2, 3, 6), *x[5:]]
+
+
+def test_a_forward_is_launched_with_other_tensors():
+    module = package(shared=True)
+    remembered = direct.Remembered(module)
+    q, k, v, out, _, lse, *_ = tensors(0)
+    _, launches = remembered.watched(lambda: module.forward(q, k, v, out, lse, 0.5, None) or ())
+    found = direct.forward_of(launches, (q, k, v, out, lse))
+    q, k, v, out, _, lse, *_ = tensors(1)
+    found(q.requires_grad_(), k, v, out, lse)
+    expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
+    with torch.no_grad():
+        forward_kernel(q, k, v, expected, expected_lse, 0.5)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert all(type(f.compile_cache) is dict for f in (module._flash_attn_fwd, module._flash_attn_bwd))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_backward_is_launched_with_other_tensors_and_scratch(shared):
+    module = package(shared)
+    remembered = direct.Remembered(module)
+    first = tensors(0)
+    _, launches = remembered.watched(lambda: module.backward(*first) or ())
+    found = direct.backward_of(launches, first)
+    for seed in (1, 2):
+        given, expected = tensors(seed), tensors(seed)
+        found(*given)
+        module.backward(*expected)
+        assert all(map(torch.equal, given, expected))
+
+
+def test_what_is_not_of_the_known_form_is_not_remembered():
+    q, k, v, out, dout, lse, dq, dk, dv = every = tensors(0)
+    module = package(shared=True)
+    remembered = direct.Remembered(module)
+    _, launches = remembered.watched(lambda: module.backward(*every) or ())
+    assert direct.backward_of(launches, every) is not None
+    assert direct.backward_of(launches[:-1], every) is None
+    assert direct.backward_of(launches, (q, k, v, out, dout, lse.clone(), dq, dk, dv)) is None  # copied for the kernel
+    assert direct.backward_of(launches, (q, v, k, out, dout, lse, dq, dk, dv)) is None
+    assert direct.backward_of([launches[0], launches[1], *reversed(launches[2:])], every) is None
+    more = package(shared=True, more=torch.zeros(1))  # a tensor that would have to be made anew
+    _, launches = direct.Remembered(more).watched(lambda: more.backward(*every) or ())
+    assert direct.backward_of(launches, every) is None
+    _, launches = remembered.watched(lambda: module.forward(q, k, v, out, lse, torch.ones(())) or ())
+    assert direct.forward_of(launches, (q, k, v, out, lse)) is None
+    assert direct.forward_of(launches * 2, (q, k, v, out, lse)) is None
+
+
+def test_the_caches_are_as_before_after_an_error():
+    module = package(shared=True)
+    with pytest.raises(TypeError):
+        direct.Remembered(module).watched(lambda: module.forward())
+    assert type(module._flash_attn_fwd.compile_cache) is dict
+
+
+def test_a_package_without_such_caches_or_of_another_version_is_not_used():
+    assert not direct.Remembered(ModuleType("other")).usable
