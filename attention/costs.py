@@ -21,7 +21,7 @@ OVERLAPPED = 16384  # tokens from which a transfer costs more than the calls tha
 EXCHANGED_BY_PARTS = 32768
 # a rank's tokens up to which a backward over its own keys goes beside that over the others': it is held beside that, too, and of
 # more there is little that it could fill
-APART = 16384
+APART = 8192
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
 

@@ -5,8 +5,7 @@ the others' keys are on their way home."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -61,6 +60,7 @@ class CudaFront:
 
     def __enter__(self) -> Front:
         self.caller = current(self.device)
+        self.back = On(self.caller)
         self.follow(self.stream, self.caller)
         self.on.__enter__()
         return self
@@ -69,11 +69,9 @@ class CudaFront:
         self.on.__exit__(*exc)
         self.follow(self.caller, self.stream)
 
-    @contextmanager
-    def behind(self) -> Iterator[None]:
+    def behind(self) -> AbstractContextManager[object]:
         self.follow(self.caller, self.stream)
-        with On(self.caller):
-            yield
+        return self.back
 
     def settle(self) -> None:
         self.follow(self.stream, self.caller)
