@@ -15,7 +15,7 @@ from attention.costs import exchange_parts
 from attention.executors import ring
 from attention.executors.plan import Plan
 from attention.phases import phase
-from attention.tensors import room, take, tokens, wide
+from attention.tensors import room, rooms, take, tokens, wide
 from attention.transfers import Intervals
 from attention.transports import Handle, Message
 
@@ -110,7 +110,9 @@ class _ToHeads:
         plan, s, n = self.plan, self.s, len(self.xs)
         me, group = plan.head, _group(plan)
         mine = [x[..., share[part][me], :] for x, share in zip(self.xs, self.heads, strict=True)]
-        out = [room(x, len(group) * s) for x in mine]
+        out = [room(mine[0], len(group) * s)]
+        if n > 1:  # keys and values side by side, so that they can be one copy
+            out += rooms(mine[1], len(group) * s)
         whole: Intervals = ((0, s),)
         first = part * len(group) * n
         sends, receives = [], []

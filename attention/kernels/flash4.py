@@ -114,7 +114,7 @@ class Flash4:
             v,
             out,
             dout,
-            lse.contiguous(),
+            lse,
             **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,

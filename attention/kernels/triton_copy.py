@@ -1,10 +1,10 @@
-"""Copies of tensors of one form as one Triton kernel: a program takes a tile of the tokens of one of them, all heads of a
-token side by side."""
+"""Several copies as one Triton kernel: of tensors of one form, whose rows have a pitch, and of contiguous ones of any form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import triton
@@ -15,6 +15,7 @@ from attention.kernels.start import MOST, Start
 
 TILE = 8192  # elements of a program: 32 a thread with 8 warps, four 16-byte loads of bf16
 COLUMNS = 2048
+WORDS = 4096  # int32 of a program that copies contiguous ones
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -32,6 +33,7 @@ def _copy(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    # a program takes a tile of the tokens of one of them, all heads of a token side by side
     which = tl.program_id(2) % N
     b = (tl.program_id(2) // N).to(tl.int64)
     target, source = targets[0], sources[0]
@@ -70,3 +72,33 @@ def _start(shape: torch.Size, target: tuple[int, ...], source: tuple[int, ...], 
         COLUMNS=width,
         num_warps=8,
     )
+
+
+@triton.jit
+def _copy_words(first, targets, sources, words, ends, N: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    p = tl.program_id(0)
+    target, source = targets[0].to(tl.pointer_type(tl.int32)), sources[0].to(tl.pointer_type(tl.int32))
+    n, before = words[0], 0
+    for i in tl.static_range(1, N):
+        here = p >= ends[i - 1]
+        target = tl.where(here, targets[i].to(tl.pointer_type(tl.int32)), target)
+        source = tl.where(here, sources[i].to(tl.pointer_type(tl.int32)), source)
+        n = tl.where(here, words[i], n)
+        before = tl.where(here, ends[i - 1], before)
+    at = (p - before) * WORDS + tl.arange(0, WORDS)
+    x = tl.load(source + at, mask=at < n)
+    tl.store(target + at, x, mask=at < n)
+
+
+def copy_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Each second tensor to its first: contiguous, not empty, of one dtype and as many elements a pair, a whole number of 4-byte
+    words of less than 8 GiB."""
+    targets, sources = (tuple([pair[i] for pair in pairs]) for i in (0, 1))
+    _words(tuple([x.nbytes for x in sources]))(targets[0], targets, sources)
+
+
+@lru_cache(maxsize=MOST)
+def _words(sizes: tuple[int, ...]) -> Start:
+    words = tuple(size // 4 for size in sizes)
+    ends = tuple(accumulate(triton.cdiv(n, WORDS) for n in words))
+    return Start(_copy_words, (ends[-1],), (words, ends), N=len(sizes), WORDS=WORDS, num_warps=8)
