@@ -1,5 +1,6 @@
 """Copies within a device, several at once. PyTorch copies rows of a pitch, such as some heads of every token, at a third of
-the memory's rate and with a launch each; on CUDA a Triton kernel does all that are alike together."""
+the memory's rate and with a launch each; on CUDA a Triton kernel does all that are alike together, and another all contiguous
+ones."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from attention.tensors import FEW, put_, rows, take
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
 MOST = 16  # pairs of one kernel
+MOST_BYTES = 1 << 33  # of a tensor whose words a kernel numbers by int32
 MOST_PROGRAMS = 65535  # of a grid, in its last dimension
 
 
@@ -21,10 +23,15 @@ def copy_all(pairs: Pairs) -> None:
     """Write each pair's second tensor to its first, of the same shape and device, any dtypes and strides; none of the first lies
     in any of the second."""
     alike: dict[Form, list[tuple[Tensor, Tensor]]] = {}
+    plain: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
         if not target.is_cuda or target.dtype != source.dtype or target.shape != source.shape:
             target.copy_(source)
-        elif source.numel():
+        elif not source.numel():
+            continue
+        elif by_words(target, source):
+            plain.append((target, source))
+        else:
             form = source.dtype, source.shape, target.stride(), source.stride()
             alike.setdefault(form, []).append((target, source))
     for (_, shape, *strides), found in alike.items():
@@ -36,6 +43,18 @@ def copy_all(pairs: Pairs) -> None:
 
         for i in range(0, len(found), MOST):
             copy_triton(found[i : i + MOST])
+    if len(plain) == 1:
+        plain[0][0].copy_(plain[0][1])
+    elif plain:
+        from attention.kernels.triton_copy import copy_words
+
+        for i in range(0, len(plain), MOST):
+            copy_words(plain[i : i + MOST])
+
+
+def by_words(target: Tensor, source: Tensor) -> bool:
+    """Whether our kernel for contiguous tensors copies such a pair."""
+    return source.nbytes % 4 == 0 and source.nbytes < MOST_BYTES and target.is_contiguous() and source.is_contiguous()
 
 
 def by_kernel(shape: Sequence[int], *strides: Sequence[int]) -> bool:

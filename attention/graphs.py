@@ -19,7 +19,6 @@ from attention.streams import capturing, current
 from attention.tensors import holding
 
 Run = Callable[..., tuple[Tensor, ...]]
-LARGE = 8 << 20  # bytes, from which a copy of its own is as fast as the memory, and one launch for several is not
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
 
 _every: WeakSet[Replays] = WeakSet()
@@ -148,27 +147,16 @@ class _Graph:
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
             self.place.enter()
-            _copy(self.given, inputs)
+            copy_all(zip(self.given, inputs, strict=True))
             self.graph.replay()
             fresh = [torch.empty_like(x) for x in self.made]
-            _copy(fresh, self.made)
+            copy_all(zip(fresh, self.made, strict=True))
             self.place.leave()
         return tuple([inputs[i] if is_input else fresh[i] for is_input, i in self.found])
 
     def finish(self) -> None:
         """Return when its replays are over, so that its memory may be another's."""
         torch.cuda.synchronize(self.place.device)
-
-
-def _copy(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    """Large ones, and those of a pitch, each by the copy that is fastest for it; of small ones, where starting is most of it, one
-    launch for all of a dtype."""
-    pairs = list(zip(into, of, strict=True))
-    small = [(x, y) for x, y in pairs if y.nbytes < LARGE and y.is_contiguous()]
-    for dtype in dict.fromkeys(x.dtype for x, _ in small):
-        alike = [pair for pair in small if pair[0].dtype == dtype]
-        torch._foreach_copy_([x for x, _ in alike], [y for _, y in alike])
-    copy_all((x, y) for x, y in pairs if y.nbytes >= LARGE or not y.is_contiguous())
 
 
 def held_bytes(device: torch.device) -> int:

@@ -74,7 +74,7 @@ def _start(shape: torch.Size, target: tuple[int, ...], source: tuple[int, ...], 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words", "ends"])
 def _copy_words(first, targets, sources, words, ends, N: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     p = tl.program_id(0)
     target, source = targets[0].to(tl.pointer_type(tl.int32)), sources[0].to(tl.pointer_type(tl.int32))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.copies import by_kernel, copy_all, moves
+from attention.copies import by_kernel, by_words, copy_all, moves
 from attention.tensors import put_, rows, take
 
 triton = pytest.importorskip("triton")
@@ -127,6 +127,44 @@ def test_the_kernel_itself_under_the_interpreter(leading, into, of, head_dim, n_
         wanted[..., into[1] : into[1] + into[2], :] = source
     copy_triton([(target, source) for (_, target), source in zip(targets, sources, strict=True)])
     assert all(torch.equal(whole, wanted) for (whole, _), wanted in zip(targets, expected, strict=True))
+
+
+SIZES = [[(5, 3)], [(4096 * 4,), (1,)], [(3, 5, 2), (9999,), (1, 300, 4, 16), (4097,)]]
+
+
+@pytest.mark.parametrize("shapes", SIZES, ids=str)
+@pytest.mark.parametrize("run", ["copy_words", "copy_all"])
+def test_contiguous_tensors_of_any_shapes_and_dtypes_are_one_copy(device, shapes, run):
+    from attention.kernels.triton_copy import copy_words
+
+    if run == "copy_words" and device == "cpu" and torch.cuda.is_available():
+        pytest.skip("not interpreted where there is a GPU")
+    dtypes = [torch.float32, torch.int64, torch.bfloat16, torch.int32]
+    sources, targets, guards = [], [], []
+    for i, shape in enumerate(shapes):
+        dtype = dtypes[i] if torch.Size(shape).numel() % 2 == 0 or run == "copy_all" else torch.float32
+        sources.append(normal(*shape, device=device, seed=i).mul(100).to(dtype))
+        guards.append(torch.full((sources[-1].numel() + 16,), 7, dtype=dtype, device=device))
+        targets.append(guards[-1][8:-8].view(shape))
+    {"copy_words": copy_words, "copy_all": copy_all}[run](list(zip(targets, sources, strict=True)))
+    assert all(map(torch.equal, targets, sources))
+    assert all((guard[:8] == 7).all() and (guard[-8:] == 7).all() for guard in guards)
+
+
+def test_copies_of_every_size_stride_and_dtype_in_one_call(device):
+    whole, lse = normal(2, 16, 12, 8, device=device), normal(5, 3, dtype=torch.float64, device=device)
+    sources = [whole, whole[:, :, 4:8], whole[0, :2], whole[:, ::2], lse, lse.t(), whole[:, :0], whole.bfloat16()]
+    targets = [torch.full_like(x, 7.0, memory_format=torch.contiguous_format) for x in sources]
+    copy_all(zip(targets, sources, strict=True))
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_which_copies_go_by_words():
+    x = torch.zeros(4, 6, dtype=torch.bfloat16)
+    assert by_words(x, x) and not by_words(x, x.t().contiguous().t())
+    assert not by_words(x[:, :3], x[:, 3:]) and not by_words(x[0, :3], x[1, :3])  # rows of a pitch; an odd half word
+    large = torch.empty((1 << 31,), dtype=torch.float32, device="meta")
+    assert not by_words(large, large) and by_words(large[1:], large[1:])
 
 
 MANY = tuple((7 * i, 7 * i + 1 + i % 5) for i in range(12))

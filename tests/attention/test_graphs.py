@@ -180,17 +180,3 @@ def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):
     with pytest.raises(attention.UnsupportedCall):
         replays("pass", lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [False] and not replays.places
-
-
-def test_copies_of_every_size_and_stride_are_the_same(monkeypatch):
-    """Large ones and those of a pitch by themselves, small ones together."""
-    monkeypatch.setattr(graphs, "LARGE", 4096)
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(2, 16, 12, 8, generator=generator)
-    lse = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    sources = [whole, whole[:, :, 4:8], whole[0, :2], whole[:, ::2], lse, lse.t(), whole[:, :0], whole.bfloat16()]
-    targets = [torch.full_like(x, 7.0, memory_format=torch.contiguous_format) for x in sources]
-    assert {x.nbytes >= 4096 for x in sources if x.is_contiguous()} == {True, False}
-    graphs._copy(targets, sources)
-    for target, source in zip(targets, sources, strict=True):
-        assert torch.equal(target, source)
