@@ -21,7 +21,7 @@ from attention.schedules import length
 from attention.sums import sum_parts
 from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
-from attention.transports import Handle, Offer
+from attention.transports import Handle, Message, Offer
 
 Saved = tuple[Tensor, ...]
 
@@ -221,6 +221,10 @@ class _Return:
         self.moving = gather_move(plan.problem, plan.rank)
         *self.own, self.step = plan.steps
         self.most = self.step.most
+        self.route = self.moving.route.reversed()
+        self.received: list[tuple[Intervals, list[Tensor]]] = []
+        if apart:  # where peers are done before this rank is, theirs can come meanwhile
+            self._make_rooms(keys)
         self.sums = plan.transport.room("dkv", [keys.shape, keys.shape], keys, self.most)
 
     def compute(
@@ -263,16 +267,18 @@ class _Return:
                 sum_parts(total, [(pair[i], places) for places, *pair in parts])
 
     def start(self) -> None:
-        plan, route = self.plan, self.moving.route.reversed()
-        self.received = []
-        receives = []
-        for piece in route.receives:
-            parts = rooms(self.sums[0], length(piece.target))
-            self.received.append((piece.target, parts))
-            receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
+        plan, route = self.plan, self.route
+        if not self.apart:
+            self._make_rooms(self.sums[0])
+        receives: list[Message] = []
+        for piece, (target, parts) in zip(route.receives, self.received, strict=True):
+            receives += plan.messages([replace(piece, target=side_by_side(target))], parts)
         self.offer = plan.transport.offer("dkv", self.sums, self.most)  # holds this rank's own sums
         with closing(self.offer):
-            self.handle = self.offer.fetch(plan.messages(route.sends), receives, self.number)
+            self.handle = self.offer.fetch(plan.messages(route.sends), receives, self.number, early=self.apart)
+
+    def _make_rooms(self, like: Tensor) -> None:
+        self.received = [(piece.target, rooms(like, length(piece.target))) for piece in self.route.receives]
 
     def _add_queries(self) -> None:
         with phase("comp_merge", self.number):

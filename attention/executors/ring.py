@@ -25,7 +25,7 @@ from attention.schedules import length
 from attention.sums import Sum
 from attention.tensors import room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, side_by_side
-from attention.transports import Handle, Offer
+from attention.transports import Handle, Message, Offer
 
 Saved = tuple[Tensor, ...]
 
@@ -222,6 +222,9 @@ class _Return:
         mine = step.owner == plan.rank
         n = 0 if mine else step.n_keys
         shapes = [(*x.shape[:-3], n, *x.shape[-2:]) for x in (sums.k, sums.v)]
+        self.received: list[list[Tensor]] = []
+        if sums.front.apart:  # where peers are done before this rank is, theirs can come meanwhile
+            self._make_rooms()
         self.parts = plan.transport.room("dkv", shapes, sums.k, step.most)
         self.direct = not mine and len(step.calls) == 1 and step.calls[0].k == ((0, n),)
         self.totals: list[Sum] = []
@@ -233,17 +236,19 @@ class _Return:
             total.add(part)
 
     def start(self) -> None:
-        plan = self.plan
-        self.received = []
-        receives = []
-        for piece in self.route.receives:
-            parts = rooms(self.sums.k, length(piece.target))
-            self.received.append(parts)
+        plan, apart = self.plan, self.sums.front.apart
+        if not apart:
+            self._make_rooms()
+        receives: list[Message] = []
+        for piece, parts in zip(self.route.receives, self.received, strict=True):
             receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
         for total in self.totals:
             total.result()
         with closing(plan.transport.offer("dkv", self.parts, plan.steps[self.i].most)) as offer:
-            self.handle = offer.fetch(plan.messages(self.route.sends), receives, self.i)
+            self.handle = offer.fetch(plan.messages(self.route.sends), receives, self.i, early=apart)
+
+    def _make_rooms(self) -> None:
+        self.received = [rooms(self.sums.k, length(piece.target)) for piece in self.route.receives]
 
     def arrive(self) -> None:
         self.handle.wait()

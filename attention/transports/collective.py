@@ -74,7 +74,7 @@ class _Sent:
     def __init__(self, transport: Collective, what: str, tensors: Sequence[Tensor]):
         self.transport, self.what, self.tensors = transport, what, tensors
 
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
         if not sends and not receives:
             return Done()
         transport, what = self.transport, self.what

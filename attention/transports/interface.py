@@ -34,8 +34,9 @@ class Handle(Protocol):
 
 
 class Offer(Protocol):
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
-        """Both ends list the messages between them in the same order."""
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
+        """Both ends list the messages between them in the same order. `early`: the receivers' tensors were there before the room of
+        this offer was, so that what peers offer may come while this rank still fills its own."""
 
     def close(self) -> None:
         """Nothing more will be fetched by this rank from its peers' offers of the same turn."""
@@ -105,7 +106,7 @@ class Nothing:
 
 
 class _NoOffer:
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
         assert not sends and not receives, "a world of one has no peers"
         return Done()
 

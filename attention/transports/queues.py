@@ -15,11 +15,24 @@ from attention.streams import Follow, On, capturing, current
 from attention.transports.interface import Handle
 
 Work = Callable[[], object]
+Moment = torch.cuda.Event
 
 
 class Queue(Protocol):
-    def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
-        """Start `run`, which uses `tensors`; `after` is done by whoever waits, once it is over."""
+    def issue(
+        self,
+        run: Work,
+        tensors: Sequence[Tensor],
+        what: str,
+        step: int,
+        after: Work | None = None,
+        since: Moment | None = None,
+    ) -> Handle:
+        """Start `run`, which uses `tensors`, behind all that the caller has done, or had at the moment `since`; `after` is done by
+        whoever waits, once it is over."""
+
+    def moment(self) -> Moment | None:
+        """Now, for the caller."""
 
     def then(self, run: Work) -> None:
         """`run` follows what was issued, and waits for nothing else. What it raises is raised by the next `issue`, `join` or
@@ -36,9 +49,20 @@ class HostQueue:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
         self.failed: Future[object] | None = None  # the first without a handle that failed, until that was raised
 
-    def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
+    def issue(
+        self,
+        run: Work,
+        tensors: Sequence[Tensor],
+        what: str,
+        step: int,
+        after: Work | None = None,
+        since: Moment | None = None,
+    ) -> Handle:
         self.join()
         return _HostHandle(self, self.thread.submit(run), what, step, after)
+
+    def moment(self) -> None:
+        return None
 
     def then(self, run: Work) -> None:
         self.thread.submit(run).add_done_callback(self._done)
@@ -76,13 +100,29 @@ class CudaQueue:
         self.on, self.follow = On(self.stream), Follow()
         self.captures = captures or Captures()
 
-    def issue(self, run: Work, tensors: Sequence[Tensor], what: str, step: int, after: Work | None = None) -> Handle:
-        self.follow(self.stream, current(self.device))
+    def issue(
+        self,
+        run: Work,
+        tensors: Sequence[Tensor],
+        what: str,
+        step: int,
+        after: Work | None = None,
+        since: Moment | None = None,
+    ) -> Handle:
+        if since is None:
+            self.follow(self.stream, current(self.device))
+        else:
+            self.stream.wait_event(since)
         with self.on:
             run()
         done = torch.cuda.Event()
         done.record(self.stream)
         return _CudaHandle(self.device, done, list(tensors), what, step, after)
+
+    def moment(self) -> Moment:
+        event = torch.cuda.Event()
+        event.record(current(self.device))
+        return event
 
     def then(self, run: Work) -> None:
         self.captures.enter(self.stream)

@@ -34,7 +34,7 @@ from attention.transports.fabric import (
 )
 from attention.transports.interface import Done, Handle, Message, Offer
 from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
-from attention.transports.queues import Aside, Captures, CudaAside, CudaQueue, HostAside, HostQueue, Queue
+from attention.transports.queues import Aside, Captures, CudaAside, CudaQueue, HostAside, HostQueue, Moment, Queue
 
 LANES = 32  # kinds of offers: kv, dkv, ...
 DEPTHS = {
@@ -262,7 +262,9 @@ class Symmetric(Collective):
         self.pool.signals.join()
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        return _Offered(self, what, shapes, like.dtype, tokens).mine
+        offered = _Offered(self, what, shapes, like.dtype, tokens)
+        offered.taken = self.pool.queue.moment()
+        return offered.mine
 
     def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
         offered = self.pool.filling(what)
@@ -290,6 +292,7 @@ class _Offered:
         slot = pool.acquire(what, lane)
         self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
         self.seen: set[int] = set()  # the peers whose offer was waited for
+        self.taken: Moment | None = None
         lane.filling = self
         kept = slot, self.arranged
         if kept not in lane.mine:
@@ -308,7 +311,7 @@ class _Offered:
             found.append(x.narrow(token_dim(x), 0, shape[-3]))
         return found
 
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int) -> Handle:
+    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
         if not receives:
             return Done()
         pool = self.transport.pool
@@ -327,7 +330,7 @@ class _Offered:
                         self._pull(alike)
 
         into = [m.into for m in receives if m.into is not None]
-        return pool.queue.issue(run, into, self.what, step)
+        return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
     def _pull(self, messages: list[Message]) -> None:
         """Of several tensors the same tokens."""
