@@ -53,8 +53,9 @@ def copy_all(pairs: Pairs) -> None:
 
 
 def by_words(target: Tensor, source: Tensor) -> bool:
-    """Whether our kernel for contiguous tensors copies such a pair."""
-    return source.nbytes % 4 == 0 and source.nbytes < MOST_BYTES and target.is_contiguous() and source.is_contiguous()
+    """Whether our kernel for contiguous tensors copies such a pair: whole words, which lie as words have to."""
+    whole = source.nbytes % 4 == 0 and source.data_ptr() % 4 == 0 and target.data_ptr() % 4 == 0
+    return whole and source.nbytes < MOST_BYTES and target.is_contiguous() and source.is_contiguous()
 
 
 def by_kernel(shape: Sequence[int], *strides: Sequence[int]) -> bool:
