@@ -31,6 +31,7 @@ SUMMARY = "the variant, its options and the transport that the measured rates of
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 # of it that a replayed pass's copies reach, by a script that is not kept (docs/performance.md)
 COPY_SHARE = 0.85
+APART_TAIL = 0.75  # of a call's tail, where another call fills it: of scripts that are not kept, half at 2048 tokens a GPU of four, little less at 8192
 TILE = 128  # queries, or backward keys, that a unit does at a time
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at
@@ -75,13 +76,14 @@ class Overheads:
 
 
 # cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the host's
-# from 2048 tokens a GPU on 2 and 4 (results/h200-x2/small, h200-x4/speed), of several days, and from h200-x4/tree_scaling
+# from 2048 tokens a GPU on 2 and 4 (results/h200-x2/small, h200-x4/speed), of several days, and from h200-x4/tree_scaling; of
+# flash4's call since less what the package's Python took (a script, one host)
 OVERHEADS = {
     "cuda": Overheads(
         call=(10, 60),
         merge=10,
         host_pass=(550, 1000),
-        host_call={"flash4": (170, 270)},
+        host_call={"flash4": (120, 210)},
         host_other=(110, 180),
         host_exchange=180,
         host_decode=200,
@@ -589,8 +591,9 @@ class _Rank:
         link = self._link("one")
         incoming = [link.seconds(step.received * self.kv_token) for step in self.work]
         homeward = [link.seconds(step.homeward * self.kv_token) for step in self.work] if backward else []
-        busy = [self._step(step, backward) + self._calls(step) * self._tail(backward) for step in self.work]
-        compute, exposed = _pipeline(busy, incoming, homeward, link.slows)
+        tail = self._tail(backward)
+        busy = [self._step(step, backward) + self._calls(step) * tail for step in self.work]
+        compute, exposed = self._pipeline(busy, incoming, homeward, link.slows, backward)
         moves = sum(seconds > 0 for seconds in [*incoming, *homeward])
         host = self._host(backward, self.parts * sum(map(self._calls, self.work)), self.parts * moves)
         return Pass(compute, exposed, self._ring_merges(backward), host)
@@ -605,7 +608,8 @@ class _Rank:
             busy, [link.seconds(received[there] / n)] * n, [link.seconds(received[back] / n)] * n, link.slows
         )
         slowed = compute - sum(busy)
-        host = each.host + self._issue(exchanges=2 * n if self.problem.ulysses > 1 else 0)
+        # each of several tensors, and out of the heads' places and into them
+        host = each.host + self._issue(exchanges=3 * n if self.problem.ulysses > 1 else 0)
         return Pass(n * each.compute + slowed, n * each.exposed + exposed, n * each.merges, host)
 
     def _gather(self, backward: bool) -> Pass:
@@ -634,7 +638,8 @@ class _Rank:
         if own:  # whose keys are here, and whose gradients stay
             busy = [self._step(own[0], backward) + self._tail(backward), *busy]
             incoming, homeward = [0.0, *incoming], [0.0, *homeward] if backward else []
-        compute, exposed = _pipeline(busy, incoming, homeward, max(link.slows, home.slows if backward else 0.0))
+        slows = max(link.slows, home.slows if backward else 0.0)
+        compute, exposed = self._pipeline(busy, incoming, homeward, slows, backward)
         if "q" in received:  # queries there, results back
             exposed += 2 * home.seconds(received["q"] / 2)
         if gathered and self.task.world > 1:  # from where they arrived to their place
@@ -714,7 +719,7 @@ class _Rank:
         """What a call leaves a GPU idle. A band's tiles all take as long, so that at the end half of one is waited for on
         average; else the longest are done first."""
         each, mask = self.machine.overheads, self.problem.mask
-        seconds = each.call[backward] / 1e6
+        seconds = each.call[backward] / 1e6 * (APART_TAIL if self._apart(backward) else 1)
         if mask.left >= 0 and mask.right >= 0:
             alone = replace(self.task.shapes, batch=1, heads=1, kv_heads=1)
             flops = costs.forward_flops(alone, TILE * (mask.left + mask.right + 1)) * (
@@ -722,6 +727,22 @@ class _Rank:
             )
             seconds += flops * each.units / self.machine.speeds(self.kernel, mask, self.task)[backward].flops / 2
         return seconds
+
+    def _apart(self, backward: bool) -> bool:
+        """Whether the first step is computed beside the others."""
+        if not (backward and self.pulls and self.exchange in ("gather", "ring", "all_to_all")):
+            return False
+        owners = [step.owner for step in steps(self.problem, self.place)]
+        return costs.own_apart(owners, self.place, self.task.cu_seqlens[-1] // self.problem.world)
+
+    def _pipeline(
+        self, busy: list[float], incoming: list[float], homeward: list[float], slows: float, backward: bool
+    ) -> tuple[float, float]:
+        """As the function. A step apart fills what the others wait for."""
+        if not self._apart(backward):
+            return _pipeline(busy, incoming, homeward, slows)
+        compute, exposed = _pipeline(busy[1:], incoming[1:], homeward[1:], slows)
+        return busy[0] + compute, max(0.0, exposed - busy[0])
 
     def _host(self, backward: bool, calls: int, exchanges: int) -> float:
         """What it takes to issue a pass of so many kernel calls and exchanges."""
