@@ -732,8 +732,9 @@ class _Rank:
         """Whether the first step is computed beside the others."""
         if not (backward and self.pulls and self.exchange in ("gather", "ring", "all_to_all")):
             return False
-        owners = [step.owner for step in steps(self.problem, self.place)]
-        return costs.own_apart(owners, self.place, self.task.cu_seqlens[-1] // self.problem.world)
+        first, *others = steps(self.problem, self.place)
+        tokens = self.task.cu_seqlens[-1] // self.problem.world
+        return costs.own_apart(first.owner, self.place, any(step.blocks for step in others), tokens)
 
     def _pipeline(
         self, busy: list[float], incoming: list[float], homeward: list[float], slows: float, backward: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,10 +32,10 @@ def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
     return options.get("head_parts", 1) or default
 
 
-def own_apart(owners: Sequence[int], rank: int, tokens: int) -> bool:
-    """Whether a backward's first step, of the owners of the steps' keys, is done apart from the others: the rank's own, over a
-    shard of `tokens`."""
-    return len(owners) > 1 and owners[0] == rank and tokens <= APART
+def own_apart(owner: int, rank: int, others: bool, tokens: int) -> bool:
+    """Whether a backward's first step is done apart from the others: where it is over a rank's own keys, a shard of `tokens`, and
+    in others something is computed."""
+    return others and owner == rank and tokens <= APART
 
 
 def exchange_parts(options: Mapping[str, Any], kv_heads: int, ulysses: int, tokens: int) -> int:
@@ -244,7 +244,9 @@ class _Held:
         lengths = [length(step.keys) for step in self.steps if step.owner != self.place]
         flying = sum(sorted(lengths)[-2:])
         offered = kv_tokens * kv if lengths and not self.alone else 0
-        apart = backward and own_apart([step.owner for step in self.steps], self.place, kv_tokens)
+        own_step, *others = self.steps
+        computed = any(step.blocks for step in others)
+        apart = backward and own_apart(own_step.owner, self.place, computed, kv_tokens)
         found = [*self.steps[1:], self.steps[0]] if apart else self.steps
         calls = tuple(union(b.q for b in step.blocks) for step in found if step.blocks)
         part = max(map(length, calls[1:]), default=0)
@@ -256,10 +258,9 @@ class _Held:
             return out + results
         summed = (stop - start) * q * self.wide + (kv_tokens * kv * self.wide if len(lengths) > 1 else 0)
         most = max(lengths, default=0)
-        own = n * q + kv_tokens * kv if apart else 0
-        each = (
-            own + summed + part * q + flying * kv + 3 * most * kv
-        )  # two offers of dk and dv, and what came for one's own
+        own = min(2, parts) * (n * q + kv_tokens * kv) if apart else 0  # until the next part's is begun
+        # two offers of dk and dv, and what came for one's own
+        each = own + summed + part * q + flying * kv + (3 + apart) * most * kv
         return out + results + offered + each // parts
 
     def _all_to_all(self, backward: bool) -> int:
@@ -306,8 +307,9 @@ class _Held:
         home = gather_move(problem, self.place).route.reversed().received_tokens
         most = max(length(steps(problem, place)[-1].keys) for place in range(problem.world))
         sums = min(2, self.shapes.kv_heads // stride + 1) * most * kv * share
-        if own and own_apart([own[0].owner, step.owner], self.place, self.t):
+        if own and own_apart(own[0].owner, self.place, bool(step.blocks), self.t):
             targets = length(union(b.q for b in step.blocks)) * q
-            return out + 2 * moved + results + offered + keys + targets + int(sums) + max(beside, home) * kv
+            held = int(sums + beside * kv * share) + home * kv
+            return out + 2 * moved + results + offered + keys + targets + held
         target = max(rows, default=0) * q if own else 0
         return out + 2 * moved + results + offered + keys + target + int(sums + (max(beside, home) * kv * share))

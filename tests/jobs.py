@@ -559,6 +559,57 @@ def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
     return all(me.gather(same))
 
 
+def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False) -> float:
+    """The largest difference that a backward with a rank's own keys apart has to one without, be the calls on the own keys late
+    or the others, with NaN in all memory that is free."""
+    from attention import costs
+
+    fn = attention.make(name, kernel=kernel, transport="symm", **options)
+    cuda = me.device.type == "cuda"
+    dtype, local = torch.bfloat16 if cuda else torch.float32, KERNELS[kernel]
+    tokens = 512 * me.world
+    packs = [0, tokens // 4, tokens // 2, tokens] if packed else None
+    state: dict[str, bool | None] = {
+        "late": None
+    }  # the calls on one's own keys, which have an edge of the mask, or the others
+
+    def spoil() -> None:
+        for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22):
+            torch.full((size,), torch.nan, device=me.device)
+
+    def backward(*tensors: torch.Tensor, **how: Any) -> Any:
+        call = next(x for x in tensors if isinstance(x, Call))
+        if cuda and state["late"] == (not call.mask.full):
+            torch.cuda._sleep(4_000_000)
+        grads = original(*tensors, **how)
+        spoil()
+        return grads
+
+    differences = []
+    original, threshold = local.backward, costs.APART
+    try:
+        local.backward = backward  # type: ignore[method-assign]
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            shapes = [(*(() if packed else (1,)), tokens, heads, 64) for heads in (8, 4, 4, 8)]
+            q, k, v, dout = (
+                fn.shard(torch.randn(shape, generator=generator).to(me.device, dtype), packs) for shape in shapes
+            )
+            expected: list[torch.Tensor] = []
+            for apart, late in ((0, None), (threshold, None), (threshold, True), (threshold, False)):
+                costs.APART, state["late"] = apart, late
+                given = [x.clone().requires_grad_() for x in (q, k, v)]
+                found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
+                spoil()
+                if not apart:
+                    expected = [x.clone() for x in found]
+                differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
+    finally:
+        del local.backward
+        costs.APART = threshold
+    return max(me.gather(max(differences)))
+
+
 def after_a_release(me: Rank, transport: str) -> float:
     """The error of a living function's call after the symmetric memory was given back."""
     from attention.transports import held_bytes, release

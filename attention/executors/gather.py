@@ -219,6 +219,9 @@ class _Return:
         self.plan, self.group, self.number, self.apart = plan, group, number, apart
         self.queries: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
         self.moving = gather_move(plan.problem, plan.rank)
+        assert not (apart and self.moving.local), (
+            "this rank's part of the sums would be read when another offer lies there"
+        )
         *self.own, self.step = plan.steps
         self.most = self.step.most
         self.route = self.moving.route.reversed()

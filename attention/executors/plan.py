@@ -70,7 +70,9 @@ class Plan:
 
     def front(self, tokens: int) -> Front:
         """Of a backward over a shard of `tokens`."""
-        return self.transport.front if own_apart([step.owner for step in self.steps], self.rank, tokens) else INLINE
+        first, *others = self.steps
+        apart = own_apart(first.owner, self.rank, any(step.calls for step in others), tokens)
+        return self.transport.front if apart else INLINE
 
     def messages(
         self, pieces: Iterable[Piece], into: Sequence[Tensor] | None = None, first: int = 0, n: int = 2

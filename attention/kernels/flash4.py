@@ -49,9 +49,9 @@ class Flash4:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         out, lse = into or (dense_like(q), lse_like(q))
         seen, tensors = remembered(), (q, k, v, out, lse)
-        key = ("forward", *_settings(q, call), *direct.shapes(tensors))
+        key = ("forward", *_settings(q, call), *direct.forms(tensors))
         known = seen.found.get(key)
-        if isinstance(known, direct.Forward) and _aligned(out):
+        if isinstance(known, direct.Forward):
             known(*tensors)
             return out, lse
         if q.numel() == 0 or k.numel() == 0:
@@ -94,9 +94,9 @@ class Flash4:
     ) -> Triple:
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
         seen, tensors = remembered(), (q, k, v, out, dout, lse, dq, dk, dv)
-        key = ("backward", call.deterministic, *_settings(q, call), *direct.shapes(tensors))
+        key = ("backward", call.deterministic, *_settings(q, call), *direct.forms(tensors))
         known = seen.found.get(key)
-        if isinstance(known, direct.Backward) and _aligned(dq) and _aligned(dk) and _aligned(dv):
+        if isinstance(known, direct.Backward):
             known(*tensors)
             return dq, dk, dv
         if q.numel() == 0 or k.numel() == 0:
@@ -162,11 +162,6 @@ def remembered() -> direct.Remembered:
 
 def _settings(q: Tensor, call: Call) -> tuple[object, ...]:
     return q.dtype, q.get_device(), call.packed, call.mask.left, call.mask.right, call.scale
-
-
-def _aligned(x: Tensor) -> bool:
-    """As `writable` has it, of what depends on where a tensor lies alone."""
-    return x.data_ptr() % 16 == 0
 
 
 def _add_cutlass_to_path() -> None:

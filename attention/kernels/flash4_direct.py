@@ -20,6 +20,7 @@ from torch import Tensor
 
 VERSION = "4.0.0b36"
 MOST = 4096  # shapes that are remembered
+ALIGNED = 16
 FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
 
 Arguments = tuple[Any, ...]
@@ -179,8 +180,9 @@ def backward_of(launches: list[Launch], tensors: Sequence[Tensor]) -> Backward |
     )
 
 
-def shapes(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    return tuple([(x.shape, x.stride()) for x in tensors])
+def forms(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """Shapes, strides, and whether they lie as the kernels want it; where they don't, the package copies them."""
+    return tuple([(x.shape, x.stride(), x.data_ptr() % ALIGNED == 0) for x in tensors])
 
 
 def _plain(x: Tensor) -> Tensor:

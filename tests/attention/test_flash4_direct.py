@@ -130,5 +130,17 @@ def test_the_caches_are_as_before_after_an_error():
     assert type(module._flash_attn_fwd.compile_cache) is dict
 
 
-def test_a_package_without_such_caches_or_of_another_version_is_not_used():
-    assert not direct.Remembered(ModuleType("other")).usable
+def test_a_package_without_such_caches_or_of_another_version_is_not_used(monkeypatch):
+    for version, module, usable in (
+        (direct.VERSION, package(shared=True), True),
+        ("4.0.0", package(shared=True), False),
+        (None, package(shared=True), False),
+        (direct.VERSION, ModuleType("other"), False),
+    ):
+        monkeypatch.setattr(direct, "_version", lambda version=version: version)
+        assert direct.Remembered(module).usable == usable
+
+
+def test_what_lies_as_no_kernel_wants_it_is_of_another_form():
+    whole = torch.zeros(33)
+    assert direct.forms([whole[:32]]) == direct.forms([whole.clone()[:32]]) != direct.forms([whole[1:]])

@@ -32,7 +32,7 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_the_model_of_peak_memory_is_what_is_held(pool, world):
     cases = [
         case for case in CASES if world < 4 or case != ("ulysses", {"head_parts": 2})

@@ -93,3 +93,20 @@ def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in
     assert said == "rank 1: [Errno 27] File too large"
     assert found["error"] < 1e-6
     assert found["files"] == 0, "shared memory left behind"
+
+
+@pytest.mark.parametrize(
+    "name, options, packed",
+    [
+        ("ring", {}, False),
+        ("ring", {"head_parts": 2}, True),
+        ("zigzag", {"head_parts": 2}, False),
+        ("zigzag", {}, True),
+        ("stripe", {"head_parts": 4}, False),
+        ("zigzag_llama3", {"own_first": True, "heads_k_stride": 1}, False),
+        ("zigzag_llama3", {"own_first": True}, True),
+    ],
+    ids=str,
+)
+def test_own_keys_apart_give_what_they_give_in_turn(in_world, name, options, packed):
+    assert in_world("own_apart", 4, name=name, options=options, kernel="math", packed=packed) < 1e-5

@@ -42,6 +42,28 @@ def test_a_deterministic_call_gives_the_same_bits(in_world, name, transport):
     assert in_world("bitwise", 2, "cuda", name=name, kernel="flash2", transport=transport)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("ring", {}),
+        ("zigzag", {}),
+        ("zigzag", {"head_parts": 2}),
+        ("zigzag", {"head_parts": 4}),
+        ("zigzag_llama3", {"own_first": True}),
+        ("zigzag_llama3", {"own_first": True, "heads_k_stride": 1}),
+    ],
+    ids=str,
+)
+def test_own_keys_apart_give_what_they_give_in_turn_whatever_is_late(in_world, name, options, packed, world):
+    """A stream that did not follow another would read what is not there yet, or NaN where another's memory was."""
+    found = in_world(
+        "own_apart", world, "cuda", name=name, options=options, kernel="flash2", packed=packed, timeout_s=60
+    )
+    assert found < 1e-2
+
+
 @pytest.mark.parametrize("transport", ("symm", "nccl"))
 def test_blocking_launches_do_not_hang(transport, tmp_path):
     sizes = ["seq_len=2048", "heads=8", "kv_heads=2", "head_dim=128", "timing.timing_runs=3", "world_size=2"]
