@@ -1,7 +1,7 @@
 """The phase recorder that the executors call. It does nothing unless a recorder is active.
 
 Names: `comp_*` is compute, `comm_*` the transfer itself, `wait_*` the time the compute stream (or, on a CPU, the calling
-thread) stands still for a transfer: only that is exposed communication."""
+thread) stands still for a transfer: that is exposed communication, but for what another stream computes meanwhile."""
 
 from __future__ import annotations
 
