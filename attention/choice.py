@@ -734,6 +734,8 @@ class _Rank:
             return False
         first, *others = steps(self.problem, self.place)
         tokens = self.task.cu_seqlens[-1] // self.problem.world
+        if self.exchange == "ring" and costs.ring_parts(self.candidate.options, self.shapes.kv_heads, tokens) > 1:
+            return False
         return costs.own_apart(first.owner, self.place, any(step.blocks for step in others), tokens)
 
     def _pipeline(

@@ -246,7 +246,7 @@ class _Held:
         offered = kv_tokens * kv if lengths and not self.alone else 0
         own_step, *others = self.steps
         computed = any(step.blocks for step in others)
-        apart = backward and own_apart(own_step.owner, self.place, computed, kv_tokens)
+        apart = backward and parts == 1 and own_apart(own_step.owner, self.place, computed, kv_tokens)
         found = [*self.steps[1:], self.steps[0]] if apart else self.steps
         calls = tuple(union(b.q for b in step.blocks) for step in found if step.blocks)
         part = max(map(length, calls[1:]), default=0)
@@ -258,7 +258,7 @@ class _Held:
             return out + results
         summed = (stop - start) * q * self.wide + (kv_tokens * kv * self.wide if len(lengths) > 1 else 0)
         most = max(lengths, default=0)
-        own = min(2, parts) * (n * q + kv_tokens * kv) if apart else 0  # until the next part's is begun
+        own = n * q + kv_tokens * kv if apart else 0
         # two offers of dk and dv, and what came for one's own
         each = own + summed + part * q + flying * kv + (3 + apart) * most * kv
         return out + results + offered + each // parts

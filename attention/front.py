@@ -28,11 +28,8 @@ class Front(Protocol):
     def behind(self) -> AbstractContextManager[object]:
         """What is started within follows what the front was given so far, which does not wait for it."""
 
-    def moment(self) -> torch.cuda.Event | None:
-        """When all is done that was started behind so far."""
-
-    def settle(self, moment: torch.cuda.Event | None = None) -> None:
-        """What the front is given next follows all that was started behind, or had been at that moment."""
+    def settle(self) -> None:
+        """What the front is given next follows all that was started behind."""
 
 
 class Inline:
@@ -49,10 +46,7 @@ class Inline:
     def behind(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def moment(self) -> None:
-        return None
-
-    def settle(self, moment: torch.cuda.Event | None = None) -> None: ...
+    def settle(self) -> None: ...
 
 
 class CudaFront:
@@ -79,13 +73,5 @@ class CudaFront:
         self.follow(self.caller, self.stream)
         return self.back
 
-    def moment(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self.caller)
-        return event
-
-    def settle(self, moment: torch.cuda.Event | None = None) -> None:
-        if moment is None:
-            self.follow(self.stream, self.caller)
-        else:
-            self.stream.wait_event(moment)
+    def settle(self) -> None:
+        self.follow(self.stream, self.caller)

@@ -585,10 +585,16 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
         spoil()
         return grads
 
-    differences = []
+    def behind() -> Any:
+        nonlocal behinds
+        behinds += 1
+        return type(front).behind(front)
+
+    differences, behinds = [], 0
+    front = fn._transport(me.device).front
     original, threshold = local.backward, costs.APART
     try:
-        local.backward = backward  # type: ignore[method-assign]
+        local.backward, front.behind = backward, behind  # type: ignore[method-assign]
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             shapes = [(*(() if packed else (1,)), tokens, heads, 64) for heads in (8, 4, 4, 8)]
@@ -598,14 +604,15 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
             expected: list[torch.Tensor] = []
             for apart, late in ((0, None), (threshold, None), (threshold, True), (threshold, False)):
                 costs.APART, state["late"] = apart, late
-                given = [x.clone().requires_grad_() for x in (q, k, v)]
+                given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
                 spoil()
+                assert any(me.gather(behinds > before)) == (apart > 0), "the own keys were to be apart"
                 if not apart:
                     expected = [x.clone() for x in found]
                 differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
     finally:
-        del local.backward
+        del local.backward, front.behind
         costs.APART = threshold
     return max(me.gather(max(differences)))
 

@@ -68,10 +68,10 @@ class Plan:
         """The rank that a ring's place is reached at."""
         return place * self.problem.ulysses + self.head
 
-    def front(self, tokens: int) -> Front:
-        """Of a backward over a shard of `tokens`."""
+    def front(self, tokens: int, parts: int = 1) -> Front:
+        """Of a backward over a shard of `tokens`, in so many parts of the heads that it goes through all steps for."""
         first, *others = self.steps
-        apart = own_apart(first.owner, self.rank, any(step.calls for step in others), tokens)
+        apart = parts == 1 and own_apart(first.owner, self.rank, any(step.calls for step in others), tokens)
         return self.transport.front if apart else INLINE
 
     def messages(

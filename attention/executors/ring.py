@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from attention.costs import ring_parts
@@ -60,7 +59,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
             with phase("comp_block", 0):
                 return plan.kernel.backward(dout, q, k, v, out, lse, each.call, wanted)
     groups = _backward_groups(q, k, plan)
-    before = plan.front(tokens(k))
+    before = plan.front(tokens(k), len(groups))
     if wanted is None and (len(groups) > 1 or before.apart):
         wanted = (room(q, tokens(q)), room(k, tokens(k)), room(v, tokens(v)))
     rounds = [(g, i) for g in range(len(groups)) for i in range(len(plan.steps))]
@@ -130,7 +129,6 @@ class _Gradients:
     def __init__(self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, front: Front, wanted: Triple | None):
         self.q, (self.k, self.v) = q, own
         self.front, self.held = front, list[Triple]()
-        self.done: torch.cuda.Event | None = None  # of what is held
         in_q, in_k, in_v = wanted or (None, None, None)
         steps = sorted(plan.steps, key=lambda step: step.owner == plan.rank) if front.apart else plan.steps
         self.dq = Sum(q, [each.q for step in steps for each in step.calls], in_q)
@@ -140,7 +138,6 @@ class _Gradients:
     def add_own(self, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
         if self.front.apart:
             self.held.append((dq_part, dk_part, dv_part))
-            self.done = self.front.moment()  # the next group's follow it
             return
         self.dq.add(dq_part)
         self.add_keys(dk_part, dv_part)
@@ -151,7 +148,7 @@ class _Gradients:
 
     def results(self, number: int) -> Triple:
         if self.held:
-            self.front.settle(self.done)
+            self.front.settle()
         with phase("comp_merge", number):
             for dq_part, dk_part, dv_part in self.held:
                 self.dq.add(dq_part)

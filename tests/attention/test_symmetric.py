@@ -99,10 +99,10 @@ def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in
     "name, options, packed",
     [
         ("ring", {}, False),
-        ("ring", {"head_parts": 2}, True),
-        ("zigzag", {"head_parts": 2}, False),
+        ("ring", {}, True),
+        ("zigzag", {}, False),
         ("zigzag", {}, True),
-        ("stripe", {"head_parts": 4}, False),
+        ("stripe", {}, False),
         ("zigzag_llama3", {"own_first": True, "heads_k_stride": 1}, False),
         ("zigzag_llama3", {"own_first": True}, True),
     ],
