@@ -4,7 +4,7 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,30 +52,10 @@ def copy_all(pairs: Pairs) -> None:
             copy_words(plain[i : i + MOST])
 
 
-class Repeated:
-    """`copy_all` of tensors that have the shapes, dtypes and device of `like` each time, so that what copies them is found once."""
-
-    def __init__(self, like: Sequence[Tensor]):
-        self.start: Callable[..., None] | None = None
-        if 1 < len(like) <= MOST and all(x.is_cuda and x.numel() and by_words(x, x) for x in like):
-            from attention.kernels.triton_copy import words
-
-            self.start = words(tuple([x.nbytes for x in like]))
-
-    def __call__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        if self.start is not None and all(map(_as_words, (*targets, *sources))):
-            self.start(targets[0], tuple(targets), tuple(sources))
-        else:
-            copy_all(zip(targets, sources, strict=True))
-
-
-def _as_words(x: Tensor) -> bool:
-    return x.data_ptr() % 4 == 0 and x.is_contiguous()
-
-
 def by_words(target: Tensor, source: Tensor) -> bool:
     """Whether our kernel for contiguous tensors copies such a pair: whole words, which lie as words have to."""
-    return source.nbytes % 4 == 0 and source.nbytes < MOST_BYTES and _as_words(target) and _as_words(source)
+    whole = source.nbytes % 4 == 0 and source.data_ptr() % 4 == 0 and target.data_ptr() % 4 == 0
+    return whole and source.nbytes < MOST_BYTES and target.is_contiguous() and source.is_contiguous()
 
 
 def by_kernel(shape: Sequence[int], *strides: Sequence[int]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention import phases
-from attention.copies import Repeated
+from attention.copies import copy_all
 from attention.kernels.interface import UnsupportedCall
 from attention.streams import capturing, current
 from attention.tensors import holding
@@ -108,7 +108,6 @@ class _Graph:
         known = {id(x): i for i, x in enumerate(self.given)}
         self.made = list({id(x): x for x in results if id(x) not in known}.values())
         numbers = {id(x): i for i, x in enumerate(self.made)}
-        self.copy_in, self.copy_out = Repeated(self.given), Repeated(self.made)
         # of each result: whether it is an input, and which input or made tensor it is
         self.found = [(id(x) in known, known.get(id(x), numbers.get(id(x), 0))) for x in results]
 
@@ -148,10 +147,10 @@ class _Graph:
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
             self.place.enter()
-            self.copy_in(self.given, inputs)
+            copy_all(zip(self.given, inputs, strict=True))
             self.graph.replay()
             fresh = [torch.empty_like(x) for x in self.made]
-            self.copy_out(fresh, self.made)
+            copy_all(zip(fresh, self.made, strict=True))
             self.place.leave()
         return tuple([inputs[i] if is_input else fresh[i] for is_input, i in self.found])
 

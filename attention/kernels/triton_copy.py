@@ -94,14 +94,13 @@ def copy_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Each second tensor to its first: contiguous, not empty, of one dtype and as many elements a pair, a whole number of 4-byte
     words of less than 4 GiB."""
     targets, sources = (tuple([pair[i] for pair in pairs]) for i in (0, 1))
-    words(tuple([x.nbytes for x in sources]))(targets[0], targets, sources)
+    _words(tuple([x.nbytes for x in sources]))(targets[0], targets, sources)
 
 
 @lru_cache(maxsize=MOST)
-def words(sizes: tuple[int, ...]) -> Start:
-    """The start for tensors of so many bytes: of the first target, all targets and all sources."""
-    counts = tuple(size // 4 for size in sizes)
-    ends = tuple(accumulate(triton.cdiv(n, WORDS) for n in counts))
+def _words(sizes: tuple[int, ...]) -> Start:
+    words = tuple(size // 4 for size in sizes)
+    ends = tuple(accumulate(triton.cdiv(n, WORDS) for n in words))
     # twice and one more: Triton compiles other code for 1 and for multiples of 16, so once for each pattern of them
-    odd = tuple(tuple(2 * n + 1 for n in each) for each in (counts, ends))
+    odd = tuple(tuple(2 * n + 1 for n in each) for each in (words, ends))
     return Start(_copy_words, (ends[-1],), odd, N=len(sizes), WORDS=WORDS, num_warps=8)

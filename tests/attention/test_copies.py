@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.copies import Repeated, by_kernel, by_words, copy_all, moves
+from attention.copies import by_kernel, by_words, copy_all, moves
 from attention.tensors import put_, rows, take
 
 triton = pytest.importorskip("triton")
@@ -157,21 +157,6 @@ def test_copies_of_every_size_stride_and_dtype_in_one_call(device):
     targets = [torch.full_like(x, 7.0, memory_format=torch.contiguous_format) for x in sources]
     copy_all(zip(targets, sources, strict=True))
     assert all(map(torch.equal, targets, sources))
-
-
-def test_repeated_copies_take_any_places(device):
-    """Contiguous as at first, of a pitch, and where words do not lie so."""
-    like = [normal(1, 300, 4, 16, device=device).bfloat16(), normal(3, 50, device=device)]
-    again = Repeated(like)
-    for seed in range(3):
-        sources = [normal(1, 300, 4, 16, device=device, seed=seed).bfloat16(), normal(3, 50, device=device, seed=seed)]
-        wide = torch.zeros(1, 300, 8, 16, dtype=torch.bfloat16, device=device)
-        odd = torch.zeros(300 * 64 + 1, dtype=torch.bfloat16, device=device)
-        for target in (torch.zeros_like(like[0]), wide[:, :, 2:6], odd[1:].view(1, 300, 4, 16)):
-            targets = [target, torch.zeros_like(like[1])]
-            again(targets, sources)
-            assert all(map(torch.equal, targets, sources))
-    assert (again.start is not None) == (device == "cuda")
 
 
 def test_which_copies_go_by_words():
