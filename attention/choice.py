@@ -31,7 +31,9 @@ SUMMARY = "the variant, its options and the transport that the measured rates of
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 # of it that a replayed pass's copies reach, by a script that is not kept (docs/performance.md)
 COPY_SHARE = 0.85
-APART_TAIL = 0.75  # of a call's tail, where another call fills it: of scripts that are not kept, half at 2048 tokens a GPU of four, little less at 8192
+# of a call's tail, what another call beside it fills where tokens are few; nothing at costs.APART, where a GPU is at its power
+# limit: by scripts that are not kept (docs/performance.md)
+APART_FILLS = 0.6
 TILE = 128  # queries, or backward keys, that a unit does at a time
 PACK_US = 400.0  # grouping=packed: the call's lengths go to the device anew, by the measured grouped runs
 RANKS = 8  # of a larger world, so many are looked at
@@ -558,12 +560,18 @@ class _Rank:
         return self.transport == "symm"
 
     @property
+    def tokens(self) -> int:
+        """Of a place in the schedule."""
+        return self.task.cu_seqlens[-1] // self.problem.world
+
+    @property
     def parts(self) -> int:
         """In which an all-to-all computes its heads, one travelling while another computes."""
         if self.exchange != "all_to_all":
             return 1
-        tokens = self.task.cu_seqlens[-1] // self.problem.world
-        return costs.exchange_parts(self.candidate.options, self.task.shapes.kv_heads, self.problem.ulysses, tokens)
+        return costs.exchange_parts(
+            self.candidate.options, self.task.shapes.kv_heads, self.problem.ulysses, self.tokens
+        )
 
     @property
     def shapes(self) -> Shapes:
@@ -593,7 +601,7 @@ class _Rank:
         homeward = [link.seconds(step.homeward * self.kv_token) for step in self.work] if backward else []
         tail = self._tail(backward)
         busy = [self._step(step, backward) + self._calls(step) * tail for step in self.work]
-        compute, exposed = self._pipeline(busy, incoming, homeward, link.slows, backward)
+        compute, exposed = self._overlapped(busy, incoming, homeward, link.slows, backward)
         moves = sum(seconds > 0 for seconds in [*incoming, *homeward])
         host = self._host(backward, self.parts * sum(map(self._calls, self.work)), self.parts * moves)
         return Pass(compute, exposed, self._ring_merges(backward), host)
@@ -608,8 +616,7 @@ class _Rank:
             busy, [link.seconds(received[there] / n)] * n, [link.seconds(received[back] / n)] * n, link.slows
         )
         slowed = compute - sum(busy)
-        # each of several tensors, and out of the heads' places and into them
-        host = each.host + self._issue(exchanges=3 * n if self.problem.ulysses > 1 else 0)
+        host = each.host + self._issue(exchanges=2 * n if self.problem.ulysses > 1 else 0)
         return Pass(n * each.compute + slowed, n * each.exposed + exposed, n * each.merges, host)
 
     def _gather(self, backward: bool) -> Pass:
@@ -639,7 +646,7 @@ class _Rank:
             busy = [self._step(own[0], backward) + self._tail(backward), *busy]
             incoming, homeward = [0.0, *incoming], [0.0, *homeward] if backward else []
         slows = max(link.slows, home.slows if backward else 0.0)
-        compute, exposed = self._pipeline(busy, incoming, homeward, slows, backward)
+        compute, exposed = self._overlapped(busy, incoming, homeward, slows, backward)
         if "q" in received:  # queries there, results back
             exposed += 2 * home.seconds(received["q"] / 2)
         if gathered and self.task.world > 1:  # from where they arrived to their place
@@ -719,7 +726,9 @@ class _Rank:
         """What a call leaves a GPU idle. A band's tiles all take as long, so that at the end half of one is waited for on
         average; else the longest are done first."""
         each, mask = self.machine.overheads, self.problem.mask
-        seconds = each.call[backward] / 1e6 * (APART_TAIL if self._apart(backward) else 1)
+        seconds = each.call[backward] / 1e6
+        if self._apart(backward):
+            seconds *= 1 - APART_FILLS * (1 - self.tokens / costs.APART)
         if mask.left >= 0 and mask.right >= 0:
             alone = replace(self.task.shapes, batch=1, heads=1, kv_heads=1)
             flops = costs.forward_flops(alone, TILE * (mask.left + mask.right + 1)) * (
@@ -730,18 +739,15 @@ class _Rank:
 
     def _apart(self, backward: bool) -> bool:
         """Whether the first step is computed beside the others."""
-        if not (backward and self.pulls and self.exchange in ("gather", "ring", "all_to_all")):
+        if not (backward and self.pulls and costs.own_apart(self.problem, self.place)):
             return False
-        first, *others = steps(self.problem, self.place)
-        tokens = self.task.cu_seqlens[-1] // self.problem.world
-        if self.exchange == "ring" and costs.ring_parts(self.candidate.options, self.shapes.kv_heads, tokens) > 1:
-            return False
-        return costs.own_apart(first.owner, self.place, any(step.blocks for step in others), tokens)
+        in_turn = costs.ring_parts(self.candidate.options, self.shapes.kv_heads, self.tokens) > 1
+        return not (self.exchange == "ring" and in_turn)
 
-    def _pipeline(
+    def _overlapped(
         self, busy: list[float], incoming: list[float], homeward: list[float], slows: float, backward: bool
     ) -> tuple[float, float]:
-        """As the function. A step apart fills what the others wait for."""
+        """(compute, exposed communication) as `_pipeline` has it. A step apart fills what the others wait for."""
         if not self._apart(backward):
             return _pipeline(busy, incoming, homeward, slows)
         compute, exposed = _pipeline(busy[1:], incoming[1:], homeward[1:], slows)

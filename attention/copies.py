@@ -15,7 +15,7 @@ from attention.tensors import FEW, put_, rows, take
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
 MOST = 16  # pairs of one kernel
-MOST_BYTES = 1 << 32  # of a tensor twice whose words a kernel numbers by int32
+MOST_BYTES = 1 << 32  # of a tensor: our kernel is given twice the number of its words, as an int32
 MOST_PROGRAMS = 65535  # of a grid, in its last dimension
 
 

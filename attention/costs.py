@@ -32,10 +32,13 @@ def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
     return options.get("head_parts", 1) or default
 
 
-def own_apart(owner: int, rank: int, others: bool, tokens: int) -> bool:
-    """Whether a backward's first step is done apart from the others: where it is over a rank's own keys, a shard of `tokens`, and
-    in others something is computed."""
-    return others and owner == rank and tokens <= APART
+def own_apart(problem: Problem, place: int) -> bool:
+    """Whether a backward's first step is done apart from the others: where it is over the own keys, of a short shard, and in others
+    something is computed. Not where it goes through the steps for one part of the heads after another (`ring_parts`), for its
+    memory."""
+    first, *others = steps(problem, place)
+    short = problem.cu_seqlens[-1] // problem.world <= APART
+    return short and first.owner == place and any(step.blocks for step in others)
 
 
 def exchange_parts(options: Mapping[str, Any], kv_heads: int, ulysses: int, tokens: int) -> int:
@@ -244,9 +247,7 @@ class _Held:
         lengths = [length(step.keys) for step in self.steps if step.owner != self.place]
         flying = sum(sorted(lengths)[-2:])
         offered = kv_tokens * kv if lengths and not self.alone else 0
-        own_step, *others = self.steps
-        computed = any(step.blocks for step in others)
-        apart = backward and parts == 1 and own_apart(own_step.owner, self.place, computed, kv_tokens)
+        apart = backward and parts == 1 and own_apart(self.problem, self.place)
         found = [*self.steps[1:], self.steps[0]] if apart else self.steps
         calls = tuple(union(b.q for b in step.blocks) for step in found if step.blocks)
         part = max(map(length, calls[1:]), default=0)
@@ -307,7 +308,7 @@ class _Held:
         home = gather_move(problem, self.place).route.reversed().received_tokens
         most = max(length(steps(problem, place)[-1].keys) for place in range(problem.world))
         sums = min(2, self.shapes.kv_heads // stride + 1) * most * kv * share
-        if own and own_apart(own[0].owner, self.place, bool(step.blocks), self.t):
+        if own and own_apart(self.problem, self.place):
             targets = length(union(b.q for b in step.blocks)) * q
             held = int(sums + beside * kv * share) + home * kv
             return out + 2 * moved + results + offered + keys + targets + held

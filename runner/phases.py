@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from runner.statistics import quantile
@@ -24,7 +25,7 @@ def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
     here = [i for i, (name, *_) in enumerate(spans) if not name.startswith("comm_")]
     ends = sorted([(spans[i][1], 0, i) for i in here] + [(spans[i][2], 1, i) for i in here])
     going: dict[int, None] = {}
-    for (now, is_end, i), (then, *_) in zip(ends, [*ends[1:], ends[-1]] if ends else [], strict=True):
+    for (now, is_end, i), (then, *_) in pairwise(ends):
         if is_end:
             del going[i]
         else:

@@ -564,7 +564,10 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
     or the others, with NaN in all memory that is free."""
     from attention import costs
 
-    fn = attention.make(name, kernel=kernel, transport="symm", **options)
+    def make() -> Any:
+        return attention.make(name, kernel=kernel, transport="symm", **options)
+
+    fn = make()
     cuda = me.device.type == "cuda"
     dtype, local = torch.bfloat16 if cuda else torch.float32, KERNELS[kernel]
     tokens = 512 * me.world
@@ -604,6 +607,7 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
             expected: list[torch.Tensor] = []
             for apart, late in ((0, None), (threshold, None), (threshold, True), (threshold, False)):
                 costs.APART, state["late"] = apart, late
+                fn = make()  # which its plans are decided for once
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
                 spoil()

@@ -90,7 +90,7 @@ def _backward(
     dq = torch.empty_like(q) if once else torch.zeros_like(q)
     dk, dv = (torch.empty_like(x) for x in (k, v))
     returning: list[_Return] = []
-    with plan.front(tokens(k)) as front, closing(_Keys(k, v, plan, groups)) as source:
+    with plan.front() as front, closing(_Keys(k, v, plan, groups)) as source:
         incoming = source.fetch(0)
         if own:
             (each,) = own[0].calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,11 +69,13 @@ class Plan:
         """The rank that a ring's place is reached at."""
         return place * self.problem.ulysses + self.head
 
-    def front(self, tokens: int, parts: int = 1) -> Front:
-        """Of a backward over a shard of `tokens`, in so many parts of the heads that it goes through all steps for."""
-        first, *others = self.steps
-        apart = parts == 1 and own_apart(first.owner, self.rank, any(step.calls for step in others), tokens)
-        return self.transport.front if apart else INLINE
+    @cached_property
+    def own_apart(self) -> bool:
+        return own_apart(self.problem, self.rank)
+
+    def front(self, parts: int = 1) -> Front:
+        """Of a backward that goes through the steps for so many parts of the heads, one after another."""
+        return self.transport.front if parts == 1 and self.own_apart else INLINE
 
     def messages(
         self, pieces: Iterable[Piece], into: Sequence[Tensor] | None = None, first: int = 0, n: int = 2

@@ -59,7 +59,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
             with phase("comp_block", 0):
                 return plan.kernel.backward(dout, q, k, v, out, lse, each.call, wanted)
     groups = _backward_groups(q, k, plan)
-    before = plan.front(tokens(k), len(groups))
+    before = plan.front(len(groups))
     if wanted is None and (len(groups) > 1 or before.apart):
         wanted = (room(q, tokens(q)), room(k, tokens(k)), room(v, tokens(v)))
     rounds = [(g, i) for g in range(len(groups)) for i in range(len(plan.steps))]
@@ -98,8 +98,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                         grads.add_own(dq_part, dk_part, dv_part)
                     else:
                         grads.dq.add(dq_part)
-                    if home is not None and not home.direct and not mine:
-                        home.add(dk_part, dv_part)
+                        if home is not None and not home.direct:
+                            home.add(dk_part, dv_part)
                 del dq_part, dk_part, dv_part, into
             if returning is not None:
                 returning.arrive()
