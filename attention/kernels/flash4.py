@@ -18,7 +18,7 @@ from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
 
-INSTALL = "pip install flash-attn-4==4.0.0b36"
+INSTALL = f"pip install flash-attn-4=={direct.VERSION}"
 
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims on sm90; at 80 dq is wrong (4.0.0b36)
@@ -49,7 +49,7 @@ class Flash4:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         out, lse = into or (dense_like(q), lse_like(q))
         seen, tensors = remembered(), (q, k, v, out, lse)
-        key = ("forward", *_settings(q, call), *direct.forms(tensors))
+        key = _key("forward", call, tensors)
         known = seen.found.get(key)
         if isinstance(known, direct.Forward):
             known(*tensors)
@@ -74,11 +74,7 @@ class Flash4:
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
         )
-        if call.packed or not seen.usable or key in seen.found:
-            result = run()
-        else:
-            result, launches = seen.watched(run)
-            seen.keep(key, direct.forward_of(launches, tensors))
+        result = seen.call(key, run, lambda launches: direct.forward_of(launches, tensors))
         return settle((result[0], result[1]), (out, lse))
 
     def backward(
@@ -94,7 +90,7 @@ class Flash4:
     ) -> Triple:
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
         seen, tensors = remembered(), (q, k, v, out, dout, lse, dq, dk, dv)
-        key = ("backward", call.deterministic, *_settings(q, call), *direct.forms(tensors))
+        key = None if call.deterministic else _key("backward", call, tensors)
         known = seen.found.get(key)
         if isinstance(known, direct.Backward):
             known(*tensors)
@@ -123,11 +119,7 @@ class Flash4:
             dk=dk if writable(dk) else None,
             dv=dv if writable(dv) else None,
         )
-        if call.packed or not seen.usable or key in seen.found:
-            result = run()
-        else:
-            result, launches = seen.watched(run)
-            seen.keep(key, direct.backward_of(launches, tensors))
+        result = seen.call(key, run, lambda launches: direct.backward_of(launches, tensors))
         return settle(result, (dq, dk, dv))
 
 
@@ -160,8 +152,13 @@ def remembered() -> direct.Remembered:
     return direct.Remembered(_functions())
 
 
-def _settings(q: Tensor, call: Call) -> tuple[object, ...]:
-    return q.dtype, q.get_device(), call.packed, call.mask.left, call.mask.right, call.scale
+def _key(which: str, call: Call, tensors: tuple[Tensor, ...]) -> object:
+    """All that the package's choice of kernels, and what they take beside the tensors, depends on. None of a pack: more is launched
+    for it than kernels on its tensors."""
+    if call.packed:
+        return None
+    q = tensors[0]
+    return which, q.dtype, q.get_device(), call.mask.left, call.mask.right, call.scale, *direct.forms(tensors)
 
 
 def _add_cutlass_to_path() -> None:

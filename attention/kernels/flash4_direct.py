@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ Launch = tuple[Callable[..., object], Arguments]
 
 @dataclass(frozen=True)
 class Forward:
-    """q, k, v, out, lse, and what else the kernel takes."""
+    """The kernel of a dense `Call`, of tensors as `Call` has them, and what it takes beside them."""
 
     kernel: Callable[..., object]
     rest: Arguments
@@ -40,7 +40,8 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Rows' sums and LSEs, and zeros for dq; the gradients; dq out of fp32, and dk and dv, which several heads add to."""
+    """The kernels of a dense `Call`'s backward, in order: `before` gives each row's sum of out * dout and its LSE, base 2, and zeros
+    for dq; `main` the gradients, dq in fp32, and dk and dv too where several heads add to them; `after` rounds those."""
 
     before: Launch
     main: Launch
@@ -78,6 +79,10 @@ class Backward:
             kernel(given, grad, *rest)
 
 
+Known = Forward | Backward | None
+R = TypeVar("R")
+
+
 class _Seen:
     """In place of a function's compiled kernels while a thread's call is remembered."""
 
@@ -108,13 +113,23 @@ class Remembered:
 
     def __init__(self, module: ModuleType):
         self.module = module
-        self.found: dict[object, Forward | Backward | None] = {}
+        self.found: dict[object, Known] = {}
         self.lock = threading.Lock()
         self.usable = _version() == VERSION and all(
             hasattr(getattr(module, name, None), "compile_cache") for name in FUNCTIONS
         )
 
-    def watched(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], list[Launch]]:
+    def call(self, key: object, run: Callable[[], R], of: Callable[[list[Launch]], Known]) -> R:
+        """What `run` gives; what it launches is kept as `of` makes it where the key is new. None is no key."""
+        if key is None or key in self.found or not self.usable:
+            return run()
+        result, launches = self.watched(run)
+        if len(self.found) >= MOST:
+            self.found.clear()
+        self.found[key] = of(launches)
+        return result
+
+    def watched(self, run: Callable[[], R]) -> tuple[R, list[Launch]]:
         """What `run` gives, and what it launches."""
         launches: list[Launch] = []
         with self.lock:
@@ -128,11 +143,6 @@ class Remembered:
                 for function, kernels in zip(functions, before, strict=True):
                     function.compile_cache = kernels
         return result, launches
-
-    def keep(self, key: object, found: Forward | Backward | None) -> None:
-        if len(self.found) >= MOST:
-            self.found.clear()
-        self.found[key] = found
 
 
 def forward_of(launches: list[Launch], tensors: Sequence[Tensor]) -> Forward | None:

@@ -5,8 +5,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from naive import assert_matches, normal
 
+from attention.kernels import KERNELS, Call, flash4
 from attention.kernels import flash4_direct as direct
+from attention.masks import CAUSAL, FULL
 
 
 def forward_kernel(q, k, v, out, lse, scale, *rest):
@@ -144,3 +147,89 @@ def test_a_package_without_such_caches_or_of_another_version_is_not_used(monkeyp
 def test_what_lies_as_no_kernel_wants_it_is_of_another_form():
     whole = torch.zeros(33)
     assert direct.forms([whole[:32]]) == direct.forms([whole.clone()[:32]]) != direct.forms([whole[1:]])
+
+
+def interface(calls: list[str]) -> ModuleType:
+    """What `kernel=flash4` calls of the package, of as many heads as KV heads, on a CPU: the same functions and arguments, each with
+    its cache, and attention by plain PyTorch in the kernels. `calls`: the functions that were called."""
+
+    def launched(function, key, kernel, *arguments):
+        if key not in function.compile_cache:
+            function.compile_cache[key] = kernel
+        function.compile_cache[key](*arguments)
+
+    def probabilities(q, k, lse, scale, causal):
+        s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+        if causal:
+            s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2]), -torch.inf)
+        return (s.softmax(-1), s.logsumexp(-1)) if lse is None else ((s - lse.unsqueeze(-1)).exp(), lse)
+
+    def attend(causal):
+        def kernel(q, k, v, out, lse, scale, *_):
+            p, found = probabilities(q, k, None, scale, causal)
+            out.copy_(torch.einsum("bhqk,bkhd->bqhd", p, v))
+            lse.copy_(found)
+
+        return kernel
+
+    def gradients(causal):
+        def kernel(q, k, v, dout, logs, sums, wide_q, dk, dv, scale, *_):
+            p, _ = probabilities(q, k, logs / 2, scale, causal)
+            ds = p * (torch.einsum("bqhd,bkhd->bhqk", dout, v) - sums.unsqueeze(-1)) * scale
+            wide_q += torch.einsum("bhqk,bkhd->bqhd", ds, k).flatten(-2)
+            dk.copy_(torch.einsum("bhqk,bqhd->bkhd", ds, q))
+            dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout))
+
+        return kernel
+
+    def forward(q, k, v, *, causal, window_size_left, window_size_right, softmax_scale, out, lse, return_lse):
+        calls.append("forward")
+        launched(forward, causal, attend(causal), q.detach(), k, v, out, lse, softmax_scale, None)
+        return out, lse, None, None, None
+
+    def before(*arguments):
+        launched(before, 0, before_kernel, *arguments)
+
+    def after(*arguments):
+        launched(after, 0, after_kernel, *arguments)
+
+    def backward(q, k, v, out, dout, lse, *, causal, softmax_scale, deterministic, dq, dk, dv, **window):
+        calls.append("backward")
+        sums, logs, wide_q = torch.empty_like(lse), torch.empty_like(lse), torch.empty(q.flatten(-2).shape)
+        before(out, dout, sums, lse, logs, wide_q, None)
+        launched(
+            backward, causal, gradients(causal), q, k, v, dout, logs, sums, wide_q, dk, dv, softmax_scale, None
+        )  # fmt: skip
+        after(wide_q, dq, 1.0)
+        return dq, dk, dv
+
+    module = ModuleType("interface")
+    module._flash_attn_fwd, module._flash_attn_bwd = forward, backward
+    module._bwd_preprocess, module._bwd_postprocess_convert = before, after
+    for function in (forward, backward, before, after):
+        function.compile_cache = {}
+    return module
+
+
+@pytest.mark.parametrize("version, again", [(direct.VERSION, 0), ("4.0.0", 1)])
+def test_the_kernel_asks_the_package_once_a_form_and_only_its_own_version(monkeypatch, version, again):
+    calls: list[str] = []
+    module = interface(calls)
+    monkeypatch.setattr(direct, "_version", lambda: version)
+    monkeypatch.setattr(flash4, "interface", lambda: (module, ""))
+    flash4.remembered.cache_clear()
+    try:
+        for mask in (FULL, CAUSAL):
+            for turn in range(3):
+                shapes = [(2, 24, 3, 8), (2, 40, 3, 8), (2, 40, 3, 8), (2, 24, 3, 8)]
+                q, k, v, dout = (normal(*s, dtype=torch.float32, seed=9 * turn + i) for i, s in enumerate(shapes))
+                calls.clear()
+                assert_matches(KERNELS["flash4"], q.requires_grad_(turn == 2), k, v, dout, Call(0.3, mask))
+                assert calls == (["forward", "backward"] if turn == 0 else ["forward", "backward"] * again)
+        calls.clear()
+        apart = torch.zeros(q.numel() + 1)[1:].view(q.shape).copy_(q.detach())  # as kernels do not want it
+        KERNELS["flash4"].forward(apart, k, v, Call(0.3, CAUSAL))
+        KERNELS["flash4"].forward(q, k, v, Call(0.4, CAUSAL))
+        assert calls == ["forward", "forward"]
+    finally:
+        flash4.remembered.cache_clear()
