@@ -30,7 +30,8 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
     heads), `batch` (1), `dtype` (torch.bfloat16), `causal` (False), `window`, `backward` (True), `q_tokens` of a decode,
     `device` (CUDA where there is one), `memory_gb` that a rank may hold beside its inputs (a GPU's whole memory),
     `ceilings` that stand for the links, and for the rates of a GPU that is not in their table;
-    `graphed` where calls are captured in a CUDA graph, `graphs` where their passes are, as by `make(graphs=True)`;
+    `graphed` where calls are captured in a CUDA graph, `graphs` where their passes are, as by `make(graphs=True)`, or "auto" where
+    they may be;
     `deterministic` as `make` has it. `trials`: of so many variants (two at least), those in front by the model, the best is run on
     random inputs and the fastest taken, in some seconds, or of long sequences some iterations each, in which all ranks take part;
     what all of them hold is held at once, and what they exchange through is kept, as any call's is, until `transports.release()`.
@@ -80,7 +81,6 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
         group=group,
         kernel=kernel,
         deterministic=bool(given.get("deterministic")),
-        graphs=bool(given.get("graphs")),
         device=device,
         dtype=dtype,
     )
@@ -108,8 +108,7 @@ def machine(
     works = transports.resolve(transport, device)
     if task.world > 1:
         works = transports.select(transport, device, group).name
-    replayed = bool(given.get("graphs"))  # over NCCL a capture may hang
-    both = ["nccl"] if cuda and transport == "auto" and works != "nccl" and not replayed else []
+    both = ["nccl"] if cuda and transport == "auto" and works != "nccl" else []
     memory = given.get("memory_gb")
     return Machine(
         kernels.gpu_name() if cuda else "",
@@ -120,8 +119,8 @@ def machine(
         "cuda" if cuda else "cpu",
         memory * 1e9 if memory is not None else torch.cuda.get_device_properties(device).total_memory if cuda else None,
         given.get("ceilings"),
-        replayed or bool(given.get("graphed")),
-        replayed,
+        bool(given.get("graphed")),
+        given.get("graphs") or False,
     )
 
 

@@ -9,6 +9,7 @@ slowest rank counts. It is meant to order candidates, not to predict millisecond
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -28,6 +29,7 @@ from attention.variants import VARIANTS, Variant, check_heads
 AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": None}  # of attention=auto itself
 SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
+REPLAYED_WORTH = 1.05  # a replay counts as so much longer, for the memory that it keeps
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 # of it that a replayed pass's copies reach, by a script that is not kept (docs/performance.md)
 COPY_SHARE = 0.85
@@ -138,12 +140,28 @@ class Machine:
     memory: float | None = None
     ceilings: Ceilings | None = None
     graphed: bool = False  # calls are captured in a CUDA graph, whose replay costs the host nothing
-    copies: bool = False  # of passes that are (graphs=True), inputs are copied in and results out
+    # their passes are (`make(graphs=True)`), inputs copied in and results out; "auto": where that is faster
+    replayed: bool | str = False
     found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def symmetric(self) -> bool:
         return "symm" in self.transports
+
+    @property
+    def ways(self) -> tuple[Machine, ...]:
+        """This machine with passes launched by the host, or replayed; both where that is to be decided."""
+        over = ("symm",) if self.symmetric else self.transports  # over NCCL a capture may hang
+        launched = replace(self, replayed=False)
+        replayed = replace(self, graphed=True, replayed=True, transports=over)
+        if self.replayed == "auto":
+            return (launched, replayed) if self.replays else (launched,)
+        return (replayed,) if self.replayed else (launched,)
+
+    @property
+    def replays(self) -> bool:
+        """Whether passes can be replayed here."""
+        return self.device == "cuda" and self.symmetric and not self.graphed
 
     @property
     def otherwise(self) -> Ceilings:
@@ -237,6 +255,7 @@ class Estimate:
     kernel: str
     forward: Pass
     backward: Pass | None
+    graphs: bool = False  # whether passes are replayed
 
     @property
     def ms(self) -> float:
@@ -244,13 +263,13 @@ class Estimate:
 
     @property
     def label(self) -> str:
-        return f"{self.candidate.label}, {self.transport}"
+        return f"{self.candidate.label}, {self.transport}{', graphs' if self.graphs else ''}"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`estimates` are sorted, the fastest first; `left_out`: candidates by their label, and why; `tried`: ms that those that were
-    run took, by label, the fastest first."""
+    """`estimates` are sorted, the fastest first, where a replay counts as `REPLAYED_WORTH` times its time; `left_out`: candidates by
+    their label, and why; `tried`: ms that those that were run took, by label, the fastest first."""
 
     estimates: tuple[Estimate, ...]
     left_out: Mapping[str, str]
@@ -280,7 +299,10 @@ class Choice:
         if self.tried:
             return f"{text}; tried: {'; '.join(f'{label} {_ms(ms)} ms' for label, ms in self.tried.items())}"
         other = next((e for e in self.estimates if e.candidate.variant != best.candidate.variant), None)
-        return f"{text}; next {other.label}: {_ms(other.ms)} ms" if other else text
+        text += f"; next {other.label}: {_ms(other.ms)} ms" if other else ""
+        otherwise = next((e for e in self.estimates if e.graphs != best.graphs), None)
+        way = "launched by the host" if best.graphs else "replayed"
+        return f"{text}; {way} {otherwise.label}: {_ms(otherwise.ms)} ms" if otherwise else text
 
     def plain(self) -> dict[str, Any]:
         """As a result records it."""
@@ -288,12 +310,21 @@ class Choice:
         return {
             "variant": best.candidate.variant,
             "options": dict(best.candidate.options),
+            "graphs": best.graphs,
             "why": self.why,
             "basis": self.basis,
             "estimates_ms": {e.label: round(e.ms, 6) for e in self.estimates},
             "tried_ms": dict(self.tried) or None,
             "left_out": dict(self.left_out),
         }
+
+
+def check_graphs(name: str, graphs: Any) -> None:
+    """Raises ValueError for what is neither whether passes are replayed nor, of attention=auto, "auto"."""
+    if graphs == "auto" and name != AUTO:
+        raise ValueError(f"graphs='auto': attention=auto decides that; for {name} give True or False")
+    if not isinstance(graphs, bool) and graphs != "auto":
+        raise ValueError(f"graphs={graphs!r}: must be True or False, or of attention=auto 'auto'")
 
 
 def check_trials(trials: Any) -> None:
@@ -307,23 +338,17 @@ def check_trials(trials: Any) -> None:
 def choose(task: Task, machine: Machine) -> Choice:
     """The candidates' estimates. Raises ValueError, with every variant's reason, where none can do the task."""
     able, left_out = candidates(task)
+    first, *others = machine.ways[:1] if task.decode else machine.ways
     found = []
     for candidate in able:
         try:
-            kernel = machine.kernel(masks(candidate.problem(task)))
-            _check_memory(candidate, task, machine)
-            if candidate.options.get("grouping") == "fused" and not machine.measured("triton"):
-                raise ValueError("no rate of our Triton kernel was measured here")
-            if candidate.options.get("grouping") == "packed" and machine.graphed:
-                raise ValueError("sends lengths to the GPU in each pass, which a CUDA graph can't")
-            if candidate.options.get("reduce") == "fused" and not (machine.device == "cuda" and machine.symmetric):
-                raise ValueError("needs CUDA GPUs with symmetric memory")
+            found += _estimates(candidate, task, first)
         except ValueError as error:
             left_out[candidate.label] = str(error)
             continue
-        # a world of one moves nothing
-        for transport in machine.transports if task.world > 1 else machine.transports[:1]:
-            found.append(estimate(candidate, task, machine, kernel, transport))
+        for way in others:
+            with suppress(ValueError):
+                found += _estimates(candidate, task, way)
     if not found:
         raise ValueError(nothing(task, left_out))
     known = machine.measured(found[0].kernel) and task.shapes.itemsize == 2
@@ -331,8 +356,24 @@ def choose(task: Task, machine: Machine) -> Choice:
     if task.world > 1:
         linked = any(m.gpu == machine.gpu for m in machine.links)
         basis += f"; links: {f'measured on {machine.gpu}' if linked else machine.otherwise.source}"
-    replayable = machine.device == "cuda" and machine.symmetric and not (machine.graphed or task.decode)
-    return Choice(tuple(sorted(found, key=lambda e: e.ms)), left_out, basis, replayable)
+    replayable = machine.replays and not (machine.replayed or task.decode)
+    found.sort(key=lambda e: e.ms * (REPLAYED_WORTH if e.graphs else 1))
+    return Choice(tuple(found), left_out, basis, replayable)
+
+
+def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estimate]:
+    """Over each transport. Raises ValueError for what this machine does not do."""
+    kernel = machine.kernel(masks(candidate.problem(task)))
+    _check_memory(candidate, task, machine)
+    if candidate.options.get("grouping") == "fused" and not machine.measured("triton"):
+        raise ValueError("no rate of our Triton kernel was measured here")
+    if candidate.options.get("grouping") == "packed" and machine.graphed:
+        raise ValueError("sends lengths to the GPU in each pass, which a CUDA graph can't")
+    if candidate.options.get("reduce") == "fused" and not (machine.device == "cuda" and machine.symmetric):
+        raise ValueError("needs CUDA GPUs with symmetric memory")
+    # a world of one moves nothing
+    transports = machine.transports if task.world > 1 else machine.transports[:1]
+    return [estimate(candidate, task, machine, kernel, transport) for transport in transports]
 
 
 def nothing(task: Task, left_out: Mapping[str, str]) -> str:
@@ -420,8 +461,21 @@ def _check_memory(candidate: Candidate, task: Task, machine: Machine) -> None:
     v, problem = VARIANTS[candidate.variant], candidate.problem(task)
     ranks = [place * problem.ulysses for place in _places(problem)]
     peak = max(costs.peak_bytes(v, problem, task.shapes, rank, candidate.options, task.backward) for rank in ranks)
+    if machine.replayed:
+        peak += sum(_copied_bytes(task, problem, backward) for backward in (False, True)[: 1 + task.backward])
     if peak > machine.memory:
         raise ValueError(f"holds {peak / 2**30:.2f} GiB beside the inputs, of {machine.memory / 2**30:.2f} allowed")
+
+
+def _copied_bytes(task: Task, problem: Problem, backward: bool) -> int:
+    """Of a replayed pass: q, k and v in and out out; backward dout, q, k, v and out in and their gradients out. What an all-to-all
+    exchanged it keeps for the backward, beside what it gives."""
+    sizes, tokens = task.shapes, task.cu_seqlens[-1] // task.world
+    q, k = (tokens * sizes.batch * n * sizes.head_dim * sizes.itemsize for n in (sizes.heads, sizes.kv_heads))
+    copied = 4 * q + 4 * k if backward else 2 * q + 2 * k
+    if task.backward and not backward and problem.ulysses > 1:
+        copied += 2 * q + 2 * k
+    return copied
 
 
 def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, transport: str) -> Estimate:
@@ -430,7 +484,7 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
     ranks = [_Rank(candidate, task, machine, kernel, transport, problem, place) for place in _places(problem)]
     forward = max((r.one_pass(False) for r in ranks), key=lambda p: p.ms)
     backward = max((r.one_pass(True) for r in ranks), key=lambda p: p.ms) if task.backward else None
-    return Estimate(candidate, transport, kernel, forward, backward)
+    return Estimate(candidate, transport, kernel, forward, backward, machine.replayed is True)
 
 
 @dataclass(frozen=True)
@@ -683,16 +737,9 @@ class _Rank:
         return Pass(sum(self._step(step, False) for step in self.work), exposed, 0.0, host)
 
     def _copies(self, backward: bool) -> float:
-        """q, k and v in and out out; backward dout, q, k, v and out in and their gradients out. What an all-to-all exchanged it
-        keeps for the backward, beside what it gives."""
-        if not self.machine.copies:
+        if not self.machine.replayed:
             return 0.0
-        sizes, tokens = self.task.shapes, self.task.cu_seqlens[-1] // self.task.world
-        q, k = (tokens * sizes.batch * n * sizes.head_dim * sizes.itemsize for n in (sizes.heads, sizes.kv_heads))
-        moved = 4 * q + 4 * k if backward else 2 * q + 2 * k
-        if self.task.backward and not backward and self.problem.ulysses > 1:
-            moved += 2 * q + 2 * k
-        return self.machine.copied(2 * moved) / COPY_SHARE
+        return self.machine.copied(2 * _copied_bytes(self.task, self.problem, backward)) / COPY_SHARE
 
     def _received(self, backward: bool) -> Mapping[str, int]:
         rank = self.place * self.problem.ulysses

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attention import automatic, kernels, transports
-from attention.choice import AUTO, SUMMARY, Choice
+from attention.choice import AUTO, SUMMARY, Choice, check_graphs
 from attention.executors import EXECUTORS, grouping
 from attention.executors.plan import Plan, masks_of, plan_steps, resized
 from attention.graphs import Replays
@@ -44,25 +44,26 @@ def make(
     kernel: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    graphs: bool = False,
+    graphs: bool | str = False,
     **options: Any,
 ) -> ContextParallel:
     """The variant `name` as a function over `group` (default: the default group; without one, a world of one).
 
     graphs: forward and backward of a call whose shapes (of a pack the lengths) came before are replayed from CUDA graphs, so
     that the host launches each at once: for few tokens a GPU, where it takes longer than the GPU. Costs memory for copies of
-    inputs and results.
+    inputs and results. "auto", of attention "auto" only: where that should be faster.
     options: the variant's own, see `python -m runner.catalog attention`; of "auto", which gives the variant that should be
     fastest, the problem's shapes (`automatic.decide`), and the function's `choice` then says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
     if name == AUTO:
         _check_names(kernel, transport)
+        check_graphs(name, graphs)
         choice = automatic.decide(
             group, kernel, transport, {**options, "graphs": graphs, "deterministic": deterministic}
         )
-        name, transport = choice.best.candidate.variant, choice.best.transport
-        options = dict(choice.best.candidate.options)
+        best = choice.best
+        name, transport, options = best.candidate.variant, best.transport, dict(best.candidate.options)
     chosen = variant(name)
     for option in options:
         if option.startswith("dropout"):
@@ -71,7 +72,11 @@ def make(
             known = ", ".join(chosen.options) or "none"
             raise ValueError(f"{option}={options[option]!r}: {name} has no such option; its options: {known}")
     _check_names(kernel, transport)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options}, graphs)
+    replayed = choice.best.graphs if choice is not None else graphs
+    check_graphs(name, replayed)
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options}, bool(replayed))
+    if fn.replays is not None:
+        fn.replays.asked = graphs is True
     fn.choice = choice
     return fn
 
@@ -427,8 +432,11 @@ class _Attention(torch.autograd.Function):
         if dout is None:  # peers may have one, and exchange with this rank
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
-        if ctx.replays is not None and torch.is_grad_enabled():
-            raise UnsupportedCall(
-                "graphs=True: create_graph=True: a replay has no gradient of its own; use graphs=False"
-            )
-        return *_backward(dout.contiguous(), ctx.saved_tensors, ctx.plan, ctx.replays), None, None
+        replays = ctx.replays
+        if replays is not None and torch.is_grad_enabled():
+            if replays.asked:
+                raise UnsupportedCall(
+                    "graphs=True: create_graph=True: a replay has no gradient of its own; use graphs=False"
+                )
+            replays = None
+        return *_backward(dout.contiguous(), ctx.saved_tensors, ctx.plan, replays), None, None

@@ -31,12 +31,11 @@ def by_trial(
     group: dist.ProcessGroup | None,
     kernel: str,
     deterministic: bool,
-    graphs: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Choice:
     """The choice with what was tried, by label the ms of an iteration on the slowest rank: of each of the first `most` variants
-    the best estimated candidate. One that can't be run is left out with its reason. Collective over the group. All candidates'
+    the best estimated candidate, launched and replayed where that is in question. One that can't be run is left out with its reason. Collective over the group. All candidates'
     memory is held at once. Raises what running them raises on one rank alone, whose peers then wait for it."""
     estimates = contenders(choice, most)
     if len(estimates) < 2:
@@ -47,7 +46,7 @@ def by_trial(
     with torch.inference_mode(False), torch.enable_grad():
         for e in estimates:
             variant, options = VARIANTS[e.candidate.variant], dict(e.candidate.options)
-            fn = ContextParallel(variant, group, kernel, e.transport, deterministic, options, graphs)
+            fn = ContextParallel(variant, group, kernel, e.transport, deterministic, options, e.graphs)
             reason = _refused(fn, inputs)
             if reason is not None:
                 left_out[e.label] = reason
@@ -63,11 +62,13 @@ def by_trial(
 
 
 def contenders(choice: Choice, most: int) -> list[Estimate]:
-    """The best estimate of each of the first `most` variants."""
-    first: dict[str, Estimate] = {}
+    """The best estimate of each of the first `most` variants, one of each way in which passes are launched."""
+    names = list(dict.fromkeys(e.candidate.variant for e in choice.estimates))[:most]
+    first: dict[tuple[str, bool], Estimate] = {}
     for e in choice.estimates:
-        first.setdefault(e.candidate.variant, e)
-    return list(first.values())[:most]
+        if e.candidate.variant in names:
+            first.setdefault((e.candidate.variant, e.graphs), e)
+    return list(first.values())
 
 
 class _Inputs:

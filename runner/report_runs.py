@@ -93,6 +93,8 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
     took = None
     if "variant" in chosen:  # by attention=auto, which may take another in each workload
         took = " ".join([str(chosen["variant"]), *(f"{k}={v}" for k, v in options.items() if v is not None)])
+        if config.get("graphs") == "auto" and chosen["graphs"]:
+            took += " graphs=true"
         options = {}
     facts = {
         "attention": row["attention"],
@@ -114,7 +116,7 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
         "transport": None
         if chosen["transport"] in ("none", "auto") or row["attention"] in PEERS
         else chosen["transport"],
-        "graphs": bool(config.get("graphs")),  # results of before there were any don't say
+        "graphs": config.get("graphs") or False,  # results of before there were any don't say
         "took": took,
         "asked_kernel": asked["kernel"],
         "asked_transport": asked["transport"],
@@ -239,7 +241,7 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]
 
 def _made(run: Run, key: str) -> str:
     if key == "graphs":
-        return "graphs=true" if run.facts[key] else ""
+        return f"graphs={str(run.facts[key]).lower()}" if run.facts[key] else ""
     return str(run.facts[key])
 
 

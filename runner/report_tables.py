@@ -75,7 +75,7 @@ def fact(run: Run, key: str, varying: set[tuple[str, str]]) -> str:
     if key == "attention" and run.facts["took"]:
         return f"{value}: {run.facts['took']}"
     if key == "graphs":
-        return "true" if value else ""
+        return str(value).lower() if value else ""
     if key == "mode":
         return str(value).replace("_", " and ")
     return f"{value:,}" if key in ("seq_len", "q_len") and isinstance(value, int) else str(value)

@@ -134,7 +134,8 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("chosen"):
         found |= {key: value["chosen"][key] for key in ("kernel", "transport")}
         if "variant" in value["chosen"]:  # by attention=auto
-            found["options"] = f"{value['chosen']['variant']} {found['options']}".strip()
+            replayed = "graphs=True" if config.get("graphs") == "auto" and value["chosen"]["graphs"] else ""
+            found["options"] = " ".join(filter(None, [value["chosen"]["variant"], found["options"], replayed]))
     if value.get("timing"):
         for which, summary in value["timing"]["passes"].items():
             found[f"{which}_ms"] = summary["median"]

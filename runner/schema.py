@@ -130,7 +130,7 @@ class RunConf:
     baseline: str = "single"
     phases: bool = True
     deterministic: bool = False
-    graphs: bool = False  # passes are replayed from CUDA graphs, inputs and results copied: for few tokens a GPU
+    graphs: Any = False  # passes are replayed from CUDA graphs, inputs and results copied: for few tokens a GPU. auto: as attention=auto decides
     resume: bool = False
     output: str = "outputs"
 
@@ -248,7 +248,7 @@ class Experiment:
     baseline: str
     phases: bool
     deterministic: bool
-    graphs: bool
+    graphs: bool | str
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -355,11 +355,15 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["counters"] and (device != "cuda" or world > 1):
         raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
-    if cfg.graphs and device == "cpu":
+    try:
+        choice.check_graphs(name, cfg.graphs)
+    except ValueError as error:
+        raise InvalidConfig(str(error)) from None
+    if cfg.graphs is True and device == "cpu":
         raise UnsupportedHere("graphs=true on a CPU: CUDA graphs need a GPU; graphs=false works here")
     if cfg.graphs and timing["method"] == "cudagraph":
         raise InvalidConfig(
-            "graphs=true timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
+            f"graphs={str(cfg.graphs).lower()} timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
         )
     if _tried(cfg) and timing["method"] == "cudagraph":
         raise InvalidConfig(

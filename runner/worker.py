@@ -141,7 +141,8 @@ def _decided(spec: Experiment, choice: Choice) -> Experiment:
     """The experiment with the variant that auto took."""
     best = choice.best
     transport = best.transport if spec.world_size > 1 else spec.transport
-    return replace(spec, variant=best.candidate.variant, options=dict(best.candidate.options), transport=transport)
+    options = dict(best.candidate.options)
+    return replace(spec, variant=best.candidate.variant, options=options, transport=transport, graphs=best.graphs)
 
 
 def _together(me: Rank, make: Any) -> Any:

@@ -346,7 +346,7 @@ def counted(
 
 
 def by_trial(
-    me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), graphs: bool = False, **given: Any
+    me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), graphs: bool | str = False, **given: Any
 ) -> list[dict[str, Any]]:
     """What auto takes by trial on each rank, where executors may be slow, or fail before they exchange anything."""
     executors = attention.executors.EXECUTORS

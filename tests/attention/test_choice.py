@@ -15,6 +15,7 @@ from attention.links import Link, Measured, find, parse, through
 from attention.masks import CAUSAL, FULL, Mask
 from attention.rates import CallClass, Rate
 from attention.schedules import length
+from attention.trials import contenders
 from attention.variants import VARIANTS
 
 GPU = "NVIDIA Test 1"
@@ -112,20 +113,64 @@ def test_a_graph_takes_the_host_out():
     assert graphed.best.ms < eager.best.ms
 
 
+def test_replays_are_taken_where_the_host_is_slower_than_they_are():
+    for tokens in (2048, 4096, 16384, 131072):
+        short = task(tokens=tokens)
+        launched, replayed, found = (choose(short, machine(replayed=x)) for x in (False, True, "auto"))
+        assert not any(e.graphs for e in launched.estimates) and all(e.graphs for e in replayed.estimates)
+        assert {e.label for e in found.estimates} == {e.label for e in launched.estimates + replayed.estimates}
+        worth = replayed.best.ms * choice.REPLAYED_WORTH < launched.best.ms
+        assert found.best == (replayed if worth else launched).best and found.plain()["graphs"] == worth
+        assert worth == (tokens < 32768)
+        assert ("launched by the host" if worth else "replayed") in found.why and "graphs=True" not in found.why
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [{"transports": ("nccl",)}, {"graphed": True}, {"device": "cpu"}, {"memory": 1}, {"q_tokens": 1}],
+    ids=str,
+)
+def test_what_can_not_be_replayed_is_launched(kept):
+    short, kept = task(tokens=4096, backward=False), dict(kept)
+    if "q_tokens" in kept:
+        short = replace(short, mask=FULL, q_tokens=kept.pop("q_tokens"))
+    if "memory" in kept:  # what its copies take is one byte too much
+        best = choose(short, machine(replayed="auto")).best
+        v, problem = VARIANTS[best.candidate.variant], best.candidate.problem(short)
+        peaks = [costs.peak_bytes(v, problem, short.shapes, rank, best.candidate.options, False) for rank in range(4)]
+        kept["memory"] = max(peaks) + 1024 * (2 * 32 + 2 * 8) * 128 * 2 - 1
+        assert any(e.graphs for e in choose(short, machine(replayed="auto", memory=kept["memory"] + 1)).estimates)
+        assert best.label not in {e.label for e in choose(short, machine(replayed="auto", **kept)).estimates}
+        return
+    found = choose(short, machine(replayed="auto", **kept))
+    assert not any(e.graphs for e in found.estimates)
+    assert found.estimates == choose(short, machine(**kept)).estimates
+
+
+def test_of_a_few_variants_both_ways_are_tried_where_both_are_in_question():
+    found = choose(task(tokens=4096), machine(replayed="auto"))
+    names = list(dict.fromkeys(e.candidate.variant for e in found.estimates))
+    tried = contenders(found, 2)
+    assert {(e.candidate.variant, e.graphs) for e in tried} == {(n, on) for n in names[:2] for on in (False, True)}
+    for e in tried:
+        alike = [x for x in found.estimates if (x.candidate.variant, x.graphs) == (e.candidate.variant, e.graphs)]
+        assert e.ms == min(x.ms for x in alike)
+
+
 def test_replayed_passes_pay_for_copies_and_an_all_to_all_for_what_it_keeps():
     def copies(tokens: int, label: str, **kept) -> tuple[float, ...]:
-        found = choose(task(tokens=tokens), machine(graphed=True, **kept))
+        found = choose(task(tokens=tokens), machine(**(kept or {"graphed": True})))
         best = next(e for e in found.estimates if e.label == label)
         assert ("copies for graphs" in found.why) == bool(kept)
         return tuple(p.copies for p in (best.forward, best.backward))
 
     assert copies(8192, "zigzag, symm") == (0, 0)
-    forward, backward = copies(8192, "zigzag, symm", copies=True)
+    forward, backward = copies(8192, "zigzag, symm, graphs", replayed=True)
     # 2048 tokens a rank of 32 and 8 heads: q, out, k and v, read and written, at 0.85 of 4 TB/s
     assert forward == pytest.approx(2 * 2048 * (2 * 32 + 2 * 8) * 128 * 2 / 3.4e9)
     assert backward == pytest.approx(2 * forward)
-    assert copies(8192, "ulysses, symm", copies=True) == pytest.approx((2 * forward, backward))
-    assert copies(16384, "zigzag, symm", copies=True) == pytest.approx((2 * forward, 2 * backward))
+    assert copies(8192, "ulysses, symm, graphs", replayed=True) == pytest.approx((2 * forward, backward))
+    assert copies(16384, "zigzag, symm, graphs", replayed=True) == pytest.approx((2 * forward, 2 * backward))
 
 
 def test_each_call_within_a_band_waits_for_its_last_tiles():
@@ -384,6 +429,17 @@ def test_make_gives_the_variant_that_was_chosen():
     fn = attention.make("auto", tokens=64, heads=4, head_dim=16, causal=True, dtype=torch.float32)
     assert fn.variant.name == "dense" == fn.choice.best.candidate.variant
     assert attention.make("ring").choice is None
+
+
+def test_only_auto_decides_on_graphs():
+    given = {"tokens": 64, "heads": 4, "head_dim": 16, "dtype": torch.float32}
+    fn = attention.make("auto", graphs="auto", **given)  # which a CPU has none of
+    assert fn.replays is None and not fn.choice.best.graphs
+    with pytest.raises(ValueError, match="graphs='auto': attention=auto decides that; for zigzag give True or False"):
+        attention.make("zigzag", graphs="auto")
+    for name, more in (("ring", {}), ("auto", given)):
+        with pytest.raises(ValueError, match="graphs='perhaps': must be True or False"):
+            attention.make(name, graphs="perhaps", **more)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -1,12 +1,14 @@
 """What is captured and replayed when, and what a replay gives, with runs in place of captures: CUDA graphs need a GPU
 (test_symmetric_gpu)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import function, graphs
+from attention import automatic, choice, function, graphs
 from attention.phases import Recorder, recording
 from attention.transports import Nothing, release
 from attention.variants import VARIANTS
@@ -158,6 +160,24 @@ def test_a_replay_has_no_gradient_of_its_own():
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     with pytest.raises(attention.UnsupportedCall, match="create_graph=True"):
         torch.autograd.grad(fn(q, q, q).sum(), q, create_graph=True)
+
+
+def test_what_auto_replays_is_launched_where_it_has_to_be(monkeypatch):
+    def replayed(task, machine):
+        found = choice.choose(task, machine)
+        return replace(found, estimates=tuple(replace(e, graphs=True) for e in found.estimates))
+
+    monkeypatch.setattr(automatic, "choose", replayed)
+    given = {"tokens": 8, "heads": 2, "head_dim": 16, "dtype": torch.float32, "kernel": "math"}
+    asked, decided = (attention.make("auto", graphs=graphs, **given) for graphs in (True, "auto"))
+    q = torch.randn(1, 8, 2, 16, requires_grad=True)
+    with pytest.raises(attention.UnsupportedCall, match="create_graph=True"):
+        torch.autograd.grad(asked(q, q, q).sum(), q, create_graph=True)
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(decided(q, q, q).sum(), q, create_graph=True)
+        (other,) = torch.autograd.grad(decided(q, q, q).sum(), q)
+        torch.testing.assert_close(grad, other)
+    assert captured(decided.replays) == [True, True]
 
 
 def test_what_sends_lengths_in_each_pass_is_refused(monkeypatch):

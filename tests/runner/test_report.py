@@ -386,6 +386,18 @@ def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
     assert "graphs" not in report_tables.same([runs[0]])
 
 
+def test_what_auto_replays_of_itself_is_said(tmp_path):
+    values = [result("auto", ms, seq_len=seq_len) for ms, seq_len in ((2, 8192), (20, 65536))]
+    for value, replayed in zip(values, (True, False), strict=True):
+        value["chosen"] |= {"variant": "zigzag", "graphs": replayed}
+        value["config"]["graphs"] = "auto"
+        value["experiment"]["graphs"] = replayed
+    runs = report_runs.read([written(tmp_path, *values)])
+    assert cells(runs_table(runs), "attention") == ["auto: zigzag graphs=true", "auto: zigzag"]
+    assert "graphs=auto" in report_tables.same(runs)
+    assert [results.row(value)["options"] for value in values] == ["zigzag graphs=True", "zigzag"]
+
+
 def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(tmp_path):
     values = [result("auto", 2, seq_len=8192, options={"head_parts": 2}), result("auto", 2, seq_len=16384)]
     for value, took in zip(values, ("ulysses", "zigzag"), strict=True):

@@ -172,8 +172,15 @@ def test_what_the_machine_lacks_is_unsupported_and_says_what_would_work(case):
 def test_passes_are_not_replayed_within_replays_of_whole_calls():
     assert resolved("graphs=true", gpus=2).graphs
     assert not resolved(gpus=2).graphs
+    assert resolved("graphs=auto", "attention=auto", gpus=2).graphs == "auto"
+    assert resolved("graphs=auto", "attention=auto", gpus=0).graphs == "auto"  # which launches there
     with pytest.raises(InvalidConfig, match=r"graphs=true timing=cudagraph: .* use one of the two"):
         resolved("graphs=true", "timing=cudagraph", gpus=2)
+    with pytest.raises(InvalidConfig, match=r"graphs=auto timing=cudagraph: .* use one of the two"):
+        resolved("graphs=auto", "attention=auto", "timing=cudagraph", gpus=2)
+    for name, graphs in (("zigzag", "auto"), ("auto", "perhaps"), ("zigzag", 1)):
+        with pytest.raises(InvalidConfig, match=f"graphs='?{graphs}'?: "):
+            resolved(f"graphs={graphs}", f"attention={name}", gpus=2)
 
 
 def test_cuda_without_gpus_does_not_suggest_fewer_ranks():
