@@ -655,7 +655,11 @@ class _Rank:
         homeward = [link.seconds(step.homeward * self.kv_token) for step in self.work] if backward else []
         tail = self._tail(backward)
         busy = [self._step(step, backward) + self._calls(step) * tail for step in self.work]
-        compute, exposed = self._overlapped(busy, incoming, homeward, link.slows, backward)
+        share = 1 / self.ring_parts
+        if backward and share < 1:
+            homeward[-1] *= share
+        own_last = share if backward and share < 1 else 0.0
+        compute, exposed = self._overlapped(busy, incoming, homeward, link.slows, backward, own_last)
         moves = sum(seconds > 0 for seconds in [*incoming, *homeward])
         host = self._host(backward, self.parts * sum(map(self._calls, self.work)), self.parts * moves)
         return Pass(compute, exposed, self._ring_merges(backward), host)
@@ -696,11 +700,12 @@ class _Rank:
             copies = self.machine.copied(2 * rows * sizes.batch * sizes.head_dim * sizes.itemsize)
             copies += len(groups) * PACK_US / 1e6
         busy = [self._step(step, backward) * share + calls * self._tail(backward) for share in shares]
+        own_last = shares[-1] if own and backward and len(groups) > 1 and not self._apart(backward) else 0.0
         if own:  # whose keys are here, and whose gradients stay
-            busy = [self._step(own[0], backward) + self._tail(backward), *busy]
+            busy = [self._step(own[0], backward) + (2 if own_last else 1) * self._tail(backward), *busy]
             incoming, homeward = [0.0, *incoming], [0.0, *homeward] if backward else []
         slows = max(link.slows, home.slows if backward else 0.0)
-        compute, exposed = self._overlapped(busy, incoming, homeward, slows, backward)
+        compute, exposed = self._overlapped(busy, incoming, homeward, slows, backward, own_last)
         if "q" in received:  # queries there, results back
             exposed += 2 * home.seconds(received["q"] / 2)
         if gathered and self.task.world > 1:  # from where they arrived to their place
@@ -788,13 +793,29 @@ class _Rank:
         """Whether the first step is computed beside the others."""
         if not (backward and self.pulls and costs.own_apart(self.problem, self.place)):
             return False
-        in_turn = costs.ring_parts(self.candidate.options, self.shapes.kv_heads, self.tokens) > 1
-        return not (self.exchange == "ring" and in_turn)
+        return self.ring_parts == 1
+
+    @property
+    def ring_parts(self) -> int:
+        """In which a ring's backward goes through the heads."""
+        if self.exchange != "ring":
+            return 1
+        return costs.ring_parts(self.candidate.options, self.shapes.kv_heads, self.tokens)
 
     def _overlapped(
-        self, busy: list[float], incoming: list[float], homeward: list[float], slows: float, backward: bool
+        self,
+        busy: list[float],
+        incoming: list[float],
+        homeward: list[float],
+        slows: float,
+        backward: bool,
+        own_last: float = 0.0,
     ) -> tuple[float, float]:
-        """(compute, exposed communication) as `_pipeline` has it. A step apart fills what the others wait for."""
+        """(compute, exposed communication) as `_pipeline` has it. A first step apart fills what the others wait for; where a share
+        of it comes last it does what the last gradients are waited for."""
+        if own_last:
+            compute, exposed = _pipeline(busy, incoming, [*homeward[:-1], 0.0], slows)
+            return compute, exposed + max(0.0, homeward[-1] - own_last * busy[0])
         if not self._apart(backward):
             return _pipeline(busy, incoming, homeward, slows)
         compute, exposed = _pipeline(busy[1:], incoming[1:], homeward[1:], slows)

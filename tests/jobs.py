@@ -560,12 +560,12 @@ def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
 
 
 def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False) -> float:
-    """The largest difference that a backward with a rank's own keys apart has to one without, be the calls on the own keys late
-    or the others, with NaN in all memory that is free."""
+    """The largest difference that a backward with a rank's own keys apart, or of the last group of heads last, has to one with
+    them first, be the calls on the own keys late or the others, with NaN in all memory that is free."""
     from attention import costs
 
-    def make() -> Any:
-        return attention.make(name, kernel=kernel, transport="symm", **options)
+    def make(**more: Any) -> Any:
+        return attention.make(name, kernel=kernel, transport="symm", **{**options, **more})
 
     fn = make()
     cuda = me.device.type == "cuda"
@@ -594,6 +594,7 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
         return type(front).behind(front)
 
     differences, behinds = [], 0
+    halves = {"head_parts": 2} if fn.variant.exchange == "ring" else {"heads_k_stride": 2}
     front = fn._transport(me.device).front
     original, threshold = local.backward, costs.APART
     try:
@@ -605,14 +606,17 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
                 fn.shard(torch.randn(shape, generator=generator).to(me.device, dtype), packs) for shape in shapes
             )
             expected: list[torch.Tensor] = []
-            for apart, late in ((0, None), (threshold, None), (threshold, True), (threshold, False)):
+            ways = [(threshold, {}, late) for late in (None, True, False)] + [
+                (0, halves, late) for late in (None, True, False)
+            ]
+            for apart, more, late in [(0, {}, None), *ways]:
                 costs.APART, state["late"] = apart, late
-                fn = make()  # which its plans are decided for once
+                fn = make(**more)  # which its plans are decided for once
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
                 spoil()
                 assert any(me.gather(behinds > before)) == (apart > 0), "the own keys were to be apart"
-                if not apart:
+                if not expected:
                     expected = [x.clone() for x in found]
                 differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
     finally:

@@ -1,7 +1,7 @@
 """The gather executor: the needed keys of all ranks come together in sequence order, a group of KV heads at a time, the
 next group travelling while this one computes; each query chunk is then one call, and nothing is merged. Backward gathers
 again, and each owner sums its ranks' dk and dv in fp32. A schedule that begins with the rank's own keys computes on them
-while the others' travel, and merges."""
+while the others' travel, in a backward of several groups on the last one's at the end, while gradients do, and merges."""
 
 from __future__ import annotations
 
@@ -91,22 +91,31 @@ def _backward(
     dk, dv = (torch.empty_like(x) for x in (k, v))
     returning: list[_Return] = []
     with plan.front() as front, closing(_Keys(k, v, plan, groups)) as source:
-        incoming = source.fetch(0)
-        if own:
+        own_groups = _own_groups(groups, front.apart) if own else []
+
+        def compute_own(heads: HeadGroup) -> None:
             (each,) = own[0].calls
+            of_q, of_k = heads.queries, heads.keys
             with front.behind(), phase("comp_block", 0):
-                plan.kernel.backward(dout, q, k, v, out, lse, each.call, (dq, dk, dv))
+                into = heads.of((dq, dk, dv))
+                plan.kernel.backward(of_q(dout), of_q(q), of_k(k), of_k(v), of_q(out), of_q(lse), each.call, into)
+
+        incoming = source.fetch(0)
+        for heads in own_groups[:1]:
+            compute_own(heads)
         for i, group in enumerate(groups):
             keys, values = incoming.wait()
             if i + 1 < len(groups):
                 incoming = source.fetch(i + 1)
-            home = _Return(keys, plan, group, i + len(own), front.apart)
+            home = _Return(keys, plan, group, i + len(own), front.apart, group in own_groups[1:])
             here = group.queries
             home.compute(here(dout), here(q), here(out), here(lse), here(dq), keys, values)
             if not front.apart:
                 _finish(returning, dk, dv)
             home.start()
             returning.append(home)
+        for heads in own_groups[1:]:
+            compute_own(heads)
         front.settle()
         _finish(returning, dk, dv)
     return dq, dk, dv
@@ -117,6 +126,14 @@ def _groups(q: Tensor, k: Tensor, plan: Plan, backward: bool = False) -> list[He
     pulls, first = plan.transport.pulls, len(plan.steps) == 1
     stride, most = plan.options["heads_k_stride"], plan.steps[-1].most
     return head_groups(q.shape[-2], k.shape[-2], stride, pulls and first, pulls and backward, most)
+
+
+def _own_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
+    """Of which heads the own keys are computed before the groups, and after them."""
+    last = groups[-1]
+    if apart or len(groups) == 1:
+        return [HeadGroup(0, last.k_stop, 0, last.q_stop)]
+    return [HeadGroup(0, last.k_start, 0, last.q_start), last]
 
 
 def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
@@ -213,10 +230,12 @@ def _finish(returning: list[_Return], dk: Tensor, dv: Tensor) -> None:
 
 class _Return:
     """dk and dv of one head group: computed, sent home and summed there, in fp32 at each place. Where the own keys are a step of
-    their own, dq, dk and dv hold what these gave, to which the rest is added; where that step is `apart`, at the end."""
+    their own, dq, dk and dv hold what these gave, to which the rest is added; where that step is `apart`, or follows (`own_last`),
+    at the end."""
 
-    def __init__(self, keys: Tensor, plan: Plan, group: HeadGroup, number: int, apart: bool):
+    def __init__(self, keys: Tensor, plan: Plan, group: HeadGroup, number: int, apart: bool, own_last: bool):
         self.plan, self.group, self.number, self.apart = plan, group, number, apart
+        self.late = apart or own_last
         self.queries: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
         self.moving = gather_move(plan.problem, plan.rank)
         assert not (apart and self.moving.local), (
@@ -259,7 +278,7 @@ class _Return:
             if self.own:
                 ends = zip(each.q, side_by_side(each.q), strict=True)
                 self.queries += [(take(dq, (rows,)), take(target, (here,))) for rows, here in ends]
-                if not self.apart:
+                if not self.late:
                     self._add_queries()
             del target  # or it would be held beside the next
             parts.append((each.k, dkv[0], dkv[1]))

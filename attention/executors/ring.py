@@ -4,7 +4,8 @@ dk and dv go straight home and are summed there in fp32. A schedule with one ste
 
 What parts a token of out, dq, dk and dv will have is known beforehand, so that only what lies between its first and its
 last part is ever kept in fp32. A long backward goes through the ring once for each half of the heads: what it holds beside
-its inputs and results is halved, and the second half's keys travel while the first computes."""
+its inputs and results is halved, and the second half's keys travel while the first computes. The last time the own keys
+come last, so that the other steps' gradients are home by the end."""
 
 from __future__ import annotations
 
@@ -62,18 +63,20 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
     before = plan.front(len(groups))
     if wanted is None and (len(groups) > 1 or before.apart):
         wanted = (room(q, tokens(q)), room(k, tokens(k)), room(v, tokens(v)))
-    rounds = [(g, i) for g in range(len(groups)) for i in range(len(plan.steps))]
+    rounds = _rounds(len(groups), plan)
     sums: list[_Gradients] = []
     returning: _Return | None = None
     with before as front, closing(_Keys(k, v, plan, groups)) as source:
-        incoming = source.fetch(0)
+        incoming = source.fetch(rounds[0][1])
         for ahead, (g, i) in enumerate(rounds, 1):
             keys, values = incoming.wait()
             if ahead < len(rounds):
                 incoming = source.fetch(rounds[ahead][1], rounds[ahead][0])
             heads, own, step = groups[g].queries, source.mine[g], plan.steps[i]
-            if i == 0:
-                sums.append(_Gradients(heads(q), own, plan, front, groups[g].of(wanted) if wanted else None))
+            first = len(sums) == g
+            if first:
+                last, given = front.apart or _own_last(g, len(groups)), groups[g].of(wanted) if wanted else None
+                sums.append(_Gradients(heads(q), own, plan, front, last, given))
             grads, mine = sums[g], step.owner == plan.rank
             home = _Return(grads, plan, i) if step.most else None
             for each in step.calls:
@@ -103,7 +106,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                 del dq_part, dk_part, dv_part, into
             if returning is not None:
                 returning.arrive()
-            if g and i == 0:
+            if g and first:
                 sums[g - 1].results(len(plan.steps))
             if home is not None:
                 home.start()
@@ -112,6 +115,18 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
             returning.arrive()
         found = sums[-1].results(len(plan.steps))
     return wanted if wanted is not None and len(groups) > 1 else found
+
+
+def _rounds(groups: int, plan: Plan) -> list[tuple[int, int]]:
+    """Of which group of heads each step is computed, in order."""
+    in_turn = range(len(plan.steps))
+    others_first = sorted(in_turn, key=lambda i: plan.steps[i].owner == plan.rank)
+    return [(g, i) for g in range(groups) for i in (others_first if _own_last(g, groups) else in_turn)]
+
+
+def _own_last(group: int, groups: int) -> bool:
+    """Whether the own keys are a group's last step, while gradients travel. Of the first they are the first, while keys do."""
+    return 0 < group == groups - 1
 
 
 def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
@@ -123,20 +138,22 @@ def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
 
 
 class _Gradients:
-    """The gradients of one group of heads, summed up as their parts come, those of the own keys last where they are computed
-    behind; in `wanted` where that is given."""
+    """The gradients of one group of heads, summed up as their parts come, or with `own_last` those of the own keys at the end; in
+    `wanted` where that is given."""
 
-    def __init__(self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, front: Front, wanted: Triple | None):
+    def __init__(
+        self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, front: Front, own_last: bool, wanted: Triple | None
+    ):
         self.q, (self.k, self.v) = q, own
-        self.front, self.held = front, list[Triple]()
+        self.front, self.own_last, self.held = front, own_last, list[Triple]()
         in_q, in_k, in_v = wanted or (None, None, None)
-        steps = sorted(plan.steps, key=lambda step: step.owner == plan.rank) if front.apart else plan.steps
+        steps = sorted(plan.steps, key=lambda step: step.owner == plan.rank) if own_last else plan.steps
         self.dq = Sum(q, [each.q for step in steps for each in step.calls], in_q)
-        key_parts = _key_parts(plan, front.apart)
+        key_parts = _key_parts(plan, own_last)
         self.dk, self.dv = (Sum(x, key_parts, into) for x, into in ((self.k, in_k), (self.v, in_v)))
 
     def add_own(self, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
-        if self.front.apart:
+        if self.own_last:
             self.held.append((dq_part, dk_part, dv_part))
             return
         self.dq.add(dq_part)
