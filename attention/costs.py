@@ -259,7 +259,7 @@ class _Held:
             return out + results
         summed = (stop - start) * q * self.wide + (kv_tokens * kv * self.wide if len(lengths) > 1 else 0)
         most = max(lengths, default=0)
-        own = n * q + kv_tokens * kv if apart else 0
+        own = n * q + kv_tokens * kv if apart and not self.wide else 0  # else the results
         # two offers of dk and dv, and what came for one's own
         each = own + summed + part * q + flying * kv + (3 + apart) * most * kv
         return out + results + offered + each // parts

@@ -559,7 +559,9 @@ def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
     return all(me.gather(same))
 
 
-def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False) -> float:
+def own_apart(
+    me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False, dtype: str = "bfloat16"
+) -> float:
     """The largest difference that a backward with a rank's own keys apart, or of the last group of heads last, has to one with
     them first, be the calls on the own keys late or the others, with NaN in all memory that is free."""
     from attention import costs
@@ -569,7 +571,7 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
 
     fn = make()
     cuda = me.device.type == "cuda"
-    dtype, local = torch.bfloat16 if cuda else torch.float32, KERNELS[kernel]
+    local = KERNELS[kernel]
     tokens = 512 * me.world
     packs = [0, tokens // 4, tokens // 2, tokens] if packed else None
     state: dict[str, bool | None] = {
@@ -603,7 +605,8 @@ def own_apart(me: Rank, name: str, options: dict[str, Any], kernel: str, packed:
             generator = torch.Generator().manual_seed(seed)
             shapes = [(*(() if packed else (1,)), tokens, heads, 64) for heads in (8, 4, 4, 8)]
             q, k, v, dout = (
-                fn.shard(torch.randn(shape, generator=generator).to(me.device, dtype), packs) for shape in shapes
+                fn.shard(torch.randn(shape, generator=generator).to(me.device, getattr(torch, dtype)), packs)
+                for shape in shapes
             )
             expected: list[torch.Tensor] = []
             ways = [(threshold, {}, late) for late in (None, True, False)] + [

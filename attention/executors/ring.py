@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.costs import ring_parts
 from attention.executors.heads import HeadGroup, head_groups
-from attention.executors.plan import Plan
+from attention.executors.plan import LocalCall, Plan
 from attention.front import Front
 from attention.kernels.interface import Triple
 from attention.layouts import largest
@@ -24,7 +24,7 @@ from attention.merge import Accumulator
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import Sum
-from attention.tensors import room, rooms, take, token_dim, tokens
+from attention.tensors import room, rooms, take, tokens, wide
 from attention.transfers import Intervals, side_by_side
 from attention.transports import Handle, Message, Offer
 
@@ -54,11 +54,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
 def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = None) -> Triple:
     """Gradients of this rank's shards, from the final out and lse; in `wanted` where that is given."""
     q, k, v, out, lse = saved
-    if len(plan.steps) == 1 and len(plan.steps[0].calls) == 1:
-        each = plan.steps[0].calls[0]
-        if each.q == ((0, q.shape[token_dim(q)]),) and each.k == ((0, k.shape[token_dim(k)]),):
-            with phase("comp_block", 0):
-                return plan.kernel.backward(dout, q, k, v, out, lse, each.call, wanted)
+    if len(plan.steps) == 1 and len(plan.steps[0].calls) == 1 and _of_all(plan.steps[0].calls[0], q, k):
+        with phase("comp_block", 0):
+            return plan.kernel.backward(dout, q, k, v, out, lse, plan.steps[0].calls[0].call, wanted)
     groups = _backward_groups(q, k, plan)
     before = plan.front(len(groups))
     if wanted is None and (len(groups) > 1 or before.apart):
@@ -83,8 +81,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                 into: Triple | None = None
                 if home is not None and home.direct:
                     into = (room(grads.q, length(each.q)), home.parts[0], home.parts[1])
-                elif mine and front.apart:
-                    into = (room(grads.q, length(each.q)), room(grads.k, length(each.k)), room(grads.v, length(each.k)))
+                elif mine:
+                    into = grads.own_rooms(each)
                 with front.behind() if mine else nullcontext(), phase("comp_block", i):
                     dq_part, dk_part, dv_part = plan.kernel.backward(
                         take(heads(dout), each.q),
@@ -117,6 +115,10 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
     return wanted if wanted is not None and len(groups) > 1 else found
 
 
+def _of_all(each: LocalCall, q: Tensor, k: Tensor) -> bool:
+    return each.q == ((0, tokens(q)),) and each.k == ((0, tokens(k)),)
+
+
 def _rounds(groups: int, plan: Plan) -> list[tuple[int, int]]:
     """Of which group of heads each step is computed, in order."""
     in_turn = range(len(plan.steps))
@@ -145,12 +147,21 @@ class _Gradients:
         self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, front: Front, own_last: bool, wanted: Triple | None
     ):
         self.q, (self.k, self.v) = q, own
-        self.front, self.own_last, self.held = front, own_last, list[Triple]()
+        self.front, self.own_last, self.wanted, self.held = front, own_last, wanted, list[Triple]()
         in_q, in_k, in_v = wanted or (None, None, None)
         steps = sorted(plan.steps, key=lambda step: step.owner == plan.rank) if own_last else plan.steps
         self.dq = Sum(q, [each.q for step in steps for each in step.calls], in_q)
         key_parts = _key_parts(plan, own_last)
         self.dk, self.dv = (Sum(x, key_parts, into) for x, into in ((self.k, in_k), (self.v, in_v)))
+
+    def own_rooms(self, each: LocalCall) -> Triple | None:
+        """Where a call on the own keys should write: where it has all tokens and comes last the result, to which the other parts are
+        then added, unless that is wide and has their sum so far; else, of memory of the front, what it needs."""
+        if self.own_last and self.q.dtype != wide(self.q.dtype) and _of_all(each, self.q, self.k):
+            return self.wanted
+        if not self.front.apart:
+            return None
+        return room(self.q, length(each.q)), room(self.k, length(each.k)), room(self.v, length(each.k))
 
     def add_own(self, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
         if self.own_last:
