@@ -3,7 +3,7 @@ and of parts that come one by one. On CUDA one Triton kernel reads every part on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +18,7 @@ from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
 MANY = 2 * MOST  # of more the tokens are added by their numbers
+TOGETHER = 4  # sums of one kernel
 
 Parts = Sequence[tuple[Tensor, Intervals]]
 
@@ -29,18 +30,35 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
     Any strides, but for a contiguous last dim. A part may lie in out itself, at the place of its tokens.
 
     Raises ValueError for a part that has not as many tokens as its intervals, or a strided last dim."""
-    for part, intervals in parts:
-        _check(part.shape, intervals, out.shape)
-    if not out.is_cuda:
-        sum_eager(out, parts)
-    elif sum(len(intervals) for _, intervals in parts) <= MANY:
+    sum_all([(out, parts)])
+
+
+def sum_all(sums: Iterable[tuple[Tensor, Parts]]) -> None:
+    """As `sum_parts` of each, none of which reads what another writes; on CUDA those that are alike, as dk's and dv's are, in one
+    launch."""
+    alike: dict[object, list[tuple[Tensor, Parts]]] = {}
+    for out, parts in sums:
+        for part, intervals in parts:
+            _check(part.shape, intervals, out.shape)
+        if not out.is_cuda:
+            sum_eager(out, parts)
+        elif sum(len(intervals) for _, intervals in parts) <= MANY:
+            form = *_form(out), *((*_form(part), intervals) for part, intervals in parts)
+            alike.setdefault(form, []).append((out, parts))
+        elif all(rows(x.shape, x.stride()) for x in (out, *(part for part, _ in parts))):
+            sum_numbered(out, parts)
+        else:
+            sum_eager(out, parts)
+    if alike:
         from attention.kernels.triton_sum import sum_triton
 
-        sum_triton(out, parts)
-    elif all(rows(x.shape, x.stride()) for x in (out, *(part for part, _ in parts))):
-        sum_numbered(out, parts)
-    else:
-        sum_eager(out, parts)
+        for found in alike.values():
+            for i in range(0, len(found), TOGETHER):
+                sum_triton(found[i : i + TOGETHER])
+
+
+def _form(x: Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 @lru_cache(maxsize=4096)
@@ -94,10 +112,15 @@ class Sum:
         self.number = 0  # of the part to come
 
     def add(self, part: Tensor) -> None:
+        add_all([(self, part)])
+
+    def adding(self, part: Tensor) -> list[_Addition]:
+        """What is to be summed for the part, after which it is `added`."""
         if self.out is None and may_be_result(part, self.like, self.parts):
             self.out = part
         out = self._begun()
         self.kept[self.number] = part
+        found = []
         for each in self.passes.bundles[self.number]:
             piece = take(part, each.at)
             if not each.first:
@@ -106,11 +129,12 @@ class Sum:
                 )
                 into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
                 target, everything = take(into, rows), ((0, length(rows)),)
-                sum_parts(target, [(take(first, places), everything), (piece, everything)])
-                if len(rows) > 1:  # which are a copy
-                    put_(into, rows, target)
+                found.append(_Addition(target, [(take(first, places), everything), (piece, everything)], into, rows))
             elif each.last and part is not out:
                 put_(out, each.rows, piece)
+        return found
+
+    def added(self) -> None:
         self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
         self.number += 1
 
@@ -126,6 +150,30 @@ class Sum:
             for start, stop in self.passes.bare if len(self.passes.bare) <= FEW else [(0, tokens(self.out))]:
                 cut(self.out, start, stop - start).zero_()
         return self.out
+
+
+@dataclass(frozen=True)
+class _Addition:
+    """The sum of `parts`, written to `target`: the tokens `rows` of `into`, as a view where they are one stretch."""
+
+    target: Tensor
+    parts: Parts
+    into: Tensor
+    rows: Intervals
+
+    def settle(self) -> None:
+        if len(self.rows) > 1:  # a copy
+            put_(self.into, self.rows, self.target)
+
+
+def add_all(pairs: Sequence[tuple[Sum, Tensor]]) -> None:
+    """Add to each sum its next part, to those that are alike in the same launches."""
+    additions = [each for total, part in pairs for each in total.adding(part)]
+    sum_all((each.target, each.parts) for each in additions)
+    for each in additions:
+        each.settle()
+    for total, _ in pairs:
+        total.added()
 
 
 class Running:

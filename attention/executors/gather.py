@@ -18,7 +18,7 @@ from attention.executors.plan import Plan
 from attention.merge import empty_result, merge
 from attention.phases import phase
 from attention.schedules import length
-from attention.sums import sum_parts
+from attention.sums import sum_all, sum_parts
 from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Message, Offer
@@ -285,8 +285,7 @@ class _Return:
         if len(parts) == 1 and parts[0][0] == everything:
             return
         with phase("comp_merge", self.number):
-            for i, total in enumerate(self.sums):
-                sum_parts(total, [(pair[i], places) for places, *pair in parts])
+            sum_all((total, [(pair[i], places) for places, *pair in parts]) for i, total in enumerate(self.sums))
 
     def start(self) -> None:
         plan, route = self.plan, self.route
@@ -313,6 +312,7 @@ class _Return:
         if self.queries:
             self._add_queries()
         self.handle.wait()
+        sums: list[tuple[Tensor, list[tuple[Tensor, Intervals]]]] = []
         with phase("comp_merge", self.number):
             for i, grad in enumerate((dk, dv)):
                 here, place = (tuple(x[end] for x in self.moving.local) for end in (0, 1))
@@ -325,4 +325,5 @@ class _Return:
                 total = self.group.keys(grad)
                 if self.own:
                     parts.append((total, ((0, tokens(total)),)))
-                sum_parts(total, parts)
+                sums.append((total, parts))
+            sum_all(sums)

@@ -23,7 +23,7 @@ from attention.layouts import largest
 from attention.merge import Accumulator
 from attention.phases import phase
 from attention.schedules import length
-from attention.sums import Sum
+from attention.sums import Sum, add_all
 from attention.tensors import room, rooms, take, tokens, wide
 from attention.transfers import Intervals, side_by_side
 from attention.transports import Handle, Message, Offer
@@ -171,8 +171,7 @@ class _Gradients:
         self.add_keys(dk_part, dv_part)
 
     def add_keys(self, dk_part: Tensor, dv_part: Tensor) -> None:
-        self.dk.add(dk_part)
-        self.dv.add(dv_part)
+        add_all([(self.dk, dk_part), (self.dv, dv_part)])
 
     def results(self, number: int) -> Triple:
         if self.held:
@@ -260,8 +259,7 @@ class _Return:
             self.totals = [Sum(part, [each.k for each in step.calls], into=part) for part in self.parts]
 
     def add(self, dk_part: Tensor, dv_part: Tensor) -> None:
-        for total, part in zip(self.totals, (dk_part, dv_part), strict=True):
-            total.add(part)
+        add_all(list(zip(self.totals, (dk_part, dv_part), strict=True)))
 
     def start(self) -> None:
         plan, apart = self.plan, self.sums.front.apart

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.kernels.interface import Call, Pair, Triple, settle
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 from attention.merge import Accumulator
-from attention.sums import Sum
+from attention.sums import Sum, add_all
 from attention.tensors import take, wide
 
 WINDOW_CHUNK = 512  # queries a windowed part: its explicit mask is [512, 512 + window]
@@ -148,8 +148,7 @@ def _dense_backward(
             call.scale,
             mask,
         )
-        for total, grad in zip(sums, grads, strict=True):
-            total.add(grad)
+        add_all(list(zip(sums, grads, strict=True)))
     dq, dk, dv = (total.result() for total in sums)
     return dq, dk, dv
 

@@ -1,8 +1,9 @@
-"""The sum of parts over different tokens as one Triton kernel: a program takes a tile of tokens and of the elements that
-lie side by side in all tensors, of all heads where their heads do."""
+"""The sum of parts over different tokens as one Triton kernel, several at once that are alike: a program takes a tile of tokens
+and of the elements that lie side by side in all tensors of one of them, of all heads where their heads do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,7 +27,8 @@ UNIT = 16
 
 @triton.jit(do_not_specialize=["first", "last"])
 def _sum(  # type: ignore[no-untyped-def]
-    out,
+    lead,
+    outs,
     parts,
     out_b,
     out_t,
@@ -41,6 +43,7 @@ def _sum(  # type: ignore[no-untyped-def]
     last,
     heads,
     columns,
+    M: tl.constexpr,
     N: tl.constexpr,
     WIDE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -49,27 +52,37 @@ def _sum(  # type: ignore[no-untyped-def]
 ):
     t = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    h = (tl.program_id(2) % heads).to(tl.int64)
-    b = (tl.program_id(2) // heads).to(tl.int64)
+    which = tl.program_id(2) % M
+    h = (tl.program_id(2) // M % heads).to(tl.int64)
+    b = (tl.program_id(2) // M // heads).to(tl.int64)
+    out = outs[0]
+    for j in tl.static_range(1, M):
+        out = tl.where(which == j, outs[j], out)
     inside = (c < columns)[None, :]
     total = tl.zeros([ROWS, COLUMNS], WIDE)
     for i in tl.static_range(N):
         here = (t >= starts[i] // UNIT) & (t < stops[i] // UNIT) & (t < last)
         row = (t - starts[i] // UNIT + places[i] // UNIT).to(tl.int64)
-        at = parts[i] + b * parts_b[i] + h * parts_h[i] + row[:, None] * parts_t[i] + c[None, :]
+        part = parts[i * M]
+        for j in tl.static_range(1, M):
+            part = tl.where(which == j, parts[i * M + j], part)
+        at = part + b * parts_b[i] + h * parts_h[i] + row[:, None] * parts_t[i] + c[None, :]
         total += tl.load(at, mask=here[:, None] & inside, other=0.0).to(WIDE)
     tl.debug_barrier()  # a part may lie in out, and be read by threads that do not write it
     at = out + b * out_b + h * out_h + t.to(tl.int64)[:, None] * out_t + c[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(t < last)[:, None] & inside)
 
 
-def sum_triton(out: Tensor, parts: Parts) -> None:
-    """As `attention.sums.sum_parts`, on CUDA or on a CPU under Triton's interpreter. More parts than `MOST` are summed in
-    several passes, the running sum in the wide dtype."""
+def sum_triton(sums: Sequence[tuple[Tensor, Parts]]) -> None:
+    """As `attention.sums.sum_all`, of sums that are alike: in the shapes, strides and dtypes of outs and parts, and in their
+    intervals. On CUDA or on a CPU under Triton's interpreter. More parts than `MOST` are summed in several passes, the running
+    sum in the wide dtype."""
+    out, parts = sums[0]
     if len(parts) > MOST:
-        running = torch.empty(out.shape, dtype=wide(out.dtype), device=out.device)
-        sum_triton(running, parts[:MOST])
-        sum_triton(out, [(running, ((0, out.shape[-3]),)), *parts[MOST:]])
+        for out, parts in sums:
+            running = torch.empty(out.shape, dtype=wide(out.dtype), device=out.device)
+            sum_triton([(running, parts[:MOST])])
+            sum_triton([(out, [(running, ((0, out.shape[-3]),)), *parts[MOST:]])])
         return
     if out.numel() == 0:
         return
@@ -78,8 +91,10 @@ def sum_triton(out: Tensor, parts: Parts) -> None:
         if x.stride(-1) != 1 and x.numel():
             raise ValueError(f"strides {x.stride()}: the sum needs the head dim contiguous; call .contiguous()")
     strides = tuple([x.stride() for x in (out, *given)])
-    for each in _pieces(out.shape, strides, tuple([x for _, x in parts]), out.dtype == torch.float64):
-        each.start(out, tuple([given[i] for i in each.parts]))
+    outs = tuple([each for each, _ in sums])
+    fp64 = out.dtype == torch.float64
+    for piece in _pieces(out.shape, strides, tuple([x for _, x in parts]), fp64, len(sums)):
+        piece.start(out, outs, tuple([each[i][0] for i in piece.parts for _, each in sums]))
 
 
 @dataclass(frozen=True)
@@ -92,9 +107,9 @@ class _Piece:
 
 @lru_cache(maxsize=MOST_STARTS)
 def _pieces(
-    shape: torch.Size, strides: tuple[tuple[int, ...], ...], parts: tuple[Intervals, ...], fp64: bool
+    shape: torch.Size, strides: tuple[tuple[int, ...], ...], parts: tuple[Intervals, ...], fp64: bool, together: int
 ) -> tuple[_Piece, ...]:
-    """strides: of out and the parts."""
+    """strides: of out and the parts; together: how many sums."""
     heads, head_dim = shape[-2:]
     batch, columns = (shape[0] if len(shape) == 4 else 1), head_dim
     if all(x[-2] == head_dim for x in strides):
@@ -112,7 +127,7 @@ def _pieces(
         spare = (0,) * (n - len(entries))
         start = Start(
             _sum,
-            (triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads),
+            (triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads * together),
             (
                 *steps[0],
                 tuple(UNIT * e.start for e in entries) + spare,
@@ -124,6 +139,7 @@ def _pieces(
                 heads,
                 columns,
             ),
+            M=together,
             N=n,
             WIDE=tl.float64 if fp64 else tl.float32,
             UNIT=UNIT,

@@ -7,7 +7,7 @@ import torch
 from naive import normal
 
 from attention.schedules import length
-from attention.sums import Range, Sum, ranges, sum_eager, sum_numbered, sum_parts
+from attention.sums import Range, Sum, add_all, ranges, sum_all, sum_eager, sum_numbered, sum_parts
 from attention.tensors import rows
 
 torch.set_num_threads(1)
@@ -29,7 +29,7 @@ def summed(how, out, parts):
         return sum_numbered(out, parts)
     from attention.kernels.triton_sum import sum_triton
 
-    return sum_triton(out, parts)
+    return sum_triton([(out, parts)])
 
 
 def expected(out, parts):
@@ -127,6 +127,52 @@ def test_many_stretches_are_summed_range_by_range(how):
     assert near(how, out, expected(out, parts))
 
 
+def several(n, seed, head_dim=40, dtype=torch.bfloat16, device="cpu"):
+    """Sums that are alike: n of them, the last part of each lying in it."""
+    intervals = (((0, 37),), ((5, 9), (11, 30)), ((30, 37),))
+    sums = []
+    for i in range(n):
+        out = normal(2, 37, 6, head_dim, dtype=dtype, seed=seed + i, device=device)[:, :, 1:4]
+        parts = [
+            (
+                normal(
+                    2,
+                    length(x),
+                    3,
+                    head_dim,
+                    dtype=torch.float32 if j else dtype,
+                    seed=seed + 10 * i + j,
+                    device=device,
+                ),
+                x,
+            )
+            for j, x in enumerate(intervals)
+        ]
+        sums.append((out, [*parts, (out[:, 3:20], ((3, 20),))]))
+    return sums
+
+
+@needs_interpreter
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_sums_that_are_alike_are_summed_together(n, head_dim):
+    from attention.kernels.triton_sum import sum_triton
+
+    sums = several(n, 0, head_dim)
+    exact = [expected(*each) for each in sums]
+    sum_triton(sums)
+    for (out, _), each in zip(sums, exact, strict=True):
+        assert near("triton", out, each)
+
+
+def test_sums_of_any_forms_are_all_made():
+    sums = [*several(5, 0), *several(2, 50, 64), *several(1, 60, 40, torch.float32)]
+    exact = [expected(*each) for each in sums]
+    sum_all(sums)
+    for (out, _), each in zip(sums, exact, strict=True):
+        assert near("eager", out, each)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_ranges_cut_all_tokens_and_hold_few_stretches(seed):
     draw = random.Random(seed)
@@ -169,6 +215,22 @@ def test_parts_that_come_one_by_one_are_rounded_once(seed, dtype, given):
         total.add(part.clone())
     assert total.result().dtype == dtype and (total.result() is like) == given
     assert near("eager", total.result(), exact)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_whose_parts_come_together_are_what_they_are_apart(seed):
+    draw = random.Random(seed)
+    n = 30
+    found = [stretches(draw, n, 3) for _ in range(4)]
+    totals = [Sum(torch.zeros(n, 3, dim, dtype=torch.bfloat16), found) for dim in (8, 8, 16)]
+    parts = [
+        [(normal(length(x), 3, dim, dtype=torch.bfloat16, seed=10 * i + j), x) for i, x in enumerate(found)]
+        for j, dim in enumerate((8, 8, 16))
+    ]
+    for together in zip(*parts, strict=True):
+        add_all([(total, part) for total, (part, _) in zip(totals, together, strict=True)])
+    for total, each in zip(totals, parts, strict=True):
+        assert near("eager", total.result(), expected(total.like, each))
 
 
 def test_a_first_part_of_all_tokens_becomes_the_sum():

@@ -18,7 +18,7 @@ from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
 from attention.merge import empty_result, merge, merge_eager, merge_n, merge_n_eager  # noqa: E402
 from attention.schedules import length  # noqa: E402
-from attention.sums import sum_eager, sum_parts  # noqa: E402
+from attention.sums import sum_all, sum_eager, sum_parts  # noqa: E402
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
@@ -182,6 +182,30 @@ def test_parts_are_summed_as_eager_sums_them_also_in_place(dtype, batch, heads, 
             results.append(out)
         torch.testing.assert_close(*results)
         assert in_place or n_parts > 1 or torch.equal(*results)
+
+
+@every_dtype
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_sums_that_are_alike_are_one_launch_and_as_eager_sums_them(dtype, head_dim, monkeypatch):
+    from attention.kernels import triton_sum
+
+    n, launched, start = 1003, [], triton_sum.Start.__call__
+    monkeypatch.setattr(triton_sum.Start, "__call__", lambda *given: launched.append(1) or start(*given))
+    for count, launches in ((1, 1), (2, 1), (4, 1), (5, 2)):
+        results = []
+        for how in (sum_all, lambda sums: [sum_eager(*each) for each in sums]):
+            sums = []
+            for i in range(count):
+                whole = normal(2, n, 10, head_dim, dtype=dtype, seed=100 + i, device="cuda")[:, :, 1:-1]
+                parts = [normal(2, 402, 8, head_dim, dtype=dtype, seed=10 * i + j, device="cuda") for j in range(2)]
+                places = ((100, 501), (777, 778)), ((600, n - 1),)
+                parts[1] = parts[1].new_ones(2, n - 601, 8, head_dim) + parts[0][:, :1]
+                sums.append((whole, [(whole, ((0, n),)), *zip(parts, places, strict=True)]))
+            launched.clear()
+            how(sums)
+            results.append([out for out, _ in sums])
+            assert len(launched) == (launches if how is sum_all else 0)
+        torch.testing.assert_close(*results)
 
 
 @every_dtype
