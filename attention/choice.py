@@ -262,6 +262,11 @@ class Estimate:
         return self.forward.ms + (self.backward.ms if self.backward else 0.0)
 
     @property
+    def late(self) -> bool:
+        """Whether a GPU may wait for its host."""
+        return any(p.host > p.gpu / 2 for p in (self.forward, self.backward) if p)
+
+    @property
     def label(self) -> str:
         return f"{self.candidate.label}, {self.transport}{', graphs' if self.graphs else ''}"
 
@@ -715,7 +720,9 @@ class _Rank:
             merged = 3 * step.queries * sizes.batch * sizes.heads * sizes.head_dim * sizes.itemsize
             merges += self.machine.copied(merged) / MERGE_SHARE + calls * self.machine.overheads.merge / 1e6
         exchanges = len(groups) * (2 if backward else 1) + (2 if "q" in received else 0)
-        return Pass(compute, exposed, merges, self._host(backward, len(own) + calls * len(groups), exchanges))
+        return Pass(
+            compute, exposed, merges, self._host(backward, len(own) + (own_last > 0) + calls * len(groups), exchanges)
+        )
 
     def _summed(self, step: _Work, groups: int) -> float:
         """The gather's backward: dk and dv of calls over the same keys are summed before they go home, and there those of

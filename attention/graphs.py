@@ -4,6 +4,7 @@ from there, which takes the GPU some tens of µs."""
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -29,13 +30,14 @@ class Replays:
     compiled, allocated or kept for it is there, and replayed from then on. Where phases are recorded, or the caller is capturing
     a graph of its own, it is run as it is.
 
-    `asked`: by the caller; else what has to be launched is.
+    `asked`: by the caller; else what can't be captured is launched.
     All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
 
     def __init__(self) -> None:
         self.asked = True
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self.places: dict[torch.device, _Place] = {}
+        self.refused: set[Hashable] = set()
         _every.add(self)
 
     def __call__(self, name: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -45,6 +47,8 @@ class Replays:
         if phases.active() or capturing(device):
             return run(*inputs)
         key = (name, device, *(x.shape for x in inputs))
+        if key in self.refused:
+            return run(*inputs)
         graph = self.graphs.get(key)
         if graph is not None:
             self.graphs.move_to_end(key)
@@ -53,7 +57,14 @@ class Replays:
         results = run(*inputs)
         if key in self.graphs:
             self.graphs.move_to_end(key)
-            self._capture(key, run, inputs)
+            try:
+                self._capture(key, run, inputs)
+            except UnsupportedCall as error:
+                if self.asked:
+                    raise
+                warnings.warn(f"{error}; it is launched from now on", stacklevel=2)
+                self.refused.add(key)
+                del self.graphs[key]
         else:
             while len(self.graphs) >= MOST:
                 self._drop()

@@ -3,9 +3,10 @@ and of parts that come one by one. On CUDA one Triton kernel reads every part on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from attention.transfers import Intervals, side_by_side
 MOST = 16  # stretches of parts that one kernel adds up
 MANY = 2 * MOST  # of more the tokens are added by their numbers
 TOGETHER = 4  # sums of one kernel
+MOST_PROGRAMS = 65535  # of a grid, in its last dimension, in which a kernel has them, and their heads
 
 Parts = Sequence[tuple[Tensor, Intervals]]
 
@@ -53,8 +55,12 @@ def sum_all(sums: Iterable[tuple[Tensor, Parts]]) -> None:
         from attention.kernels.triton_sum import sum_triton
 
         for found in alike.values():
-            for i in range(0, len(found), TOGETHER):
-                sum_triton(found[i : i + TOGETHER])
+            out, _ = found[0]
+            most = max(
+                1, min(TOGETHER, MOST_PROGRAMS // max(1, out.shape[-2] * (out.shape[0] if out.dim() == 4 else 1)))
+            )
+            for i in range(0, len(found), most):
+                sum_triton(found[i : i + most])
 
 
 def _form(x: Tensor) -> tuple[object, ...]:
@@ -114,13 +120,12 @@ class Sum:
     def add(self, part: Tensor) -> None:
         add_all([(self, part)])
 
-    def adding(self, part: Tensor) -> list[_Addition]:
-        """What is to be summed for the part, after which it is `added`."""
+    def adding(self, part: Tensor) -> Iterator[_Addition]:
+        """What is to be summed for the part, each of which must be done before the next is asked for."""
         if self.out is None and may_be_result(part, self.like, self.parts):
             self.out = part
         out = self._begun()
         self.kept[self.number] = part
-        found = []
         for each in self.passes.bundles[self.number]:
             piece = take(part, each.at)
             if not each.first:
@@ -129,12 +134,11 @@ class Sum:
                 )
                 into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
                 target, everything = take(into, rows), ((0, length(rows)),)
-                found.append(_Addition(target, [(take(first, places), everything), (piece, everything)], into, rows))
+                yield _Addition(target, [(take(first, places), everything), (piece, everything)], into, rows)
+                del target, first
             elif each.last and part is not out:
                 put_(out, each.rows, piece)
-        return found
-
-    def added(self) -> None:
+            del piece
         self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
         self.number += 1
 
@@ -168,12 +172,17 @@ class _Addition:
 
 def add_all(pairs: Sequence[tuple[Sum, Tensor]]) -> None:
     """Add to each sum its next part, to those that are alike in the same launches."""
-    additions = [each for total, part in pairs for each in total.adding(part)]
+    running = [total.adding(part) for total, part in pairs]
+    while _summed([each for additions in running for each in islice(additions, 1)]):
+        pass  # and nothing kept: an addition's copies would be held beside the next
+
+
+def _summed(additions: Sequence[_Addition]) -> bool:
+    """Do them; whether there were any."""
     sum_all((each.target, each.parts) for each in additions)
     for each in additions:
         each.settle()
-    for total, _ in pairs:
-        total.added()
+    return bool(additions)
 
 
 class Running:

@@ -14,6 +14,7 @@ from torch import Tensor
 from attention.choice import Choice, Estimate, Task
 from attention.function import ContextParallel
 from attention.layouts import sizes_of
+from attention.transports import captures_undone
 from attention.variants import VARIANTS
 
 LEADING = 2  # iterations before a candidate is timed: what is compiled, allocated and captured is, then
@@ -35,40 +36,54 @@ def by_trial(
     dtype: torch.dtype,
 ) -> Choice:
     """The choice with what was tried, by label the ms of an iteration on the slowest rank: of each of the first `most` variants
-    the best estimated candidate, launched and replayed where that is in question. One that can't be run is left out with its reason. Collective over the group. All candidates'
-    memory is held at once. Raises what running them raises on one rank alone, whose peers then wait for it."""
+    the best estimated candidate, launched, and replayed where that is in question. One that can't be run is left out with its
+    reason. Collective over the group. All candidates' memory is held at once, launched ones' and replayed ones' by turns. Raises
+    what running them raises on one rank alone, whose peers then wait for it."""
     estimates = contenders(choice, most)
     if len(estimates) < 2:
         return choice
     inputs, left_out = _Inputs(task, device, dtype), dict(choice.left_out)
-    able: dict[str, ContextParallel] = {}
-    once: dict[str, float] = {}
-    with torch.inference_mode(False), torch.enable_grad():
-        for e in estimates:
-            variant, options = VARIANTS[e.candidate.variant], dict(e.candidate.options)
-            fn = ContextParallel(variant, group, kernel, e.transport, deterministic, options, e.graphs)
-            reason = _refused(fn, inputs)
-            if reason is not None:
-                left_out[e.label] = reason
-                continue
-            able[e.label], once[e.label] = fn, _ms(fn, inputs, 1)
-        found = dict(once)
-        if max(once.values(), default=LONG_MS) < LONG_MS:
-            for _ in range(ROUNDS):
-                for label, fn in able.items():
-                    runs = max(1, min(MOST_RUNS, int(ROUND_MS / max(once[label], 1e-3))))
-                    found[label] = min(found[label], _ms(fn, inputs, runs))
+    found: dict[str, float] = {}
+    with torch.inference_mode(False), torch.enable_grad(), captures_undone():
+        for replayed in (False, True):  # what is launched is slower once graphs were captured
+            functions: dict[str, ContextParallel] = {}
+            for e in estimates:
+                if e.graphs == replayed:
+                    variant, options = VARIANTS[e.candidate.variant], dict(e.candidate.options)
+                    fn = ContextParallel(variant, group, kernel, e.transport, deterministic, options, replayed)
+                    reason = _refused(fn, inputs)
+                    if reason is not None:
+                        left_out[e.label] = reason
+                    else:
+                        functions[e.label] = fn
+            found |= _timed(functions, inputs)
+            for fn in functions.values():
+                if fn.replays is not None:
+                    fn.replays.forget()
     return replace(choice, left_out=left_out, tried=dict(sorted(found.items(), key=lambda item: item[1])))
 
 
 def contenders(choice: Choice, most: int) -> list[Estimate]:
-    """The best estimate of each of the first `most` variants, one of each way in which passes are launched."""
+    """The best estimate of each of the first `most` variants; replayed ones beside launched ones only where a host may be late."""
     names = list(dict.fromkeys(e.candidate.variant for e in choice.estimates))[:most]
     first: dict[tuple[str, bool], Estimate] = {}
     for e in choice.estimates:
         if e.candidate.variant in names:
             first.setdefault((e.candidate.variant, e.graphs), e)
-    return list(first.values())
+    launched = {name: e for (name, replayed), e in first.items() if not replayed}
+    return [e for (name, replayed), e in first.items() if not (replayed and name in launched) or launched[name].late]
+
+
+def _timed(functions: dict[str, ContextParallel], inputs: _Inputs) -> dict[str, float]:
+    """The ms of an iteration of each, all of which take turns."""
+    once = {label: _ms(fn, inputs, 1) for label, fn in functions.items()}
+    found = dict(once)
+    if max(once.values(), default=LONG_MS) < LONG_MS:
+        for _ in range(ROUNDS):
+            for label, fn in functions.items():
+                runs = max(1, min(MOST_RUNS, int(ROUND_MS / max(once[label], 1e-3))))
+                found[label] = min(found[label], _ms(fn, inputs, runs))
+    return found
 
 
 class _Inputs:

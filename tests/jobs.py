@@ -596,7 +596,11 @@ def own_apart(
         return type(front).behind(front)
 
     differences, behinds = [], 0
-    halves = {"head_parts": 2} if fn.variant.exchange == "ring" else {"heads_k_stride": 2}
+    at_once, halves = (
+        ({"head_parts": 1}, {"head_parts": 2})
+        if fn.variant.exchange == "ring"
+        else ({"heads_k_stride": None}, {"heads_k_stride": 2})
+    )
     front = fn._transport(me.device).front
     original, threshold = local.backward, costs.APART
     try:
@@ -612,7 +616,7 @@ def own_apart(
             ways = [(threshold, {}, late) for late in (None, True, False)] + [
                 (0, halves, late) for late in (None, True, False)
             ]
-            for apart, more, late in [(0, {}, None), *ways]:
+            for apart, more, late in [(0, at_once, None), *ways]:
                 costs.APART, state["late"] = apart, late
                 fn = make(**more)  # which its plans are decided for once
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds

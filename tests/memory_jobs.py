@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
-from attention import merge, sums
+from attention import costs, merge, sums
 from attention.transports import symmetric
 from runner.rank import Rank
 
@@ -48,31 +48,48 @@ class Nothing:
         return into or tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
 
 
-def held(me: Rank, cases: list[tuple[str, dict[str, Any]]], tokens: int, heads: tuple[int, int], head_dim: int) -> Any:
-    """By case, of a forward and of a training step: the bytes that each rank holds beside its inputs."""
+def held(
+    me: Rank,
+    cases: list[tuple[str, dict[str, Any]]],
+    tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    packs: list[int] | None = None,
+    apart: int = costs.APART,
+) -> Any:
+    """By case, of a forward and of a training step: the bytes that each rank holds beside its inputs, be they a pack; own keys
+    apart up to so many tokens a rank."""
     eager = merge.merge_eager, sums.sum_eager
+    before, costs.APART = costs.APART, apart
     merge.merge_eager = sums.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
     try:
-        return [me.gather([_held(name, options, tokens, heads, head_dim, both) for both in (False, True)])
+        return [me.gather([_held(name, options, tokens, heads, head_dim, packs, both) for both in (False, True)])
                 for name, options in cases]  # fmt: skip
     finally:
         merge.merge_eager, sums.sum_eager = eager
+        costs.APART = before
 
 
 def _held(
-    name: str, options: dict[str, Any], tokens: int, heads: tuple[int, int], head_dim: int, backward: bool
+    name: str,
+    options: dict[str, Any],
+    tokens: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    packs: list[int] | None,
+    backward: bool,
 ) -> int:
     symmetric.release()
     fn = attention.make(name, transport="symm", kernel="math", **options)
-    q, kv = (torch.zeros(1, tokens, n, head_dim, dtype=torch.bfloat16) for n in heads)
-    q, k, v, dout = (fn.shard(x) for x in (q, kv, kv, q))
+    q, kv = (torch.zeros(*(() if packs else (1,)), tokens, n, head_dim, dtype=torch.bfloat16) for n in heads)
+    q, k, v, dout = (fn.shard(x, packs) for x in (q, kv, kv, q))
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
-    plan = fn.plan(*inputs, causal=True)
+    plan = fn.plan(*inputs, causal=True, cu_seqlens=packs)
     (key,) = fn.plans
     fn.plans[key] = replace(plan, kernel=Nothing())  # type: ignore[arg-type]
 
     def step() -> None:
-        out = fn(*inputs, causal=True)
+        out = fn(*inputs, causal=True, cu_seqlens=packs)
         if backward:
             torch.autograd.grad(out, inputs, dout)
 

@@ -147,7 +147,8 @@ class _Gradients:
         self, q: Tensor, own: tuple[Tensor, Tensor], plan: Plan, front: Front, own_last: bool, wanted: Triple | None
     ):
         self.q, (self.k, self.v) = q, own
-        self.front, self.own_last, self.wanted, self.held = front, own_last, wanted, list[Triple]()
+        self.front, self.own_last, self.wanted = front, own_last, wanted
+        self.held_q, self.held_keys = list[Tensor](), list[tuple[Tensor, Tensor]]()
         in_q, in_k, in_v = wanted or (None, None, None)
         steps = sorted(plan.steps, key=lambda step: step.owner == plan.rank) if own_last else plan.steps
         self.dq = Sum(q, [each.q for step in steps for each in step.calls], in_q)
@@ -164,23 +165,27 @@ class _Gradients:
         return room(self.q, length(each.q)), room(self.k, length(each.k)), room(self.v, length(each.k))
 
     def add_own(self, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
-        if self.own_last:
-            self.held.append((dq_part, dk_part, dv_part))
-            return
-        self.dq.add(dq_part)
-        self.add_keys(dk_part, dv_part)
+        if self.front.apart:
+            self.held_q.append(dq_part)
+        else:
+            self.dq.add(dq_part)
+        if self.own_last:  # what the last peers send home comes before
+            self.held_keys.append((dk_part, dv_part))
+        else:
+            self.add_keys(dk_part, dv_part)
 
     def add_keys(self, dk_part: Tensor, dv_part: Tensor) -> None:
         add_all([(self.dk, dk_part), (self.dv, dv_part)])
 
     def results(self, number: int) -> Triple:
-        if self.held:
+        if self.held_q:
             self.front.settle()
         with phase("comp_merge", number):
-            for dq_part, dk_part, dv_part in self.held:
+            for dq_part in self.held_q:
                 self.dq.add(dq_part)
+            for dk_part, dv_part in self.held_keys:
                 self.add_keys(dk_part, dv_part)
-            self.held = []
+            self.held_q, self.held_keys = [], []
             return self.dq.result(), self.dk.result(), self.dv.result()
 
 

@@ -11,12 +11,12 @@ from attention.transports.fabric import SHARED_MEMORY
 from attention.transports.interface import Handle, Message, Nothing, Offer, Transport
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
-from attention.transports.symmetric import Symmetric, held_bytes, pool_of, release
+from attention.transports.symmetric import Symmetric, captures_undone, held_bytes, pool_of, release
 from attention.variants import nearest
 
 __all__ = [
-    "SUMMARIES", "Handle", "Message", "Nothing", "Offer", "Transport", "held_bytes", "mailboxes", "missing", "names", "release",
-    "resolve", "select",
+    "SUMMARIES", "Handle", "Message", "Nothing", "Offer", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",
+    "release", "resolve", "select",
 ]  # fmt: skip
 
 SUMMARIES = {

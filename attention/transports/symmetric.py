@@ -6,7 +6,8 @@ kept in them, so that a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -240,6 +241,23 @@ def release() -> None:
             if isinstance(pool, Pool):
                 pool.release()
     release_mailboxes()
+
+
+@contextmanager
+def captures_undone() -> Iterator[None]:
+    """Passes that are captured within are let go of by its end: afterwards no pool knows of them."""
+
+    def pools() -> list[Pool]:
+        return [pool for by_device in _pools.values() for pool in by_device.values() if isinstance(pool, Pool)]
+
+    before = {id(pool): (pool.captures.some, dict(pool.captured)) for pool in pools()}
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        for pool in pools():
+            pool.captures.some, pool.captured = before.get(id(pool), (False, {}))
 
 
 def held_bytes() -> int:

@@ -155,6 +155,9 @@ def test_of_a_few_variants_both_ways_are_tried_where_both_are_in_question():
     for e in tried:
         alike = [x for x in found.estimates if (x.candidate.variant, x.graphs) == (e.candidate.variant, e.graphs)]
         assert e.ms == min(x.ms for x in alike)
+    long = choose(task(tokens=131072), machine(replayed="auto"))
+    assert any(e.graphs for e in long.estimates) and not any(e.graphs for e in contenders(long, 3))
+    assert all(e.graphs for e in contenders(choose(task(tokens=131072), machine(replayed=True)), 3))
 
 
 def test_replayed_passes_pay_for_copies_and_an_all_to_all_for_what_it_keeps():
@@ -432,7 +435,7 @@ def test_make_gives_the_variant_that_was_chosen():
 
 
 def test_only_auto_decides_on_graphs():
-    given = {"tokens": 64, "heads": 4, "head_dim": 16, "dtype": torch.float32}
+    given = {"tokens": 64, "heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
     fn = attention.make("auto", graphs="auto", **given)  # which a CPU has none of
     assert fn.replays is None and not fn.choice.best.graphs
     with pytest.raises(ValueError, match="graphs='auto': attention=auto decides that; for zigzag give True or False"):

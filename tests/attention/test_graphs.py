@@ -200,3 +200,9 @@ def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):
     with pytest.raises(attention.UnsupportedCall):
         replays("pass", lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [False] and not replays.places
+    replays.asked = False  # then it is launched, and not tried again
+    with pytest.warns(UserWarning, match="can't be captured: no; it is launched from now on"):
+        (found,) = replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+    for _ in range(3):
+        assert torch.equal(*replays("pass", lambda x: (2 * x,), (torch.ones(2),)), found)
+    assert not replays.graphs and not replays.places

@@ -48,3 +48,17 @@ def test_the_model_of_peak_memory_is_what_is_held(pool, world):
             model = max(costs.peak_bytes(variant, problem, shapes, r, options, backward) for r in range(world))
             real = max(held[backward] for held in by_rank)
             assert 0.8 < real / model < 1.3, (name, options, backward, real, model)
+
+
+def test_a_packs_stretches_are_copied_kind_by_kind_and_let_go_of_between(pool, monkeypatch):
+    packs, options = tuple(range(0, TOKENS + 1, TOKENS // 16)), {"head_parts": 1}
+    arguments = {"cases": [("zigzag", options)], "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
+    outcome = pool.get(WorldSpec(4, "cpu")).call(
+        "tests.memory_jobs:held", arguments | {"packs": packs, "apart": 0}, 60.0
+    )
+    assert outcome.status == "ok", "\n".join(outcome.log_tail)
+    monkeypatch.setattr(costs, "APART", 0)
+    problem, shapes = VARIANTS["zigzag"].problem(packs, 4, CAUSAL, options), costs.Shapes(1, *HEADS, HEAD_DIM, 2)
+    model = max(costs.peak_bytes(VARIANTS["zigzag"], problem, shapes, rank, options, True) for rank in range(4))
+    (by_rank,) = outcome.result
+    assert 0.8 < max(held[True] for held in by_rank) / model < 1.3
