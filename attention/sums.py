@@ -3,7 +3,7 @@ and of parts that come one by one. On CUDA one Triton kernel reads every part on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -32,39 +32,46 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
     Any strides, but for a contiguous last dim. A part may lie in out itself, at the place of its tokens.
 
     Raises ValueError for a part that has not as many tokens as its intervals, or a strided last dim."""
-    sum_all([(out, parts)])
+    for part, intervals in parts:
+        _check(part.shape, intervals, out.shape)
+    if not out.is_cuda:
+        sum_eager(out, parts)
+    elif _few(parts):
+        from attention.kernels.triton_sum import sum_triton
+
+        sum_triton([(out, parts)])
+    elif all(rows(x.shape, x.stride()) for x in (out, *(part for part, _ in parts))):
+        sum_numbered(out, parts)
+    else:
+        sum_eager(out, parts)
 
 
-def sum_all(sums: Iterable[tuple[Tensor, Parts]]) -> None:
-    """As `sum_parts` of each, none of which reads what another writes; on CUDA those that are alike, as dk's and dv's are, in one
-    launch."""
+def sum_all(sums: Sequence[tuple[Tensor, Parts]]) -> None:
+    """As `sum_parts` of each, none of which reads what another writes, all on one device; on CUDA those that are alike, as dk's and
+    dv's are, in one launch."""
     alike: dict[object, list[tuple[Tensor, Parts]]] = {}
     for out, parts in sums:
+        if len(sums) == 1 or not out.is_cuda or not _few(parts):
+            sum_parts(out, parts)
+            continue
+        form: list[object] = [out.shape, out.stride(), out.dtype]
         for part, intervals in parts:
             _check(part.shape, intervals, out.shape)
-        if not out.is_cuda:
-            sum_eager(out, parts)
-        elif sum(len(intervals) for _, intervals in parts) <= MANY:
-            form = *_form(out), *((*_form(part), intervals) for part, intervals in parts)
-            alike.setdefault(form, []).append((out, parts))
-        elif all(rows(x.shape, x.stride()) for x in (out, *(part for part, _ in parts))):
-            sum_numbered(out, parts)
-        else:
-            sum_eager(out, parts)
+            form += (part.stride(), part.dtype, intervals)
+        alike.setdefault(tuple(form), []).append((out, parts))
     if alike:
         from attention.kernels.triton_sum import sum_triton
 
         for found in alike.values():
             out, _ = found[0]
-            most = max(
-                1, min(TOGETHER, MOST_PROGRAMS // max(1, out.shape[-2] * (out.shape[0] if out.dim() == 4 else 1)))
-            )
+            heads = out.shape[-2] * (out.shape[0] if out.dim() == 4 else 1)
+            most = max(1, min(TOGETHER, MOST_PROGRAMS // max(1, heads)))
             for i in range(0, len(found), most):
                 sum_triton(found[i : i + most])
 
 
-def _form(x: Tensor) -> tuple[object, ...]:
-    return x.shape, x.stride(), x.dtype, x.device
+def _few(parts: Parts) -> bool:
+    return sum([len(intervals) for _, intervals in parts]) <= MANY
 
 
 @lru_cache(maxsize=4096)
@@ -179,7 +186,7 @@ def add_all(pairs: Sequence[tuple[Sum, Tensor]]) -> None:
 
 def _summed(additions: Sequence[_Addition]) -> bool:
     """Do them; whether there were any."""
-    sum_all((each.target, each.parts) for each in additions)
+    sum_all([(each.target, each.parts) for each in additions])
     for each in additions:
         each.settle()
     return bool(additions)

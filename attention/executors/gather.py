@@ -285,7 +285,7 @@ class _Return:
         if len(parts) == 1 and parts[0][0] == everything:
             return
         with phase("comp_merge", self.number):
-            sum_all((total, [(pair[i], places) for places, *pair in parts]) for i, total in enumerate(self.sums))
+            sum_all([(total, [(pair[i], places) for places, *pair in parts]) for i, total in enumerate(self.sums)])
 
     def start(self) -> None:
         plan, route = self.plan, self.route
