@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -133,12 +134,22 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
     return 0
 
 
+def _tidy(folder: Path) -> None:
+    """What the server of forks and the elastic launch leave there, which on a further node is the user's."""
+    shutil.rmtree(folder / "elastic", ignore_errors=True)
+    for path in folder.glob("listener-*"):
+        with suppress(OSError):
+            path.unlink()
+
+
 if __name__ == "__main__":
+    folder = Path(sys.argv[1])
     try:
-        status = main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+        status = main(folder, json.loads(sys.argv[2]))
     except BaseException:
         traceback.print_exc()
         status = 1
+    _tidy(folder)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # taking torch down in order takes half a second for nothing

@@ -237,6 +237,7 @@ def test_two_agents_make_one_world_over_two_nodes_and_end_with_it(tmp_path):
         time.sleep(0.2)  # both ranks are idle again
         world.close()
         assert other.wait(10) == 0
+        assert {path.name for path in tmp_path.iterdir()} == {"rank1.log", "rank1.state"}  # which the user may want
     finally:
         world.close()
         other.kill()
