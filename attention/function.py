@@ -56,14 +56,15 @@ def make(
     fastest, the problem's shapes (`automatic.decide`), and the function's `choice` then says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
+    check_graphs(name, graphs)
     if name == AUTO:
         _check_names(kernel, transport)
-        check_graphs(name, graphs)
         choice = automatic.decide(
             group, kernel, transport, {**options, "graphs": graphs, "deterministic": deterministic}
         )
         best = choice.best
         name, transport, options = best.candidate.variant, best.transport, dict(best.candidate.options)
+        graphs = graphs if best.graphs else False
     chosen = variant(name)
     for option in options:
         if option.startswith("dropout"):
@@ -72,11 +73,7 @@ def make(
             known = ", ".join(chosen.options) or "none"
             raise ValueError(f"{option}={options[option]!r}: {name} has no such option; its options: {known}")
     _check_names(kernel, transport)
-    replayed = choice.best.graphs if choice is not None else graphs
-    check_graphs(name, replayed)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options}, bool(replayed))
-    if fn.replays is not None:
-        fn.replays.asked = graphs is True
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options}, graphs)
     fn.choice = choice
     return fn
 
@@ -117,7 +114,7 @@ class ContextParallel:
         transport: str,
         deterministic: bool,
         options: dict[str, Any],
-        graphs: bool = False,
+        graphs: bool | str = False,
     ):
         self.variant = variant
         self.group = group
@@ -131,7 +128,7 @@ class ContextParallel:
         self.layout = variant.border(self.world, options)
         self.transports: dict[torch.device, Transport] = {}
         self.plans: dict[Any, Plan] = {}
-        self.replays = Replays() if graphs else None
+        self.replays = Replays(asked=graphs is True) if graphs else None
 
     def __repr__(self) -> str:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"

@@ -30,11 +30,11 @@ class Replays:
     compiled, allocated or kept for it is there, and replayed from then on. Where phases are recorded, or the caller is capturing
     a graph of its own, it is run as it is.
 
-    `asked`: by the caller; else what can't be captured is launched.
+    asked: by the caller, who is told what can't be captured; else that is launched.
     All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
 
-    def __init__(self) -> None:
-        self.asked = True
+    def __init__(self, asked: bool = True) -> None:
+        self.asked = asked
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self.places: dict[torch.device, _Place] = {}
         self.refused: set[Hashable] = set()
