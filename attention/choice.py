@@ -660,10 +660,9 @@ class _Rank:
         homeward = [link.seconds(step.homeward * self.kv_token) for step in self.work] if backward else []
         tail = self._tail(backward)
         busy = [self._step(step, backward) + self._calls(step) * tail for step in self.work]
-        share = 1 / self.ring_parts
-        if backward and share < 1:
-            homeward[-1] *= share
-        own_last = share if backward and share < 1 else 0.0
+        own_last = 1 / self.ring_parts if backward and self.ring_parts > 1 else 0.0
+        if own_last:
+            homeward[-1] *= own_last  # of which the other parts' came before
         compute, exposed = self._overlapped(busy, incoming, homeward, link.slows, backward, own_last)
         moves = sum(seconds > 0 for seconds in [*incoming, *homeward])
         host = self._host(backward, self.parts * sum(map(self._calls, self.work)), self.parts * moves)

@@ -130,7 +130,8 @@ class RunConf:
     baseline: str = "single"
     phases: bool = True
     deterministic: bool = False
-    graphs: Any = False  # passes are replayed from CUDA graphs, inputs and results copied: for few tokens a GPU. auto: as attention=auto decides
+    # passes are replayed from CUDA graphs, inputs and results copied: for few tokens a GPU; auto: where attention=auto says so
+    graphs: Any = False
     resume: bool = False
     output: str = "outputs"
 

@@ -65,7 +65,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
     sums: list[_Gradients] = []
     returning: _Return | None = None
     with before as front, closing(_Keys(k, v, plan, groups)) as source:
-        incoming = source.fetch(rounds[0][1])
+        incoming = source.fetch(0)
         for ahead, (g, i) in enumerate(rounds, 1):
             keys, values = incoming.wait()
             if ahead < len(rounds):
@@ -121,9 +121,12 @@ def _of_all(each: LocalCall, q: Tensor, k: Tensor) -> bool:
 
 def _rounds(groups: int, plan: Plan) -> list[tuple[int, int]]:
     """Of which group of heads each step is computed, in order."""
-    in_turn = range(len(plan.steps))
-    others_first = sorted(in_turn, key=lambda i: plan.steps[i].owner == plan.rank)
-    return [(g, i) for g in range(groups) for i in (others_first if _own_last(g, groups) else in_turn)]
+    return [(g, i) for g in range(groups) for i in _order(plan, _own_last(g, groups))]
+
+
+def _order(plan: Plan, own_last: bool) -> list[int]:
+    """The numbers of the steps, in turn, or with the own keys' at the end."""
+    return sorted(range(len(plan.steps)), key=lambda i: own_last and plan.steps[i].owner == plan.rank)
 
 
 def _own_last(group: int, groups: int) -> bool:
@@ -150,8 +153,7 @@ class _Gradients:
         self.front, self.own_last, self.wanted = front, own_last, wanted
         self.held_q, self.held_keys = list[Tensor](), list[tuple[Tensor, Tensor]]()
         in_q, in_k, in_v = wanted or (None, None, None)
-        steps = sorted(plan.steps, key=lambda step: step.owner == plan.rank) if own_last else plan.steps
-        self.dq = Sum(q, [each.q for step in steps for each in step.calls], in_q)
+        self.dq = Sum(q, [each.q for i in _order(plan, own_last) for each in plan.steps[i].calls], in_q)
         key_parts = _key_parts(plan, own_last)
         self.dk, self.dv = (Sum(x, key_parts, into) for x, into in ((self.k, in_k), (self.v, in_v)))
 
