@@ -5,6 +5,7 @@ ones."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ def by_words(target: Tensor, source: Tensor) -> bool:
     return whole and source.nbytes < MOST_BYTES and target.is_contiguous() and source.is_contiguous()
 
 
-def by_kernel(shape: Sequence[int], *strides: Sequence[int]) -> bool:
+@lru_cache(maxsize=4096)
+def by_kernel(shape: tuple[int, ...], *strides: tuple[int, ...]) -> bool:
     """Whether our kernel copies `[B, S, H, D]` or `[T, H, D]` in these strides: a plain copy is the driver's."""
     batch = shape[0] if len(shape) == 4 else 1
     plain = all(_contiguous(shape, each) for each in strides)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -41,6 +42,14 @@ class On:
 def _set(identity: tuple[int, int, int]) -> None:
     number, index, kind = identity
     torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def on_device(index: int) -> AbstractContextManager[object]:
+    """A context in which that device is the current one."""
+    return _NOTHING if torch._C._cuda_getDevice() == index else torch.cuda.device(index)
 
 
 class Follow:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from attention.driver import zeros
+
 VERSION = "4.0.0b36"
 MOST = 4096  # shapes that are remembered
 ALIGNED = 16
@@ -69,7 +71,7 @@ class Backward:
         wide = [wide_q]
         to_k, to_v = dk, dv
         if self.of_keys is not None:
-            to_k, to_v = torch.zeros((2, *self.of_keys), dtype=torch.float32, device=q.device).unbind(0)
+            to_k, to_v = zeros((2, *self.of_keys), torch.float32, q.device).unbind(0)
             wide += [to_k, to_v]
         kernel, rest = self.before
         kernel(out, dout, sums, lse, logs, wide_q, *rest)

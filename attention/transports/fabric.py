@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.driver import function
+from attention.streams import on_device
+
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,7 +57,7 @@ class Fabric(Protocol):
         """What sets int32 flags to 1, after all that the current stream did so far."""
 
     def taking(self, flags: Sequence[Tensor]) -> Callable[[], None]:
-        """What makes the current stream (on a CPU the calling thread) wait until its own int32 flags are 1, and set them to
+        """What makes the current stream (on a CPU the calling thread) wait until its own int32 flags are 1, and sets them to
         0."""
 
 
@@ -149,19 +152,10 @@ class CudaFabric:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device = weakref.ref(group), device
-        self.driver = ctypes.CDLL("libcuda.so.1")
-        self._copy = self._function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-        self._copy_rows = self._function("cuMemcpy2DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
-        self._operate = self._function(
-            "cuStreamBatchMemOp_v2", ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
-        )
-
-    def _function(self, name: str, *arguments: Any) -> Callable[..., int]:
-        if not hasattr(self.driver, name):
-            raise RuntimeError(f"the CUDA driver has no {name}")
-        function = self.driver[name]
-        function.argtypes = arguments
-        return function
+        pointer, address, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
+        self._copy = function("cuMemcpyAsync", address, address, size, pointer)
+        self._copy_rows = function("cuMemcpy2DAsync_v2", pointer, pointer)
+        self._operate = function("cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, pointer, ctypes.c_uint)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -236,7 +230,8 @@ class CudaFabric:
         batch = (_StreamOperation * len(every))(*every)
 
         def enqueue() -> None:
-            error = self._operate(torch._C._cuda_getCurrentRawStream(self.device.index), len(every), batch, 0)
+            with on_device(self.device.index):  # the default stream has no other name than that of the current device
+                error = self._operate(torch._C._cuda_getCurrentRawStream(self.device.index), len(every), batch, 0)
             if error:
                 raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
 

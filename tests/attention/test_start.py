@@ -6,6 +6,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton import knobs
+
 from attention.kernels.start import Start
 
 
@@ -15,7 +17,7 @@ class Recording:
     arg_names = ("out", "parts", "n", "a", "b", "LEFT", "RIGHT")
 
     def __init__(self):
-        self.compiled, self.ran = 0, []
+        self.compiled, self.watched, self.ran = 0, 0, []
 
     def __getitem__(self, grid):
         def first(out, parts, n, a, b, num_warps, **constants):
@@ -27,14 +29,25 @@ class Recording:
 
 
 class _Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel):
         self.kernel = kernel
 
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        known = stream, function, metadata, launch_metadata, enter, leave
+        assert known == (0, self.function, self.packed_metadata, None, None, None)
+        self._ran((x, y, z), *arguments)
+
     def __getitem__(self, grid):
-        def again(out, parts, n, a, b, left, right):
-            self.kernel.ran.append((grid, out, parts, n, a, b, {"LEFT": left, "RIGHT": right}))
+        def again(*arguments):
+            self.kernel.watched += 1
+            self._ran(grid, *arguments)
 
         return again
+
+    def _ran(self, grid, out, parts, n, a, b, left, right):
+        self.kernel.ran.append((grid, out, parts, n, a, b, {"LEFT": left, "RIGHT": right}))
 
 
 def tensors(offset=0, dtype=torch.float32):
@@ -60,8 +73,25 @@ def test_a_second_start_hands_the_same_arguments_to_what_was_compiled(kernel, st
     calls = [tensors(), tensors()]
     for out, *parts in calls:
         start(out, tuple(parts), changing=(100,))
-    assert kernel.compiled == 1
+    assert kernel.compiled == 1 and not kernel.watched
     assert kernel.ran == [given(out, parts, 100) for out, *parts in calls]
+
+
+def test_a_profiler_that_watches_tritons_launches_sees_every_one(kernel, start):
+    out, *parts = tensors()
+    start(out, tuple(parts), changing=(100,))
+
+    def watch(*_):
+        raise AssertionError("called by what launches, which here does not")
+
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(watch)
+        try:
+            start(out, tuple(parts), changing=(100,))
+        finally:
+            hook.remove(watch)
+    start(out, tuple(parts), changing=(100,))
+    assert kernel.compiled == 1 and kernel.watched == 2 and kernel.ran == 4 * [given(out, parts, 100)]
 
 
 @pytest.mark.parametrize(
