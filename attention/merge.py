@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention.passes import passes
-from attention.sums import Running, cut, may_be_result
+from attention.passes import Bundle, passes
+from attention.sums import Running, both_ends, cut, may_be_result
 from attention.tensors import FEW, put_, room, take, tokens, wide
 from attention.transfers import Intervals
 
@@ -62,24 +62,27 @@ class Accumulator:
         out, lse = self._begun()
         self.kept[self.number] = part, part_lse
         for each in self.passes.bundles[self.number]:
-            piece, piece_lse = take(part, each.at), take(part_lse, each.at, -1)
             if not each.first:
-                if each.kept:
-                    first, first_lse = self.kept[each.kept[0]]
-                    before, before_lse = take(first, each.kept[1]), take(first_lse, each.kept[1], -1)
-                else:
-                    before, before_lse = take(*self.running.place(out, each.rows)), take(lse, each.rows, -1)
-                into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
-                target, target_lse = take(into, rows), take(lse, each.rows, -1)
-                merge(target, target_lse, before, before_lse, piece, piece_lse)
-                if len(rows) > 1:  # which are copies
-                    put_(into, rows, target)
-                    put_(lse, each.rows, target_lse, -1)
+                self._merge(each, part, part_lse, out, lse)
             elif each.last and part is not out:
-                put_(out, each.rows, piece)
-                put_(lse, each.rows, piece_lse, -1)
+                put_(out, each.rows, take(part, each.at))
+                put_(lse, each.rows, take(part_lse, each.at, -1), -1)
         self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
         self.number += 1
+
+    def _merge(self, each: Bundle, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        if each.kept:
+            (first, first_lse), places = self.kept[each.kept[0]], each.kept[1]
+            lse_places = places
+        else:
+            (first, places), first_lse, lse_places = self.running.place(out, each.rows), lse, each.rows
+        into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
+        before, target = both_ends(first, places, into, rows)
+        before_lse, target_lse = both_ends(first_lse, lse_places, lse, each.rows, -1)
+        merge(target, target_lse, before, before_lse, take(part, each.at), take(part_lse, each.at, -1))
+        if len(rows) > 1:  # which are copies
+            put_(into, rows, target)
+            put_(lse, each.rows, target_lse, -1)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out in the queries' dtype, lse)."""

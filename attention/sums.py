@@ -3,26 +3,25 @@ and of parts that come one by one. On CUDA one Triton kernel reads every part on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from attention.masks import Interval
-from attention.passes import passes
+from attention.passes import Bundle, passes
 from attention.schedules import length
 from attention.tensors import FEW, add_, held, index, put_, room, rows, take, token_dim, tokens, wide
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
 MANY = 2 * MOST  # of more the tokens are added by their numbers
-TOGETHER = 4  # sums of one kernel
-MOST_PROGRAMS = 65535  # of a grid, in its last dimension, in which a kernel has them, and their heads
+MOST_PROGRAMS = 65535  # of a grid, in its last dimension, in which a kernel has the sums and their heads
 
 Parts = Sequence[tuple[Tensor, Intervals]]
+PartsOfAll = Sequence[tuple[Sequence[Tensor], Intervals]]
 
 
 def sum_parts(out: Tensor, parts: Parts) -> None:
@@ -39,38 +38,40 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
     elif _few(parts):
         from attention.kernels.triton_sum import sum_triton
 
-        sum_triton([(out, parts)])
+        sum_triton((out,), [((part,), intervals) for part, intervals in parts])
     elif all(rows(x.shape, x.stride()) for x in (out, *(part for part, _ in parts))):
         sum_numbered(out, parts)
     else:
         sum_eager(out, parts)
 
 
-def sum_all(sums: Sequence[tuple[Tensor, Parts]]) -> None:
-    """As `sum_parts` of each, none of which reads what another writes, all on one device; on CUDA those that are alike, as dk's and
-    dv's are, in one launch."""
-    alike: dict[object, list[tuple[Tensor, Parts]]] = {}
-    for out, parts in sums:
-        if len(sums) == 1 or not out.is_cuda or not _few(parts):
-            sum_parts(out, parts)
-            continue
-        form: list[object] = [out.shape, out.stride(), out.dtype]
-        for part, intervals in parts:
-            _check(part.shape, intervals, out.shape)
-            form += (part.stride(), part.dtype, intervals)
-        alike.setdefault(tuple(form), []).append((out, parts))
-    if alike:
+def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
+    """As `sum_parts` of each of outs, none of which is read for another; a part is a tensor for each of them, over the same tokens.
+    On CUDA in one launch where they are alike, as dk and dv are."""
+    first = outs[0]
+    if len(outs) > 1 and first.is_cuda and _few(parts) and _alike(outs, parts):
         from attention.kernels.triton_sum import sum_triton
 
-        for found in alike.values():
-            out, _ = found[0]
-            heads = out.shape[-2] * (out.shape[0] if out.dim() == 4 else 1)
-            most = max(1, min(TOGETHER, MOST_PROGRAMS // max(1, heads)))
-            for i in range(0, len(found), most):
-                sum_triton(found[i : i + most])
+        for of_part, intervals in parts:
+            _check(of_part[0].shape, intervals, first.shape)
+        sum_triton(outs, parts)
+        return
+    for i, out in enumerate(outs):
+        sum_parts(out, [(of_part[i], intervals) for of_part, intervals in parts])
 
 
-def _few(parts: Parts) -> bool:
+def _alike(outs: Sequence[Tensor], parts: PartsOfAll) -> bool:
+    """Whether one kernel can do them."""
+    shape = outs[0].shape
+    heads = shape[-2] * (shape[0] if len(shape) == 4 else 1)
+    return heads * len(outs) <= MOST_PROGRAMS and all(
+        (x.shape, x.stride(), x.dtype) == (xs[0].shape, xs[0].stride(), xs[0].dtype)
+        for xs in (outs, *(of_part for of_part, _ in parts))
+        for x in xs[1:]
+    )
+
+
+def _few(parts: Sequence[tuple[object, Intervals]]) -> bool:
     return sum([len(intervals) for _, intervals in parts]) <= MANY
 
 
@@ -111,85 +112,67 @@ def sum_eager(out: Tensor, parts: Parts) -> None:
 
 
 class Sum:
-    """The sum of parts that come one by one, each over tokens that were said beforehand. It takes the parts over: the
-    first is kept as it is, and becomes the sum itself where it has all tokens; tokens of three parts or more are summed
-    in a wide buffer, and a token's last part is added in the pass that rounds it.
+    """The sum of parts that come one by one, each over tokens that were said beforehand; of several tensors alike, as dk and dv
+    are, whose parts come together. It takes the parts over: the first is kept as it is, and becomes the sum itself where it
+    has all tokens; tokens of three parts or more are summed in a wide buffer, and a token's last part is added in the pass
+    that rounds it.
 
-    like: the sum's shape and dtype; parts: the intervals of each part to come, in order; into: where the sum is wanted."""
+    like: of each sum the shape and dtype, the same shape; parts: the intervals of each part to come, in order; into: where the
+    sums are wanted."""
 
-    def __init__(self, like: Tensor, parts: Sequence[Intervals], into: Tensor | None = None):
-        self.like, self.parts, self.out = like, tuple(parts), into
-        self.passes = passes(tokens(like), self.parts)
-        self.running = Running(self.passes.running)
-        self.kept: dict[int, Tensor] = {}
+    def __init__(self, like: Sequence[Tensor], parts: Sequence[Intervals], into: Sequence[Tensor] | None = None):
+        self.like, self.parts, self.outs = like, tuple(parts), into
+        self.passes = passes(tokens(like[0]), self.parts)
+        self.running = [Running(self.passes.running) for _ in like]
+        self.kept: dict[int, Sequence[Tensor]] = {}
         self.number = 0  # of the part to come
 
-    def add(self, part: Tensor) -> None:
-        add_all([(self, part)])
-
-    def adding(self, part: Tensor) -> Iterator[_Addition]:
-        """What is to be summed for the part, each of which must be done before the next is asked for."""
-        if self.out is None and may_be_result(part, self.like, self.parts):
-            self.out = part
-        out = self._begun()
+    def add(self, *part: Tensor) -> None:
+        """A tensor for each sum."""
+        if self.outs is None:
+            ends = zip(part, self.like, strict=True)
+            if all(may_be_result(x, like, self.parts) for x, like in ends):
+                self.outs = part
+        outs = self._begun()
         self.kept[self.number] = part
         for each in self.passes.bundles[self.number]:
-            piece = take(part, each.at)
             if not each.first:
-                first, places = (
-                    (self.kept[each.kept[0]], each.kept[1]) if each.kept else self.running.place(out, each.rows)
-                )
-                into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
-                target, everything = take(into, rows), ((0, length(rows)),)
-                yield _Addition(target, [(take(first, places), everything), (piece, everything)], into, rows)
-                del target, first
-            elif each.last and part is not out:
-                put_(out, each.rows, piece)
-            del piece
+                self._add(each, part, outs)
+            elif each.last:
+                for out, x in zip(outs, part, strict=True):
+                    if x is not out:
+                        put_(out, each.rows, take(x, each.at))
         self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
         self.number += 1
 
-    def result(self) -> Tensor:
+    def _add(self, each: Bundle, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        everything = ((0, length(each.rows)),)
+        targets, before = [], []
+        for i, (out, running) in enumerate(zip(outs, self.running, strict=True)):
+            first, places = (self.kept[each.kept[0]][i], each.kept[1]) if each.kept else running.place(out, each.rows)
+            into, rows = (out, each.rows) if each.last else running.place(out, each.rows)
+            ends = both_ends(first, places, into, rows)
+            before.append(ends[0])
+            targets.append(ends[1])
+        sum_all(targets, [(before, everything), ([take(x, each.at) for x in part], everything)])
+        if len(each.rows) > 1:  # the targets are copies
+            for target, out, running in zip(targets, outs, self.running, strict=True):
+                into, rows = (out, each.rows) if each.last else running.place(out, each.rows)
+                put_(into, rows, target)
+
+    def result(self) -> Sequence[Tensor]:
         assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
-        self.running = Running(self.passes.running)  # its memory is not needed any more
+        self.running = [Running(self.passes.running) for _ in self.like]  # their memory is not needed any more
         return self._begun()
 
-    def _begun(self) -> Tensor:
-        if self.out is None:
-            self.out = room(self.like, tokens(self.like))
+    def _begun(self) -> Sequence[Tensor]:
+        if self.outs is None:
+            self.outs = [room(x, tokens(x)) for x in self.like]
         if self.number == 0:
-            for start, stop in self.passes.bare if len(self.passes.bare) <= FEW else [(0, tokens(self.out))]:
-                cut(self.out, start, stop - start).zero_()
-        return self.out
-
-
-@dataclass(frozen=True)
-class _Addition:
-    """The sum of `parts`, written to `target`: the tokens `rows` of `into`, as a view where they are one stretch."""
-
-    target: Tensor
-    parts: Parts
-    into: Tensor
-    rows: Intervals
-
-    def settle(self) -> None:
-        if len(self.rows) > 1:  # a copy
-            put_(self.into, self.rows, self.target)
-
-
-def add_all(pairs: Sequence[tuple[Sum, Tensor]]) -> None:
-    """Add to each sum its next part, to those that are alike in the same launches."""
-    running = [total.adding(part) for total, part in pairs]
-    while _summed([each for additions in running for each in islice(additions, 1)]):
-        pass  # and nothing kept: an addition's copies would be held beside the next
-
-
-def _summed(additions: Sequence[_Addition]) -> bool:
-    """Do them; whether there were any."""
-    sum_all([(each.target, each.parts) for each in additions])
-    for each in additions:
-        each.settle()
-    return bool(additions)
+            for out in self.outs:
+                for start, stop in self.passes.bare if len(self.passes.bare) <= FEW else [(0, tokens(out))]:
+                    cut(out, start, stop - start).zero_()
+        return self.outs
 
 
 class Running:
@@ -208,6 +191,14 @@ class Running:
         if self.buffer is None:
             self.buffer = room(out, stop - start, wide(out.dtype))
         return self.buffer, tuple((a - start, b - start) for a, b in rows)
+
+
+def both_ends(
+    first: Tensor, places: Intervals, into: Tensor, rows: Intervals, dim: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `take` of each, but one for both where they are the same."""
+    before = take(first, places, dim)
+    return before, before if first is into and places == rows else take(into, rows, dim)
 
 
 def cut(x: Tensor, start: int, n: int) -> Tensor:

@@ -42,7 +42,7 @@ def rooms(x: Tensor, n: int, count: int = 2) -> list[Tensor]:
     """Several as of `room`, in one piece of memory: what is copied to all of them is one copy."""
     shape = list(x.shape)
     shape[token_dim(x)] = n
-    return list(x.new_empty((count, *shape)))
+    return list(x.new_empty((count, *shape)).unbind())  # iterating over the tensor would be the same by way of Python
 
 
 FEW = 8  # stretches that are cheaper to copy one by one

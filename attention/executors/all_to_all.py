@@ -7,6 +7,7 @@ their gradients are summed in fp32."""
 from __future__ import annotations
 
 from contextlib import closing
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from attention.executors.plan import Plan
 from attention.phases import phase
 from attention.tensors import room, rooms, take, tokens, wide
 from attention.transfers import Intervals
-from attention.transports import Handle, Message
+from attention.transports import Exchange, Handle, Message
 
 Saved = tuple[Tensor, ...]
 Heads = list[list[slice]]  # by part, of each rank in the group
@@ -83,10 +84,14 @@ def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
     return [[slice((i * n + part) * each, (i * n + part + 1) * each) for i in range(ranks)] for part in range(n)]
 
 
-def _group(plan: Plan) -> list[int]:
+def _cut(x: Tensor, heads: slice) -> Tensor:
+    return x.narrow(-2, heads.start, heads.stop - heads.start)
+
+
+def _group(plan: Plan) -> tuple[int, ...]:
     """The ranks of this rank's group, in the order of their tokens."""
     first = plan.rank * plan.problem.ulysses
-    return list(range(first, first + plan.problem.ulysses))
+    return tuple(range(first, first + plan.problem.ulysses))
 
 
 class _ToHeads:
@@ -99,7 +104,7 @@ class _ToHeads:
         me, ranks = plan.head, range(plan.problem.ulysses)
         # by part, to each rank of the group its heads; nothing to oneself
         offered = [
-            room(x[..., share[part][i], :], 0) if i == me else x[..., share[part][i], :]
+            room(_cut(x, share[part][i]), 0) if i == me else _cut(x, share[part][i])
             for part in range(len(heads[0]))
             for i in ranks
             for x, share in zip(xs, heads, strict=True)
@@ -109,26 +114,29 @@ class _ToHeads:
     def fetch(self, part: int) -> _Arriving:
         plan, s, n = self.plan, self.s, len(self.xs)
         me, group = plan.head, _group(plan)
-        mine = [x[..., share[part][me], :] for x, share in zip(self.xs, self.heads, strict=True)]
+        mine = [_cut(x, share[part][me]) for x, share in zip(self.xs, self.heads, strict=True)]
         out = [room(mine[0], len(group) * s)]
         if n > 1:  # keys and values side by side, so that they can be one copy
             out += rooms(mine[1], len(group) * s)
-        whole: Intervals = ((0, s),)
-        first = part * len(group) * n
-        sends, receives = [], []
-        for i, peer in enumerate(group):
-            if i == me:
-                continue
-            place: Intervals = ((i * s, (i + 1) * s),)
-            sends += [Message(peer, first + i * n + j, whole, place) for j in range(n)]
-            receives += [Message(peer, first + me * n + j, whole, place, out[j]) for j in range(n)]
-        moving = self.offer.fetch(sends, receives, part)
+        moving = self.offer.fetch(_to_heads(group, me, s, n, part), out, part)
         with phase("comp_place", part):
             copy_all((take(target, ((me * s, (me + 1) * s),)), x) for x, target in zip(mine, out, strict=True))
         return _Arriving(moving, out)
 
     def close(self) -> None:
         self.offer.close()
+
+
+@lru_cache(maxsize=1024)
+def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Exchange:
+    """Of s tokens of n tensors, whose heads of one part are offered by rank of the group."""
+    whole: Intervals = ((0, s),)
+    first = part * len(group) * n
+    peers = [(i, peer, ((i * s, (i + 1) * s),)) for i, peer in enumerate(group) if i != me]
+    return Exchange(
+        [Message(peer, first + i * n + j, whole, place, j) for i, peer, place in peers for j in range(n)],
+        [Message(peer, first + me * n + j, whole, place, j) for _, peer, place in peers for j in range(n)],
+    )
 
 
 class _Arriving:
@@ -154,17 +162,11 @@ class _ToTokens:
     def send(self, part: int, xs: list[Tensor]) -> None:
         plan, s = self.plan, self.s
         me, group = plan.head, _group(plan)
-        whole: Intervals = ((0, s),)
         mine: Intervals = ((me * s, (me + 1) * s),)
         here = [pieces[part] for pieces in self.pieces]
-        sends, receives = [], []
-        for i, peer in enumerate(group):
-            if i == me:
-                continue
-            sends += [Message(peer, j, ((i * s, (i + 1) * s),), whole) for j in range(len(xs))]
-            receives += [Message(peer, j, mine, whole, here[j][i]) for j in range(len(xs))]
+        into = [by_rank[i] for i in range(len(group)) if i != me for by_rank in here]
         with closing(plan.transport.offer(self.what, xs)) as offer:
-            self.moving.append(offer.fetch(sends, receives, part))
+            self.moving.append(offer.fetch(_to_tokens(group, me, s, len(xs)), into, part))
         with phase("comp_place", part):
             copy_all((by_rank[me], take(x, mine)) for x, by_rank in zip(xs, here, strict=True))
 
@@ -178,6 +180,18 @@ class _ToTokens:
             ]
 
 
+@lru_cache(maxsize=1024)
+def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Exchange:
+    """Of n tensors the s tokens of each rank of the group to that rank, from every other one into n of its own."""
+    whole: Intervals = ((0, s),)
+    places: list[Intervals] = [((i * s, (i + 1) * s),) for i in range(len(group))]
+    peers = [(i, peer) for i, peer in enumerate(group) if i != me]
+    return Exchange(
+        [Message(peer, j, places[i], whole, j) for i, peer in peers for j in range(n)],
+        [Message(peer, j, places[me], whole, at * n + j) for at, (_, peer) in enumerate(peers) for j in range(n)],
+    )
+
+
 def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor]]]:
     """Where each rank's heads come, by part: views of one tensor, and it; apart and None where several ranks have the same
     heads, which are to be summed."""
@@ -186,7 +200,7 @@ def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor
     if sum(each.stop - each.start for each in every) > every[-1].stop:
         return None, [[like.new_empty((*shape, 1, like.shape[-1])) for _ in every]]
     result = like.new_empty(like.shape)
-    return result, [[result[..., each, :] for each in by_rank] for by_rank in heads]
+    return result, [[_cut(result, each) for each in by_rank] for by_rank in heads]
 
 
 def _summed(by_rank: list[Tensor], heads: list[slice]) -> Tensor:

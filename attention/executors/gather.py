@@ -6,7 +6,7 @@ while the others' travel, in a backward of several groups on the last one's at t
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
 from attention.merge import empty_result, merge
 from attention.phases import phase
-from attention.schedules import length
+from attention.schedules import Problem, length
 from attention.sums import sum_all, sum_parts
 from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
-from attention.transports import Handle, Message, Offer
+from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
 
@@ -141,11 +141,16 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
     problem = plan.problem
     if problem.layout == problem.q_layout or problem.world == 1:
         return x
-    border, inner = (x_.shards(problem.cu_seqlens, problem.world) for x_ in (problem.layout, problem.q_layout))
-    moving = move(border, inner, plan.rank) if to_compute else move(inner, border, plan.rank)
+    moving = _between(problem, plan.rank, to_compute)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _Redistribution(moving, [x], [out], plan, "q").wait()
     return out
+
+
+@lru_cache(maxsize=1024)
+def _between(problem: Problem, rank: int, to_compute: bool) -> Move:
+    border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
+    return move(border, inner, rank) if to_compute else move(inner, border, rank)
 
 
 def _each_once(calls: list[Intervals], n: int) -> bool:
@@ -159,8 +164,7 @@ class _Redistribution:
     def __init__(self, moving: Move, sources: list[Tensor], targets: list[Tensor], plan: Plan, what: str):
         n = len(sources)
         with closing(plan.transport.offer(what, sources)) as offer:
-            sends = plan.messages(moving.route.sends, n=n)
-            self.handle = offer.fetch(sends, plan.messages(moving.route.receives, targets, n=n), 0)
+            self.handle = offer.fetch(plan.exchange(moving.route, n=n), targets, 0)
         ends = zip(sources, targets, strict=True)
         copy_all(pair for source, target in ends for pair in moves(target, source, moving.local))
 
@@ -193,8 +197,7 @@ class _Pulled:
     def __init__(self, source: _Keys, offer: Offer, i: int):
         plan, route, mine = source.plan, source.moving.route, source.mine[i]
         self.keys = rooms(mine[0], plan.steps[-1].n_keys)
-        sends = plan.messages(route.sends, first=2 * i)
-        self.handle: Handle = offer.fetch(sends, plan.messages(route.receives, self.keys, first=2 * i), i)
+        self.handle: Handle = offer.fetch(plan.exchange(route, first=2 * i), self.keys, i)
         with phase("comp_place", i):
             ends = zip(mine, self.keys, strict=True)
             copy_all(pair for x, keys in ends for pair in moves(keys, x, source.moving.local))
@@ -285,18 +288,16 @@ class _Return:
         if len(parts) == 1 and parts[0][0] == everything:
             return
         with phase("comp_merge", self.number):
-            sum_all([(total, [(pair[i], places) for places, *pair in parts]) for i, total in enumerate(self.sums)])
+            sum_all(self.sums, [(pair, places) for places, *pair in parts])
 
     def start(self) -> None:
-        plan, route = self.plan, self.route
+        plan = self.plan
         if not self.apart:
             self._make_rooms(self.sums[0])
-        receives: list[Message] = []
-        for piece, (target, parts) in zip(route.receives, self.received, strict=True):
-            receives += plan.messages([replace(piece, target=side_by_side(target))], parts)
         self.offer = plan.transport.offer("dkv", self.sums, self.most)  # holds this rank's own sums
         with closing(self.offer):
-            self.handle = self.offer.fetch(plan.messages(route.sends), receives, self.number, early=self.apart)
+            into = [x for _, parts in self.received for x in parts]
+            self.handle = self.offer.fetch(plan.exchange(self.route, apart=True), into, self.number, early=self.apart)
 
     def _make_rooms(self, like: Tensor) -> None:
         self.received = [(piece.target, rooms(like, length(piece.target))) for piece in self.route.receives]
@@ -312,18 +313,15 @@ class _Return:
         if self.queries:
             self._add_queries()
         self.handle.wait()
-        sums: list[tuple[Tensor, list[tuple[Tensor, Intervals]]]] = []
+        totals = [self.group.keys(x) for x in (dk, dv)]
+        parts: list[tuple[list[Tensor], Intervals]] = []
         with phase("comp_merge", self.number):
-            for i, grad in enumerate((dk, dv)):
-                here, place = (tuple(x[end] for x in self.moving.local) for end in (0, 1))
-                parts: list[tuple[Tensor, Intervals]] = []
-                if len(here) > FEW:
-                    parts.append((take(self.sums[i], place), here))
-                else:
-                    parts += [(take(self.sums[i], (b,)), (a,)) for a, b in self.moving.local]
-                parts += [(pair[i], places) for places, pair in self.received]
-                total = self.group.keys(grad)
-                if self.own:
-                    parts.append((total, ((0, tokens(total)),)))
-                sums.append((total, parts))
-            sum_all(sums)
+            here, place = (tuple(x[end] for x in self.moving.local) for end in (0, 1))
+            if len(here) > FEW:
+                parts.append(([take(x, place) for x in self.sums], here))
+            else:
+                parts += [([take(x, (b,)) for x in self.sums], (a,)) for a, b in self.moving.local]
+            parts += [(pair, places) for places, pair in self.received]
+            if self.own:
+                parts.append((totals, ((0, tokens(totals[0])),)))
+            sum_all(totals, parts)

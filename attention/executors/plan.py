@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attention.costs import own_apart
 from attention.front import Front, Inline
@@ -16,8 +15,8 @@ from attention.kernels import Call, Kernel
 from attention.layouts import CuSeqlens
 from attention.masks import Interval, Mask
 from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
-from attention.transfers import Intervals, Piece, Place, Route, joined, step_route, within
-from attention.transports import Message, Transport
+from attention.transfers import Intervals, Piece, Place, Route, joined, side_by_side, step_route, within
+from attention.transports import Exchange, Message, Transport
 from attention.variants import Variant
 
 INLINE = Inline()
@@ -77,15 +76,32 @@ class Plan:
         """Of a backward that goes through the steps for so many parts of the heads, one after another."""
         return self.transport.front if parts == 1 and self.own_apart else INLINE
 
-    def messages(
-        self, pieces: Iterable[Piece], into: Sequence[Tensor] | None = None, first: int = 0, n: int = 2
-    ) -> list[Message]:
-        """Of the n offered tensors from number `first` on, the same pieces each; `into` are the receiver's."""
-        return [
-            Message(self.peer(piece.peer), first + i, piece.source, piece.target, into[i] if into else None)
-            for piece in pieces
-            for i in range(n)
-        ]
+    @cached_property
+    def _exchanges(self) -> dict[tuple[int, int, int, bool], tuple[Route, Exchange]]:
+        """By the identity of the route, which so lives as long."""
+        return {}
+
+    def exchange(self, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Exchange:
+        """The pieces of a route of this plan's, each of the n offered tensors from number `first` on. They are fetched into n tensors,
+        or with `apart` those from each peer into n of their own, side by side."""
+        key = id(route), first, n, apart
+        if key not in self._exchanges:
+            sends = [
+                Message(self.peer(x.peer), first + i, x.source, x.target, i) for x in route.sends for i in range(n)
+            ]
+            receives = [
+                Message(
+                    self.peer(x.peer),
+                    first + i,
+                    x.source,
+                    side_by_side(x.target) if apart else x.target,
+                    number * n + i if apart else i,
+                )
+                for number, x in enumerate(route.receives)
+                for i in range(n)
+            ]
+            self._exchanges[key] = route, Exchange(sends, receives)
+        return self._exchanges[key][1]
 
 
 def masks_of(problem: Problem) -> tuple[Mask, ...]:

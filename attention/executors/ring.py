@@ -10,7 +10,6 @@ come last, so that the other steps' gradients are home by the end."""
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -23,10 +22,10 @@ from attention.layouts import largest
 from attention.merge import Accumulator
 from attention.phases import phase
 from attention.schedules import length
-from attention.sums import Sum, add_all
+from attention.sums import Sum
 from attention.tensors import room, rooms, take, tokens, wide
-from attention.transfers import Intervals, side_by_side
-from attention.transports import Handle, Message, Offer
+from attention.transfers import Intervals
+from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
 
@@ -99,8 +98,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
                         grads.add_own(dq_part, dk_part, dv_part)
                     else:
                         grads.dq.add(dq_part)
-                        if home is not None and not home.direct:
-                            home.add(dk_part, dv_part)
+                        if home is not None and home.total is not None:
+                            home.total.add(dk_part, dv_part)
                 del dq_part, dk_part, dv_part, into
             if returning is not None:
                 returning.arrive()
@@ -152,10 +151,9 @@ class _Gradients:
         self.q, (self.k, self.v) = q, own
         self.front, self.own_last, self.wanted = front, own_last, wanted
         self.held_q, self.held_keys = list[Tensor](), list[tuple[Tensor, Tensor]]()
-        in_q, in_k, in_v = wanted or (None, None, None)
-        self.dq = Sum(q, [each.q for i in _order(plan, own_last) for each in plan.steps[i].calls], in_q)
-        key_parts = _key_parts(plan, own_last)
-        self.dk, self.dv = (Sum(x, key_parts, into) for x, into in ((self.k, in_k), (self.v, in_v)))
+        queries = [each.q for i in _order(plan, own_last) for each in plan.steps[i].calls]
+        self.dq = Sum([q], queries, wanted and wanted[:1])
+        self.dkv = Sum(own, _key_parts(plan, own_last), wanted and wanted[1:])
 
     def own_rooms(self, each: LocalCall) -> Triple | None:
         """Where a call on the own keys should write: where it has all tokens and comes last the result, to which the other parts are
@@ -174,10 +172,7 @@ class _Gradients:
         if self.own_last:  # what the last peers send home comes before
             self.held_keys.append((dk_part, dv_part))
         else:
-            self.add_keys(dk_part, dv_part)
-
-    def add_keys(self, dk_part: Tensor, dv_part: Tensor) -> None:
-        add_all([(self.dk, dk_part), (self.dv, dv_part)])
+            self.dkv.add(dk_part, dv_part)
 
     def results(self, number: int) -> Triple:
         if self.held_q:
@@ -185,10 +180,11 @@ class _Gradients:
         with phase("comp_merge", number):
             for dq_part in self.held_q:
                 self.dq.add(dq_part)
-            for dk_part, dv_part in self.held_keys:
-                self.add_keys(dk_part, dv_part)
+            for parts in self.held_keys:
+                self.dkv.add(*parts)
             self.held_q, self.held_keys = [], []
-            return self.dq.result(), self.dk.result(), self.dv.result()
+            (dq,), (dk, dv) = self.dq.result(), self.dkv.result()
+            return dq, dk, dv
 
 
 def _key_parts(plan: Plan, own_last: bool) -> list[Intervals]:
@@ -235,9 +231,7 @@ class _Incoming:
             k, v = rooms(k, step.n_keys)
         self.keys = (k, v)
         if source.offer is not None and step.most:
-            first = 2 * group
-            receives = plan.messages(step.route.receives, self.keys, first)
-            self.handle = source.offer.fetch(plan.messages(step.route.sends, first=first), receives, i)
+            self.handle = source.offer.fetch(plan.exchange(step.route, first=2 * group), self.keys, i)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         if self.handle is not None:
@@ -261,24 +255,19 @@ class _Return:
             self._make_rooms()
         self.parts = plan.transport.room("dkv", shapes, sums.k, step.most)
         self.direct = not mine and len(step.calls) == 1 and step.calls[0].k == ((0, n),)
-        self.totals: list[Sum] = []
+        self.total: Sum | None = None
         if not mine and not self.direct:
-            self.totals = [Sum(part, [each.k for each in step.calls], into=part) for part in self.parts]
-
-    def add(self, dk_part: Tensor, dv_part: Tensor) -> None:
-        add_all(list(zip(self.totals, (dk_part, dv_part), strict=True)))
+            self.total = Sum(self.parts, [each.k for each in step.calls], into=self.parts)
 
     def start(self) -> None:
         plan, apart = self.plan, self.sums.front.apart
         if not apart:
             self._make_rooms()
-        receives: list[Message] = []
-        for piece, parts in zip(self.route.receives, self.received, strict=True):
-            receives += plan.messages([replace(piece, target=side_by_side(piece.target))], parts)
-        for total in self.totals:
-            total.result()
+        if self.total is not None:
+            self.total.result()
         with closing(plan.transport.offer("dkv", self.parts, plan.steps[self.i].most)) as offer:
-            self.handle = offer.fetch(plan.messages(self.route.sends), receives, self.i, early=apart)
+            into = [x for parts in self.received for x in parts]
+            self.handle = offer.fetch(plan.exchange(self.route, apart=True), into, self.i, early=apart)
 
     def _make_rooms(self) -> None:
         self.received = [rooms(self.sums.k, length(piece.target)) for piece in self.route.receives]
@@ -286,5 +275,5 @@ class _Return:
     def arrive(self) -> None:
         self.handle.wait()
         with phase("comp_merge", self.i):
-            for k_part, v_part in self.received:
-                self.sums.add_keys(k_part, v_part)
+            for parts in self.received:
+                self.sums.dkv.add(*parts)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.kernels.interface import Call, Pair, Triple, settle
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
 from attention.merge import Accumulator
-from attention.sums import Sum, add_all
+from attention.sums import Sum
 from attention.tensors import take, wide
 
 WINDOW_CHUNK = 512  # queries a windowed part: its explicit mask is [512, 512 + window]
@@ -133,12 +133,10 @@ def _dense_backward(
     primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     pieces = parts(call.mask, q.shape[1], k.shape[1])
-    sums = [
-        Sum(q, [(rows,) for rows, _, _ in pieces]),
-        *(Sum(x, [(keys,) for _, keys, _ in pieces]) for x in (k, v)),
-    ]
+    queries = Sum([q], [(rows,) for rows, _, _ in pieces])
+    keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces])
     for rows, keys, mask in pieces:
-        grads = primitive.rectangle_backward(
+        dq, dk, dv = primitive.rectangle_backward(
             take(dout, (rows,)),
             take(q, (rows,)),
             take(k, (keys,)),
@@ -148,8 +146,9 @@ def _dense_backward(
             call.scale,
             mask,
         )
-        add_all(list(zip(sums, grads, strict=True)))
-    dq, dk, dv = (total.result() for total in sums)
+        queries.add(dq)
+        keys_and_values.add(dk, dv)
+    (dq,), (dk, dv) = queries.result(), keys_and_values.result()
     return dq, dk, dv
 
 

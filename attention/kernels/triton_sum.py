@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.kernels.start import MOST as MOST_STARTS
 from attention.kernels.start import Start
-from attention.sums import MOST, Parts, ranges
+from attention.sums import MOST, PartsOfAll, ranges
 from attention.tensors import wide
 from attention.transfers import Intervals
 
@@ -73,28 +73,24 @@ def _sum(  # type: ignore[no-untyped-def]
     tl.store(at, total.to(out.dtype.element_ty), mask=(t < last)[:, None] & inside)
 
 
-def sum_triton(sums: Sequence[tuple[Tensor, Parts]]) -> None:
-    """As `attention.sums.sum_all`, of sums that are alike: in the shapes, strides and dtypes of outs and parts, and in their
-    intervals. On CUDA or on a CPU under Triton's interpreter. More parts than `MOST` are summed in several passes, the running
-    sum in the wide dtype."""
-    out, parts = sums[0]
+def sum_triton(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
+    """As `attention.sums.sum_all`, of outs that are alike in shapes, strides and dtypes, as are each part's tensors. On CUDA or on
+    a CPU under Triton's interpreter. More parts than `MOST` are summed in several passes, the running sum in the wide dtype."""
+    out = outs[0]
     if len(parts) > MOST:
-        for out, parts in sums:
-            running = torch.empty(out.shape, dtype=wide(out.dtype), device=out.device)
-            sum_triton([(running, parts[:MOST])])
-            sum_triton([(out, [(running, ((0, out.shape[-3]),)), *parts[MOST:]])])
+        running = [torch.empty(out.shape, dtype=wide(out.dtype), device=out.device) for _ in outs]
+        sum_triton(running, parts[:MOST])
+        sum_triton(outs, [(running, ((0, out.shape[-3]),)), *parts[MOST:]])
         return
     if out.numel() == 0:
         return
-    given = [part for part, _ in parts]
-    for x in (out, *given):
-        if x.stride(-1) != 1 and x.numel():
-            raise ValueError(f"strides {x.stride()}: the sum needs the head dim contiguous; call .contiguous()")
-    strides = tuple([x.stride() for x in (out, *given)])
-    outs = tuple([each for each, _ in sums])
-    fp64 = out.dtype == torch.float64
-    for piece in _pieces(out.shape, strides, tuple([x for _, x in parts]), fp64, len(sums)):
-        piece.start(out, outs, tuple([each[i][0] for i in piece.parts for _, each in sums]))
+    strides = (out.stride(), *[of_part[0].stride() for of_part, _ in parts])
+    for x, each in zip((out, *[of_part[0] for of_part, _ in parts]), strides, strict=True):
+        if each[-1] != 1 and x.numel():
+            raise ValueError(f"strides {each}: the sum needs the head dim contiguous; call .contiguous()")
+    intervals = tuple([x for _, x in parts])
+    for piece in _pieces(out.shape, strides, intervals, out.dtype == torch.float64, len(outs)):
+        piece.start(out, tuple(outs), tuple([x for i in piece.parts for x in parts[i][0]]))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from attention.front import Front, Inline
 from attention.phases import phase
 from attention.schedules import length
 from attention.tensors import put_, take, token_dim
-from attention.transports.interface import Done, Handle, Message, Offer
+from attention.transports.interface import Done, Exchange, Handle, Message, Offer
 from attention.transports.queues import Queue
 
 OPERATIONS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -74,12 +74,12 @@ class _Sent:
     def __init__(self, transport: Collective, what: str, tensors: Sequence[Tensor]):
         self.transport, self.what, self.tensors = transport, what, tensors
 
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
-        if not sends and not receives:
+    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        if not exchange.sends and not exchange.receives:
             return Done()
         transport, what = self.transport, self.what
-        outgoing = [(m.peer, take(self.tensors[m.tensor], m.source).contiguous()) for m in sends]
-        incoming = [(m.peer, _landing(m)) for m in receives]
+        outgoing = [(m.peer, take(self.tensors[m.tensor], m.source).contiguous()) for m in exchange.sends]
+        incoming = [(m.peer, _landing(m, into[m.place])) for m in exchange.receives]
         transport.counted(what, sum(x.nbytes for _, x in incoming))
 
         def run() -> None:
@@ -87,35 +87,29 @@ class _Sent:
                 _exchange(outgoing, incoming, transport.group)
 
         def place() -> None:
-            apart = [(m, x) for m, (_, x) in zip(receives, incoming, strict=True) if not _in_place(m)]
+            ends = zip(exchange.receives, incoming, strict=True)
+            apart = [(m, x) for m, (_, x) in ends if not _in_place(m, into[m.place])]
             if apart:
                 with phase("comp_place", step):
                     for message, x in apart:
-                        assert message.into is not None
-                        put_(message.into, message.target, x)
+                        put_(into[message.place], message.target, x)
 
         return transport.queue.issue(run, [x for _, x in (*outgoing, *incoming)], what, step, place)
 
     def close(self) -> None: ...
 
 
-def _in_place(message: Message) -> bool:
+def _in_place(message: Message, into: Tensor) -> bool:
     """Whether the tokens can be received where they belong: one stretch of memory."""
-    return len(message.target) == 1 and take(_into(message), message.target).is_contiguous()
+    return len(message.target) == 1 and take(into, message.target).is_contiguous()
 
 
-def _landing(message: Message) -> Tensor:
-    into = _into(message)
-    if _in_place(message):
+def _landing(message: Message, into: Tensor) -> Tensor:
+    if _in_place(message, into):
         return take(into, message.target)
     shape = list(into.shape)
     shape[token_dim(into)] = length(message.target)
     return into.new_empty(shape)
-
-
-def _into(message: Message) -> Tensor:
-    assert message.into is not None, "a receiver's message says where to"
-    return message.into
 
 
 def _exchange(

@@ -7,7 +7,7 @@ that the two are never confused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,13 +20,23 @@ from attention.transfers import Intervals
 @dataclass(frozen=True)
 class Message:
     """Tokens of the offered tensor number `tensor`: the intervals `source` of it, in the offering rank's tokens, go to the
-    intervals `target` of `into`, one to one. `peer` is the rank at the other end; the offering end has no `into`."""
+    intervals `target`, one to one, of number `place` of the tensors that the receiver fetches into. `peer` is the rank at the
+    other end."""
 
     peer: int
     tensor: int
     source: Intervals
     target: Intervals
-    into: Tensor | None = None
+    place: int = 0
+
+
+class Exchange:
+    """The messages of one fetch, which both ends list in the same order. Made once for many: a transport keeps with it in `known`
+    what it found out about it."""
+
+    def __init__(self, sends: Iterable[Message], receives: Iterable[Message]):
+        self.sends, self.receives = tuple(sends), tuple(receives)
+        self.known: object = None
 
 
 class Handle(Protocol):
@@ -34,9 +44,9 @@ class Handle(Protocol):
 
 
 class Offer(Protocol):
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
-        """Both ends list the messages between them in the same order. `early`: the receivers' tensors were there before the room of
-        this offer was, so that what peers offer may come while this rank still fills its own."""
+    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        """`early`: the tensors of `into` were there before the room of this offer was, so that what peers offer may come while this
+        rank still fills its own."""
 
     def close(self) -> None:
         """Nothing more will be fetched by this rank from its peers' offers of the same turn."""
@@ -106,8 +116,8 @@ class Nothing:
 
 
 class _NoOffer:
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
-        assert not sends and not receives, "a world of one has no peers"
+    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        assert not exchange.sends and not exchange.receives, "a world of one has no peers"
         return Done()
 
     def close(self) -> None: ...

@@ -38,6 +38,9 @@ class Queue(Protocol):
         """`run` follows what was issued, and waits for nothing else. What it raises is raised by the next `issue`, `join` or
         wait for a handle."""
 
+    def aside(self, run: Work) -> None:
+        """`run`, which is small, follows what the caller has done; nothing waits for it."""
+
     def join(self) -> None:
         """Let a CUDA graph that is being captured hold all that was issued."""
 
@@ -71,6 +74,9 @@ class HostQueue:
         if future.exception() is not None and self.failed is None:
             self.failed = future
 
+    def aside(self, run: Work) -> None:
+        run()
+
     def join(self) -> None:
         if self.failed is not None:
             failed, self.failed = self.failed, None
@@ -99,6 +105,8 @@ class CudaQueue:
         self.stream, self.device = torch.cuda.Stream(device), device
         self.on, self.follow = On(self.stream), Follow()
         self.captures = captures or Captures()
+        self.spare: list[torch.cuda.Event] = []  # of handles that were waited for
+        self.beside = torch.cuda.Stream(device)  # of captures
 
     def issue(
         self,
@@ -115,9 +123,9 @@ class CudaQueue:
             self.stream.wait_event(since)
         with self.on:
             run()
-        done = torch.cuda.Event()
+        done = self.spare.pop() if self.spare else torch.cuda.Event()
         done.record(self.stream)
-        return _CudaHandle(self.device, done, list(tensors), what, step, after)
+        return _CudaHandle(self, done, list(tensors), what, step, after)
 
     def moment(self) -> Moment:
         event = torch.cuda.Event()
@@ -129,8 +137,20 @@ class CudaQueue:
         with self.on:
             run()
 
+    def aside(self, run: Work) -> None:
+        # Launched by a host it goes to the caller's stream: another one is two more calls of the host, for microseconds of the
+        # GPU. A replay has nothing but the GPU's time.
+        if not capturing(self.device):
+            run()
+            return
+        self.beside.wait_stream(current(self.device))
+        with On(self.beside):
+            run()
+
     def join(self) -> None:
         self.captures.leave(self.stream)
+        if capturing(self.device) and _captured(self.beside):
+            current(self.device).wait_stream(self.beside)
 
 
 class _CudaHandle:
@@ -138,19 +158,20 @@ class _CudaHandle:
 
     def __init__(
         self,
-        device: torch.device,
+        queue: CudaQueue,
         done: torch.cuda.Event,
         tensors: list[Tensor],
         what: str,
         step: int,
         after: Work | None,
     ):
-        self.device, self.done, self.tensors = device, done, tensors
+        self.queue, self.tensors = queue, tensors
+        self.done: torch.cuda.Event | None = done
         self.what, self.step, self.after = what, step, after
 
     def wait(self) -> None:
         with phase(f"wait_{self.what}", self.step):
-            current(self.device).wait_event(self.done)
+            self._follow()
         self.tensors = []
         if self.after is not None:
             self.after()
@@ -158,7 +179,13 @@ class _CudaHandle:
 
     def __del__(self) -> None:
         if self.tensors:  # never waited for: an exception came between, and their memory is about to be someone else's
-            current(self.device).wait_event(self.done)
+            self._follow()
+
+    def _follow(self) -> None:
+        if self.done is not None:
+            current(self.queue.device).wait_event(self.done)
+            self.queue.spare.append(self.done)  # the wait holds on to what the event stood for
+            self.done = None
 
 
 class Captures:
@@ -187,47 +214,3 @@ class Captures:
 def _captured(stream: torch.cuda.Stream) -> bool:
     with On(stream):
         return capturing(stream.device)
-
-
-class Aside(Protocol):
-    """Small operations that the caller's stream must not be held up by."""
-
-    def before(self, run: Work) -> None:
-        """What the caller's stream does next is done after `run`."""
-
-    def after(self, run: Work) -> None:
-        """`run` is done after all that the caller's stream did so far, which does not wait for it."""
-
-    def join(self) -> None:
-        """Let a CUDA graph that is being captured hold all of it."""
-
-
-class HostAside:
-    def before(self, run: Work) -> None:
-        run()
-
-    def after(self, run: Work) -> None:
-        run()
-
-    def join(self) -> None: ...
-
-
-class CudaAside:
-    def __init__(self, device: torch.device, captures: Captures):
-        self.stream, self.device = torch.cuda.Stream(device), device
-        self.on, self.follow = On(self.stream), Follow()
-        self.captures = captures
-
-    def before(self, run: Work) -> None:
-        self.captures.enter(self.stream)
-        with self.on:
-            run()
-        self.follow(current(self.device), self.stream)
-
-    def after(self, run: Work) -> None:
-        self.follow(self.stream, current(self.device))
-        with self.on:
-            run()
-
-    def join(self) -> None:
-        self.captures.leave(self.stream)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -33,9 +33,9 @@ from attention.transports.fabric import (
     obstacle,
     together,
 )
-from attention.transports.interface import Done, Handle, Message, Offer
+from attention.transports.interface import Done, Exchange, Handle, Message, Offer
 from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
-from attention.transports.queues import Aside, Captures, CudaAside, CudaQueue, HostAside, HostQueue, Moment, Queue
+from attention.transports.queues import Captures, CudaQueue, HostQueue, Moment, Queue
 
 LANES = 32  # kinds of offers: kv, dkv, ...
 DEPTHS = {
@@ -111,15 +111,14 @@ class Pool:
         self.captures = Captures()
         self.fabric: Fabric
         self.queue: Queue
-        self.signals: Aside
         self.front: Front
         with together(group):  # the driver may be missing on one rank alone
             if device.type == "cuda":
                 self.fabric = CudaFabric(group, device)
-                self.queue, self.signals = CudaQueue(device, self.captures), CudaAside(device, self.captures)
+                self.queue = CudaQueue(device, self.captures)
                 self.front = CudaFront(device)
             else:
-                self.fabric, self.queue, self.signals = HostFabric(group), HostQueue(), HostAside()
+                self.fabric, self.queue = HostFabric(group), HostQueue()
                 self.front = Inline(apart=True)
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
         with torch.inference_mode(False):  # kept for calls of any mode, as all memory and its views here
@@ -187,12 +186,12 @@ class Pool:
         if self.capturing():
             self.captured[id(lane.shared)] = lane.shared
         with phase(f"wait_room_{what}"):
-            self.signals.before(lane.flags[lane.turn].take_done)
+            lane.flags[lane.turn].take_done()
         return lane.turn
 
     def publish(self, flags: Flags) -> None:
         """Tell the peers that the offer is there once the caller's stream has written it."""
-        self.signals.after(flags.tell_ready)
+        self.queue.aside(flags.tell_ready)
 
     def finish(self, flags: Flags, unseen: Sequence[int]) -> None:
         """Tell the peers that this rank is done with their offers, once the pulls so far are over, and those of the `unseen`
@@ -277,7 +276,6 @@ class Symmetric(Collective):
 
     def join(self) -> None:
         self.pool.queue.join()
-        self.pool.signals.join()
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         offered = _Offered(self, what, shapes, like.dtype, tokens)
@@ -329,63 +327,84 @@ class _Offered:
             found.append(x.narrow(token_dim(x), 0, shape[-3]))
         return found
 
-    def fetch(self, sends: Sequence[Message], receives: Sequence[Message], step: int, early: bool = False) -> Handle:
-        if not receives:
+    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        if not exchange.receives:
             return Done()
-        pool = self.transport.pool
-        by_peer: dict[int, list[Message]] = {peer: [] for peer in pool.peers}
-        for message in receives:
-            by_peer[message.peer].append(message)
-        wanted = [(peer, messages, peer not in self.seen) for peer, messages in by_peer.items() if messages]
+        pool, transport, shared = self.transport.pool, self.transport, self.shared
+        wanted = [(*each, each[0] not in self.seen) for each in self._pulls(exchange)]
         self.seen.update(peer for peer, *_ in wanted)
 
         def run() -> None:
-            for peer, messages, first in wanted:
+            for peer, pulls, first in wanted:
                 if first:
                     self.flags.take_ready[peer]()
                 with phase(f"comm_{self.what}", step):
-                    for alike in _alike(messages):
-                        self._pull(alike)
+                    for pull in pulls:
+                        targets = [into[place] for place in pull.places]
+                        for element, start, n, starts in pull.copies:
+                            pool.fabric.copy(targets, element, start, n, shared, peer, [self.at + x for x in starts])
+                        transport.counted(self.what, pull.nbytes)
 
-        into = [m.into for m in receives if m.into is not None]
         return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
-    def _pull(self, messages: list[Message]) -> None:
-        """Of several tensors the same tokens."""
-        peer, shape = messages[0].peer, self.arranged.rooms[messages[0].tensor]
-        targets: list[Tensor] = [m.into for m in messages if m.into is not None]
-        assert len(targets) == len(messages), "a receiver's message says where to"
-        each = shape[-2] * shape[-1] * self.arranged.dtype.itemsize  # bytes of a token
-        first = [self.at + self.arranged.starts[m.tensor] for m in messages]
-        transport, moved = self.transport, 0
-        for element in range(shape[0] if len(shape) == 4 else 1):
-            for source, target, n in stretches(messages[0].source, messages[0].target):
-                skip = (element * shape[-3] + source) * each
-                at = [start + skip for start in first]
-                transport.pool.fabric.copy(targets, element, target, n, self.shared, peer, at)
-                moved += n * each * len(at)
-        transport.counted(self.what, moved)
+    def _pulls(self, exchange: Exchange) -> list[tuple[int, list[_Pull]]]:
+        """By peer, in this rank's order of peers."""
+        known = exchange.known
+        if not isinstance(known, _Known) or known.arranged is not self.arranged:
+            by_peer: dict[int, list[Message]] = {peer: [] for peer in self.transport.pool.peers}
+            for message in exchange.receives:
+                by_peer[message.peer].append(message)
+            pulls = [
+                (peer, [_pull(alike, self.arranged) for alike in _alike(messages, self.arranged)])
+                for peer, messages in by_peer.items()
+                if messages
+            ]
+            known = exchange.known = _Known(self.arranged, pulls)
+        return known.pulls
 
     def close(self) -> None:
         pool = self.transport.pool
         pool.finish(self.flags, [peer for peer in pool.peers if peer not in self.seen])
 
 
-def _alike(messages: list[Message]) -> list[list[Message]]:
+@dataclass(frozen=True)
+class _Pull:
+    """The same tokens of several offered tensors of one shape, which go to as many, the numbers `places` of those that are fetched
+    into. copies: the batch element, the first token there, how many, and at which bytes of the slot they start in each."""
+
+    places: tuple[int, ...]
+    copies: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The pulls of an exchange, of offers so arranged."""
+
+    arranged: Arrangement
+    pulls: list[tuple[int, list[_Pull]]]
+
+
+def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
+    """messages: of one peer, of the same tokens."""
+    shape = arranged.rooms[messages[0].tensor]
+    each = shape[-2] * shape[-1] * arranged.dtype.itemsize  # bytes of a token
+    copies = []
+    for element in range(shape[0] if len(shape) == 4 else 1):
+        for source, target, n in stretches(messages[0].source, messages[0].target):
+            skip = (element * shape[-3] + source) * each
+            copies.append((element, target, n, tuple(arranged.starts[m.tensor] + skip for m in messages)))
+    moved = sum(n * each * len(starts) for *_, n, starts in copies)
+    return _Pull(tuple(m.place for m in messages), tuple(copies), moved)
+
+
+def _alike(messages: list[Message], arranged: Arrangement) -> list[list[Message]]:
     """Neighbours of the same tokens, of tensors of one shape."""
-    found: list[list[Message]] = []
-    for each in messages:
-        before = found[-1][0] if found else None
-        same = before is not None and (before.source, before.target) == (each.source, each.target)
-        if same and _shape(before) == _shape(each):
-            found[-1].append(each)
-        else:
-            found.append([each])
-    return found
 
+    def form(message: Message) -> object:
+        return message.source, message.target, arranged.shapes[message.tensor][-2:]
 
-def _shape(message: Message | None) -> torch.Size | None:
-    return None if message is None or message.into is None else message.into.shape
+    return [list(alike) for _, alike in groupby(messages, form)]
 
 
 @lru_cache(maxsize=4096)

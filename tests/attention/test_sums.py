@@ -7,7 +7,7 @@ import torch
 from naive import normal
 
 from attention.schedules import length
-from attention.sums import Range, Sum, add_all, ranges, sum_all, sum_eager, sum_numbered, sum_parts
+from attention.sums import Range, Sum, ranges, sum_all, sum_eager, sum_numbered, sum_parts
 from attention.tensors import rows
 
 torch.set_num_threads(1)
@@ -29,7 +29,7 @@ def summed(how, out, parts):
         return sum_numbered(out, parts)
     from attention.kernels.triton_sum import sum_triton
 
-    return sum_triton([(out, parts)])
+    return sum_triton((out,), [((part,), intervals) for part, intervals in parts])
 
 
 def expected(out, parts):
@@ -152,6 +152,12 @@ def several(n, seed, head_dim=40, dtype=torch.bfloat16, device="cpu"):
     return sums
 
 
+def together(sums):
+    """The outs, and each part of all of them."""
+    parts = [[x for x, _ in of_part] for of_part in zip(*(parts for _, parts in sums), strict=True)]
+    return [out for out, _ in sums], list(zip(parts, [x for _, x in sums[0][1]], strict=True))
+
+
 @needs_interpreter
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("head_dim", [40, 64])
@@ -160,15 +166,15 @@ def test_sums_that_are_alike_are_summed_together(n, head_dim):
 
     sums = several(n, 0, head_dim)
     exact = [expected(*each) for each in sums]
-    sum_triton(sums)
+    sum_triton(*together(sums))
     for (out, _), each in zip(sums, exact, strict=True):
         assert near("triton", out, each)
 
 
 def test_sums_of_any_forms_are_all_made():
-    sums = [*several(5, 0), *several(2, 50, 64), *several(1, 60, 40, torch.float32)]
+    sums = [*several(5, 0), *several(2, 50), *several(1, 60, dtype=torch.float32)]
     exact = [expected(*each) for each in sums]
-    sum_all(sums)
+    sum_all(*together(sums))
     for (out, _), each in zip(sums, exact, strict=True):
         assert near("eager", out, each)
 
@@ -209,12 +215,13 @@ def test_parts_that_come_one_by_one_are_rounded_once(seed, dtype, given):
     found = [((0, n),) if draw.random() < 0.5 else stretches(draw, n, 3) for _ in range(draw.randint(0, 6))]
     parts = [(normal(2, length(x), 3, 8, dtype=dtype, seed=i), x) for i, x in enumerate(found)]
     like = torch.full((2, n, 3, 8), torch.nan, dtype=dtype)
-    total = Sum(like, found, into=like if given else None)
+    total = Sum([like], found, into=[like] if given else None)
     exact = expected(like, parts)
     for part, _ in parts:
         total.add(part.clone())
-    assert total.result().dtype == dtype and (total.result() is like) == given
-    assert near("eager", total.result(), exact)
+    (result,) = total.result()
+    assert result.dtype == dtype and (result is like) == given
+    assert near("eager", result, exact)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -222,22 +229,24 @@ def test_sums_whose_parts_come_together_are_what_they_are_apart(seed):
     draw = random.Random(seed)
     n = 30
     found = [stretches(draw, n, 3) for _ in range(4)]
-    totals = [Sum(torch.zeros(n, 3, dim, dtype=torch.bfloat16), found) for dim in (8, 8, 16)]
+    like = [torch.zeros(n, 3, 8, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)]
+    total = Sum(like, found)
     parts = [
-        [(normal(length(x), 3, dim, dtype=torch.bfloat16, seed=10 * i + j), x) for i, x in enumerate(found)]
-        for j, dim in enumerate((8, 8, 16))
+        [(normal(length(x), 3, 8, dtype=each.dtype, seed=10 * i + j), x) for i, x in enumerate(found)]
+        for j, each in enumerate(like)
     ]
-    for together in zip(*parts, strict=True):
-        add_all([(total, part) for total, (part, _) in zip(totals, together, strict=True)])
-    for total, each in zip(totals, parts, strict=True):
-        assert near("eager", total.result(), expected(total.like, each))
+    exact = [expected(*each) for each in zip(like, parts, strict=True)]
+    for found_together in zip(*parts, strict=True):
+        total.add(*[part for part, _ in found_together])
+    for each, result in zip(exact, total.result(), strict=True):
+        assert near("eager", result, each)
 
 
 def test_a_first_part_of_all_tokens_becomes_the_sum():
     like = torch.zeros(2, 9, 3, 8, dtype=torch.bfloat16)
     first, second = (normal(2, n, 3, 8, dtype=torch.bfloat16, seed=n) for n in (9, 4))
     for parts in ([first], [first, second]):
-        total = Sum(like, [((0, 9),), ((3, 7),)][: len(parts)])
+        total = Sum([like], [((0, 9),), ((3, 7),)][: len(parts)])
         for part in parts:
             total.add(part)
-        assert total.result() is first and total.running.buffer is None and not total.kept
+        assert total.result()[0] is first and total.running[0].buffer is None and not total.kept

@@ -191,21 +191,29 @@ def test_sums_that_are_alike_are_one_launch_and_as_eager_sums_them(dtype, head_d
 
     n, launched, start = 1003, [], triton_sum.Start.__call__
     monkeypatch.setattr(triton_sum.Start, "__call__", lambda *given: launched.append(1) or start(*given))
-    for count, launches in ((1, 1), (2, 1), (4, 1), (5, 2)):
-        results = []
-        for how in (sum_all, lambda sums: [sum_eager(*each) for each in sums]):
-            sums = []
-            for i in range(count):
-                whole = normal(2, n, 10, head_dim, dtype=dtype, seed=100 + i, device="cuda")[:, :, 1:-1]
-                parts = [normal(2, 402, 8, head_dim, dtype=dtype, seed=10 * i + j, device="cuda") for j in range(2)]
-                places = ((100, 501), (777, 778)), ((600, n - 1),)
-                parts[1] = parts[1].new_ones(2, n - 601, 8, head_dim) + parts[0][:, :1]
-                sums.append((whole, [(whole, ((0, n),)), *zip(parts, places, strict=True)]))
-            launched.clear()
-            how(sums)
-            results.append([out for out, _ in sums])
-            assert len(launched) == (launches if how is sum_all else 0)
-        torch.testing.assert_close(*results)
+
+    def made(count, unlike):
+        outs = [normal(2, n, 10, head_dim, dtype=dtype, seed=100 + i, device="cuda")[:, :, 1:-1] for i in range(count)]
+        if unlike:
+            outs[-1] = outs[-1].contiguous()
+        parts = [(outs, ((0, n),))]
+        for j, places in enumerate((((100, 501), (777, 778)), ((600, n - 1),))):
+            tokens = length(places)
+            of_part = [
+                normal(2, tokens, 8, head_dim, dtype=dtype, seed=10 * i + j, device="cuda") for i in range(count)
+            ]
+            parts.append((of_part, places))
+        return outs, parts
+
+    for count, unlike, launches in ((1, False, 1), (2, False, 1), (4, False, 1), (3, True, 3)):
+        outs, parts = made(count, unlike)
+        launched.clear()
+        sum_all(outs, parts)
+        assert len(launched) == launches
+        again, parts = made(count, unlike)
+        for i, out in enumerate(again):
+            sum_eager(out, [(of_part[i], places) for of_part, places in parts])
+        torch.testing.assert_close(outs, again)
 
 
 @every_dtype
