@@ -1,4 +1,4 @@
-"""CUDA streams as `torch.cuda` has them, at a fraction of the host's time: `torch.cuda.stream`, `current_stream` and
+"""CUDA streams and devices as `torch.cuda` has them, at a fraction of the host's time: `torch.cuda.stream`, `current_stream` and
 `Stream.wait_stream` take 5 to 14 µs each, which is what a short step costs."""
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
     """As `sum_parts` of each of outs, none of which is read for another; a part is a tensor for each of them, over the same tokens.
     On CUDA in one launch where they are alike, as dk and dv are."""
     first = outs[0]
-    if len(outs) > 1 and first.is_cuda and _few(parts) and _alike(outs, parts):
+    if len(outs) > 1 and first.is_cuda and _few(parts) and alike(outs, parts):
         from attention.kernels.triton_sum import sum_triton
 
         for of_part, intervals in parts:
@@ -60,7 +60,7 @@ def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
         sum_parts(out, [(of_part[i], intervals) for of_part, intervals in parts])
 
 
-def _alike(outs: Sequence[Tensor], parts: PartsOfAll) -> bool:
+def alike(outs: Sequence[Tensor], parts: PartsOfAll) -> bool:
     """Whether one kernel can do them."""
     shape = outs[0].shape
     heads = shape[-2] * (shape[0] if len(shape) == 4 else 1)
@@ -114,8 +114,8 @@ def sum_eager(out: Tensor, parts: Parts) -> None:
 class Sum:
     """The sum of parts that come one by one, each over tokens that were said beforehand; of several tensors alike, as dk and dv
     are, whose parts come together. It takes the parts over: the first is kept as it is, and becomes the sum itself where it
-    has all tokens; tokens of three parts or more are summed in a wide buffer, and a token's last part is added in the pass
-    that rounds it.
+    has all tokens (of all tensors, or none does); tokens of three parts or more are summed in a wide buffer, and a token's
+    last part is added in the pass that rounds it.
 
     like: of each sum the shape and dtype, the same shape; parts: the intervals of each part to come, in order; into: where the
     sums are wanted."""
@@ -147,17 +147,17 @@ class Sum:
 
     def _add(self, each: Bundle, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         everything = ((0, length(each.rows)),)
-        targets, before = [], []
+        before, targets, places = [], [], []
         for i, (out, running) in enumerate(zip(outs, self.running, strict=True)):
-            first, places = (self.kept[each.kept[0]][i], each.kept[1]) if each.kept else running.place(out, each.rows)
+            first, at = (self.kept[each.kept[0]][i], each.kept[1]) if each.kept else running.place(out, each.rows)
             into, rows = (out, each.rows) if each.last else running.place(out, each.rows)
-            ends = both_ends(first, places, into, rows)
+            ends = both_ends(first, at, into, rows)
             before.append(ends[0])
             targets.append(ends[1])
+            places.append((into, rows))
         sum_all(targets, [(before, everything), ([take(x, each.at) for x in part], everything)])
         if len(each.rows) > 1:  # the targets are copies
-            for target, out, running in zip(targets, outs, self.running, strict=True):
-                into, rows = (out, each.rows) if each.last else running.place(out, each.rows)
+            for target, (into, rows) in zip(targets, places, strict=True):
                 put_(into, rows, target)
 
     def result(self) -> Sequence[Tensor]:

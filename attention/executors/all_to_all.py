@@ -18,7 +18,7 @@ from attention.executors.plan import Plan
 from attention.phases import phase
 from attention.tensors import room, rooms, take, tokens, wide
 from attention.transfers import Intervals
-from attention.transports import Exchange, Handle, Message
+from attention.transports import Handle, Message, Messages
 
 Saved = tuple[Tensor, ...]
 Heads = list[list[slice]]  # by part, of each rank in the group
@@ -128,12 +128,12 @@ class _ToHeads:
 
 
 @lru_cache(maxsize=1024)
-def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Exchange:
+def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Messages:
     """Of s tokens of n tensors, whose heads of one part are offered by rank of the group."""
     whole: Intervals = ((0, s),)
     first = part * len(group) * n
     peers = [(i, peer, ((i * s, (i + 1) * s),)) for i, peer in enumerate(group) if i != me]
-    return Exchange(
+    return Messages(
         [Message(peer, first + i * n + j, whole, place, j) for i, peer, place in peers for j in range(n)],
         [Message(peer, first + me * n + j, whole, place, j) for _, peer, place in peers for j in range(n)],
     )
@@ -181,12 +181,12 @@ class _ToTokens:
 
 
 @lru_cache(maxsize=1024)
-def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Exchange:
+def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
     """Of n tensors the s tokens of each rank of the group to that rank, from every other one into n of its own."""
     whole: Intervals = ((0, s),)
     places: list[Intervals] = [((i * s, (i + 1) * s),) for i in range(len(group))]
     peers = [(i, peer) for i, peer in enumerate(group) if i != me]
-    return Exchange(
+    return Messages(
         [Message(peer, j, places[i], whole, j) for i, peer in peers for j in range(n)],
         [Message(peer, j, places[me], whole, at * n + j) for at, (_, peer) in enumerate(peers) for j in range(n)],
     )

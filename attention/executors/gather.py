@@ -6,7 +6,6 @@ while the others' travel, in a backward of several groups on the last one's at t
 from __future__ import annotations
 
 from contextlib import closing
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
 from attention.merge import empty_result, merge
 from attention.phases import phase
-from attention.schedules import Problem, length
+from attention.schedules import length
 from attention.sums import sum_all, sum_parts
 from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens
-from attention.transfers import Intervals, Move, gather_move, move, needed_keys, overlaps, side_by_side
+from attention.transfers import Intervals, Move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
@@ -141,16 +140,10 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
     problem = plan.problem
     if problem.layout == problem.q_layout or problem.world == 1:
         return x
-    moving = _between(problem, plan.rank, to_compute)
+    moving = plan.to_compute if to_compute else plan.to_border
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _Redistribution(moving, [x], [out], plan, "q").wait()
     return out
-
-
-@lru_cache(maxsize=1024)
-def _between(problem: Problem, rank: int, to_compute: bool) -> Move:
-    border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
-    return move(border, inner, rank) if to_compute else move(inner, border, rank)
 
 
 def _each_once(calls: list[Intervals], n: int) -> bool:
@@ -164,7 +157,7 @@ class _Redistribution:
     def __init__(self, moving: Move, sources: list[Tensor], targets: list[Tensor], plan: Plan, what: str):
         n = len(sources)
         with closing(plan.transport.offer(what, sources)) as offer:
-            self.handle = offer.fetch(plan.exchange(moving.route, n=n), targets, 0)
+            self.handle = offer.fetch(plan.messages(moving.route, n=n), targets, 0)
         ends = zip(sources, targets, strict=True)
         copy_all(pair for source, target in ends for pair in moves(target, source, moving.local))
 
@@ -180,7 +173,7 @@ class _Keys:
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]):
         self.plan = plan
         self.mine = [[group.keys(x) for x in (k, v)] for group in groups]
-        self.moving = gather_move(plan.problem, plan.rank)
+        self.moving = plan.gathering
         self.offer: Offer | None = None
         if plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls:
             self.offer = plan.transport.offer("kv", [x for pair in self.mine for x in pair])
@@ -197,7 +190,7 @@ class _Pulled:
     def __init__(self, source: _Keys, offer: Offer, i: int):
         plan, route, mine = source.plan, source.moving.route, source.mine[i]
         self.keys = rooms(mine[0], plan.steps[-1].n_keys)
-        self.handle: Handle = offer.fetch(plan.exchange(route, first=2 * i), self.keys, i)
+        self.handle: Handle = offer.fetch(plan.messages(route, first=2 * i), self.keys, i)
         with phase("comp_place", i):
             ends = zip(mine, self.keys, strict=True)
             copy_all(pair for x, keys in ends for pair in moves(keys, x, source.moving.local))
@@ -240,7 +233,7 @@ class _Return:
         self.plan, self.group, self.number, self.apart = plan, group, number, apart
         self.late = apart or own_last
         self.queries: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
-        self.moving = gather_move(plan.problem, plan.rank)
+        self.moving = plan.gathering
         assert not (apart and self.moving.local), (
             "this rank's part of the sums would be read when another offer lies there"
         )
@@ -297,7 +290,7 @@ class _Return:
         self.offer = plan.transport.offer("dkv", self.sums, self.most)  # holds this rank's own sums
         with closing(self.offer):
             into = [x for _, parts in self.received for x in parts]
-            self.handle = self.offer.fetch(plan.exchange(self.route, apart=True), into, self.number, early=self.apart)
+            self.handle = self.offer.fetch(plan.messages(self.route, apart=True), into, self.number, early=self.apart)
 
     def _make_rooms(self, like: Tensor) -> None:
         self.received = [(piece.target, rooms(like, length(piece.target))) for piece in self.route.receives]

@@ -12,11 +12,23 @@ import torch
 from attention.costs import own_apart
 from attention.front import Front, Inline
 from attention.kernels import Call, Kernel
-from attention.layouts import CuSeqlens
+from attention.layouts import CuSeqlens, Shard
 from attention.masks import Interval, Mask
 from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
-from attention.transfers import Intervals, Piece, Place, Route, joined, side_by_side, step_route, within
-from attention.transports import Exchange, Message, Transport
+from attention.transfers import (
+    Intervals,
+    Move,
+    Piece,
+    Place,
+    Route,
+    gather_move,
+    joined,
+    move,
+    side_by_side,
+    step_route,
+    within,
+)
+from attention.transports import Message, Messages, Transport
 from attention.variants import Variant
 
 INLINE = Inline()
@@ -72,20 +84,42 @@ class Plan:
     def own_apart(self) -> bool:
         return own_apart(self.problem, self.rank)
 
+    @cached_property
+    def gathering(self) -> Move:
+        return gather_move(self.problem, self.rank)
+
+    @cached_property
+    def to_compute(self) -> Move:
+        """Of queries, from the border layout to the one they are computed in."""
+        border, inner = self._layouts
+        return move(border, inner, self.rank)
+
+    @cached_property
+    def to_border(self) -> Move:
+        """The way back."""
+        border, inner = self._layouts
+        return move(inner, border, self.rank)
+
+    @property
+    def _layouts(self) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
+        problem = self.problem
+        border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
+        return border, inner
+
     def front(self, parts: int = 1) -> Front:
         """Of a backward that goes through the steps for so many parts of the heads, one after another."""
         return self.transport.front if parts == 1 and self.own_apart else INLINE
 
     @cached_property
-    def _exchanges(self) -> dict[tuple[int, int, int, bool], tuple[Route, Exchange]]:
-        """By the identity of the route, which so lives as long."""
+    def _messages(self) -> dict[tuple[int, int, int, bool], tuple[Route, Messages]]:
+        """By the identity of the route, which lives as long."""
         return {}
 
-    def exchange(self, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Exchange:
+    def messages(self, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Messages:
         """The pieces of a route of this plan's, each of the n offered tensors from number `first` on. They are fetched into n tensors,
         or with `apart` those from each peer into n of their own, side by side."""
         key = id(route), first, n, apart
-        if key not in self._exchanges:
+        if key not in self._messages:
             sends = [
                 Message(self.peer(x.peer), first + i, x.source, x.target, i) for x in route.sends for i in range(n)
             ]
@@ -100,8 +134,8 @@ class Plan:
                 for number, x in enumerate(route.receives)
                 for i in range(n)
             ]
-            self._exchanges[key] = route, Exchange(sends, receives)
-        return self._exchanges[key][1]
+            self._messages[key] = route, Messages(sends, receives)
+        return self._messages[key][1]
 
 
 def masks_of(problem: Problem) -> tuple[Mask, ...]:

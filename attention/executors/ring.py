@@ -231,7 +231,7 @@ class _Incoming:
             k, v = rooms(k, step.n_keys)
         self.keys = (k, v)
         if source.offer is not None and step.most:
-            self.handle = source.offer.fetch(plan.exchange(step.route, first=2 * group), self.keys, i)
+            self.handle = source.offer.fetch(plan.messages(step.route, first=2 * group), self.keys, i)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         if self.handle is not None:
@@ -267,7 +267,7 @@ class _Return:
             self.total.result()
         with closing(plan.transport.offer("dkv", self.parts, plan.steps[self.i].most)) as offer:
             into = [x for parts in self.received for x in parts]
-            self.handle = offer.fetch(plan.exchange(self.route, apart=True), into, self.i, early=apart)
+            self.handle = offer.fetch(plan.messages(self.route, apart=True), into, self.i, early=apart)
 
     def _make_rooms(self) -> None:
         self.received = [rooms(self.sums.k, length(piece.target)) for piece in self.route.receives]

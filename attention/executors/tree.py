@@ -16,7 +16,7 @@ from attention.mailbox import pieces, received_bytes
 from attention.merge import empty_result, merge_n
 from attention.phases import phase
 from attention.tensors import take, wide
-from attention.transports import Exchange, Message, mailboxes
+from attention.transports import Message, Messages, mailboxes
 from attention.variants import node_size
 
 Saved = tuple[Tensor, ...]
@@ -137,7 +137,7 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         whole = ((0, mine.shape[1]),)
         with closing(plan.transport.offer(what, [mine])) as offer:
             offer.fetch(
-                Exchange(
+                Messages(
                     [Message(peer, 0, whole, whole) for peer in peers],
                     [Message(peer, 0, whole, whole, i) for i, peer in enumerate(peers)],
                 ),

@@ -15,8 +15,6 @@ from attention.streams import on_device
 ALIGNED = 16  # Triton compiles other code for addresses and numbers that are multiples of it
 MOST = 4096  # starts that a kind of call keeps ready
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
-
 
 class Start:
     """All of a start but its tensors: the kernel, whose parameters are tensors (or tuples of them), then whole numbers that
@@ -72,7 +70,8 @@ class Start:
 
 def _watched() -> bool:
     """Whether a profiler wants to know of each of Triton's launches."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _stream(x: Tensor) -> int:
@@ -81,4 +80,4 @@ def _stream(x: Tensor) -> int:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device; this makes it x's."""
-    return on_device(x.device.index) if x.is_cuda else _NOTHING
+    return on_device(x.device.index) if x.is_cuda else nullcontext()

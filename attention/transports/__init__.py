@@ -8,14 +8,14 @@ import torch.distributed as dist
 from attention.kernels.interface import UnsupportedCall
 from attention.transports.collective import Collective
 from attention.transports.fabric import SHARED_MEMORY
-from attention.transports.interface import Exchange, Handle, Message, Nothing, Offer, Transport
+from attention.transports.interface import Handle, Message, Messages, Nothing, Offer, Transport
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
 from attention.transports.symmetric import Symmetric, captures_undone, held_bytes, pool_of, release
 from attention.variants import nearest
 
 __all__ = [
-    "SUMMARIES", "Exchange", "Handle", "Message", "Nothing", "Offer", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",
+    "SUMMARIES", "Handle", "Message", "Messages", "Nothing", "Offer", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",
     "release", "resolve", "select",
 ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from attention.front import Front, Inline
 from attention.phases import phase
 from attention.schedules import length
 from attention.tensors import put_, take, token_dim
-from attention.transports.interface import Done, Exchange, Handle, Message, Offer
+from attention.transports.interface import Done, Handle, Message, Messages, Offer
 from attention.transports.queues import Queue
 
 OPERATIONS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -74,12 +74,12 @@ class _Sent:
     def __init__(self, transport: Collective, what: str, tensors: Sequence[Tensor]):
         self.transport, self.what, self.tensors = transport, what, tensors
 
-    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        if not exchange.sends and not exchange.receives:
+    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        if not messages.sends and not messages.receives:
             return Done()
         transport, what = self.transport, self.what
-        outgoing = [(m.peer, take(self.tensors[m.tensor], m.source).contiguous()) for m in exchange.sends]
-        incoming = [(m.peer, _landing(m, into[m.place])) for m in exchange.receives]
+        outgoing = [(m.peer, take(self.tensors[m.tensor], m.source).contiguous()) for m in messages.sends]
+        incoming = [(m.peer, _landing(m, into[m.place])) for m in messages.receives]
         transport.counted(what, sum(x.nbytes for _, x in incoming))
 
         def run() -> None:
@@ -87,7 +87,7 @@ class _Sent:
                 _exchange(outgoing, incoming, transport.group)
 
         def place() -> None:
-            ends = zip(exchange.receives, incoming, strict=True)
+            ends = zip(messages.receives, incoming, strict=True)
             apart = [(m, x) for m, (_, x) in ends if not _in_place(m, into[m.place])]
             if apart:
                 with phase("comp_place", step):

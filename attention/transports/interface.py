@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,8 +20,8 @@ from attention.transfers import Intervals
 @dataclass(frozen=True)
 class Message:
     """Tokens of the offered tensor number `tensor`: the intervals `source` of it, in the offering rank's tokens, go to the
-    intervals `target`, one to one, of number `place` of the tensors that the receiver fetches into. `peer` is the rank at the
-    other end."""
+    intervals `target`, one to one, of number `place` of the tensors that the receiver fetches into, which the sender need not
+    know. `peer` is the rank at the other end."""
 
     peer: int
     tensor: int
@@ -30,13 +30,13 @@ class Message:
     place: int = 0
 
 
-class Exchange:
-    """The messages of one fetch, which both ends list in the same order. Made once for many: a transport keeps with it in `known`
-    what it found out about it."""
+class Messages:
+    """The messages of one fetch, which both ends list in the same order. Where they are kept for the next one, so is what a
+    transport found out about them, in `known`."""
 
     def __init__(self, sends: Iterable[Message], receives: Iterable[Message]):
         self.sends, self.receives = tuple(sends), tuple(receives)
-        self.known: object = None
+        self.known: dict[int, Any] = {}
 
 
 class Handle(Protocol):
@@ -44,7 +44,7 @@ class Handle(Protocol):
 
 
 class Offer(Protocol):
-    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         """`early`: the tensors of `into` were there before the room of this offer was, so that what peers offer may come while this
         rank still fills its own."""
 
@@ -116,8 +116,8 @@ class Nothing:
 
 
 class _NoOffer:
-    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        assert not exchange.sends and not exchange.receives, "a world of one has no peers"
+    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        assert not messages.sends and not messages.receives, "a world of one has no peers"
         return Done()
 
     def close(self) -> None: ...

@@ -39,10 +39,13 @@ class Queue(Protocol):
         wait for a handle."""
 
     def aside(self, run: Work) -> None:
-        """`run`, which is small, follows what the caller has done; nothing waits for it."""
+        """`run`, which is small, follows what the caller has done; nothing has to wait for it."""
+
+    def settle(self) -> None:
+        """In a CUDA graph that is being captured, what the caller does next follows what was aside."""
 
     def join(self) -> None:
-        """Let a CUDA graph that is being captured hold all that was issued."""
+        """Let a CUDA graph that is being captured hold all that was issued, or aside."""
 
 
 class HostQueue:
@@ -77,6 +80,8 @@ class HostQueue:
     def aside(self, run: Work) -> None:
         run()
 
+    def settle(self) -> None: ...
+
     def join(self) -> None:
         if self.failed is not None:
             failed, self.failed = self.failed, None
@@ -99,14 +104,14 @@ class _HostHandle:
 
 class CudaQueue:
     """A stream of its own, which waits for the caller's stream first (what is sent must be there) and is waited for by
-    `Handle.wait`."""
+    `Handle.wait`; in captures another one for what is aside."""
 
     def __init__(self, device: torch.device, captures: Captures | None = None):
         self.stream, self.device = torch.cuda.Stream(device), device
         self.on, self.follow = On(self.stream), Follow()
         self.captures = captures or Captures()
         self.spare: list[torch.cuda.Event] = []  # of handles that were waited for
-        self.beside = torch.cuda.Stream(device)  # of captures
+        self.beside: torch.cuda.Stream | None = None
 
     def issue(
         self,
@@ -143,14 +148,19 @@ class CudaQueue:
         if not capturing(self.device):
             run()
             return
+        if self.beside is None:
+            self.beside = torch.cuda.Stream(self.device)
         self.beside.wait_stream(current(self.device))
         with On(self.beside):
             run()
 
+    def settle(self) -> None:
+        if self.beside is not None and capturing(self.device) and _captured(self.beside):
+            current(self.device).wait_stream(self.beside)
+
     def join(self) -> None:
         self.captures.leave(self.stream)
-        if capturing(self.device) and _captured(self.beside):
-            current(self.device).wait_stream(self.beside)
+        self.settle()
 
 
 class _CudaHandle:

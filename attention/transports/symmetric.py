@@ -22,6 +22,7 @@ from attention import graphs
 from attention.copies import copy_all
 from attention.front import CudaFront, Front, Inline
 from attention.phases import phase
+from attention.streams import current
 from attention.tensors import token_dim
 from attention.transfers import Intervals
 from attention.transports.collective import Collective
@@ -33,7 +34,7 @@ from attention.transports.fabric import (
     obstacle,
     together,
 )
-from attention.transports.interface import Done, Exchange, Handle, Message, Offer
+from attention.transports.interface import Done, Handle, Message, Messages, Offer
 from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
 from attention.transports.queues import Captures, CudaQueue, HostQueue, Moment, Queue
 
@@ -46,6 +47,7 @@ DEPTHS = {
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 MOST_ARRANGEMENTS = 64  # of a lane that are remembered
+MOST_KNOWN = 8  # arrangements for which messages' pulls are
 
 
 Operation = Callable[[], None]
@@ -102,13 +104,14 @@ class Lane:
 
 
 class Pool:
-    """The lanes of a group and device, kept and reused by every function over the group. One thread and one stream at a time:
-    a rank reads its own offers without flags."""
+    """The lanes of a group and device, kept and reused by every function over the group. One thread at a time; a rank reads its own
+    offers without flags, so a caller's streams follow each other."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.on_cuda = device.type == "cuda"
-        self.captures = Captures()
+        self.device, self.captures = device, Captures()
+        self.caller: torch.cuda.Stream | None = None  # of the last offer
         self.fabric: Fabric
         self.queue: Queue
         self.front: Front
@@ -185,9 +188,21 @@ class Pool:
         lane.turn = (lane.turn + 1) % len(lane.flags)
         if self.capturing():
             self.captured[id(lane.shared)] = lane.shared
+            self.queue.settle()  # whatever order a replay's branches are run in, none waits for what is behind it
+        elif self.on_cuda:
+            self._in_turn()
         with phase(f"wait_room_{what}"):
             lane.flags[lane.turn].take_done()
         return lane.turn
+
+    def _in_turn(self) -> None:
+        """Offers are made in the order in which they were launched, though a caller changed its stream in between."""
+        now = current(self.device)
+        if isinstance(self.front, CudaFront) and now.stream_id == self.front.stream.stream_id:
+            return  # which follows the caller's
+        if self.caller is not None and self.caller.stream_id != now.stream_id:
+            now.wait_stream(self.caller)
+        self.caller = now
 
     def publish(self, flags: Flags) -> None:
         """Tell the peers that the offer is there once the caller's stream has written it."""
@@ -327,11 +342,11 @@ class _Offered:
             found.append(x.narrow(token_dim(x), 0, shape[-3]))
         return found
 
-    def fetch(self, exchange: Exchange, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        if not exchange.receives:
+    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        if not messages.receives:
             return Done()
         pool, transport, shared = self.transport.pool, self.transport, self.shared
-        wanted = [(*each, each[0] not in self.seen) for each in self._pulls(exchange)]
+        wanted = [(*each, each[0] not in self.seen) for each in self._pulls(messages)]
         self.seen.update(peer for peer, *_ in wanted)
 
         def run() -> None:
@@ -347,19 +362,21 @@ class _Offered:
 
         return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
-    def _pulls(self, exchange: Exchange) -> list[tuple[int, list[_Pull]]]:
+    def _pulls(self, messages: Messages) -> list[tuple[int, list[_Pull]]]:
         """By peer, in this rank's order of peers."""
-        known = exchange.known
-        if not isinstance(known, _Known) or known.arranged is not self.arranged:
+        known: _Known | None = messages.known.get(id(self.arranged))
+        if known is None:
             by_peer: dict[int, list[Message]] = {peer: [] for peer in self.transport.pool.peers}
-            for message in exchange.receives:
+            for message in messages.receives:
                 by_peer[message.peer].append(message)
             pulls = [
-                (peer, [_pull(alike, self.arranged) for alike in _alike(messages, self.arranged)])
-                for peer, messages in by_peer.items()
-                if messages
+                (peer, [_pull(alike, self.arranged) for alike in _alike(found, self.arranged)])
+                for peer, found in by_peer.items()
+                if found
             ]
-            known = exchange.known = _Known(self.arranged, pulls)
+            if len(messages.known) >= MOST_KNOWN:
+                messages.known.clear()
+            known = messages.known[id(self.arranged)] = _Known(self.arranged, pulls)
         return known.pulls
 
     def close(self) -> None:
@@ -379,7 +396,7 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Known:
-    """The pulls of an exchange, of offers so arranged."""
+    """The pulls that messages are, of offers so arranged, by the identity of which they are kept."""
 
     arranged: Arrangement
     pulls: list[tuple[int, list[_Pull]]]

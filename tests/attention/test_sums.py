@@ -7,7 +7,7 @@ import torch
 from naive import normal
 
 from attention.schedules import length
-from attention.sums import Range, Sum, ranges, sum_all, sum_eager, sum_numbered, sum_parts
+from attention.sums import MOST_PROGRAMS, Range, Sum, alike, ranges, sum_all, sum_eager, sum_numbered, sum_parts
 from attention.tensors import rows
 
 torch.set_num_threads(1)
@@ -171,12 +171,45 @@ def test_sums_that_are_alike_are_summed_together(n, head_dim):
         assert near("triton", out, each)
 
 
-def test_sums_of_any_forms_are_all_made():
-    sums = [*several(5, 0), *several(2, 50), *several(1, 60, dtype=torch.float32)]
+def test_each_of_several_sums_is_made():
+    sums = [*several(2, 0), *several(1, 60, dtype=torch.float32)]
     exact = [expected(*each) for each in sums]
     sum_all(*together(sums))
     for (out, _), each in zip(sums, exact, strict=True):
         assert near("eager", out, each)
+
+
+@needs_interpreter
+def test_more_parts_than_one_kernel_adds_are_added_to_each_of_several_sums():
+    from attention.kernels.triton_sum import sum_triton
+
+    places = [((0, 21),) if i % 2 else ((0, 5), (9, 20)) for i in range(20)]
+    sums = []
+    for j in range(2):
+        out = torch.full((21, 2, 16), torch.nan, dtype=torch.bfloat16)
+        sums.append(
+            (out, [(normal(length(x), 2, 16, dtype=out.dtype, seed=30 * j + i), x) for i, x in enumerate(places)])
+        )
+    sum_triton(*together(sums))
+    for out, parts in sums:
+        assert near("triton", out, expected(out, parts))
+
+
+def test_sums_are_alike_in_shape_strides_and_dtype_of_outs_and_parts():
+    def given(out=None, part=None, heads=3):
+        outs = [torch.zeros(9, heads, 8) for _ in range(2)]
+        parts = [torch.zeros(4, heads, 8) for _ in range(2)]
+        for found, other in ((outs, out), (parts, part)):
+            if other is not None:
+                found[1] = other
+        return outs, [(outs, ((0, 9),)), (parts, ((2, 6),))]
+
+    assert alike(*given())
+    for of in (9, 4):
+        turned = torch.zeros(of, 8, 3).transpose(1, 2)
+        for other in (turned, torch.zeros(of, 3, 8, dtype=torch.float64), torch.zeros(of + 1, 3, 8)):
+            assert not alike(*given(**{"out" if of == 9 else "part": other}))
+    assert alike(*given(heads=MOST_PROGRAMS // 2)) and not alike(*given(heads=MOST_PROGRAMS // 2 + 1))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -239,6 +272,20 @@ def test_sums_whose_parts_come_together_are_what_they_are_apart(seed):
     for found_together in zip(*parts, strict=True):
         total.add(*[part for part, _ in found_together])
     for each, result in zip(exact, total.result(), strict=True):
+        assert near("eager", result, each)
+
+
+def test_first_parts_become_the_sums_all_or_none():
+    like = [torch.zeros(9, 3, 8, dtype=torch.bfloat16) for _ in range(2)]
+    firsts = [normal(9, 3, 8, dtype=torch.bfloat16, seed=0), normal(9, 6, 8, dtype=torch.bfloat16, seed=1)[:, ::2]]
+    rest = [normal(4, 3, 8, dtype=torch.bfloat16, seed=n) for n in (2, 3)]
+    parts = [[(a, ((0, 9),)), (b, ((3, 7),))] for a, b in zip(firsts, rest, strict=True)]
+    exact = [expected(*each) for each in zip(like, parts, strict=True)]
+    total = Sum(like, [((0, 9),), ((3, 7),)])
+    total.add(*firsts)
+    total.add(*rest)
+    assert not {id(x) for x in total.result()} & {id(x) for x in firsts}
+    for result, each in zip(total.result(), exact, strict=True):
         assert near("eager", result, each)
 
 
