@@ -80,16 +80,16 @@ class Overheads:
 
 
 # cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the host's
-# from 2048 tokens a GPU on 2 and 4 (results/h200-x2/small, h200-x4/speed), of several days, and from h200-x4/tree_scaling; of
-# flash4's call since less what the package's Python took (a script, one host)
+# from 2048 and 4096 tokens a GPU on 2 (results/h200-x2/short_training_again) and a script, two days, hosts that differ by a
+# third; a decode's from h200-x4/tree_scaling
 OVERHEADS = {
     "cuda": Overheads(
         call=(10, 60),
         merge=10,
-        host_pass=(550, 1000),
-        host_call={"flash4": (120, 210)},
-        host_other=(110, 180),
-        host_exchange=180,
+        host_pass=(300, 850),
+        host_call={"flash4": (70, 120)},
+        host_other=(80, 130),
+        host_exchange=100,
         host_decode=200,
         host_reduction=350,
         units=132,
@@ -243,9 +243,9 @@ class Pass:
 
     @property
     def ms(self) -> float:
-        """Where host and GPU need about as long it is more than either: now one is late, now the other, on one rank or
+        """Where host and GPU need about as long it is a little more than either: now one is late, now the other, on one rank or
         another."""
-        return float((self.gpu**3 + self.host**3) ** (1 / 3))
+        return float((self.gpu**6 + self.host**6) ** (1 / 6))
 
 
 @dataclass(frozen=True)
@@ -678,7 +678,8 @@ class _Rank:
             busy, [link.seconds(received[there] / n)] * n, [link.seconds(received[back] / n)] * n, link.slows
         )
         slowed = compute - sum(busy)
-        host = each.host + self._issue(exchanges=2 * n if self.problem.ulysses > 1 else 0)
+        # kernels place what is moved, so for the host two exchanges are as three
+        host = each.host + self._issue(exchanges=3 * n if self.problem.ulysses > 1 else 0)
         return Pass(n * each.compute + slowed, n * each.exposed + exposed, n * each.merges, host)
 
     def _gather(self, backward: bool) -> Pass:
