@@ -9,9 +9,9 @@ from typing import Any
 
 from attention.mailbox import Mailbox, pieces, received_bytes
 from attention.masks import Mask
-from attention.passes import passes
-from attention.schedules import Problem, length, steps, union
-from attention.transfers import gather_move, move, step_route
+from attention.passes import FEW, passes
+from attention.schedules import Block, Problem, length, steps, union
+from attention.transfers import gather_move, joined, move, step_route, within
 from attention.variants import Variant, node_size
 
 RING_HALVED = 8192  # a rank's tokens from which a ring's backward goes by halves of the heads: memory before launches
@@ -252,17 +252,38 @@ class _Held:
         calls = tuple(union(b.q for b in step.blocks) for step in found if step.blocks)
         part = max(map(length, calls[1:]), default=0)
         start, stop = passes(n, calls).running
+        copied = self._copied(q, kv, lse, backward)
         if not backward:
-            return out + part * (q + lse) + (stop - start) * q * self.wide + flying * kv + offered
+            return out + part * (q + lse) + (stop - start) * q * self.wide + flying * kv + offered + copied
         results = n * q + kv_tokens * kv
         if self.alone:
-            return out + results
+            return out + results + copied
         summed = (stop - start) * q * self.wide + (kv_tokens * kv * self.wide if len(lengths) > 1 else 0)
         most = max(lengths, default=0)
         own = n * q + kv_tokens * kv if apart and not self.wide else 0  # else the results
         # two offers of dk and dv, and what came for one's own
-        each = own + summed + part * q + flying * kv + (3 + apart) * most * kv
+        each = own + summed + part * q + flying * kv + (3 + apart) * most * kv + copied
         return out + results + offered + each // parts
+
+    def _copied(self, q: int, kv: int, lse: int, backward: bool) -> int:
+        """What one call of packs, or the merge of its result, takes in copies at most, where its queries or keys are several
+        stretches."""
+        if len(self.problem.cu_seqlens) == 2:
+            return 0
+        of_q, most = 3 * q + lse if backward else q, 0
+        for step in self.steps:
+            place = None if step.owner == self.place else within(step.keys)  # one's own keys are used in place
+            alike: dict[tuple[Mask, int], list[Block]] = {}
+            for block in step.blocks:
+                alike.setdefault((block.mask, block.group), []).append(block)
+            for found in alike.values():
+                queries = joined(block.q for block in found)
+                keys = joined(x for block in found for x in ((block.k,) if place is None else place(block.k)))
+                stretches = (queries, of_q), (keys, kv)
+                most = max(most, sum(length(x) * size for x, size in stretches if len(x) > 1))
+                if len(queries) > FEW:  # merged or summed at once: what is there, and what comes
+                    most = max(most, 2 * length(queries) * (q if backward else q + lse))
+        return most
 
     def _all_to_all(self, backward: bool) -> int:
         ranks = self.problem.ulysses
@@ -293,12 +314,14 @@ class _Held:
         keys = int(flying * length(step.keys) * kv * share)
         out = n * (q + lse) + 2 * moved  # the queries moved, and the result moved back
         rows = [length(union([b.q])) for b in step.blocks]
+        copied = int(self._copied(q, kv, lse, backward) * share)
+        together = self.options.get("grouping", "separate") != "separate" and len(step.blocks) > 1
         if not backward:
-            copies = 0
+            copies = 0 if together else copied
             if own:
-                copies = max(rows, default=0) * (q + lse)
-            elif self.options.get("grouping", "separate") != "separate" and len(step.blocks) > 1:
-                copies = int(2 * n * (q + lse) * share)
+                copies += max(rows, default=0) * (q + lse)
+            elif together:
+                copies += int(2 * n * (q + lse) * share)
                 if self.options["grouping"] == "packed":
                     copies += int(sum(b.k[1] - b.k[0] for b in step.blocks) * kv * share)
             return out + moved + offered + keys + copies
@@ -311,6 +334,8 @@ class _Held:
         if own and own_apart(self.problem, self.place):
             targets = length(union(b.q for b in step.blocks)) * q
             held = int(sums + beside * kv * share) + home * kv
-            return out + 2 * moved + results + offered + keys + targets + held
+            return out + 2 * moved + results + offered + keys + targets + held + copied
         target = max(rows, default=0) * q if own else 0
-        return out + 2 * moved + results + offered + keys + target + int(sums + (max(beside, home) * kv * share))
+        return (
+            out + 2 * moved + results + offered + keys + target + copied + int(sums + (max(beside, home) * kv * share))
+        )

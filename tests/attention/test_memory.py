@@ -32,18 +32,23 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_the_model_of_peak_memory_is_what_is_held(pool, world):
-    cases = [
-        case for case in CASES if world < 4 or case != ("ulysses", {"head_parts": 2})
-    ]  # one KV head a rank of four
+PACKED = [*CASES[:-3], ("ring_varlen", {}), ("zigzag_varlen", {}), ("ulysses", {}), ("usp", {})]
+
+
+@pytest.mark.parametrize("world, packs", [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 16), (4, 2), (4, 16)])
+def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
+    # one KV head a rank of four
+    cases = [case for case in CASES if world < 4 or case != ("ulysses", {"head_parts": 2})] if packs == 1 else PACKED
+    cu_seqlens = tuple(range(0, TOKENS + 1, TOKENS // packs))
     arguments = {"cases": cases, "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
+    if packs > 1:
+        arguments["packs"] = cu_seqlens
     outcome = pool.get(WorldSpec(world, "cpu")).call("tests.memory_jobs:held", arguments, 120.0)
     assert outcome.status == "ok", "\n".join(outcome.log_tail)
     shapes = costs.Shapes(1, *HEADS, HEAD_DIM, 2)
     for (name, options), by_rank in zip(cases, outcome.result, strict=True):
         variant = VARIANTS[name]
-        problem = variant.problem((0, TOKENS), world, CAUSAL, options)
+        problem = variant.problem(cu_seqlens, world, CAUSAL, options)
         for backward in (False, True):
             model = max(costs.peak_bytes(variant, problem, shapes, r, options, backward) for r in range(world))
             real = max(held[backward] for held in by_rank)
