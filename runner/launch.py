@@ -26,6 +26,7 @@ STOP_S = 3.0
 PREFIX, OWNED = "attention-world-", "owned"  # a world's folder, and the file in it that its program holds locked
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TAIL_LINES = 20
+UNKNOWN = 255  # multiprocessing's exit code of a process whose fork server is gone
 Progress = Callable[[list[dict[str, Any]]], None]
 
 
@@ -239,6 +240,10 @@ class World:
         first = failures[0]
         rank = first["rank"]
         phase = states.get(rank, {}).get("phase", "start")
+        if first["exitcode"] == UNKNOWN:
+            reason = f"the process that the ranks were forked off was killed in phase {phase}"
+            hint = f"the kernel's out-of-memory killer does that (or rank {rank} ended with exit code {UNKNOWN})"
+            return Outcome("crash", f"{reason}; {hint}", None, None, phase)
         reason = f"rank {rank} ended with exit code {first['exitcode']} in phase {phase}"
         return Outcome("crash", reason, None, rank, phase, self._tail(rank))
 

@@ -120,6 +120,14 @@ def test_ranks_are_forked_off_a_process_without_other_threads(world):
     assert b"runner.agent" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
 
 
+def test_where_what_forks_the_ranks_is_killed_no_rank_is_blamed(world):
+    (parent,) = set(world.call("tests.jobs:parents", {}).result)
+    threading.Timer(0.5, lambda: os.kill(parent, signal.SIGKILL)).start()
+    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60})
+    assert (outcome.status, outcome.rank, outcome.phase) == ("crash", None, "working")
+    assert "forked off was killed" in outcome.reason
+
+
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
 def test_a_rank_may_start_processes_itself(pool, how):
     assert pool.get(WorldSpec(2, "cpu")).call("tests.jobs:starts_a_process", {"how": how}).result == [7, 7]
