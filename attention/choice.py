@@ -22,8 +22,8 @@ from attention.links import Link, Measured
 from attention.masks import Mask
 from attention.passes import passes
 from attention.rates import LONG, Rate, Speed
-from attention.schedules import Block, Problem, Step, length, steps, union
-from attention.transfers import Intervals, gather_move, joined, step_route, within
+from attention.schedules import Problem, Step, length, steps, union
+from attention.transfers import Intervals, gather_move, packed_calls, step_route
 from attention.variants import VARIANTS, Variant, check_heads
 
 AUTO = "auto"
@@ -555,14 +555,8 @@ def _work(problem: Problem, place: int) -> tuple[_Work, ...]:
 
 def _taken(step: Step, mine: bool) -> tuple[int, int]:
     """Queries and keys of packed calls that lie in more than one stretch; those of others side by side."""
-    place = within(step.keys)
-    alike: dict[tuple[Mask, int], list[Block]] = {}
-    for block in step.blocks:
-        alike.setdefault((block.mask, block.group), []).append(block)
     queries = keys = 0
-    for found in alike.values():
-        of_q = joined(dict.fromkeys(b.q for b in found))
-        of_k = joined(x for b in found for x in ((b.k,) if mine else place(b.k)))
+    for of_q, of_k in packed_calls(step, mine):
         queries += length(of_q) if len(of_q) > 1 else 0
         keys += length(of_k) if len(of_k) > 1 else 0
     return queries, keys

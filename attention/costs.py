@@ -10,8 +10,8 @@ from typing import Any
 from attention.mailbox import Mailbox, pieces, received_bytes
 from attention.masks import Mask
 from attention.passes import FEW, passes
-from attention.schedules import Block, Problem, length, steps, union
-from attention.transfers import gather_move, joined, move, step_route, within
+from attention.schedules import Problem, length, steps, union
+from attention.transfers import gather_move, move, packed_calls, step_route
 from attention.variants import Variant, node_size
 
 RING_HALVED = 8192  # a rank's tokens from which a ring's backward goes by halves of the heads: memory before launches
@@ -272,13 +272,7 @@ class _Held:
             return 0
         of_q, most = 3 * q + lse if backward else q, 0
         for step in self.steps:
-            place = None if step.owner == self.place else within(step.keys)  # one's own keys are used in place
-            alike: dict[tuple[Mask, int], list[Block]] = {}
-            for block in step.blocks:
-                alike.setdefault((block.mask, block.group), []).append(block)
-            for found in alike.values():
-                queries = joined(block.q for block in found)
-                keys = joined(x for block in found for x in ((block.k,) if place is None else place(block.k)))
+            for queries, keys in packed_calls(step, step.owner == self.place):
                 stretches = (queries, of_q), (keys, kv)
                 most = max(most, sum(length(x) * size for x, size in stretches if len(x) > 1))
                 if len(queries) > FEW:  # merged or summed at once: what is there, and what comes

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from attention.layouts import Shard
-from attention.masks import Interval
-from attention.schedules import SEQUENCE, Problem, length, steps
+from attention.masks import Interval, Mask
+from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
 
 Intervals = tuple[Interval, ...]
 Place = Callable[[Interval], Intervals]
@@ -160,6 +160,22 @@ def within(keys: Intervals) -> Place:
         return joined(found)
 
     return place
+
+
+def packed_calls(step: Step, mine: bool) -> list[tuple[Intervals, Intervals]]:
+    """Of each kernel call of a pack's step the queries and the keys that it takes, as intervals of the rank's queries and of the
+    step's keys, which `mine` are used in place: a call is for all blocks of one mask and group."""
+    place = within(step.keys)
+    alike: dict[tuple[Mask, int], list[Block]] = {}
+    for block in step.blocks:
+        alike.setdefault((block.mask, block.group), []).append(block)
+    return [
+        (
+            joined(dict.fromkeys(block.q for block in found)),
+            joined(x for block in found for x in ((block.k,) if mine else place(block.k))),
+        )
+        for found in alike.values()
+    ]
 
 
 def joined(intervals: Iterable[Interval]) -> Intervals:
