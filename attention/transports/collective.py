@@ -79,7 +79,7 @@ class _Sent:
             return Done()
         transport, what = self.transport, self.what
         outgoing = [(m.peer, take(self.tensors[m.tensor], m.source).contiguous()) for m in messages.sends]
-        incoming = [(m.peer, _landing(m, into[m.place])) for m in messages.receives]
+        incoming = [(m.peer, _landing(m, into[m.into])) for m in messages.receives]
         transport.counted(what, sum(x.nbytes for _, x in incoming))
 
         def run() -> None:
@@ -88,11 +88,11 @@ class _Sent:
 
         def place() -> None:
             ends = zip(messages.receives, incoming, strict=True)
-            apart = [(m, x) for m, (_, x) in ends if not _in_place(m, into[m.place])]
+            apart = [(m, x) for m, (_, x) in ends if not _in_place(m, into[m.into])]
             if apart:
                 with phase("comp_place", step):
                     for message, x in apart:
-                        put_(into[message.place], message.target, x)
+                        put_(into[message.into], message.target, x)
 
         return transport.queue.issue(run, [x for _, x in (*outgoing, *incoming)], what, step, place)
 

@@ -20,14 +20,14 @@ from attention.transfers import Intervals
 @dataclass(frozen=True)
 class Message:
     """Tokens of the offered tensor number `tensor`: the intervals `source` of it, in the offering rank's tokens, go to the
-    intervals `target`, one to one, of number `place` of the tensors that the receiver fetches into, which the sender need not
+    intervals `target`, one to one, of number `into` of the tensors that the receiver fetches into, which the sender need not
     know. `peer` is the rank at the other end."""
 
     peer: int
     tensor: int
     source: Intervals
     target: Intervals
-    place: int = 0
+    into: int = 0
 
 
 class Messages:

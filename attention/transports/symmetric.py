@@ -355,7 +355,7 @@ class _Offered:
                     self.flags.take_ready[peer]()
                 with phase(f"comm_{self.what}", step):
                     for pull in pulls:
-                        targets = [into[place] for place in pull.places]
+                        targets = [into[number] for number in pull.into]
                         for element, start, n, starts in pull.copies:
                             pool.fabric.copy(targets, element, start, n, shared, peer, [self.at + x for x in starts])
                         transport.counted(self.what, pull.nbytes)
@@ -386,10 +386,10 @@ class _Offered:
 
 @dataclass(frozen=True)
 class _Pull:
-    """The same tokens of several offered tensors of one shape, which go to as many, the numbers `places` of those that are fetched
+    """The same tokens of several offered tensors of one shape, which go to as many, the numbers `into` of those that are fetched
     into. copies: the batch element, the first token there, how many, and at which bytes of the slot they start in each."""
 
-    places: tuple[int, ...]
+    into: tuple[int, ...]
     copies: tuple[tuple[int, int, int, tuple[int, ...]], ...]
     nbytes: int
 
@@ -412,7 +412,7 @@ def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
             skip = (element * shape[-3] + source) * each
             copies.append((element, target, n, tuple(arranged.starts[m.tensor] + skip for m in messages)))
     moved = sum(n * each * len(starts) for *_, n, starts in copies)
-    return _Pull(tuple(m.place for m in messages), tuple(copies), moved)
+    return _Pull(tuple(m.into for m in messages), tuple(copies), moved)
 
 
 def _alike(messages: list[Message], arranged: Arrangement) -> list[list[Message]]:
@@ -424,7 +424,6 @@ def _alike(messages: list[Message], arranged: Arrangement) -> list[list[Message]
     return [list(alike) for _, alike in groupby(messages, form)]
 
 
-@lru_cache(maxsize=4096)
 def stretches(source: Intervals, target: Intervals) -> tuple[tuple[int, int, int], ...]:
     """(from, to, tokens) of each pair of intervals, with neighbours that are neighbours on both ends joined."""
     joined: list[tuple[int, int, int]] = []
