@@ -14,6 +14,7 @@ from torch import Tensor
 from attention.copies import copy_all
 from attention.costs import exchange_parts
 from attention.executors import ring
+from attention.executors.heads import cut_heads
 from attention.executors.plan import Plan
 from attention.phases import phase
 from attention.tensors import room, rooms, take, tokens, wide
@@ -85,7 +86,7 @@ def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
 
 
 def _cut(x: Tensor, heads: slice) -> Tensor:
-    return x.narrow(-2, heads.start, heads.stop - heads.start)
+    return cut_heads(x, heads.start, heads.stop)
 
 
 def _group(plan: Plan) -> tuple[int, ...]:

@@ -22,11 +22,11 @@ class HeadGroup:
 
     def keys(self, x: Tensor) -> Tensor:
         """These heads of a tensor like k: x itself where they are all."""
-        return _cut(x, self.k_start, self.k_stop)
+        return cut_heads(x, self.k_start, self.k_stop)
 
     def queries(self, x: Tensor) -> Tensor:
         """These heads of a tensor like q, or of an LSE: x itself where they are all."""
-        return _cut(x, self.q_start, self.q_stop)
+        return cut_heads(x, self.q_start, self.q_stop)
 
     def of(self, qkv: Triple) -> Triple:
         """These heads of tensors like q, k and v."""
@@ -34,7 +34,8 @@ class HeadGroup:
         return self.queries(q), self.keys(k), self.keys(v)
 
 
-def _cut(x: Tensor, start: int, stop: int) -> Tensor:
+def cut_heads(x: Tensor, start: int, stop: int) -> Tensor:
+    """Heads `[start, stop)` of `[..., heads, D]`, or of an LSE: a view, or x itself where they are all."""
     return x if stop - start == x.size(-2) else x.narrow(-2, start, stop - start)
 
 
