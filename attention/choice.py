@@ -469,7 +469,7 @@ def _check_memory(candidate: Candidate, task: Task, machine: Machine) -> None:
     if machine.replayed:
         peak += sum(_copied_bytes(task, problem, backward) for backward in (False, True)[: 1 + task.backward])
     if peak > machine.memory:
-        raise ValueError(f"holds {peak / 2**30:.2f} GiB beside the inputs, of {machine.memory / 2**30:.2f} allowed")
+        raise ValueError(f"holds {peak / 2**30:.3g} GiB beside the inputs, of {machine.memory / 2**30:.3g} allowed")
 
 
 def _copied_bytes(task: Task, problem: Problem, backward: bool) -> int:
