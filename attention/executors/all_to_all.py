@@ -135,7 +135,7 @@ def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Mes
     first = part * len(group) * n
     peers = [(i, peer, ((i * s, (i + 1) * s),)) for i, peer in enumerate(group) if i != me]
     return Messages(
-        [Message(peer, first + i * n + j, whole, place, j) for i, peer, place in peers for j in range(n)],
+        [Message(peer, first + i * n + j, whole, place) for i, peer, place in peers for j in range(n)],
         [Message(peer, first + me * n + j, whole, place, j) for _, peer, place in peers for j in range(n)],
     )
 
@@ -188,7 +188,7 @@ def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
     places: list[Intervals] = [((i * s, (i + 1) * s),) for i in range(len(group))]
     peers = [(i, peer) for i, peer in enumerate(group) if i != me]
     return Messages(
-        [Message(peer, j, places[i], whole, j) for i, peer in peers for j in range(n)],
+        [Message(peer, j, places[i], whole) for i, peer in peers for j in range(n)],
         [Message(peer, j, places[me], whole, at * n + j) for at, (_, peer) in enumerate(peers) for j in range(n)],
     )
 

@@ -120,9 +120,7 @@ class Plan:
         or with `apart` those from each peer into n of their own, side by side."""
         key = id(route), first, n, apart
         if key not in self._messages:
-            sends = [
-                Message(self.peer(x.peer), first + i, x.source, x.target, i) for x in route.sends for i in range(n)
-            ]
+            sends = [Message(self.peer(x.peer), first + i, x.source, x.target) for x in route.sends for i in range(n)]
             receives = [
                 Message(
                     self.peer(x.peer),
