@@ -108,7 +108,8 @@ class _Inputs:
         q, k, v = (self._made(name, n) for name, n in (("q", queries), ("k", held), ("v", held)))
         out = fn(q, k, v, **self.options)
         if task.backward:
-            torch.autograd.grad(out, (q, k, v), self._made("dout", queries))
+            with torch.autograd.set_multithreading_enabled(False):  # whose thread a model's whole backward wakes once
+                torch.autograd.grad(out, (q, k, v), self._made("dout", queries))
 
     def _made(self, name: str, tokens: int) -> Tensor:
         if (name, tokens) not in self.kept:

@@ -76,6 +76,7 @@ class TimingConf:
     warmup_ms: float | None = None  # and this long at least; null: 200 on a GPU, 0 on a CPU
     timing_runs: int | None = None  # samples; null: 20 on a GPU, 6 on a CPU, the least that give an interval
     flush_l2: bool = False  # overwrite the L2 cache before every sample
+    autograd_thread: bool = False  # backwards by autograd's own thread: woken once a model's backward, here once a pass
     do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
     counters: bool = False  # also count by ncu the bytes that the kernels move; world_size=1 on CUDA
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median

@@ -393,7 +393,8 @@ def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str,
     """The same global work on one device, by rank 0 alone while the others wait. Where it does not fit, at half the
     length (and so on), extrapolated by FLOPs and marked so."""
     key = (
-        spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic, spec.timing["flush_l2"],
+        spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
+        spec.timing["flush_l2"], spec.timing["autograd_thread"],
     )  # fmt: skip
     me.say("baseline", 600.0)
     found = me.agree(_baselines.get(key))

@@ -71,6 +71,7 @@ class AttentionWork:
     def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel):
         work = experiment.workload
         self.fn = fn
+        self.autograd_thread: bool = experiment.timing["autograd_thread"]
         self.backward = experiment.mode == "forward_backward"
         self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
         self.packs = work.cu_seqlens if work.seqlens else None
@@ -114,7 +115,8 @@ class AttentionWork:
     def _backward(self, keep: bool) -> None:
         assert self.out is not None and self.dout is not None, "backward before forward"
         self.gradients = ()
-        self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
+        with torch.autograd.set_multithreading_enabled(self.autograd_thread):
+            self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
         if not keep:
             self.out = None
 

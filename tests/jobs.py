@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -888,3 +889,15 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
     finally:
         correctness._reference, correctness._share_reference = plain
     return me.gather(found)
+
+
+def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:
+    """Whether a timed backward runs in the thread that asks for it."""
+    spec = Experiment.from_plain(experiment)
+    work = AttentionWork(me, spec, build(spec))
+    threads: list[int] = []
+    work.q.register_hook(lambda _: threads.append(threading.get_ident()))
+    for which in work.passes:
+        work.run(which)
+    assert len(threads) == 1
+    return threads == [threading.get_ident()]

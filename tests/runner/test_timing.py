@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composing import resolved
 
 from attention.phases import Recorder, phase, recording
 from runner import timing
@@ -373,6 +374,15 @@ def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets():
     device = torch.device("cuda", torch.cuda.current_device())
     leads = leads_ms(work, CudaStopwatch(device, together=False), observed)
     assert leads["forward"] - LEAD_MS == pytest.approx(2, abs=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_backward_is_timed_without_waking_autograds_thread_unless_that_is_wanted(in_world, thread):
+    size = ["seq_len=256", "heads=4", "kv_heads=4", "head_dim=64", "hardware=cuda", "world_size=1"]
+    spec = resolved("attention=ring", *size, *([f"timing.autograd_thread={thread}"] if thread else []), gpus=1)
+    assert in_world("backward_here", 1, "cuda", experiment=spec.plain()) is not thread
 
 
 @pytest.mark.gpu
