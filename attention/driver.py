@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention import tape
 from attention.streams import on_device
 
 
@@ -34,6 +35,12 @@ def _memset() -> Callable[..., int]:
     return function("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
 
 
+def _checked_memset(address: int, value: int, size: int, stream: int) -> None:
+    error = _memset()(address, value, size, stream)
+    if error:
+        raise RuntimeError(f"cuMemsetD8Async failed with CUDA error {error}")
+
+
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """As `torch.zeros`, on CUDA by the driver."""
     if device.type != "cuda":
@@ -41,7 +48,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     found = torch.empty(shape, dtype=dtype, device=device)
     with on_device(found.get_device()):
         stream = torch._C._cuda_getCurrentRawStream(found.get_device())
-        error = _memset()(found.data_ptr(), 0, found.nbytes, stream)
+        filled = found.data_ptr(), 0, found.nbytes, stream
+        error = _memset()(*filled)
     if error:  # a thread that has done nothing on the GPU yet has no context for the driver
         found.zero_()
+    else:
+        tape.did(_checked_memset, *filled, addresses=(0, 1))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -22,6 +22,7 @@ from attention.kernels import Shape, UnsupportedCall
 from attention.layouts import CuSeqlens, Shard, sizes_of
 from attention.masks import Mask
 from attention.peers import calls
+from attention.tape import Run
 from attention.tensors import on_host, token_dim
 from attention.transports import Transport
 from attention.variants import Variant, check_heads, everything, nearest, variant
@@ -391,6 +392,14 @@ def _stretch(x: Tensor, dim: int, r: range) -> Tensor:
     return x[tuple(index)]
 
 
+def _passed(
+    name: Hashable, run: Run, inputs: Sequence[Tensor], plan: Plan, replays: Replays | None
+) -> tuple[Tensor, ...]:
+    if replays is not None:
+        return replays((plan, name), run, inputs)
+    return plan.launches(name, plan.state, run, inputs)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None, keep: bool) -> tuple[Tensor, ...]:
     """(out, lse) and, to keep for a backward, what that needs."""
 
@@ -399,7 +408,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | Non
         plan.transport.join()
         return (out, lse, *saved) if keep else (out, lse)
 
-    return run(q, k, v) if replays is None else replays((plan, keep), run, (q, k, v))
+    return _passed(keep, run, (q, k, v), plan, replays)
 
 
 def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replays | None) -> tuple[Tensor, ...]:
@@ -408,7 +417,9 @@ def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replay
         plan.transport.join()
         return grads
 
-    return run(dout, *saved) if replays is None else replays((plan, "backward"), run, (dout, *saved))
+    if torch.is_grad_enabled():  # of which a gradient may be wanted
+        return run(dout, *saved)
+    return _passed("backward", run, (dout, *saved), plan, replays)
 
 
 class _Attention(torch.autograd.Function):
@@ -430,10 +441,8 @@ class _Attention(torch.autograd.Function):
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
         replays = ctx.replays
-        if replays is not None and torch.is_grad_enabled():
-            if replays.asked:
-                raise UnsupportedCall(
-                    "graphs=True: create_graph=True: a replay has no gradient of its own; use graphs=False"
-                )
-            replays = None
+        if replays is not None and replays.asked and torch.is_grad_enabled():
+            raise UnsupportedCall(
+                "graphs=True: create_graph=True: a replay has no gradient of its own; use graphs=False"
+            )
         return *_backward(dout.contiguous(), ctx.saved_tensors, ctx.plan, replays), None, None

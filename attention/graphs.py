@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from weakref import WeakSet
 
@@ -17,9 +17,9 @@ from attention import phases
 from attention.copies import copy_all
 from attention.kernels.interface import UnsupportedCall
 from attention.streams import capturing, current
+from attention.tape import Run
 from attention.tensors import holding
 
-Run = Callable[..., tuple[Tensor, ...]]
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
 
 _every: WeakSet[Replays] = WeakSet()

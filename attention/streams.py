@@ -8,6 +8,8 @@ from typing import cast
 
 import torch
 
+from attention import tape
+
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
@@ -42,6 +44,7 @@ class On:
 def _set(identity: tuple[int, int, int]) -> None:
     number, index, kind = identity
     torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
+    tape.did(_set, identity, always=True)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -60,8 +63,18 @@ class Follow:
         self.event = torch.cuda.Event()
 
     def __call__(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        self.event.record(other)
-        stream.wait_event(self.event)
+        record(self.event, other)
+        wait(stream, self.event)
+
+
+def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    event.record(stream)
+    tape.did(event.record, stream, always=True)
+
+
+def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    stream.wait_event(event)
+    tape.did(stream.wait_event, event, always=True)
 
 
 def capturing(device: torch.device) -> bool:

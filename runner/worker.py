@@ -76,7 +76,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["chosen"]["passed_over"] = _passed_over(work)
     iteration_s = _estimate(me, spec, work)
     result["estimate"] = {"iteration_ms": iteration_s * 1e3}
-    if spec.graphs:  # so that all that follows are replays, the checked one among them
+    if spec.graphs or work.plan.playable:  # so that what follows is replayed, or played, the checked passes too
         for which in (*work.passes, *work.passes):
             work.run(which)
         work.release()

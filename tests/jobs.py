@@ -579,16 +579,12 @@ def own_apart(
         "late": None
     }  # the calls on one's own keys, which have an edge of the mask, or the others
 
-    def spoil() -> None:
-        for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22):
-            torch.full((size,), torch.nan, device=me.device)
-
     def backward(*tensors: torch.Tensor, **how: Any) -> Any:
         call = next(x for x in tensors if isinstance(x, Call))
         if cuda and state["late"] == (not call.mask.full):
             torch.cuda._sleep(4_000_000)
         grads = original(*tensors, **how)
-        spoil()
+        _spoil(me.device)
         return grads
 
     def behind() -> Any:
@@ -622,7 +618,7 @@ def own_apart(
                 fn = make(**more)  # which its plans are decided for once
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
-                spoil()
+                _spoil(me.device)
                 assert any(me.gather(behinds > before)) == (apart > 0), "the own keys were to be apart"
                 if not expected:
                     expected = [x.clone() for x in found]
@@ -630,6 +626,107 @@ def own_apart(
     finally:
         del local.backward, front.behind
         costs.APART = threshold
+    return max(me.gather(max(differences)))
+
+
+def _spoil(device: torch.device) -> None:
+    """NaN in memory that is free."""
+    for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22):
+        torch.full((size,), torch.nan, device=device)
+
+
+def _unplayed(fn: Any, *tensors: torch.Tensor) -> None:
+    fn.plan(*tensors, causal=True).__dict__["playable"] = False
+
+
+def _tapes(fn: Any) -> list[Any]:
+    from attention.tape import Tape
+
+    return [x for plan in fn.plans.values() for x in plan.launches.tapes.values() if isinstance(x, Tape)]
+
+
+def played(me: Rank, name: str, options: dict[str, Any], running: int | None) -> dict[str, Any]:
+    """Training and calls without gradients, of two shapes, of contiguous tensors and of parts of one, on two streams, by a function
+    whose passes are played (but on the rank `running`) and by one whose passes are run, in turn, with NaN in all memory that is
+    free: the largest difference of an out, of a gradient, and how many tapes there are on each rank."""
+    plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
+    side = torch.cuda.Stream()
+    outs, gradients = [0.0], [0.0]
+    for i in range(24):
+        generator = torch.Generator().manual_seed(i)
+        n = (256 if i % 6 == 5 else 512) * me.world
+        whole, dout = (torch.randn(1, n, h, 64, generator=generator).to(me.device, torch.bfloat16) for h in (16, 8))
+        local, dout = fn.shard(whole), fn.shard(dout)
+        results = []
+        for each in (plain, fn):
+            leaf = local.clone().requires_grad_()
+            parts = list(leaf.split((8, 4, 4), 2))
+            if i % 3:
+                parts = [x.contiguous() for x in parts]
+            if each is plain or me.rank == running:
+                _unplayed(each, *parts)
+                with torch.no_grad():
+                    _unplayed(each, *parts)
+            stream = side if i % 8 > 5 else torch.cuda.current_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            _spoil(me.device)
+            with torch.cuda.stream(stream):
+                if i % 4 == 3:
+                    with torch.no_grad():
+                        found = [each(*parts, causal=True)]
+                else:
+                    out = each(*parts, causal=True)
+                    _spoil(me.device)
+                    found = [out, *torch.autograd.grad(out, [leaf], dout)]
+                _spoil(me.device)
+            torch.cuda.current_stream().wait_stream(stream)
+            results.append([x.detach().clone() for x in found])
+            side.wait_stream(torch.cuda.current_stream())  # the results' memory is that stream's
+        differences = [rel(x, wanted) for wanted, x in zip(*results, strict=True)]
+        outs.append(differences[0])
+        gradients += differences[1:]
+    differences = [max(me.gather(max(x))) for x in (outs, gradients)]
+    return {"out": differences[0], "gradient": differences[1], "tapes": me.gather(len(_tapes(fn)))}
+
+
+def played_after_an_exception(me: Rank, name: str) -> float:
+    """The largest difference that a played pass has to the first, behind passes that ended on rank 1 for want of memory."""
+    fn = attention.make(name, kernel="flash4", transport="symm")
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
+    q, k, v, dout = (fn.shard(x.to(me.device, torch.bfloat16)) for x in whole)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    allocate = torch.empty_strided
+
+    def failing(after: int) -> Any:
+        def empty_strided(*args: Any, **options: Any) -> torch.Tensor:
+            nonlocal after
+            after -= 1
+            if after < 0:
+                raise torch.OutOfMemoryError("half-way")
+            return allocate(*args, **options)
+
+        return empty_strided
+
+    differences = []
+    expected: list[torch.Tensor] = []
+    for after in (None, None, None, 0, 2, 1, None, 3):
+        for backward in (False, True) if after is not None else ():
+            out = fn(*inputs, causal=True) if backward else None
+            if me.rank == 1:
+                torch.empty_strided = failing(after)
+            try:
+                found = fn(*inputs, causal=True) if out is None else torch.autograd.grad(out, inputs, dout)
+            except torch.OutOfMemoryError:
+                found = None
+            finally:
+                torch.empty_strided = allocate
+            assert (found is None) == (me.rank == 1), "it was to end half-way, on rank 1"
+        out = fn(*inputs, causal=True)
+        found = [out, *torch.autograd.grad(out, inputs, dout)]
+        expected = expected or [x.clone() for x in found]
+        differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
+    assert len(_tapes(fn)) >= 2
     return max(me.gather(max(differences)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from attention.costs import own_apart
 from attention.front import Front, Inline
 from attention.kernels import Call, Kernel
+from attention.launches import Launches
 from attention.layouts import CuSeqlens, Shard
 from attention.masks import Interval, Mask
 from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
@@ -32,6 +33,8 @@ from attention.transports import Message, Messages, Transport
 from attention.variants import Variant
 
 INLINE = Inline()
+PLAYED = ("flash4",)  # the kernels all of whose launches a tape is told of
+MOST_PLAYED = 32768  # tokens a rank, from which on no host is late
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,21 @@ class Plan:
     def peer(self, place: int) -> int:
         """The rank that a ring's place is reached at."""
         return place * self.problem.ulysses + self.head
+
+    @property
+    def state(self) -> Hashable:
+        """All that its passes' launches depend on beside it. None where they are not played (`tape`)."""
+        return self.transport.state() if self.playable else None
+
+    @cached_property
+    def playable(self) -> bool:
+        short = self.problem.cu_seqlens[-1] <= MOST_PLAYED * self.problem.ranks
+        known = self.kernel.name in PLAYED and not (self.packed or self.deterministic or self.variant.decode)
+        return short and known and self.transport.pulls
+
+    @cached_property
+    def launches(self) -> Launches:
+        return Launches()
 
     @cached_property
     def own_apart(self) -> bool:

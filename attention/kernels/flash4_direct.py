@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from attention import tape
 from attention.driver import zeros
 
 VERSION = "4.0.0b36"
@@ -37,7 +38,7 @@ class Forward:
     rest: Arguments
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        self.kernel(_plain(q), _plain(k), _plain(v), out, lse, *self.rest)
+        _launch((self.kernel, self.rest), _plain(q), _plain(k), _plain(v), out, lse)
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,16 @@ class Backward:
         if self.of_keys is not None:
             to_k, to_v = zeros((2, *self.of_keys), torch.float32, q.device).unbind(0)
             wide += [to_k, to_v]
-        kernel, rest = self.before
-        kernel(out, dout, sums, lse, logs, wide_q, *rest)
-        kernel, rest = self.main
-        kernel(_plain(q), _plain(k), _plain(v), dout, logs, sums, wide_q, to_k, to_v, *rest)
-        for (kernel, rest), given, grad in zip(self.after, wide, (dq, dk, dv), strict=False):
-            kernel(given, grad, *rest)
+        _launch(self.before, out, dout, sums, lse, logs, wide_q)
+        _launch(self.main, _plain(q), _plain(k), _plain(v), dout, logs, sums, wide_q, to_k, to_v)
+        for launch, given, grad in zip(self.after, wide, (dq, dk, dv), strict=False):
+            _launch(launch, given, grad)
+
+
+def _launch(launch: Launch, *tensors: Tensor) -> None:
+    kernel, rest = launch
+    kernel(*tensors, *rest)
+    tape.did(kernel, *tensors, *rest)
 
 
 Known = Forward | Backward | None
@@ -123,6 +128,7 @@ class Remembered:
 
     def call(self, key: object, run: Callable[[], R], of: Callable[[list[Launch]], Known]) -> R:
         """What `run` gives; what it launches is kept as `of` makes it where the key is new. None is no key."""
+        tape.cannot("a call of FlashAttention-4 went through its package")
         if key is None or key in self.found or not self.usable:
             return run()
         result, launches = self.watched(run)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from attention import tape
 from attention.streams import on_device
 
 ALIGNED = 16  # Triton compiles other code for addresses and numbers that are multiples of it
@@ -61,11 +62,21 @@ class Start:
                     names = self.kernel.arg_names[len(tensors) + len(changing) + len(self.numbers) :]
                     self.rest = (*self.numbers, *(self.constants[name] for name in names))
                     self.compiled[key] = compiled
-            elif _watched():
-                compiled[self.grid](*addresses, *changing, *self.rest)
+                    tape.cannot("a kernel was compiled")
             else:
-                known = _stream(first), compiled.function, compiled.packed_metadata, None, None, None
-                compiled.run(*self.grid, *known, *addresses, *changing, *self.rest)
+                started = compiled, self.grid, _stream(first), (*changing, *self.rest), *addresses
+                _launch(*started)
+                tape.did(_launch, *started, addresses=(4, len(started)), keep=tensors)
+
+
+def _launch(
+    compiled: Any, grid: tuple[int, ...], stream: int, rest: tuple[Any, ...], *addresses: int | tuple[int, ...]
+) -> None:
+    if _watched():
+        compiled[grid](*addresses, *rest)
+    else:
+        known = stream, compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(*grid, *known, *addresses, *rest)
 
 
 def _watched() -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import tape
 from attention.driver import function
 from attention.streams import on_device
 
@@ -191,9 +192,13 @@ class CudaFabric:
                 return
         for target, source, row in zip(targets, sources, rows, strict=True):
             if whole:
-                self._checked(self._copy(target, source, n * width, stream))
+                self._whole(target, source, n * width, stream)
             else:
                 self._rows(target, row, source, width, width, n, stream)
+
+    def _whole(self, target: int, source: int, size: int, stream: int) -> None:
+        self._checked(self._copy(target, source, size, stream))
+        tape.did(self._whole, target, source, size, stream, addresses=(0, 1))
 
     def _rows(self, target: int, row: int, source: int, source_row: int, width: int, n: int, stream: int) -> None:
         """n rows of `width` bytes, which start `row` and `source_row` bytes apart."""
@@ -208,6 +213,7 @@ class CudaFabric:
             height=n,
         )
         self._checked(self._copy_rows(ctypes.byref(rows), stream))
+        tape.did(self._rows, target, row, source, source_row, width, n, stream, addresses=(0, 1))
 
     def _checked(self, error: int) -> None:
         if error:
@@ -231,9 +237,13 @@ class CudaFabric:
 
         def enqueue() -> None:
             with on_device(self.device.index):  # the default stream has no other name than that of the current device
-                error = self._operate(torch._C._cuda_getCurrentRawStream(self.device.index), len(every), batch, 0)
+                on(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+        def on(stream: int) -> None:
+            error = self._operate(stream, len(every), batch, 0)
             if error:
                 raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
+            tape.did(on, stream, always=True)
 
         return enqueue
 

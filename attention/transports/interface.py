@@ -7,7 +7,7 @@ that the two are never confused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,6 +65,10 @@ class Transport(Protocol):
     def join(self) -> None:
         """The end of a pass: a CUDA graph that is being captured holds all that was started."""
 
+    def state(self) -> Hashable:
+        """All that what a pass launches depends on here, beside its plan; None where it may depend on more, or can't be played
+        (`tape`)."""
+
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         """Tensors to fill and then to offer as `what`, where a transport can hand out memory that needs no further
         copy."""
@@ -100,6 +104,8 @@ class Nothing:
     def counted(self, what: str, size: int) -> None: ...
 
     def join(self) -> None: ...
+
+    def state(self) -> None: ...
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         return [like.new_empty(tuple(shape)) for shape in shapes]

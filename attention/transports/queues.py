@@ -4,14 +4,15 @@ given in program order."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as finished
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from attention.phases import phase
-from attention.streams import Follow, On, capturing, current
+from attention.streams import Follow, On, capturing, current, record, wait
 from attention.transports.interface import Handle
 
 Work = Callable[[], object]
@@ -94,7 +95,7 @@ class _HostHandle:
 
     def wait(self) -> None:
         with phase(f"wait_{self.what}", self.step):
-            wait([self.future])
+            finished([self.future])
         self.queue.join()  # what failed before it may be why it failed
         self.future.result()
         if self.after is not None:
@@ -125,16 +126,16 @@ class CudaQueue:
         if since is None:
             self.follow(self.stream, current(self.device))
         else:
-            self.stream.wait_event(since)
+            wait(self.stream, since)
         with self.on:
             run()
         done = self.spare.pop() if self.spare else torch.cuda.Event()
-        done.record(self.stream)
+        record(done, self.stream)
         return _CudaHandle(self, done, list(tensors), what, step, after)
 
     def moment(self) -> Moment:
         event = torch.cuda.Event()
-        event.record(current(self.device))
+        record(event, current(self.device))
         return event
 
     def then(self, run: Work) -> None:
@@ -193,7 +194,7 @@ class _CudaHandle:
 
     def _follow(self) -> None:
         if self.done is not None:
-            current(self.queue.device).wait_event(self.done)
+            wait(current(self.queue.device), self.done)
             self.queue.spare.append(self.done)  # the wait holds on to what the event stood for
             self.done = None
 

@@ -6,7 +6,7 @@ kept in them, so that a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import graphs
+from attention import graphs, tape
 from attention.copies import copy_all
 from attention.front import CudaFront, Front, Inline
 from attention.phases import phase
@@ -90,13 +90,17 @@ class Lane:
 
     def __init__(self, flags: list[Flags]):
         self.flags = flags  # by slot
-        self.turn = 0
+        self.turn = 0  # the slot of the last offer
         self.capacity = 0
         self.shared = Shared([])
         self.mine: dict[
             tuple[int, Arrangement], list[Tensor]
         ] = {}  # this rank's tensors in a slot, which come back call by call
         self.filling: _Offered | None = None  # has its slot, but was not offered yet
+
+    def take_turn(self, slot: int) -> None:
+        self.turn = slot
+        tape.did(self.take_turn, slot, always=True)
 
     def forget(self) -> None:
         self.shared, self.capacity = Shared([]), 0
@@ -112,6 +116,7 @@ class Pool:
         self.on_cuda = device.type == "cuda"
         self.device, self.captures = device, Captures()
         self.caller: torch.cuda.Stream | None = None  # of the last offer
+        self.grown = 0  # lanes so often: what lies where
         self.fabric: Fabric
         self.queue: Queue
         self.front: Front
@@ -167,13 +172,22 @@ class Pool:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
             size = max(size, lane.capacity * 5 // 4)  # what grows by little, as a decode does, does so seldom
+            tape.cannot("symmetric memory grew")
             self.fabric.settle()
             lane.forget()  # before the larger one is made
+            self.grown += 1
             size = -(-size // ALIGNMENT) * ALIGNMENT
             with torch.inference_mode(False):
                 lane.shared = self.fabric.allocate(size * len(lane.flags))
             lane.capacity = size
         return lane
+
+    def state(self) -> Hashable:
+        """All of it that what a pass launches depends on. None on a CPU, where a capture knows of the pool, and behind an exception."""
+        lanes = self.lanes.values()
+        if not self.on_cuda or self.captures.some or any(lane.filling is not None for lane in lanes):
+            return None
+        return self.grown, *[lane.turn for lane in lanes]
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
@@ -185,7 +199,7 @@ class Pool:
 
     def acquire(self, what: str, lane: Lane) -> int:
         """The slot of the next offer, once the peers are done with what it held."""
-        lane.turn = (lane.turn + 1) % len(lane.flags)
+        lane.take_turn((lane.turn + 1) % len(lane.flags))
         if self.capturing():
             self.captured[id(lane.shared)] = lane.shared
             self.queue.settle()  # whatever order a replay's branches are run in, none waits for what is behind it
@@ -197,6 +211,7 @@ class Pool:
 
     def _in_turn(self) -> None:
         """Offers are made in the order in which they were launched, though a caller changed its stream in between."""
+        tape.did(self._in_turn, always=True)
         now = current(self.device)
         if isinstance(self.front, CudaFront) and now.stream_id == self.front.stream.stream_id:
             return  # which follows the caller's
@@ -222,6 +237,7 @@ class Pool:
     def release(self) -> None:
         for lane in self.lanes.values():
             lane.forget()
+        self.grown += 1
         self.captured.clear()
         self.captures.some = False  # what a graph knows is gone
 
@@ -291,6 +307,9 @@ class Symmetric(Collective):
 
     def join(self) -> None:
         self.pool.queue.join()
+
+    def state(self) -> Hashable:
+        return self.pool.state()
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         offered = _Offered(self, what, shapes, like.dtype, tokens)

@@ -65,6 +65,33 @@ def test_own_keys_apart_give_what_they_give_in_turn_whatever_is_late(in_world, n
     assert found < 1e-2
 
 
+PLAYED = [
+    *(pytest.param(name, {}, id=name) for name in ("ring", "zigzag", "stripe", "ring_allgather", "zigzag_llama3", "ulysses", "usp")),
+    pytest.param("zigzag", {"head_parts": 2}, id="zigzag_in_halves"),
+    pytest.param("zigzag_llama3", {"own_first": True, "heads_k_stride": 2}, id="zigzag_llama3_in_groups"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("running", (None, 1), ids=("all_play", "one_runs"))
+@pytest.mark.parametrize("name, options", PLAYED)
+def test_played_passes_give_what_passes_give(in_world, name, options, running, world):
+    if reason := KERNELS["flash4"].missing("cuda"):
+        pytest.skip(reason)
+    found = in_world("played", world, "cuda", name=name, options=options, running=running, timeout_s=60)
+    assert found["out"] == 0
+    assert found["gradient"] < 1e-2
+    for rank, tapes in enumerate(found["tapes"]):
+        assert (tapes == 0) if rank == running else (tapes >= 4)
+
+
+@pytest.mark.parametrize("name", ("ring", "zigzag", "zigzag_llama3", "ulysses"))
+def test_a_played_pass_that_ends_half_way_leaves_the_next_one_right(in_world, name):
+    if reason := KERNELS["flash4"].missing("cuda"):
+        pytest.skip(reason)
+    assert in_world("played_after_an_exception", 2, "cuda", name=name, timeout_s=60) < 1e-2
+
+
 @pytest.mark.parametrize("transport", ("symm", "nccl"))
 def test_blocking_launches_do_not_hang(transport, tmp_path):
     sizes = ["seq_len=2048", "heads=8", "kv_heads=2", "head_dim=128", "timing.timing_runs=3", "world_size=2"]

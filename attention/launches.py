@@ -1,0 +1,50 @@
+"""Which launched passes are played from a tape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from attention import phases
+from attention.streams import capturing
+from attention.tape import Recorder, Run, Tape, shared
+
+MOST = 16  # tapes of a plan: of its forward and backward for so many strides, streams and slots
+ALIGNED = 16  # bytes; kernels are compiled for addresses that are multiples of it, and for others
+
+
+class Launches:
+    """A plan's passes as they are launched: run as they are, recorded the second time, and played from then on."""
+
+    def __init__(self) -> None:
+        self.tapes: OrderedDict[Hashable, Tape | str | None] = OrderedDict()  # or why there is none
+
+    def __call__(self, name: Hashable, state: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`run(*inputs)`, which depends on `name` and the inputs' forms, and otherwise on `state` alone; None of it: on more."""
+        device = inputs[0].device
+        if state is None or phases.active() or capturing(device) or torch._C._cuda_getDevice() != device.index:
+            return run(*inputs)
+        key = (name, state, torch._C._cuda_getCurrentStream(device.index), shared(inputs), *map(_form, inputs))
+        if key not in self.tapes:
+            while len(self.tapes) >= MOST:
+                self.tapes.popitem(last=False)
+            self.tapes[key] = None  # what is compiled, allocated or kept for it is there the next time
+            return run(*inputs)
+        tape = self.tapes[key]
+        self.tapes.move_to_end(key)
+        if isinstance(tape, Tape):
+            return tape.play(inputs)
+        recorder = Recorder(inputs, lambda: torch._C._cuda_getCurrentRawStream(device.index)) if tape is None else None
+        if recorder is None or recorder.ambiguous:
+            return run(*inputs)
+        with torch.no_grad():
+            results = recorder.record(run)
+        self.tapes[key] = recorder.tape(results)
+        return results
+
+
+def _form(x: Tensor) -> Hashable:
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED == 0

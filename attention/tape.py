@@ -1,0 +1,335 @@
+"""Launched passes played from a tape. What a pass launches depends on its plan and its inputs' shapes alone, but finding it out takes
+the host longer than the launches do: the schedule's steps, the views, what waits for what. So a pass is recorded as it is run
+the second time, every launch, copy, flag and event of it with where its tensors lie, and from then on only these calls are made
+again, on the inputs of the day and on newly allocated memory. Unlike a CUDA graph's replay that copies nothing, keeps no memory, and
+does on every rank and stream what running the pass would do, so that some ranks may run what others play.
+
+What launches something tells the tape (`did`); what PyTorch allocates, views or copies the tape sees itself. A pass that does
+anything else is run each time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Run = Callable[..., tuple[Tensor, ...]]
+Function = Callable[..., object]
+Step = Callable[[list[Any], list[int]], object]  # of the tensors, and where they begin
+
+aten = torch.ops.aten
+ALLOCATES = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+             aten.new_empty_strided.default}  # fmt: skip
+WRITES: dict[Any, Function] = {
+    aten.copy_.default: Tensor.copy_,
+    aten.zero_.default: Tensor.zero_,
+    aten.fill_.Scalar: Tensor.fill_,
+}
+
+
+class _Local(threading.local):
+    recorder: Recorder | None = None
+
+
+_local = _Local()
+
+
+def did(
+    function: Function, *arguments: Any, addresses: tuple[int, int] = (0, 0), always: bool = False, keep: object = None
+) -> None:
+    """`function(*arguments)` was just called, which starts something on the GPU or orders what is started. Its tensors may be those
+    of the day; so may be the addresses (or tuples of them) at the places `addresses` of the arguments, from and up to, of which
+    those that are not lie in what `keep` holds. `always`: it is to be called where the pass ended by an exception, too, because
+    others wait for it."""
+    if _local.recorder is not None:
+        _local.recorder.add(function, arguments, addresses, always)
+        _local.recorder.kept.append(keep)
+
+
+def cannot(why: str) -> None:
+    """What is done now can't be played."""
+    if _local.recorder is not None:
+        _local.recorder.refuse(why)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def shared(inputs: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Of the inputs that are strided and lie in another's memory, as queries, keys and values of one projection do: their number, that
+    of the first there, and how many bytes behind it they begin."""
+    first: dict[int, int] = {}
+    found = []
+    for i, x in enumerate(inputs):
+        if not x.is_contiguous():
+            j = first.setdefault(x.untyped_storage().data_ptr(), i)
+            if j != i:
+                found.append((i, j, x.data_ptr() - inputs[j].data_ptr()))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of the day by its number, or an address so many bytes behind where it begins."""
+
+    number: int
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class _Slot:
+    """An input or an allocation: where it lay, from which address up to which it is looked for, and in which stream's memory."""
+
+    number: int
+    tensor: Tensor
+    first: int
+    low: int
+    high: int
+    stream: int
+    given: bool
+    last: tuple[int, int] | None = None  # the last call that uses it, and that one's stream
+
+
+@dataclass
+class _Call:
+    function: Function
+    arguments: tuple[Any, ...]  # with a `_Place` for each tensor of the day
+    addresses: dict[int, _Place | tuple[_Place | int, ...]] = field(default_factory=dict)
+    always: bool = False
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps what is called while a pass runs. `stream` tells the current one."""
+
+    def __init__(self, inputs: Sequence[Tensor], stream: Callable[[], int]):
+        super().__init__()
+        self.inputs, self.stream = tuple(inputs), stream
+        self.slots: list[_Slot] = []
+        self.made: list[_Call | _Slot | tuple[int, _Slot, Tensor]] = []  # calls, allocations, and views by their number
+        self.count = 0
+        self.views: dict[Hashable, int] = {}
+        self.kept: list[object] = []
+        self.why: str | None = None
+        for x in inputs:
+            self._slot(x, True)
+        for i, j, _ in shared(inputs):
+            slot, base = self.slots[i], self.slots[j]
+            base.low, base.high = min(base.low, slot.low), max(base.high, slot.high)
+            slot.low = slot.high = 0
+        ranges = sorted((slot.low, slot.high) for slot in self.slots if slot.low < slot.high)
+        self.ambiguous = any(a[1] > b[0] for a, b in pairwise(ranges))  # an address may lie in two inputs
+
+    def record(self, run: Run) -> tuple[Tensor, ...]:
+        before, _local.recorder = _local.recorder, self
+        try:
+            with self:
+                return run(*self.inputs)
+        finally:
+            _local.recorder = before
+
+    def refuse(self, why: str) -> None:
+        self.why = self.why or why
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in ALLOCATES:
+            self.made.append(self._slot(result, False))
+        elif func in WRITES and not kwargs:
+            self.add(WRITES[func], args, (0, 0), False)
+        elif not getattr(func, "is_view", False):
+            self.refuse(str(func))
+        return result
+
+    def _slot(self, x: Tensor, given: bool) -> _Slot:
+        low, high = _span(x)
+        self.count += 1
+        self.slots.append(_Slot(self.count, x, low, low, high, self.stream(), given))
+        return self.slots[-1]
+
+    def add(self, function: Function, arguments: Sequence[Any], addresses: tuple[int, int], always: bool) -> None:
+        used: list[_Slot] = []
+        given = list(arguments)
+        found: dict[int, Any] = {}
+        for i, x in enumerate(given):
+            if isinstance(x, Tensor):
+                given[i] = self._tensor(x, used)
+            elif addresses[0] <= i < addresses[1]:
+                place = (
+                    tuple([self._address(each, used) for each in x]) if isinstance(x, tuple) else self._address(x, used)
+                )
+                if place != x:
+                    found[i] = place
+        for slot in used:
+            slot.last = len(self.made), self.stream()
+        self.made.append(_Call(function, tuple(given), found, always))
+
+    def _find(self, address: int) -> _Slot | None:
+        """The newest there: what lay there before is no more."""
+        return next((slot for slot in reversed(self.slots) if slot.low <= address < slot.high), None)
+
+    def _address(self, address: int, used: list[_Slot]) -> _Place | int:
+        slot = self._find(address)
+        if slot is None:
+            return address
+        used.append(slot)
+        return _Place(slot.number, address - slot.first)
+
+    def _tensor(self, x: Tensor, used: list[_Slot]) -> _Place | Tensor:
+        slot = self._find(x.data_ptr()) if x.numel() else None
+        if slot is None:
+            return x  # which is kept
+        used.append(slot)
+        return _Place(self._number(x, slot))
+
+    def _number(self, x: Tensor, slot: _Slot) -> int:
+        """Of the tensor itself, or of a view of it."""
+        base = slot.tensor
+        if x.dtype != base.dtype:
+            self.refuse(f"{x.dtype} in memory of {base.dtype}")
+            return slot.number
+        offset = (x.data_ptr() - slot.first) // x.element_size()
+        if offset == 0 and x.shape == base.shape and x.stride() == base.stride():
+            return slot.number
+        key = slot.number, x.shape, x.stride(), offset
+        if key not in self.views:
+            self.count += 1
+            self.views[key] = self.count
+            self.made.append((self.count, slot, x))
+        return self.views[key]
+
+    def tape(self, results: Sequence[Tensor]) -> Tape | str:
+        """What was recorded, or why it can't be played."""
+        given = {id(x): i for i, x in enumerate(self.inputs)}
+        wanted: list[tuple[bool, int]] = []
+        returned: list[_Slot] = []
+        for x in results:
+            if id(x) in given:
+                wanted.append((True, given[id(x)]))
+                continue
+            place = self._tensor(x, returned)
+            if not isinstance(place, _Place):
+                self.refuse("a result is not of this pass")
+                continue
+            wanted.append((False, place.number))
+        if self.why is not None:
+            return self.why
+        bases = {number: slot.number for number, slot, _ in (x for x in self.made if isinstance(x, tuple))}
+        done: dict[int, list[_Slot]] = {}
+        for slot in self.slots:
+            # what another stream uses last is kept to the end of the pass, when the caller's has waited for all of them
+            if not slot.given and slot not in returned and slot.last is not None and slot.last[1] == slot.stream:
+                done.setdefault(slot.last[0], []).append(slot)
+        steps: list[Step] = []
+        always: list[bool] = []
+        for i, made in enumerate(self.made):
+            steps.append(_step(made))
+            always.append(isinstance(made, _Call) and made.always)
+            if i in done:
+                numbers = {slot.number for slot in done[i]}
+                steps.append(partial(_free, [*numbers, *(view for view, base in bases.items() if base in numbers)]))
+                always.append(False)
+        for slot in self.slots:
+            del slot.tensor
+        return Tape(self.count, steps, always, wanted, self.kept)
+
+
+@dataclass
+class Tape:
+    """Of a pass with `count` tensors, of which its inputs are the first, from number 1 on. always: whether a step is to be done
+    behind an exception, too. wanted: of each result whether it is an input, and which of these or of the tensors."""
+
+    count: int
+    steps: list[Step]
+    always: list[bool]
+    wanted: list[tuple[bool, int]]
+    kept: list[object]
+
+    def play(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        tensors: list[Any] = [None] * (self.count + 1)
+        starts = [0] * (self.count + 1)
+        with torch.no_grad():
+            for i, x in enumerate(inputs, 1):
+                tensors[i] = x.detach() if x.requires_grad else x
+                starts[i] = x.data_ptr()
+            done = 0
+            try:
+                for step in self.steps:
+                    step(tensors, starts)
+                    done += 1
+            except BaseException:
+                for step, wanted in zip(self.steps[done + 1 :], self.always[done + 1 :], strict=True):
+                    if wanted:
+                        step(tensors, starts)
+                raise
+        return tuple([inputs[i] if is_input else tensors[i] for is_input, i in self.wanted])
+
+
+def _step(x: _Call | _Slot | tuple[int, _Slot, Tensor]) -> Step:
+    if isinstance(x, _Slot):
+        base = x.tensor
+        return partial(_allocate, x.number, base.shape, base.stride(), base.dtype, base.device)
+    if isinstance(x, tuple):
+        number, slot, view = x
+        offset = (view.data_ptr() - slot.first) // view.element_size()
+        return partial(_view, number, slot.number, view.shape, view.stride(), offset)
+    tensors = [(i, each.number) for i, each in enumerate(x.arguments) if isinstance(each, _Place)]
+    one = [(i, each.number, each.offset) for i, each in x.addresses.items() if isinstance(each, _Place)]
+    several = [
+        (i, [(y.number, y.offset) if isinstance(y, _Place) else (0, y) for y in each])
+        for i, each in x.addresses.items()
+        if isinstance(each, tuple)
+    ]
+    if not (tensors or one or several):
+        return partial(_again, x.function, x.arguments)
+    return partial(_call, x.function, x.arguments, tensors, one, several)
+
+
+def _allocate(
+    number: int, shape: Any, stride: Any, dtype: Any, device: Any, tensors: list[Any], starts: list[int]
+) -> None:
+    x = tensors[number] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    starts[number] = x.data_ptr()
+
+
+def _view(number: int, of: int, shape: Any, stride: Any, offset: int, tensors: list[Any], starts: list[int]) -> None:
+    base = tensors[of]
+    tensors[number] = base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def _free(numbers: list[int], tensors: list[Any], starts: list[int]) -> None:
+    for number in numbers:
+        tensors[number] = None
+
+
+def _again(function: Function, arguments: tuple[Any, ...], tensors: list[Any], starts: list[int]) -> None:
+    function(*arguments)
+
+
+def _call(
+    function: Function,
+    arguments: tuple[Any, ...],
+    of_tensors: list[tuple[int, int]],
+    one: list[tuple[int, int, int]],
+    several: list[tuple[int, list[tuple[int, int]]]],
+    tensors: list[Any],
+    starts: list[int],
+) -> None:
+    given = [*arguments]
+    for i, number in of_tensors:
+        given[i] = tensors[number]
+    for i, number, offset in one:
+        given[i] = starts[number] + offset
+    for i, each in several:
+        given[i] = tuple([starts[number] + offset for number, offset in each])
+    function(*given)

@@ -1,0 +1,200 @@
+"""What a tape does again, and what it refuses: of passes that call nothing but copies of memory."""
+
+import ctypes
+
+import pytest
+import torch
+
+from attention import tape
+from attention.tape import Recorder, Tape, shared
+
+
+def move(target: int, source: int, size: int) -> None:
+    ctypes.memmove(target, source, size)
+    tape.did(move, target, source, size, addresses=(0, 2))
+
+
+def move_all(targets: tuple[int, ...], sources: tuple[int, ...], size: int, keep: object = None) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        ctypes.memmove(target, source, size)
+    tape.did(move_all, targets, sources, size, addresses=(0, 2), keep=keep)
+
+
+def negate(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.numpy()[...] = -source.numpy()
+    tape.did(negate, target, source)
+
+
+def recorded(run, *inputs) -> tuple[Tape | str, tuple[torch.Tensor, ...]]:
+    recorder = Recorder(inputs, lambda: 0)
+    assert not recorder.ambiguous
+    results = recorder.record(run)
+    return recorder.tape(results), results
+
+
+def numbers(*shape: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def test_a_tape_does_with_the_inputs_of_the_day_what_the_pass_did():
+    calls = []
+
+    def run(x, y):
+        calls.append(x)
+        both = x.new_empty((2, *x.shape))
+        first, second = both.unbind()
+        move_all((first.data_ptr(), second.data_ptr()), (x.data_ptr(), y.data_ptr()), x.nbytes)
+        out = torch.empty_like(x)
+        negate(out[1:], first[:-1])
+        out[:1].copy_(second[2:3])
+        return out, x, both[1]
+
+    made, results = recorded(run, numbers(4, 3), numbers(4, 3, start=50))
+    assert isinstance(made, Tape)
+    for i in range(3):
+        x, y = numbers(4, 3, start=7 * i), numbers(4, 3, start=100 + i)
+        out, same, second = made.play((x, y))
+        assert len(calls) == 1
+        assert torch.equal(out[1:], -x[:-1]) and torch.equal(out[:1], y[2:3])
+        assert same is x and torch.equal(second, y)
+    assert torch.equal(results[0][1:], -numbers(4, 3)[:-1])  # which is the caller's, and not written again
+    assert made.play((x, y))[0] is not out
+
+
+def test_memory_from_outside_is_what_it_was():
+    outside = [numbers(3, start=20)]
+    address = outside[0].data_ptr()
+
+    def run(x):
+        out = x.new_empty((2, 3))
+        move_all((out[0].data_ptr(), out[1].data_ptr()), (address, x.data_ptr()), 12, keep=outside[0])
+        negate(out[0], outside[0])
+        return (out,)
+
+    made, _ = recorded(run, numbers(3))
+    outside.clear()
+    again = [numbers(3, start=90 + i) for i in range(50)]  # where it would lie now, had the tape not kept it
+    (out,) = made.play((again[0],))
+    assert out.tolist() == [[-20, -21, -22], [90, 91, 92]]
+
+
+def test_strided_inputs_of_one_memory():
+    def run(q, k, v):
+        out = torch.empty(q.shape)
+        negate(out, k)
+        for row in range(2):
+            move(out[row].data_ptr(), v[row].data_ptr(), v.shape[1] * 4)
+        return out, q
+
+    first = numbers(4, 9).split(3, dim=1)
+    assert shared(first) == ((1, 0, 12), (2, 0, 24))
+    made, _ = recorded(run, *first)
+    q, k, v = given = numbers(4, 9, start=300).split(3, dim=1)
+    out, same = made.play(given)
+    assert torch.equal(out, torch.cat((v[:2], -k[2:]))) and same is q
+
+
+def test_inputs_that_are_one_tensor_are_ambiguous():
+    x = numbers(4)
+    assert Recorder((x, x), lambda: 0).ambiguous
+    assert Recorder((x, x[2:]), lambda: 0).ambiguous
+    assert not Recorder((x[:2], x[2:], torch.empty(0)), lambda: 0).ambiguous
+
+
+@pytest.mark.parametrize(
+    "run, why",
+    [
+        (lambda x: (x + 1,), "aten.add"),
+        (lambda x: (x.clone(),), "aten.clone"),
+        (lambda x: (tape.cannot("too long"), x)[1:], "too long"),
+        (lambda x: (torch.empty(2, dtype=torch.int32).view(torch.float32).copy_(x[:2]),), "memory of torch.int32"),
+    ],
+)
+def test_what_is_not_known_is_not_played(run, why):
+    made, results = recorded(run, numbers(4))
+    assert isinstance(made, str) and why in made
+    assert len(results) == 1
+
+
+def test_memory_is_free_behind_its_last_use_unless_another_stream_had_it():
+    stream = 0
+
+    def run(x):
+        nonlocal stream
+        held = [torch.empty_like(x) for _ in range(3)]
+        negate(held[0], x)
+        stream = 1
+        negate(held[1], held[0])
+        stream = 0
+        negate(held[2], held[0])
+        out = torch.empty_like(x)
+        negate(out, x)
+        return (out,)
+
+    x = numbers(1 << 10)
+    recorder = Recorder((x,), lambda: stream)
+    made = recorder.tape(recorder.record(run))
+    alive: list[int] = []
+    tensors, starts = [None] * (made.count + 1), [0] * (made.count + 1)
+    tensors[1], starts[1] = x, x.data_ptr()
+    for step in made.steps:
+        step(tensors, starts)
+        alive.append(sum(y is not None for y in tensors[2:]))
+    assert torch.equal(tensors[5], -x)
+    assert alive[-1] == 2  # the result, and what the other stream had last
+    assert max(alive) == 3
+
+
+def test_views_of_what_is_free_are_let_go_of():
+    def run(x):
+        held = torch.empty_like(x)
+        negate(held[:2], x[:2])
+        out = x.new_empty(2)
+        negate(out, held[:2])
+        return (out,)
+
+    made, _ = recorded(run, numbers(4))
+    tensors = [None] * (made.count + 1)
+    tensors[1] = numbers(4)
+    for step in made.steps:
+        step(tensors, [0] * (made.count + 1))
+    assert sum(y is not None for y in tensors) == 3  # the input, its view, the result
+
+
+def test_behind_an_exception_what_others_wait_for_is_done():
+    told = []
+
+    def tell(what: str) -> None:
+        told.append(what)
+        tape.did(tell, what, always=True)
+
+    def fail(x: torch.Tensor) -> None:
+        if x.numpy()[0] < 0:
+            raise RuntimeError("no")
+        told.append("called")
+        tape.did(fail, x)
+
+    def run(x):
+        tell("ready")
+        fail(x)
+        tell("done")
+        return (x,)
+
+    made, _ = recorded(run, numbers(2))
+    told.clear()
+    with pytest.raises(RuntimeError, match="no"):
+        made.play((-1 - numbers(2),))
+    assert told == ["ready", "done"]
+    made.play((numbers(2),))
+    assert told[2:] == ["ready", "called", "done"]
+
+
+def test_nothing_is_recorded_behind_a_recording_that_broke():
+    def run(x):
+        raise RuntimeError("broke")
+
+    with pytest.raises(RuntimeError, match="broke"):
+        Recorder((numbers(2),), lambda: 0).record(run)
+    tape.cannot("nobody listens")
+    made, _ = recorded(lambda x: (torch.empty_like(x).copy_(x),), numbers(2))
+    assert isinstance(made, Tape)
