@@ -63,35 +63,40 @@ Both = tuple[float, float]  # forward and backward
 
 
 @dataclass(frozen=True)
+class Launched:
+    """Microseconds of the host, forward and backward: for a pass itself, to issue each of its kernel calls with what merges its
+    result, and each fetch or offer."""
+
+    whole: Both = (0, 0)
+    call: Both = (0, 0)
+    exchange: float = 0
+
+
+@dataclass(frozen=True)
 class Overheads:
     """Microseconds, forward and backward. `call`, `merge`: what a kernel's launch and tail leave a GPU idle. Of Python and
-    launches, `host_pass`: a pass itself; `host_call`: to issue a kernel call (by kernel, or `host_other`), `host_exchange`: a
-    fetch or offer; `host_decode`: a decode with its call, `host_reduction`: one of its collective operations."""
+    launches: a pass that is `run`, one that is `played` (`tape`), a `decode` with its call, and one of its collective
+    operations, a `reduction`."""
 
     call: Both
     merge: float
-    host_pass: Both = (0, 0)
-    host_call: Mapping[str, Both] = field(default_factory=dict)
-    host_other: Both = (0, 0)
-    host_exchange: float = 0
-    host_decode: float = 0
-    host_reduction: float = 0
+    run: Launched = field(default_factory=Launched)
+    played: Launched = field(default_factory=Launched)
+    decode: float = 0
+    reduction: float = 0
     units: int = 0  # that compute a tile each at a time
 
 
 # cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the host's
-# from 2048 and 4096 tokens a GPU on 2 (results/h200-x2/short_training_again) and a script, two days, hosts that differ by a
-# third; a decode's from h200-x4/tree_scaling
+# from 2048 tokens a GPU on 2, hosts that differ by a third; a decode's from h200-x4/tree_scaling
 OVERHEADS = {
     "cuda": Overheads(
         call=(10, 60),
         merge=10,
-        host_pass=(300, 850),
-        host_call={"flash4": (70, 120)},
-        host_other=(80, 130),
-        host_exchange=100,
-        host_decode=200,
-        host_reduction=350,
+        run=Launched((300, 600), (75, 125), 100),
+        played=Launched((20, 280), (75, 90), 20),
+        decode=200,
+        reduction=350,
         units=132,
     ),
     "cpu": Overheads((20, 20), 20),
@@ -739,7 +744,7 @@ class _Rank:
         overheads, host = self.machine.overheads, 0.0
         if not self.machine.graphed:
             count = len(reductions) if moving and how != "fused" else 0
-            host = (overheads.host_decode + count * overheads.host_reduction) / 1e6
+            host = (overheads.decode + count * overheads.reduction) / 1e6
         return Pass(sum(self._step(step, False) for step in self.work), exposed, 0.0, host)
 
     def _copies(self, backward: bool) -> float:
@@ -824,13 +829,19 @@ class _Rank:
 
     def _host(self, backward: bool, calls: int, exchanges: int) -> float:
         """What it takes to issue a pass of so many kernel calls and exchanges."""
-        each = self.machine.overheads
-        every = each.host_pass[backward] + calls * each.host_call.get(self.kernel, each.host_other)[backward]
+        each = self._launched
+        every = each.whole[backward] + calls * each.call[backward]
         return 0.0 if self.machine.graphed else every / 1e6 + self._issue(exchanges)
 
     def _issue(self, exchanges: int) -> float:
         moving = self.task.world > 1 and not self.machine.graphed
-        return exchanges * self.machine.overheads.host_exchange / 1e6 if moving else 0.0
+        return exchanges * self._launched.exchange / 1e6 if moving else 0.0
+
+    @property
+    def _launched(self) -> Launched:
+        each, task = self.machine.overheads, self.task
+        played = self.pulls and costs.played(self.kernel, task.cu_seqlens[-1] // task.world, task.packed)
+        return each.played if played else each.run
 
     def _ring_merges(self, backward: bool) -> float:
         """Forward out, backward dq, dk and dv."""

@@ -22,6 +22,8 @@ EXCHANGED_BY_PARTS = 32768
 # a rank's tokens up to which a backward over its own keys goes beside that over the others': it is held beside that, too, and of
 # more there is little that it could fill
 APART = 8192
+PLAYED = ("flash4",)  # kernels all of whose launches a tape is told of
+MOST_PLAYED = 32768  # tokens a rank up to which passes are played; of more, no host is late
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
 
@@ -30,6 +32,11 @@ def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
     shard is long."""
     default = 2 if kv_heads % 2 == 0 and tokens >= RING_HALVED else 1
     return options.get("head_parts", 1) or default
+
+
+def played(kernel: str, tokens: int, packed: bool) -> bool:
+    """Whether launched passes of so many tokens a rank are played from a tape."""
+    return kernel in PLAYED and tokens <= MOST_PLAYED and not packed
 
 
 def own_apart(problem: Problem, place: int) -> bool:

@@ -404,6 +404,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | Non
     """(out, lse) and, to keep for a backward, what that needs."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        plan.transport.begin()
         out, lse, saved = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
         plan.transport.join()
         return (out, lse, *saved) if keep else (out, lse)
@@ -413,6 +414,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | Non
 
 def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replays | None) -> tuple[Tensor, ...]:
     def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        plan.transport.begin()
         grads = EXECUTORS[plan.variant.exchange].backward(dout, saved, plan)
         plan.transport.join()
         return grads

@@ -10,7 +10,7 @@ anything else is run each time."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -42,15 +42,19 @@ _local = _Local()
 
 
 def did(
-    function: Function, *arguments: Any, addresses: tuple[int, int] = (0, 0), always: bool = False, keep: object = None
+    function: Function,
+    *arguments: Any,
+    addresses: tuple[int, int] = (0, 0),
+    always: bool = False,
+    keep: Iterable[Tensor | tuple[Tensor, ...]] = (),
 ) -> None:
     """`function(*arguments)` was just called, which starts something on the GPU or orders what is started. Its tensors may be those
-    of the day; so may be the addresses (or tuples of them) at the places `addresses` of the arguments, from and up to, of which
-    those that are not lie in what `keep` holds. `always`: it is to be called where the pass ended by an exception, too, because
-    others wait for it."""
+    of the day; so may be the addresses (or tuples of them) at the places `addresses` of the arguments, from and up to. Those that
+    are not stay what they are: their tensors are in `keep`, unless something else holds them for as long as the pass's state is the
+    same. `always`: it is to be called where the pass ended by an exception, too, because others wait for it."""
     if _local.recorder is not None:
         _local.recorder.add(function, arguments, addresses, always)
-        _local.recorder.kept.append(keep)
+        _local.recorder.keep(keep)
 
 
 def cannot(why: str) -> None:
@@ -119,7 +123,7 @@ class Recorder(TorchDispatchMode):
         self.made: list[_Call | _Slot | tuple[int, _Slot, Tensor]] = []  # calls, allocations, and views by their number
         self.count = 0
         self.views: dict[Hashable, int] = {}
-        self.kept: list[object] = []
+        self.kept: list[Tensor] = []
         self.why: str | None = None
         for x in inputs:
             self._slot(x, True)
@@ -137,6 +141,10 @@ class Recorder(TorchDispatchMode):
                 return run(*self.inputs)
         finally:
             _local.recorder = before
+
+    def keep(self, tensors: Iterable[Tensor | tuple[Tensor, ...]]) -> None:
+        for x in tensors:
+            self.kept += [each for each in (x if isinstance(x, tuple) else (x,)) if self._find(each.data_ptr()) is None]
 
     def refuse(self, why: str) -> None:
         self.why = self.why or why
@@ -253,7 +261,7 @@ class Tape:
     steps: list[Step]
     always: list[bool]
     wanted: list[tuple[bool, int]]
-    kept: list[object]
+    kept: list[Tensor]
 
     def play(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         tensors: list[Any] = [None] * (self.count + 1)

@@ -32,6 +32,7 @@ from runner.workpiece import AttentionWork, build, decide
 PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
 SLOW_S = 1.0  # an iteration from which waiting for it costs its timing nothing
+LEADING = 3  # iterations before what is checked, of passes that are captured or recorded first
 TRIAL_RUNS = 3  # of a long iteration, by each candidate of attention.trials
 L2_BYTES = 256 << 20
 DO_BENCH_TURNS = 5  # of ours, between six of do_bench's
@@ -77,7 +78,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     iteration_s = _estimate(me, spec, work)
     result["estimate"] = {"iteration_ms": iteration_s * 1e3}
     if spec.graphs or work.plan.playable:  # so that what follows is replayed, or played, the checked passes too
-        for which in (*work.passes, *work.passes):
+        for which in work.passes * LEADING:
             work.run(which)
         work.release()
     if spec.check["enabled"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attention.costs import own_apart
+from attention.costs import own_apart, played
 from attention.front import Front, Inline
 from attention.kernels import Call, Kernel
 from attention.launches import Launches
@@ -33,8 +33,6 @@ from attention.transports import Message, Messages, Transport
 from attention.variants import Variant
 
 INLINE = Inline()
-PLAYED = ("flash4",)  # the kernels all of whose launches a tape is told of
-MOST_PLAYED = 32768  # tokens a rank, from which on no host is late
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,9 @@ class Plan:
 
     @cached_property
     def playable(self) -> bool:
-        short = self.problem.cu_seqlens[-1] <= MOST_PLAYED * self.problem.ranks
-        known = self.kernel.name in PLAYED and not (self.packed or self.deterministic or self.variant.decode)
-        return short and known and self.transport.pulls
+        each = self.problem.cu_seqlens[-1] // self.problem.ranks
+        known = played(self.kernel.name, each, self.packed) and not (self.deterministic or self.variant.decode)
+        return known and self.transport.pulls
 
     @cached_property
     def launches(self) -> Launches:

@@ -36,6 +36,8 @@ class Collective:
     def counted(self, what: str, size: int) -> None:
         self.bytes_received[what] = self.bytes_received.get(what, 0) + size
 
+    def begin(self) -> None: ...
+
     def join(self) -> None:
         self.queue.join()
 

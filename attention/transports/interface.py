@@ -62,6 +62,9 @@ class Transport(Protocol):
     def counted(self, what: str, size: int) -> None:
         """So many bytes were moved into this rank by something else."""
 
+    def begin(self) -> None:
+        """The beginning of a pass, on the caller's stream."""
+
     def join(self) -> None:
         """The end of a pass: a CUDA graph that is being captured holds all that was started."""
 
@@ -102,6 +105,8 @@ class Nothing:
         self.bytes_received: dict[str, int] = {}
 
     def counted(self, what: str, size: int) -> None: ...
+
+    def begin(self) -> None: ...
 
     def join(self) -> None: ...
 

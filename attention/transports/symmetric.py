@@ -90,17 +90,13 @@ class Lane:
 
     def __init__(self, flags: list[Flags]):
         self.flags = flags  # by slot
-        self.turn = 0  # the slot of the last offer
+        self.turn = 0  # the slot of the last offer of a pass
         self.capacity = 0
         self.shared = Shared([])
         self.mine: dict[
             tuple[int, Arrangement], list[Tensor]
         ] = {}  # this rank's tensors in a slot, which come back call by call
         self.filling: _Offered | None = None  # has its slot, but was not offered yet
-
-    def take_turn(self, slot: int) -> None:
-        self.turn = slot
-        tape.did(self.take_turn, slot, always=True)
 
     def forget(self) -> None:
         self.shared, self.capacity = Shared([]), 0
@@ -115,7 +111,7 @@ class Pool:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.on_cuda = device.type == "cuda"
         self.device, self.captures = device, Captures()
-        self.caller: torch.cuda.Stream | None = None  # of the last offer
+        self.caller: torch.cuda.Stream | None = None  # of the last pass
         self.grown = 0  # lanes so often: what lies where
         self.fabric: Fabric
         self.queue: Queue
@@ -184,10 +180,10 @@ class Pool:
 
     def state(self) -> Hashable:
         """All of it that what a pass launches depends on. None on a CPU, where a capture knows of the pool, and behind an exception."""
-        lanes = self.lanes.values()
-        if not self.on_cuda or self.captures.some or any(lane.filling is not None for lane in lanes):
+        behind = any(lane.filling is not None for lane in self.lanes.values())
+        if not self.on_cuda or self.captures.some or behind:
             return None
-        return self.grown, *[lane.turn for lane in lanes]
+        return self.grown
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
@@ -199,22 +195,23 @@ class Pool:
 
     def acquire(self, what: str, lane: Lane) -> int:
         """The slot of the next offer, once the peers are done with what it held."""
-        lane.take_turn((lane.turn + 1) % len(lane.flags))
+        lane.turn = (lane.turn + 1) % len(lane.flags)
         if self.capturing():
             self.captured[id(lane.shared)] = lane.shared
             self.queue.settle()  # whatever order a replay's branches are run in, none waits for what is behind it
-        elif self.on_cuda:
-            self._in_turn()
         with phase(f"wait_room_{what}"):
             lane.flags[lane.turn].take_done()
         return lane.turn
 
-    def _in_turn(self) -> None:
-        """Offers are made in the order in which they were launched, though a caller changed its stream in between."""
-        tape.did(self._in_turn, always=True)
+    def begin(self) -> None:
+        """Every pass takes the same slots, and comes behind those that were launched before it, though its caller changed its stream
+        in between."""
+        tape.did(self.begin)
+        for lane in self.lanes.values():
+            lane.turn = 0
+        if not self.on_cuda or self.capturing():
+            return
         now = current(self.device)
-        if isinstance(self.front, CudaFront) and now.stream_id == self.front.stream.stream_id:
-            return  # which follows the caller's
         if self.caller is not None and self.caller.stream_id != now.stream_id:
             now.wait_stream(self.caller)
         self.caller = now
@@ -304,6 +301,9 @@ class Symmetric(Collective):
     def __init__(self, group: dist.ProcessGroup, pool: Pool):
         super().__init__("symm", group, pool.queue)
         self.pool, self.front = pool, pool.front
+
+    def begin(self) -> None:
+        self.pool.begin()
 
     def join(self) -> None:
         self.pool.queue.join()

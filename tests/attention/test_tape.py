@@ -1,6 +1,8 @@
 """What a tape does again, and what it refuses: of passes that call nothing but copies of memory."""
 
 import ctypes
+import gc
+import weakref
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ def move(target: int, source: int, size: int) -> None:
     tape.did(move, target, source, size, addresses=(0, 2))
 
 
-def move_all(targets: tuple[int, ...], sources: tuple[int, ...], size: int, keep: object = None) -> None:
+def move_all(targets: tuple[int, ...], sources: tuple[int, ...], size: int, keep=()) -> None:
     for target, source in zip(targets, sources, strict=True):
         ctypes.memmove(target, source, size)
     tape.did(move_all, targets, sources, size, addresses=(0, 2), keep=keep)
@@ -67,7 +69,7 @@ def test_memory_from_outside_is_what_it_was():
 
     def run(x):
         out = x.new_empty((2, 3))
-        move_all((out[0].data_ptr(), out[1].data_ptr()), (address, x.data_ptr()), 12, keep=outside[0])
+        move_all((out[0].data_ptr(), out[1].data_ptr()), (address, x.data_ptr()), 12, keep=outside)
         negate(out[0], outside[0])
         return (out,)
 
@@ -159,6 +161,29 @@ def test_views_of_what_is_free_are_let_go_of():
     for step in made.steps:
         step(tensors, [0] * (made.count + 1))
     assert sum(y is not None for y in tensors) == 3  # the input, its view, the result
+
+
+def test_a_tape_holds_nothing_of_the_day():
+    made_in_it = []
+
+    def run(x):
+        held, out = torch.empty_like(x), torch.empty_like(x)
+        move_all((held.data_ptr(),), (x.data_ptr(),), x.nbytes, keep=((held,), x))
+        negate(out[1:], held[1:])
+        made_in_it.extend(weakref.ref(y) for y in (held, out))
+        return (out,)
+
+    gc.disable()
+    try:
+        x = numbers(4)
+        given = weakref.ref(x)
+        made, results = recorded(run, x)
+        assert isinstance(made, Tape)
+        results = made.play((numbers(4),))
+        del x, results
+        assert given() is None and all(y() is None for y in made_in_it)
+    finally:
+        gc.enable()
 
 
 def test_behind_an_exception_what_others_wait_for_is_done():
