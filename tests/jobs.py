@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -458,33 +459,37 @@ def meet(me: Rank, fault: str) -> None:
     me.gather(me.rank)
 
 
-def many_calls(me: Rank, name: str, calls: int, transport: str) -> dict[str, Any]:
+def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "auto") -> dict[str, Any]:
     """Forward and backward over changing shapes, a new function every hundred calls: the largest error of some of them,
-    the symmetric memory held after a tenth of the calls and at the end, and files left in shared memory."""
+    the symmetric memory held after a tenth of the calls and at the end, on a GPU what is allocated then, and files left in shared
+    memory. With a kernel that is given, in its dtype."""
     from attention.transports import held_bytes
     from attention.transports.fabric import SHARED_MEMORY
 
-    errors, held = [], []
+    errors, held, allocated = [], [], []
+    dtype, head_dim = (torch.float32, 16) if kernel == "auto" else (torch.bfloat16, 64)
     for i in range(calls):
         if i % 100 == 0:
-            fn = attention.make(name, transport=transport)
+            fn = attention.make(name, kernel=kernel, transport=transport)
         tokens, heads = 8 * me.world * (1 + i % 5), 4
         generator = torch.Generator().manual_seed(i)
         q, k, v = (
-            torch.randn(1 + i % 2, tokens, heads, 16, generator=generator).to(me.device).requires_grad_()
+            torch.randn(1 + i % 2, tokens, heads, head_dim, generator=generator).to(me.device, dtype).requires_grad_()
             for _ in range(3)
         )
         out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         if i % 50 == 0:
             exact = KERNELS["math"].forward(
-                q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device)
+                q.double(), k.double(), v.double(), _call(Mask.of(True), None, head_dim, me.device)
             )
             errors += [rel(out, exact[0]), 0.0 if gradients[0].isfinite().all() else 1.0]
         if i in (calls // 10, calls - 1):
             held.append(held_bytes())
+            gc.collect()
+            allocated.append(torch.cuda.memory_allocated() if me.device.type == "cuda" else 0)
     left = len(list(SHARED_MEMORY.glob("attention-*")))
-    return {"error": max(me.gather(max(errors))), "held": held, "files": left}
+    return {"error": max(me.gather(max(errors))), "held": held, "allocated": allocated, "files": left}
 
 
 def two_groups(me: Rank, transport: str) -> float:

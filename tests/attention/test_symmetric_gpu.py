@@ -85,6 +85,16 @@ def test_played_passes_give_what_passes_give(in_world, name, options, running, w
         assert (tapes == 0) if rank == running else (tapes >= 4)
 
 
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_a_thousand_calls_of_changing_shapes_that_are_played_too(in_world, name):
+    if reason := KERNELS["flash4"].missing("cuda"):
+        pytest.skip(reason)
+    found = in_world("many_calls", 2, "cuda", name=name, calls=1000, transport="symm", kernel="flash4", timeout_s=200)
+    assert found["error"] < 1e-2
+    assert found["held"][0] == found["held"][1] > 0
+    assert found["allocated"][1] <= found["allocated"][0] + (1 << 20)
+
+
 @pytest.mark.parametrize("name", ("ring", "zigzag", "zigzag_llama3", "ulysses"))
 def test_a_played_pass_that_ends_half_way_leaves_the_next_one_right(in_world, name):
     if reason := KERNELS["flash4"].missing("cuda"):
