@@ -13,38 +13,42 @@ from attention.streams import capturing
 from attention.tape import Recorder, Run, Tape, shared
 
 MOST = 16  # tapes of a plan: of its forward and backward for so many strides, streams and slots
-ALIGNED = 16  # bytes; kernels are compiled for addresses that are multiples of it, and for others
+TRIES = 3  # recordings of one form, where the first give no tape, as when a kernel is compiled in them
+ALIGNED = 16  # bytes: how kernels are compiled and chosen depends on addresses by this
 
 
 class Launches:
     """A plan's passes as they are launched: run as they are, recorded the second time, and played from then on."""
 
     def __init__(self) -> None:
-        self.tapes: OrderedDict[Hashable, Tape | str | None] = OrderedDict()  # or why there is none
+        self.tapes: OrderedDict[Hashable, Tape | list[str]] = OrderedDict()  # or why a recording gave none
 
     def __call__(self, name: Hashable, state: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`run(*inputs)`, which depends on `name` and the inputs' forms, and otherwise on `state` alone; None of it: on more."""
         device = inputs[0].device
         if state is None or phases.active() or capturing(device) or torch._C._cuda_getDevice() != device.index:
             return run(*inputs)
-        key = (name, state, torch._C._cuda_getCurrentStream(device.index), shared(inputs), *map(_form, inputs))
+        different = len({x.data_ptr() for x in inputs})
+        stream = torch._C._cuda_getCurrentStream(device.index)
+        key = (name, state, stream, different, shared(inputs), *map(_form, inputs))
         if key not in self.tapes:
             while len(self.tapes) >= MOST:
                 self.tapes.popitem(last=False)
-            self.tapes[key] = None  # what is compiled, allocated or kept for it is there the next time
+            self.tapes[key] = []  # what is compiled, allocated or kept for it is there the next time
             return run(*inputs)
         tape = self.tapes[key]
         self.tapes.move_to_end(key)
         if isinstance(tape, Tape):
             return tape.play(inputs)
-        recorder = Recorder(inputs, lambda: torch._C._cuda_getCurrentRawStream(device.index)) if tape is None else None
-        if recorder is None or recorder.ambiguous:
+        if len(tape) == TRIES:
             return run(*inputs)
+        recorder = Recorder(inputs, lambda: torch._C._cuda_getCurrentRawStream(device.index))
         with torch.no_grad():
             results = recorder.record(run)
-        self.tapes[key] = recorder.tape(results)
+        found = recorder.tape(results)
+        self.tapes[key] = found if isinstance(found, Tape) else [*tape, found]
         return results
 
 
 def _form(x: Tensor) -> Hashable:
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED == 0
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -91,12 +92,37 @@ class _Place:
     offset: int = 0
 
 
-@dataclass(eq=False)
-class _Slot:
-    """An input or an allocation: where it lay, from which address up to which it is looked for, and in which stream's memory."""
+@dataclass(frozen=True)
+class _Like:
+    """A tensor without its memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> _Like:
+        return _Like(x.shape, x.stride(), x.dtype, x.device)
+
+
+@dataclass(frozen=True)
+class _View:
+    """Number `number` is `like` that, from so many elements behind number `base` on."""
 
     number: int
-    tensor: Tensor
+    base: int
+    like: _Like
+    offset: int
+
+
+@dataclass(eq=False)
+class _Slot:
+    """An input or an allocation, as `like` it was: where it lay, from which address up to which it is looked for, and in which
+    stream's memory."""
+
+    number: int
+    like: _Like
     first: int
     low: int
     high: int
@@ -120,7 +146,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.inputs, self.stream = tuple(inputs), stream
         self.slots: list[_Slot] = []
-        self.made: list[_Call | _Slot | tuple[int, _Slot, Tensor]] = []  # calls, allocations, and views by their number
+        self.made: list[_Call | _Slot | _View] = []
         self.count = 0
         self.views: dict[Hashable, int] = {}
         self.kept: list[Tensor] = []
@@ -132,7 +158,8 @@ class Recorder(TorchDispatchMode):
             base.low, base.high = min(base.low, slot.low), max(base.high, slot.high)
             slot.low = slot.high = 0
         ranges = sorted((slot.low, slot.high) for slot in self.slots if slot.low < slot.high)
-        self.ambiguous = any(a[1] > b[0] for a, b in pairwise(ranges))  # an address may lie in two inputs
+        if any(a[1] > b[0] for a, b in pairwise(ranges)):
+            self.refuse("an address may lie in two inputs")
 
     def record(self, run: Run) -> tuple[Tensor, ...]:
         before, _local.recorder = _local.recorder, self
@@ -162,7 +189,7 @@ class Recorder(TorchDispatchMode):
     def _slot(self, x: Tensor, given: bool) -> _Slot:
         low, high = _span(x)
         self.count += 1
-        self.slots.append(_Slot(self.count, x, low, low, high, self.stream(), given))
+        self.slots.append(_Slot(self.count, _Like.of(x), low, low, high, self.stream(), given))
         return self.slots[-1]
 
     def add(self, function: Function, arguments: Sequence[Any], addresses: tuple[int, int], always: bool) -> None:
@@ -202,18 +229,17 @@ class Recorder(TorchDispatchMode):
 
     def _number(self, x: Tensor, slot: _Slot) -> int:
         """Of the tensor itself, or of a view of it."""
-        base = slot.tensor
-        if x.dtype != base.dtype:
-            self.refuse(f"{x.dtype} in memory of {base.dtype}")
+        like, offset = _Like.of(x), (x.data_ptr() - slot.first) // x.element_size()
+        if like.dtype != slot.like.dtype:
+            self.refuse(f"{like.dtype} in memory of {slot.like.dtype}")
             return slot.number
-        offset = (x.data_ptr() - slot.first) // x.element_size()
-        if offset == 0 and x.shape == base.shape and x.stride() == base.stride():
+        if offset == 0 and like == slot.like:
             return slot.number
-        key = slot.number, x.shape, x.stride(), offset
+        key = slot.number, like, offset
         if key not in self.views:
             self.count += 1
             self.views[key] = self.count
-            self.made.append((self.count, slot, x))
+            self.made.append(_View(self.count, slot.number, like, offset))
         return self.views[key]
 
     def tape(self, results: Sequence[Tensor]) -> Tape | str:
@@ -232,7 +258,7 @@ class Recorder(TorchDispatchMode):
             wanted.append((False, place.number))
         if self.why is not None:
             return self.why
-        bases = {number: slot.number for number, slot, _ in (x for x in self.made if isinstance(x, tuple))}
+        views = [x for x in self.made if isinstance(x, _View)]
         done: dict[int, list[_Slot]] = {}
         for slot in self.slots:
             # what another stream uses last is kept to the end of the pass, when the caller's has waited for all of them
@@ -245,10 +271,8 @@ class Recorder(TorchDispatchMode):
             always.append(isinstance(made, _Call) and made.always)
             if i in done:
                 numbers = {slot.number for slot in done[i]}
-                steps.append(partial(_free, [*numbers, *(view for view, base in bases.items() if base in numbers)]))
+                steps.append(partial(_free, [*numbers, *(view.number for view in views if view.base in numbers)]))
                 always.append(False)
-        for slot in self.slots:
-            del slot.tensor
         return Tape(self.count, steps, always, wanted, self.kept)
 
 
@@ -270,27 +294,28 @@ class Tape:
             for i, x in enumerate(inputs, 1):
                 tensors[i] = x.detach() if x.requires_grad else x
                 starts[i] = x.data_ptr()
-            done = 0
+            steps = iter(self.steps)
             try:
-                for step in self.steps:
+                for step in steps:
                     step(tensors, starts)
-                    done += 1
             except BaseException:
-                for step, wanted in zip(self.steps[done + 1 :], self.always[done + 1 :], strict=True):
-                    if wanted:
-                        step(tensors, starts)
+                self._end(list(steps), tensors, starts)
                 raise
         return tuple([inputs[i] if is_input else tensors[i] for is_input, i in self.wanted])
 
+    def _end(self, left: list[Step], tensors: list[Any], starts: list[int]) -> None:
+        """What others wait for, of the steps that an exception left."""
+        for step, wanted in zip(left, self.always[len(self.always) - len(left) :], strict=True):
+            if wanted:
+                with suppress(Exception):
+                    step(tensors, starts)
 
-def _step(x: _Call | _Slot | tuple[int, _Slot, Tensor]) -> Step:
+
+def _step(x: _Call | _Slot | _View) -> Step:
     if isinstance(x, _Slot):
-        base = x.tensor
-        return partial(_allocate, x.number, base.shape, base.stride(), base.dtype, base.device)
-    if isinstance(x, tuple):
-        number, slot, view = x
-        offset = (view.data_ptr() - slot.first) // view.element_size()
-        return partial(_view, number, slot.number, view.shape, view.stride(), offset)
+        return partial(_allocate, x.number, x.like.shape, x.like.stride, x.like.dtype, x.like.device)
+    if isinstance(x, _View):
+        return partial(_view, x.number, x.base, x.like.shape, x.like.stride, x.offset)
     tensors = [(i, each.number) for i, each in enumerate(x.arguments) if isinstance(each, _Place)]
     one = [(i, each.number, each.offset) for i, each in x.addresses.items() if isinstance(each, _Place)]
     several = [

@@ -17,7 +17,7 @@ from attention.layouts import sizes_of
 from attention.transports import captures_undone
 from attention.variants import VARIANTS
 
-LEADING = 3  # iterations before a candidate is timed: what is compiled, allocated, recorded and captured is, then
+LEADING = 4  # iterations before a candidate is timed: what is compiled, allocated, recorded and captured is, then
 ROUNDS = 3  # in which all candidates take turns; the best of each counts
 ROUND_MS = 100.0  # that a round of a candidate takes
 MOST_RUNS = 20  # of a candidate in a round

@@ -32,7 +32,7 @@ from runner.workpiece import AttentionWork, build, decide
 PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
 SLOW_S = 1.0  # an iteration from which waiting for it costs its timing nothing
-LEADING = 3  # iterations before what is checked, of passes that are captured or recorded first
+LEADING = 4  # iterations before what is checked, of passes that are captured or recorded first
 TRIAL_RUNS = 3  # of a long iteration, by each candidate of attention.trials
 L2_BYTES = 256 << 20
 DO_BENCH_TURNS = 5  # of ours, between six of do_bench's
@@ -352,7 +352,7 @@ def _phase_runs(iteration_s: float) -> int:
 
 class _Counted:
     """A workpiece, with the bytes that the transport really moved into this rank in each pass, as last run. Where passes are
-    replayed nothing is counted, so they are not: phases must be recorded meanwhile."""
+    replayed or played nothing is counted, so they are not: phases must be recorded meanwhile."""
 
     def __init__(self, work: AttentionWork):
         self.work, self.passes = work, work.passes

@@ -14,11 +14,11 @@ from attention.copies import copy_all, moves
 from attention.executors import grouping
 from attention.executors.heads import HeadGroup, head_groups
 from attention.executors.plan import Plan
-from attention.merge import empty_result, merge
+from attention.merge import merge
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_all, sum_parts
-from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens
+from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens, wide
 from attention.transfers import Intervals, Move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
@@ -51,7 +51,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
             with phase("comp_block", 0):
                 out, lse = plan.kernel.forward(q, k, v, each.call)
         else:
-            out, lse = torch.empty_like(q), empty_result(q[..., :0])[1]
+            out = torch.empty_like(q)
+            lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=wide(q.dtype)).fill_(-torch.inf)
             if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
                 out.zero_()  # some query sees no key
         for i, group in enumerate(groups):
@@ -86,7 +87,7 @@ def _backward(
     *own, step = plan.steps
     groups = _groups(q, k, plan, backward=True)
     once = own or _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
-    dq = torch.empty_like(q) if once else torch.zeros_like(q)
+    dq = torch.empty_like(q) if once else torch.empty_like(q).zero_()
     dk, dv = (torch.empty_like(x) for x in (k, v))
     returning: list[_Return] = []
     with plan.front() as front, closing(_Keys(k, v, plan, groups)) as source:

@@ -58,8 +58,8 @@ class Flash4:
             return out.zero_(), lse.fill_(-torch.inf)
         empty = rows_without_keys(q, k, call)
         if empty:
-            out[:, :empty] = 0
-            lse[..., :empty] = -torch.inf
+            out[:, :empty].zero_()
+            lse[..., :empty].fill_(-torch.inf)
             self.forward(q[:, empty:], k, v, call, (out[:, empty:], lse[..., empty:]))
             return out, lse
         run = partial(
@@ -99,7 +99,7 @@ class Flash4:
             return dq.zero_(), dk.zero_(), dv.zero_()
         empty = rows_without_keys(q, k, call)
         if empty:
-            dq[:, :empty] = 0
+            dq[:, :empty].zero_()
             dout, below, out = (x[:, empty:] for x in (dout, q, out))
             self.backward(dout, below, k, v, out, lse[..., empty:], call, (dq[:, empty:], dk, dv))
             return dq, dk, dv

@@ -56,7 +56,7 @@ class Transport(Protocol):
     name: str
     note: str | None  # why it stands in for the one that was asked for
     pulls: bool  # whether a rank reads from its peers what it needs, and no more
-    bytes_received: dict[str, int]  # by phase, what the operations really moved into this rank
+    bytes_received: dict[str, int]  # by phase, what the operations of passes that were run really moved into this rank
     front: Front  # of a pass whose transfers leave the multiprocessors alone
 
     def counted(self, what: str, size: int) -> None:

@@ -43,7 +43,7 @@ DEPTHS = {
     "dkv": 2,
     "out": 2,
     "dqkv": 2,
-}  # slots of a kind that is offered again before its peers are done; of the others 1
+}  # slots of a kind that a pass offers again before its peers are done; of the others 1
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 MOST_ARRANGEMENTS = 64  # of a lane that are remembered

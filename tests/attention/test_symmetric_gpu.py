@@ -82,7 +82,7 @@ def test_played_passes_give_what_passes_give(in_world, name, options, running, w
     assert found["out"] == 0
     assert found["gradient"] < 1e-2
     for rank, tapes in enumerate(found["tapes"]):
-        assert (tapes == 0) if rank == running else (tapes >= 4)
+        assert (max(tapes) == 0) if rank == running else (min(tapes) >= 1)
 
 
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
