@@ -1,0 +1,141 @@
+"""Which passes are run, recorded and played, on CPU tensors in place of a GPU's, of which there is one stream."""
+
+import pytest
+import torch
+
+from attention import launches, tape
+from attention.launches import MOST, TRIES, Launches
+from attention.phases import Recorder, recording
+from attention.tape import Tape
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    for name, found in (("getDevice", None), ("getCurrentStream", (0, 0, 0)), ("getCurrentRawStream", 0)):
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *_, found=found: found, raising=False)
+    monkeypatch.setattr(launches, "capturing", lambda device: False)
+
+
+class Pass:
+    """Copies its input, by what a tape knows of or not."""
+
+    def __init__(self, known=True):
+        self.known, self.runs = known, 0
+
+    def __call__(self, *inputs):
+        self.runs += 1
+        if not self.known:
+            tape.cannot("not known")
+        return tuple(torch.empty_like(x).copy_(x) for x in inputs)
+
+
+def call(passes, run, *inputs, name="forward", state=0):
+    found = passes(name, state, run, inputs)
+    for x, y in zip(found, inputs, strict=True):
+        assert torch.equal(x, y) and x.data_ptr() != y.data_ptr()
+
+
+def test_a_pass_is_run_then_recorded_then_played():
+    passes, run = Launches(), Pass()
+    for expected in (1, 2, 2, 2):
+        call(passes, run, torch.randn(3, 4))
+        assert run.runs == expected
+    assert [isinstance(x, Tape) for x in passes.tapes.values()] == [True]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "backward"},
+        {"state": 1},
+        {"x": torch.randn(4, 4)},
+        {"x": torch.randn(4, 3).t()},
+        {"x": torch.randn(3, 4, dtype=torch.float64)},
+        {"x": torch.randn(13)[1:].view(3, 4)},
+    ],
+    ids=("name", "state", "shape", "strides", "dtype", "address"),
+)
+def test_what_a_pass_depends_on_has_a_tape_of_its_own(other):
+    other, passes, run = dict(other), Launches(), Pass()
+    x = other.pop("x", None)
+    for _ in range(3):
+        call(passes, run, torch.randn(3, 4))
+    assert run.runs == 2
+    for expected in (3, 4, 4):
+        call(passes, run, torch.randn(3, 4) if x is None else x, **other)
+        assert run.runs == expected
+
+
+def test_what_depends_on_more_is_run():
+    passes, run = Launches(), Pass()
+    for _ in range(4):
+        call(passes, run, torch.randn(3), state=None)
+    assert run.runs == 4 and not passes.tapes
+
+
+def test_a_pass_whose_phases_are_recorded_is_run():
+    passes, run = Launches(), Pass()
+    for _ in range(3):
+        call(passes, run, torch.randn(3))
+    with recording(Recorder(torch.device("cpu"))):
+        call(passes, run, torch.randn(3))
+    assert run.runs == 3
+
+
+def test_what_cannot_be_played_is_tried_a_few_times():
+    passes, run = Launches(), Pass(known=False)
+    for _ in range(1 + TRIES):
+        call(passes, run, torch.randn(3))
+    (why,) = passes.tapes.values()
+    assert why == ["not known"] * TRIES
+    run.known = True  # which nobody looks at any more
+    for _ in range(2):
+        call(passes, run, torch.randn(3))
+    assert run.runs == TRIES + 3
+
+
+def test_what_cannot_be_played_at_first_is_played_later():
+    passes, run = Launches(), Pass(known=False)
+    for _ in range(2):
+        call(passes, run, torch.randn(3))
+    run.known = True
+    for expected in (3, 3, 3):
+        call(passes, run, torch.randn(3))
+        assert run.runs == expected
+
+
+def test_one_tensor_for_two_inputs_is_run_and_two_are_played():
+    passes, run, x = Launches(), Pass(), torch.randn(3)
+    for _ in range(5):
+        call(passes, run, x, x)
+    assert run.runs == 5
+    for _ in range(5):
+        call(passes, run, torch.randn(3), torch.randn(3))
+    assert run.runs == 7
+
+
+def test_only_so_many_are_kept():
+    passes, run = Launches(), Pass()
+    for n in range(1, MOST + 4):
+        for _ in range(3):
+            call(passes, run, torch.randn(n))
+    assert len(passes.tapes) == MOST
+    before = run.runs
+    call(passes, run, torch.randn(MOST + 3))
+    assert run.runs == before
+    call(passes, run, torch.randn(1))
+    assert run.runs == before + 1
+
+
+def test_an_exception_while_recording_leaves_it_to_the_next_call():
+    passes, run = Launches(), Pass()
+    call(passes, run, torch.randn(3))
+
+    def fails(x):
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        passes("forward", 0, fails, (torch.randn(3),))
+    for expected in (2, 2):
+        call(passes, run, torch.randn(3))
+        assert run.runs == expected
