@@ -546,8 +546,10 @@ def test_every_candidate_runs_and_matches_fp64(in_world, case):
 
 
 @pytest.mark.parametrize(
-    "kept", [{"transports": ("nccl",)}, {"kernel": lambda masks: "sdpa_cudnn"}, {"packed": True}], ids=("nccl", "cudnn", "packed")
-)  # fmt: skip
+    "kept",
+    [{"transports": ("nccl",)}, {"kernel": lambda masks: "sdpa_cudnn"}, {"deterministic": True}, {"packed": True}],
+    ids=("nccl", "cudnn", "deterministic", "packed"),
+)
 def test_what_is_played_costs_the_host_less_than_what_is_run(kept):
     kept, short = dict(kept), task(tokens=4096)
     packed = replace(short, packed=kept.pop("packed", False))
@@ -560,6 +562,6 @@ def test_what_is_played_costs_the_host_less_than_what_is_run(kept):
 
 def test_a_host_is_not_late_where_nothing_is_played():
     most = costs.MOST_PLAYED
-    assert costs.played("flash4", most, False) and not costs.played("flash4", most + 1, False)
+    assert costs.played("flash4", most, False, False) and not costs.played("flash4", most + 1, False, False)
     long = task(tokens=4 * (most + 4))
     assert all(p.host < p.gpu / 2 for e in choose(long, machine()).estimates for p in (e.forward, e.backward))
