@@ -181,7 +181,8 @@ class Recorder(TorchDispatchMode):
         if func in ALLOCATES:
             self.made.append(self._slot(result, False))
         elif func in WRITES and not kwargs:
-            self.add(WRITES[func], args, (0, 0), False)
+            if args[0].numel():
+                self.add(WRITES[func], args, (0, 0), False)
         elif not getattr(func, "is_view", False):
             self.refuse(str(func))
         return result
@@ -261,12 +262,15 @@ class Recorder(TorchDispatchMode):
         views = [x for x in self.made if isinstance(x, _View)]
         done: dict[int, list[_Slot]] = {}
         for slot in self.slots:
-            # what another stream uses last is kept to the end of the pass, when the caller's has waited for all of them
+            # what another stream uses last is kept to the end of the pass, when the caller's has waited for all of them; what another
+            # one used before, the stream has waited for, or could not use it
             if not slot.given and slot not in returned and slot.last is not None and slot.last[1] == slot.stream:
                 done.setdefault(slot.last[0], []).append(slot)
         steps: list[Step] = []
         always: list[bool] = []
         for i, made in enumerate(self.made):
+            if isinstance(made, _Slot) and made.last is None and made not in returned:
+                continue  # which nothing uses
             steps.append(_step(made))
             always.append(isinstance(made, _Call) and made.always)
             if i in done:

@@ -147,6 +147,21 @@ def test_memory_is_free_behind_its_last_use_unless_another_stream_had_it():
     assert max(alive) == 3
 
 
+def test_what_nothing_uses_is_not_allocated():
+    def run(x):
+        torch.empty_like(x)
+        out = torch.empty_like(x)
+        negate(out, x)
+        return out, torch.empty_like(x)
+
+    made, _ = recorded(run, numbers(4))
+    tensors = [None] * (made.count + 1)
+    tensors[1] = numbers(4)
+    for step in made.steps:
+        step(tensors, [0] * (made.count + 1))
+    assert sum(y is not None for y in tensors) == 3  # the input, and the results
+
+
 def test_views_of_what_is_free_are_let_go_of():
     def run(x):
         held = torch.empty_like(x)
@@ -169,6 +184,7 @@ def test_a_tape_holds_nothing_of_the_day():
     def run(x):
         held, out = torch.empty_like(x), torch.empty_like(x)
         move_all((held.data_ptr(),), (x.data_ptr(),), x.nbytes, keep=((held,), x))
+        out[:0].copy_(x[:0])
         negate(out[1:], held[1:])
         made_in_it.extend(weakref.ref(y) for y in (held, out))
         return (out,)
