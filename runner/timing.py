@@ -114,6 +114,15 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True)
+class Warmed:
+    """A warm-up of so many iterations; the ms of one in its longest stretch but the first, back to back and with nothing between
+    them, as a model's layers follow each other. None where there was only the first, which may have compiled and allocated."""
+
+    iterations: int
+    back_to_back_ms: float | None
+
+
 def warm(
     work: Workpiece,
     watch: Stopwatch,
@@ -121,24 +130,29 @@ def warm(
     at_least_ms: float,
     agree: Callable[[int], int],
     beat: Callable[[], None] | None = None,
-) -> int:
-    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's number). Returns how many. Only
-    after a stretch of iterations, each at most as long as all before, is the clock looked at, so that a GPU is as busy
+) -> Warmed:
+    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's number). Only after a stretch of iterations, each at most as long as all before, is the clock looked at, so that a GPU is as busy
     as it will be when sampled: after a pause one at its power limit is faster for some 80 ms."""
     done = 0
     more = max(runs, 1 if at_least_ms > 0 else 0)
+    longest = 0
+    each_ms: float | None = None
     start = time.perf_counter()
     while more:
+        began = time.perf_counter()
         for _ in range(more):
             _iteration(work)
             if beat is not None:
                 beat()
         watch.settle()
+        now = time.perf_counter()
+        if done and more >= longest:
+            longest, each_ms = more, (now - began) * 1e3 / more
         done += more
-        passed_ms = (time.perf_counter() - start) * 1e3
+        passed_ms = (now - start) * 1e3
         lacking = math.ceil(done * (at_least_ms - passed_ms) / passed_ms) if passed_ms < at_least_ms else 0
         more = agree(min(lacking, done))
-    return done
+    return Warmed(done, each_ms)
 
 
 def _iteration(work: Workpiece) -> None:

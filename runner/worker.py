@@ -244,7 +244,9 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
                 mine, note["precision_met"] = timing.adaptive(piece, watch, options["timing_runs"], decide, flush, beat)
             else:
                 mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
-        note["warmup_iterations"] = warmed
+        note["warmup_iterations"] = warmed.iterations
+        each = [ms for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
+        note["back_to_back_ms"] = max(each, default=None)
     by_rank = me.gather(mine)
     slow = timing.slowest(by_rank)
     overhead = timing.overhead_ms(watch)
@@ -468,7 +470,7 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, 
 def _seconds_each(work: AttentionWork, watch: Stopwatch, at_least_ms: float) -> float:
     """Of an iteration, in a warm-up of so long and one at least."""
     start = time.perf_counter()
-    done = timing.warm(work, watch, 1, at_least_ms, lambda more: more)
+    done = timing.warm(work, watch, 1, at_least_ms, lambda more: more).iterations
     return (time.perf_counter() - start) / done
 
 

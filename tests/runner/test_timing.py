@@ -15,6 +15,7 @@ from runner.timing import (
     LEAD_MS,
     CpuStopwatch,
     CudaStopwatch,
+    Warmed,
     adaptive,
     leads_ms,
     overhead_ms,
@@ -135,7 +136,7 @@ def test_sample_says_that_it_lives_once_an_iteration_outside_the_marks(clock):
 def warmed(clock: Clock, runs: int, at_least_ms: float, agree=lambda more: more, settling_ms: float = 0) -> list[int]:
     """The lengths of warm-up's stretches, of iterations of 30 ms in two passes, each stretch settled in `settling_ms`."""
     work = Work(clock, forward=[10], backward=[20])
-    done = warm(work, Watch(clock, settling_ms=settling_ms), runs, at_least_ms, agree)
+    done = warm(work, Watch(clock, settling_ms=settling_ms), runs, at_least_ms, agree).iterations
     stretches = "".join("s" if entry == "settle" else entry[0] for entry in clock.log).split("s")
     assert stretches.pop() == "" and all(set(stretch) <= {"f", "b"} for stretch in stretches)
     lengths = [stretch.count("fb") for stretch in stretches]
@@ -165,8 +166,15 @@ def test_warm_needs_both_limits(clock):
 
 
 def test_warm_without_limits_does_nothing(clock):
-    assert warm(Work(clock, forward=[10]), Watch(clock), 0, 0, lambda more: more) == 0
+    assert warm(Work(clock, forward=[10]), Watch(clock), 0, 0, lambda more: more) == Warmed(0, None)
     assert clock.log == []
+
+
+def test_warm_tells_the_rate_of_its_longest_stretch_but_the_first(clock):
+    slow_at_first = Work(clock, forward=[100, 100, 10, 10, 30])
+    watch = Watch(clock, settling_ms=0)
+    assert warm(slow_at_first, watch, 2, 300, lambda more: more) == Warmed(7, pytest.approx(20))  # of 2, 1, 2, 1 and 1
+    assert warm(Work(clock, forward=[10]), watch, 3, 0, lambda more: more) == Warmed(3, None)
 
 
 def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
