@@ -131,8 +131,9 @@ def warm(
     agree: Callable[[int], int],
     beat: Callable[[], None] | None = None,
 ) -> Warmed:
-    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's number). Only after a stretch of iterations, each at most as long as all before, is the clock looked at, so that a GPU is as busy
-    as it will be when sampled: after a pause one at its power limit is faster for some 80 ms."""
+    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's number). Only after a stretch of
+    iterations, each at most as long as all before, is the clock looked at, so that a GPU is as busy as it will be when
+    sampled: after a pause one at its power limit is faster for some 80 ms."""
     done = 0
     more = max(runs, 1 if at_least_ms > 0 else 0)
     longest = 0
