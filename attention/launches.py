@@ -12,7 +12,7 @@ from attention import phases
 from attention.streams import capturing
 from attention.tape import Recorder, Run, Tape, shared
 
-MOST = 16  # tapes of a plan: of its forward and backward for so many strides, streams and slots
+MOST = 16  # tapes of a plan: of its forward and backward for so many strides, streams and places of symmetric memory
 TRIES = 3  # recordings of one form, where the first give no tape, as when a kernel is compiled in them
 ALIGNED = 16  # bytes: how kernels are compiled and chosen depends on addresses by this
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention.passes import Bundle, passes
 from attention.sums import Running, both_ends, cut, may_be_result
-from attention.tensors import FEW, put_, room, take, tokens, wide
+from attention.tensors import FEW, lse_room, put_, room, take, tokens, wide
 from attention.transfers import Intervals
 
 
@@ -92,8 +92,7 @@ class Accumulator:
     def _begun(self) -> tuple[Tensor, Tensor]:
         if self.out is None or self.lse is None:
             self.out = room(self.q, tokens(self.q))
-            shape = (*self.q.shape[:-3], self.q.shape[-2], self.q.shape[-3])
-            self.lse = self.q.new_empty(shape, dtype=wide(self.q.dtype))
+            self.lse = lse_room(self.q)
         if self.number == 0:
             for start, stop in self.passes.bare if len(self.passes.bare) <= FEW else [(0, tokens(self.out))]:
                 cut(self.out, start, stop - start).zero_()
@@ -103,9 +102,7 @@ class Accumulator:
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     """What attention over no keys is: out 0 in the wide dtype, lse -inf."""
-    out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    return out, torch.full(shape, -torch.inf, dtype=wide(q.dtype), device=q.device)
+    return torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device), lse_room(q).fill_(-torch.inf)
 
 
 def merge_n(

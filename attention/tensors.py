@@ -45,6 +45,11 @@ def rooms(x: Tensor, n: int, count: int = 2) -> list[Tensor]:
     return list(x.new_empty((count, *shape)).unbind())  # iterating over the tensor would be the same by way of Python
 
 
+def lse_room(q: Tensor) -> Tensor:
+    """An uninitialised LSE in the wide dtype, `[B, H, S]` of q `[B, S, H, D]`, or `[H, T]` of `[T, H, D]`."""
+    return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=wide(q.dtype))
+
+
 FEW = 8  # stretches that are cheaper to copy one by one
 
 

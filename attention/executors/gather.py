@@ -18,7 +18,7 @@ from attention.merge import merge
 from attention.phases import phase
 from attention.schedules import length
 from attention.sums import sum_all, sum_parts
-from attention.tensors import FEW, put_, room, rooms, take, token_dim, tokens, wide
+from attention.tensors import FEW, lse_room, put_, room, rooms, take, token_dim, tokens
 from attention.transfers import Intervals, Move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
@@ -52,7 +52,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
                 out, lse = plan.kernel.forward(q, k, v, each.call)
         else:
             out = torch.empty_like(q)
-            lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=wide(q.dtype)).fill_(-torch.inf)
+            lse = lse_room(q).fill_(-torch.inf)
             if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
                 out.zero_()  # some query sees no key
         for i, group in enumerate(groups):
