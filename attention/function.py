@@ -396,6 +396,7 @@ def _passed(
     name: Hashable, run: Run, inputs: Sequence[Tensor], plan: Plan, replays: Replays | None
 ) -> tuple[Tensor, ...]:
     if replays is not None:
+        plan.transport.begin()  # of a replay, which does not do it itself
         return replays((plan, name), run, inputs)
     return plan.launches(name, plan.state, run, inputs)
 

@@ -487,8 +487,9 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
                 q.double(), k.double(), v.double(), _call(Mask.of(True), None, head_dim, me.device)
             )
             errors += [rel(out, exact[0]), 0.0 if gradients[0].isfinite().all() else 1.0]
-        if i in (calls // 10, calls - 1):
+        if i in (calls // 10 - 1, calls - 1):
             held.append(held_bytes())
+            q = k = v = out = gradients = exact = None
             gc.collect()
             allocated.append(torch.cuda.memory_allocated() if me.device.type == "cuda" else 0)
     left = len(list(SHARED_MEMORY.glob("attention-*")))
@@ -647,19 +648,20 @@ def _unplayed(fn: Any, *tensors: torch.Tensor) -> None:
     fn.plan(*tensors, causal=True).__dict__["playable"] = False
 
 
-def _tapes(fn: Any) -> list[int]:
-    """Of passes without gradients, forwards and backwards."""
+def _tapes(fn: Any) -> tuple[list[int], list[Any]]:
+    """How many of passes without gradients, of forwards and of backwards, and why recordings gave none."""
     from attention.tape import Tape
 
     every = [each for plan in fn.plans.values() for each in plan.launches.tapes.items()]
     names = [name for (name, *_), x in every if isinstance(x, Tape)]
-    return [names.count(name) for name in (False, True, "backward")]
+    why = [(name, x) for (name, *_), x in every if x and not isinstance(x, Tape)]
+    return [names.count(name) for name in (False, True, "backward")], why
 
 
 def played(me: Rank, name: str, options: dict[str, Any], running: int | None) -> dict[str, Any]:
     """Training and calls without gradients, of two shapes, of contiguous tensors and of parts of one, on two streams, by a function
     whose passes are played (but on the rank `running`) and by one whose passes are run, in turn, with NaN in all memory that is
-    free: the largest difference of an out, of a gradient, and how many tapes there are on each rank."""
+    free: the largest difference of an out, of a gradient, and the tapes of each rank."""
     plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
     side = torch.cuda.Stream()
     outs, gradients = [0.0], [0.0]
@@ -740,7 +742,7 @@ def played_after_an_exception(me: Rank, name: str) -> float:
         found = [out, *torch.autograd.grad(out, inputs, dout)]
         expected = expected or [x.clone() for x in found]
         differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
-    assert min(_tapes(fn)[1:]) >= 1
+    assert min(_tapes(fn)[0][1:]) >= 1
     return max(me.gather(max(differences)))
 
 
@@ -799,17 +801,16 @@ def replayed(me: Rank, name: str, transport: str) -> float:
     return max(me.gather(max(errors)))
 
 
-def replayed_passes(me: Rank, name: str) -> dict[str, Any]:
+def replayed_passes(me: Rank, name: str, kernel: str) -> dict[str, Any]:
     """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from strided
     tensors, by a function that replays graphs and by one that doesn't, in turn, with the symmetric memory given back in
-    between: the largest relative difference of any out or gradient, and how many graphs there are at the end."""
+    between: the largest relative difference of any out or gradient, how many graphs there are at the end, and how many tapes of
+    passes that are launched."""
     from torch.utils.checkpoint import checkpoint
 
     from attention.transports import release
 
-    plain, replayed = (
-        attention.make(name, transport="symm", kernel="flash2", graphs=graphs) for graphs in (False, True)
-    )
+    plain, replayed = (attention.make(name, transport="symm", kernel=kernel, graphs=graphs) for graphs in (False, True))
     differences = []
     for i in range(24):
         generator = torch.Generator().manual_seed(i)
@@ -836,7 +837,7 @@ def replayed_passes(me: Rank, name: str) -> dict[str, Any]:
             release()
             me.barrier()
     graphs = sum(graph is not None for graph in replayed.replays.graphs.values())
-    return {"difference": max(me.gather(max(differences))), "graphs": graphs}
+    return {"difference": max(me.gather(max(differences))), "graphs": graphs, "tapes": sum(_tapes(plain)[0])}
 
 
 def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class Flash4:
         into: Triple | None = None,
     ) -> Triple:
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
+        lse = _as_taken(lse)
         seen, tensors = remembered(), (q, k, v, out, dout, lse, dq, dk, dv)
         key = None if call.deterministic else _key("backward", call, tensors)
         known = seen.found.get(key)
@@ -193,6 +194,13 @@ def writable(x: Tensor, align: int = 16) -> bool:
     if x.stride(-1) != 1 or 0 in x.stride() or x.data_ptr() % align:
         return False
     return all(stride * x.element_size() % align == 0 for stride in x.stride()[:-1])
+
+
+def _as_taken(lse: Tensor) -> Tensor:
+    """As the backward's kernels take it, every row on a multiple of 16 bytes, or dense: the package would copy it, and what it does
+    more than launch kernels is done again in each call."""
+    dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
+    return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
 
 
 def dense_like(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as finished
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -207,6 +208,10 @@ class Captures:
     def __init__(self) -> None:
         self.some = False
 
+    @cached_property
+    def follow(self) -> Follow:
+        return Follow()
+
     def enter(self, stream: torch.cuda.Stream) -> None:
         """Before `stream` does anything."""
         if capturing(stream.device):
@@ -214,12 +219,12 @@ class Captures:
             if _captured(stream):
                 return
         if self.some:
-            stream.wait_stream(current(stream.device))
+            self.follow(stream, current(stream.device))
 
     def leave(self, stream: torch.cuda.Stream) -> None:
         """At the end of a pass."""
-        if self.some and (_captured(stream) or not capturing(stream.device)):
-            current(stream.device).wait_stream(stream)
+        if self.some and (not capturing(stream.device) or _captured(stream)):
+            self.follow(current(stream.device), stream)
 
 
 def _captured(stream: torch.cuda.Stream) -> bool:

@@ -179,11 +179,10 @@ class Pool:
         return lane
 
     def state(self) -> Hashable:
-        """All of it that what a pass launches depends on. None on a CPU, where a capture knows of the pool, and behind an exception."""
-        behind = any(lane.filling is not None for lane in self.lanes.values())
-        if not self.on_cuda or self.captures.some or behind:
+        """All of it that what a pass launches depends on. None on a CPU, and behind an exception."""
+        if not self.on_cuda or any(lane.filling is not None for lane in self.lanes.values()):
             return None
-        return self.grown
+        return self.grown, self.captures.some
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""

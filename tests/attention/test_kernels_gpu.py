@@ -246,6 +246,26 @@ def test_flash4_launches_shapes_that_it_has_seen_without_the_package(heads, mask
     assert sorted(type(found).__name__ for found in remembered.found.values()) == kinds
 
 
+@pytest.mark.parametrize("lies", ("strided", "between", "cut"))
+def test_flash4_remembers_a_backward_however_the_lse_lies(lies):
+    flash4 = KERNELS["flash4"]
+    if flash4.missing("cuda"):
+        pytest.skip(flash4.missing("cuda"))
+    remembered = flash4_remembered()
+    remembered.found.clear()
+    q, k, v, dout, call = case(CAUSAL, (512, 511 if lies == "cut" else 512), torch.bfloat16)
+    out, lse = flash4.forward(q, k, v, call)
+    wanted = flash4.backward(dout, q, k, v, out, lse, call)
+    if lies == "strided":
+        lse = torch.empty((*lse.shape, 2), device="cuda")[..., 0].copy_(lse)
+    elif lies == "between":
+        lse = torch.empty(lse.numel() + 1, device="cuda")[1:].view(lse.shape).copy_(lse)
+    found = flash4.backward(dout, q, k, v, out, lse, call)
+    assert None not in remembered.found.values()
+    for x, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-3)
+
+
 def test_flash4_remembers_nothing_of_calls_that_the_package_does_more_for():
     flash4 = KERNELS["flash4"]
     if flash4.missing("cuda"):
@@ -254,9 +274,11 @@ def test_flash4_remembers_nothing_of_calls_that_the_package_does_more_for():
     remembered.found.clear()
     q, k, v, dout, call = case(CAUSAL, (512, 512), torch.bfloat16)
     out, lse = flash4.forward(q, k, v, call)
-    strided = torch.empty((*lse.shape, 2), device="cuda")[..., 0].copy_(lse)  # copied for the kernel
+    between = (
+        torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
+    )  # copied by the package
     for _ in range(2):
-        flash4.backward(dout, q, k, v, out, strided, call)
+        flash4.forward(between, k, v, call)
         flash4.backward(dout, q, k, v, out, lse, replace(call, deterministic=True))
     assert [type(found).__name__ for found in remembered.found.values()] == ["Forward", "NoneType"]
     remembered.found.clear()
