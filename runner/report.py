@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)"
     )
-    parser.add_argument("--pass", dest="which", choices=report_tables.PASSES, default="total", help="what is compared")
+    parser.add_argument(
+        "--pass", dest="which", choices=report_tables.COMPARED, default="total", help="what is compared"
+    )
     parser.add_argument("--together", action="store_true", help="one part for all runs, instead of one a sweep")
     parser.add_argument("--out", type=Path, help="where the files go (default: the first FOLDER)")
     parser.add_argument("--into", type=Path, metavar="FILE", help="only put a table and a picture into this file")
@@ -118,7 +120,7 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
         table = report_tables.comparison_table(runs, options.which)
         table.notes += report_tables.failures(runs)
     picture = "" if options.chart == "none" else _picture(runs, options)
-    unit = f" Times in ms ({options.which})." if options.table == "comparison" else ""
+    unit = f" Times in ms ({options.which.replace('_', ' ')})." if options.table == "comparison" else ""
     said = f"{report_tables.machine(runs)}; {report_tables.same(runs)}.{unit}"
     made = f"Made by `{PROGRAM} {shlex.join(arguments)}`."
     body = "\n".join([said, "", table.markdown(), *([picture, ""] if picture else []), made])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.report_runs import FACTS, WORKLOAD, Run, labels, rate, scaling
+from runner.report_runs import BACK_TO_BACK, FACTS, WORKLOAD, Run, labels, rate, scaling
 from runner.report_tables import comparable, fact
 
 KINDS = {
@@ -88,10 +88,10 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
 
 
 def charts(runs: Sequence[Run], which: str = "total") -> dict[str, Any]:
-    """The charts that these runs have something for, by their kind in KINDS."""
+    """The charts that these runs have something for, by their kind in KINDS. They are of samples."""
     runs = comparable(runs)
     timed = [run for run in runs if run.ok]
-    if not timed:
+    if not timed or which == BACK_TO_BACK:
         return {}
     axes = Axes.of(timed)
     rows = points(runs, axes, which)

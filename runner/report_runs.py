@@ -22,6 +22,7 @@ FACTS = {
 }  # fmt: skip
 # of those, the work itself; the others are a way to do it
 WORKLOAD = ("gpu", "mode", "dtype", "batch", "heads", "head_dim", "mask", "pack", "q_len", "seq_len", "world_size")
+BACK_TO_BACK = "back_to_back"
 MADE = ("asked_kernel", "asked_transport", "graphs", "timing")
 
 
@@ -57,8 +58,16 @@ class Run:
     def work(self) -> tuple[Any, ...]:
         return tuple(self.facts[key] for key in WORKLOAD)
 
+    @property
+    def back_to_back(self) -> float | None:
+        """The ms of an iteration among many in a row, as the warm-up has them."""
+        found: float | None = self.row["back_to_back_ms"]
+        return found if self.ok else None
+
     def ms(self, which: str) -> float | None:
-        """The median of a pass; the total of a run that has a forward only is its forward."""
+        """The median of a pass, or "back_to_back"; the total of a run that has a forward only is its forward."""
+        if which == BACK_TO_BACK:
+            return self.back_to_back
         found = self.passes.get(which) or (self.passes.get("forward") if which == "total" else None)
         return found["median"] if found and self.ok else None
 

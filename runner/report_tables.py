@@ -9,6 +9,7 @@ from typing import Any
 
 from runner import display
 from runner.report_runs import (
+    BACK_TO_BACK,
     FACTS,
     WORKLOAD,
     Run,
@@ -23,6 +24,8 @@ from runner.report_runs import (
 from runner.results import STATUSES
 
 PASSES = ("forward", "backward", "total")
+COMPARED = (*PASSES, BACK_TO_BACK)
+LATE = 0.05  # a step's share from which it says something that samples, which the ranks begin together, are not the rate back to back
 BEST = "**{}**"
 
 
@@ -118,6 +121,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
     columns.append(("status", lambda run: "" if run.ok else run.row["status"]))
     for which in PASSES:
         columns.append((f"{which} ms (IQR)", lambda run, which=which: _spread(run, which)))  # type: ignore[misc]
+    if any(_late(run) for run in runs):
+        columns.append(("back to back ms", lambda run: digits(run.back_to_back)))
     columns += [
         (rate(runs), _rate),
         ("speedup", lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else ""),
@@ -146,6 +151,11 @@ def _spread(run: Run, which: str) -> str:
     if found["n"] == 1:  # a mean of many calls, without a spread
         return digits(found["median"])
     return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''})"
+
+
+def _late(run: Run) -> bool:
+    step, rate = run.ms("total"), run.back_to_back
+    return step is not None and rate is not None and abs(rate - step) > LATE * step
 
 
 def _rate(run: Run) -> str:
@@ -199,7 +209,7 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
 
 
 def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
-    """A row a workload, a column a way to do it, in ms of a pass; the best of a row in bold. Variants that are each over
+    """A row a workload, a column a way to do it, in ms of what is `COMPARED`; the best of a row in bold. Variants that are each over
     several local kernels have a row a kernel. Where there are peers, how many times the fastest peer's time is that of
     the fastest of ours."""
     runs = comparable(runs)

@@ -107,7 +107,7 @@ MOST_LENGTHS = 8  # of a pack that are written out
 COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
     "kv_heads", "head_dim", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings", "forward_ms", "forward_iqr", "backward_ms",
-    "backward_iqr", "total_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
+    "backward_iqr", "total_ms", "back_to_back_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
     "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
 )  # fmt: skip
@@ -140,6 +140,7 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         for which, summary in value["timing"]["passes"].items():
             found[f"{which}_ms"] = summary["median"]
             found[f"{which}_iqr"] = summary["iqr_over_median"]
+        found["back_to_back_ms"] = value["timing"].get("back_to_back_ms")
         last = list(value["timing"]["passes"])[-1]
         entry = value["metrics"]["passes"][last]
         found |= {key: entry.get(key) for key in ("tokens_per_s", "tflops_per_device", "sol")}

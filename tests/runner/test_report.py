@@ -25,7 +25,7 @@ def summary(ms: float) -> dict:
 def result(attention: str, ms: float | None, **changes) -> dict:
     """A run of 32768 tokens on 4 ranks whose forward takes `ms`, its backward twice that; not ok without `ms`."""
     asked = {"seq_len": 32768, "world_size": 4, "kernel": "auto", "options": {}, "head_dim": 128, "started_at": 1.0}
-    asked |= {"status": "ok", "reason": None, "chosen": "flash4", "baseline": None, **changes}
+    asked |= {"status": "ok", "reason": None, "chosen": "flash4", "baseline": None, "back_to_back_ms": None, **changes}
     work = {
         "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": asked["head_dim"], "seq_len": asked["seq_len"],
         "causal": True, "window": [-1, -1], "dtype": "bf16",
@@ -55,7 +55,10 @@ def result(attention: str, ms: float | None, **changes) -> dict:
     rate = 1e-6 * asked["seq_len"] ** 2 / asked["world_size"]
     return value | {
         "chosen": {"kernel": asked["chosen"], "transport": "nccl"},
-        "timing": {"passes": {which: summary(x) for which, x in passes.items()}},
+        "timing": {
+            "passes": {which: summary(x) for which, x in passes.items()},
+            "back_to_back_ms": asked["back_to_back_ms"],
+        },
         "metrics": {"passes": {which: {"tflops_per_device": rate / x} for which, x in passes.items()}},
         "memory": {"by_rank": [{"peak_allocated": 2**30, "symmetric": 2**29}] * asked["world_size"]},
         "baseline": asked["baseline"],
@@ -84,6 +87,30 @@ def speed(folder: Path) -> Path:
 
 def cells(table: report_tables.Table, title: str) -> list[str]:
     return [row[table.titles.index(title)] for row in table.rows]
+
+
+@pytest.mark.parametrize("rate, shown", [(3.3, True), (2.5, True), (3.1, False), (None, False)])
+def test_the_rate_back_to_back_is_shown_where_the_samples_are_not_it(tmp_path, rate, shown):
+    runs = read([written(tmp_path, result("zigzag", 1.0, back_to_back_ms=rate), result("ulysses", 1.0))])
+    table = runs_table(runs)
+    assert ("back to back ms" in table.titles) == shown
+    if shown:
+        assert sorted(cells(table, "back to back ms")) == ["", f"{rate:.3f}"]
+
+
+def test_rates_back_to_back_are_compared_and_have_no_chart(tmp_path, capsys):
+    folder = written(
+        tmp_path / "runs", result("zigzag", 1.0, back_to_back_ms=2.0), result("torch_cp", 0.5, back_to_back_ms=2.5)
+    )
+    table = comparison_table(read([folder]), "back_to_back")
+    assert table.rows == [["32,768", "**2.000**", "2.500", "1.25"]]
+    file = tmp_path / "NOTES.md"
+    file.write_text("<!-- report:a -->\n<!-- /report:a -->\n")
+    given = [str(folder), "--table", "comparison", "--pass", "back_to_back", "--into", str(file), "--section", "a"]
+    assert report.main([*given, "--chart", "none"]) == 0
+    assert "Times in ms (back to back)." in file.read_text()
+    assert report.main([*given, "--chart", "time"]) == 2
+    assert "--chart none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda path: str(path.relative_to(RESULTS)))
