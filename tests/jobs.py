@@ -518,8 +518,9 @@ def two_groups(me: Rank, transport: str) -> float:
     return max(me.gather(max(errors)))
 
 
-def after_an_exception(me: Rank, name: str, transport: str) -> float:
-    """The error of a call that follows ones in which the kernel of every rank raised half-way, forward and backward."""
+def after_an_exception(me: Rank, name: str, transport: str, before: str | None = None) -> float:
+    """The error of a call that follows ones in which the kernel of every rank raised half-way, forward and backward; behind one of
+    the variant `before`, if one is given, which leaves nothing of them."""
     fn = attention.make(name, transport=transport)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
@@ -544,9 +545,16 @@ def after_an_exception(me: Rank, name: str, transport: str) -> float:
                 assert "half-way" in str(error)
         for plan in fn.plans.values():
             object.__setattr__(plan, "kernel", kernel)
-    out = fn.unshard(fn(*local, causal=True))
     exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), _call(Mask.of(True), None, 16, me.device))
-    return max(me.gather(rel(out, exact)))
+    errors = []
+    if before is not None:
+        other = attention.make(before, transport=transport)
+        lanes = other._transport(me.device).pool.lanes.values()
+        assert any(lane.filling for lane in lanes)
+        errors.append(rel(other.unshard(other(*(other.shard(x) for x in (q, k, v)), causal=True)), exact))
+        assert not any(lane.filling for lane in lanes)
+    errors.append(rel(fn.unshard(fn(*local, causal=True)), exact))
+    return max(me.gather(max(errors)))
 
 
 def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:

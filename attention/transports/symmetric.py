@@ -160,10 +160,6 @@ class Pool:
             n = len(self.lanes)
             self.lanes[what] = Lane([self._slot_flags(n, slot) for slot in range(DEPTHS.get(what, 1))])
         lane = self.lanes[what]
-        if lane.filling is not None:  # an exception came between; the peers take it for an offer
-            left, lane.filling = lane.filling, None
-            self.publish(left.flags)
-            left.close()
         if size > lane.capacity:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
@@ -179,10 +175,8 @@ class Pool:
         return lane
 
     def state(self) -> Hashable:
-        """All of it that what a pass launches depends on. None on a CPU, and behind an exception."""
-        if not self.on_cuda or any(lane.filling is not None for lane in self.lanes.values()):
-            return None
-        return self.grown, self.captures.some
+        """All of it that what a pass launches depends on. None on a CPU."""
+        return (self.grown, self.captures.some) if self.on_cuda else None
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
@@ -204,16 +198,27 @@ class Pool:
 
     def begin(self) -> None:
         """Every pass takes the same slots, and comes behind those that were launched before it, though its caller changed its stream
-        in between."""
+        in between. What an exception left of them is made an offer, for which its peers take it."""
         tape.did(self.begin)
         for lane in self.lanes.values():
             lane.turn = 0
-        if not self.on_cuda or self.capturing():
+        if self.on_cuda and not self.capturing():
+            now = current(self.device)
+            if self.caller is not None and self.caller.stream_id != now.stream_id:
+                now.wait_stream(self.caller)
+            self.caller = now
+        left = [lane.filling for lane in self.lanes.values() if lane.filling is not None]
+        if not left:
             return
-        now = current(self.device)
-        if self.caller is not None and self.caller.stream_id != now.stream_id:
-            now.wait_stream(self.caller)
-        self.caller = now
+        if self.capturing():
+            raise RuntimeError("a call ended by an exception: call once more before a capture")
+        tape.cannot("an exception came between")
+        for lane in self.lanes.values():
+            lane.filling = None
+        for each in left:
+            self.publish(each.flags)
+        for each in left:
+            each.close()
 
     def publish(self, flags: Flags) -> None:
         """Tell the peers that the offer is there once the caller's stream has written it."""

@@ -63,6 +63,11 @@ def test_an_exception_in_between_leaves_the_next_call_right(in_world, name):
     assert in_world("after_an_exception", 2, name=name, transport="symm") < 1e-6
 
 
+@pytest.mark.parametrize("before", ("zigzag", "zigzag_llama3", "ring_allgather"))
+def test_a_call_of_another_variant_ends_what_an_exception_left(in_world, before):
+    assert in_world("after_an_exception", 2, name="ulysses", before=before, transport="symm") < 1e-6
+
+
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
 def test_a_group_that_began_under_inference_mode_trains(in_world, name):
     assert in_world("trained_after_inference", 2, name=name, transport="symm", timeout_s=60) == 0

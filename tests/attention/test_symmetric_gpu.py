@@ -37,6 +37,11 @@ def test_an_exception_in_between_leaves_the_next_call_right(in_world, name, tran
     assert in_world("after_an_exception", 2, "cuda", name=name, transport=transport) < 1e-5
 
 
+@pytest.mark.parametrize("before", ("zigzag", "zigzag_llama3", "ring_allgather"))
+def test_a_call_of_another_variant_ends_what_an_exception_left(in_world, before):
+    assert in_world("after_an_exception", 2, "cuda", name="ulysses", before=before, transport="symm") < 1e-5
+
+
 @every_transport
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
 def test_a_deterministic_call_gives_the_same_bits(in_world, name, transport):
