@@ -842,7 +842,7 @@ class _Rank:
     def _launched(self) -> Launched:
         each, task = self.machine.overheads, self.task
         tokens, deterministic = task.cu_seqlens[-1] // task.world, self.machine.deterministic
-        played = self.pulls and costs.played(self.kernel, tokens, task.packed, deterministic)
+        played = self.pulls and costs.played(self.kernel, tokens, deterministic)
         return each.played if played else each.run
 
     def _ring_merges(self, backward: bool) -> float:

@@ -30,6 +30,7 @@ from attention.variants import Variant, check_heads, everything, nearest, varian
 __all__ = ["ContextParallel", "make", "names"]
 
 MOST_PLANS = 256
+MOST_PACKS = 16  # whose passes have tapes, which hold the numbers of tokens that copies are by
 
 Packs = Tensor | list[int] | tuple[int, ...] | None
 
@@ -257,6 +258,9 @@ class ContextParallel:
             place, head = divmod(self.rank, problem.ulysses)
             while len(self.plans) >= MOST_PLANS:  # changing packs
                 self.plans.pop(next(iter(self.plans)))
+            if packed:
+                for before in [plan for plan in self.plans.values() if plan.packed][: 1 - MOST_PACKS]:
+                    before.launches.tapes.clear()
             self.plans[key] = Plan(
                 self.variant,
                 problem,

@@ -32,6 +32,22 @@ WRITES: dict[Any, Function] = {
     aten.copy_.default: Tensor.copy_,
     aten.zero_.default: Tensor.zero_,
     aten.fill_.Scalar: Tensor.fill_,
+    aten.index_copy_.default: Tensor.index_copy_,
+}
+
+
+def _cat(into: Tensor, dim: int, *parts: Tensor) -> None:
+    torch.cat(parts, dim, out=into)
+
+
+def _index_select(into: Tensor, x: Tensor, dim: int, index: Tensor) -> None:
+    torch.index_select(x, dim, index, out=into)
+
+
+# what makes a tensor and writes it: what writes one that is there, and its arguments of those
+MAKES: dict[Any, tuple[Function, Callable[..., tuple[Any, ...]]]] = {
+    aten.cat.default: (_cat, lambda parts, dim=0: (dim, *parts)),
+    aten.index_select.default: (_index_select, lambda x, dim, index: (x, dim, index)),
 }
 
 
@@ -183,6 +199,10 @@ class Recorder(TorchDispatchMode):
         elif func in WRITES and not kwargs:
             if args[0].numel():
                 self.add(WRITES[func], args, (0, 0), False)
+        elif func in MAKES:
+            self.made.append(self._slot(result, False))
+            function, arguments = MAKES[func]
+            self.add(function, (result, *arguments(*args, **(kwargs or {}))), (0, 0), False)
         elif not getattr(func, "is_view", False):
             self.refuse(str(func))
         return result

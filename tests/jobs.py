@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 from zlib import crc32
 
@@ -652,8 +652,8 @@ def _spoil(device: torch.device) -> None:
         torch.full((size,), torch.nan, device=device)
 
 
-def _unplayed(fn: Any, *tensors: torch.Tensor) -> None:
-    fn.plan(*tensors, causal=True).__dict__["playable"] = False
+def _unplayed(fn: Any, *tensors: torch.Tensor, **given: Any) -> None:
+    fn.plan(*tensors, **given).__dict__["playable"] = False
 
 
 def _tapes(fn: Any) -> tuple[list[int], list[Any]]:
@@ -666,40 +666,45 @@ def _tapes(fn: Any) -> tuple[list[int], list[Any]]:
     return [names.count(name) for name in (False, True, "backward")], why
 
 
-def played(me: Rank, name: str, options: dict[str, Any], running: int | None) -> dict[str, Any]:
-    """Training and calls without gradients, of two shapes, of contiguous tensors and of parts of one, on two streams, by a function
-    whose passes are played (but on the rank `running`) and by one whose passes are run, in turn, with NaN in all memory that is
-    free: the largest difference of an out, of a gradient, and the tapes of each rank."""
+def played(me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool) -> dict[str, Any]:
+    """Training and calls without gradients, of two shapes (or packs), of contiguous tensors and of parts of one, on two streams, by a
+    function whose passes are played (but on the rank `running`) and by one whose passes are run, in turn, with NaN in all memory
+    that is free: the largest difference of an out, of a gradient, and the tapes of each rank."""
     plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
     side = torch.cuda.Stream()
     outs, gradients = [0.0], [0.0]
     for i in range(72):  # every form thrice at least, the first two times of which are run
         generator = torch.Generator().manual_seed(i)
         n = (256 if i % 6 == 5 else 512) * me.world
+        lengths = [n // 2, n // 8, *[n // 32] * 12] if i % 6 == 5 else [n // 4, n // 2, n // 4]
+        given: dict[str, Any] = {"cu_seqlens": (0, *accumulate(lengths))} if packed else {}
         kv_heads = max(4, me.world)  # of fewer than ranks an all-to-all sums, by what is not played
         whole, dout = (
             torch.randn(1, n, h, 64, generator=generator).to(me.device, torch.bfloat16) for h in (8 + 2 * kv_heads, 8)
         )
-        local, dout = fn.shard(whole), fn.shard(dout)
+        if packed:
+            whole, dout = whole[0], dout[0]
+        local, dout = fn.shard(whole, **given), fn.shard(dout, **given)
+        given["causal"] = True
         results = []
         for each in (plain, fn):
             leaf = local.clone().requires_grad_()
-            parts = list(leaf.split((8, kv_heads, kv_heads), 2))
+            parts = list(leaf.split((8, kv_heads, kv_heads), -2))
             if i % 3:
                 parts = [x.contiguous() for x in parts]
             if each is plain or me.rank == running:
-                _unplayed(each, *parts)
+                _unplayed(each, *parts, **given)
                 with torch.no_grad():
-                    _unplayed(each, *parts)
+                    _unplayed(each, *parts, **given)
             stream = side if i % 8 > 5 else torch.cuda.current_stream()
             stream.wait_stream(torch.cuda.current_stream())
             _spoil(me.device)
             with torch.cuda.stream(stream):
                 if i % 4 == 3:
                     with torch.no_grad():
-                        found = [each(*parts, causal=True)]
+                        found = [each(*parts, **given)]
                 else:
-                    out = each(*parts, causal=True)
+                    out = each(*parts, **given)
                     _spoil(me.device)
                     found = [out, *torch.autograd.grad(out, [leaf], dout)]
                 _spoil(me.device)

@@ -52,7 +52,7 @@ class Flash4:
         key = _key("forward", call, tensors)
         known = seen.found.get(key)
         if isinstance(known, direct.Forward):
-            known(*tensors)
+            known(_lengths(call), *tensors)
             return out, lse
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
@@ -74,7 +74,7 @@ class Flash4:
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
         )
-        result = seen.call(key, run, lambda launches: direct.forward_of(launches, tensors))
+        result = seen.call(key, run, lambda launches: direct.forward_of(launches, tensors, _lengths(call)))
         return settle((result[0], result[1]), (out, lse))
 
     def backward(
@@ -94,7 +94,7 @@ class Flash4:
         key = None if call.deterministic else _key("backward", call, tensors)
         known = seen.found.get(key)
         if isinstance(known, direct.Backward):
-            known(*tensors)
+            known(_lengths(call), *tensors)
             return dq, dk, dv
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
@@ -120,7 +120,7 @@ class Flash4:
             dk=dk if writable(dk) else None,
             dv=dv if writable(dv) else None,
         )
-        result = seen.call(key, run, lambda launches: direct.backward_of(launches, tensors))
+        result = seen.call(key, run, lambda launches: direct.backward_of(launches, tensors, _lengths(call)))
         return settle(result, (dq, dk, dv))
 
 
@@ -154,12 +154,15 @@ def remembered() -> direct.Remembered:
 
 
 def _key(which: str, call: Call, tensors: tuple[Tensor, ...]) -> object:
-    """All that the package's choice of kernels, and what they take beside the tensors, depends on. None of a pack: more is launched
-    for it than kernels on its tensors."""
-    if call.packed:
-        return None
-    q = tensors[0]
-    return which, q.dtype, q.get_device(), call.mask.left, call.mask.right, call.scale, *direct.forms(tensors)
+    """All that the package's choice of kernels, and what they take beside the tensors and lengths, depends on."""
+    q, lengths = tensors[0], _lengths(call)
+    mask = call.mask.left, call.mask.right
+    pack = (call.max_q, call.max_k, len({x.data_ptr() for x in lengths}), *direct.forms(lengths)) if lengths else ()
+    return which, q.dtype, q.get_device(), mask, call.scale, pack, *direct.forms(tensors)
+
+
+def _lengths(call: Call) -> direct.Lengths:
+    return () if call.cu_q is None or call.cu_k is None else (call.cu_q, call.cu_k)
 
 
 def _add_cutlass_to_path() -> None:

@@ -2,9 +2,9 @@
 the GPU: it looks at every argument anew, and makes a key of seventy things, for shapes that it has seen before. The first
 call of given shapes goes through the package; what it launches is remembered, and launched with other tensors from then on.
 
-That is for the calls that launch nothing but kernels on the call's own tensors and on scratch: dense ones, not
-`deterministic`. What a kernel takes, by position, is of one version of the package; of others, and of what does not look like
-it, every call goes through the package."""
+That is for the calls that launch nothing but kernels on the call's own tensors and on scratch: dense ones and packs of up to some
+hundred sequences, not `deterministic`. What a kernel takes, by position, is of one version of the package; of others, and of what
+does not look like it, every call goes through the package."""
 
 from __future__ import annotations
 
@@ -27,23 +27,55 @@ ALIGNED = 16
 FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
 
 Arguments = tuple[Any, ...]
-Launch = tuple[Callable[..., object], Arguments]
+Lengths = tuple[Tensor, ...]  # a pack's, cumulative: of queries and of keys; none of a dense call
+Seen = tuple[Callable[..., object], Arguments]  # a kernel, and what it was given
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what it takes behind the call's tensors and scratch: of a pack the lengths' number at the places `lengths`."""
+
+    kernel: Callable[..., object]
+    rest: Arguments = ()
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(kernel: Callable[..., object], rest: Arguments, lengths: Lengths) -> Launch | None:
+        """None where it takes further tensors."""
+        found, numbers = list(rest), []
+        for i, x in enumerate(rest):
+            if isinstance(x, Tensor):
+                number = next((n for n, each in enumerate(lengths) if _are((x,), (each,))), None)
+                if number is None:
+                    return None
+                numbers.append((i, number))
+                found[i] = None
+        return Launch(kernel, tuple(found), tuple(numbers))
+
+    def __call__(self, lengths: Lengths, *tensors: Tensor) -> None:
+        rest = self.rest
+        if self.lengths:
+            given = list(rest)
+            for i, number in self.lengths:
+                given[i] = lengths[number]
+            rest = tuple(given)
+        self.kernel(*tensors, *rest)
+        tape.did(self.kernel, *tensors, *rest)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The kernel of a dense `Call`, of tensors as `Call` has them, and what it takes beside them."""
+    """The kernel of a `Call`, of tensors as `Call` has them."""
 
-    kernel: Callable[..., object]
-    rest: Arguments
+    launch: Launch
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        _launch((self.kernel, self.rest), _plain(q), _plain(k), _plain(v), out, lse)
+    def __call__(self, lengths: Lengths, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.launch(lengths, _plain(q), _plain(k), _plain(v), out, lse)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """The kernels of a dense `Call`'s backward, in order: `before` gives each row's sum of out * dout and its LSE, base 2, and zeros
+    """The kernels of a `Call`'s backward, in order: `before` gives each row's sum of out * dout and its LSE, base 2, and zeros
     for dq; `main` the gradients, dq in fp32, and dk and dv too where several heads add to them; `after` rounds those."""
 
     before: Launch
@@ -55,6 +87,7 @@ class Backward:
 
     def __call__(
         self,
+        lengths: Lengths,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -74,16 +107,10 @@ class Backward:
         if self.of_keys is not None:
             to_k, to_v = zeros((2, *self.of_keys), torch.float32, q.device).unbind(0)
             wide += [to_k, to_v]
-        _launch(self.before, out, dout, sums, lse, logs, wide_q)
-        _launch(self.main, _plain(q), _plain(k), _plain(v), dout, logs, sums, wide_q, to_k, to_v)
+        self.before(lengths, out, dout, sums, lse, logs, wide_q)
+        self.main(lengths, _plain(q), _plain(k), _plain(v), dout, logs, sums, wide_q, to_k, to_v)
         for launch, given, grad in zip(self.after, wide, (dq, dk, dv), strict=False):
-            _launch(launch, given, grad)
-
-
-def _launch(launch: Launch, *tensors: Tensor) -> None:
-    kernel, rest = launch
-    kernel(*tensors, *rest)
-    tape.did(kernel, *tensors, *rest)
+            launch(lengths, given, grad)
 
 
 Known = Forward | Backward | None
@@ -93,7 +120,7 @@ R = TypeVar("R")
 class _Seen:
     """In place of a function's compiled kernels while a thread's call is remembered."""
 
-    def __init__(self, kernels: Any, launches: list[Launch], thread: int):
+    def __init__(self, kernels: Any, launches: list[Seen], thread: int):
         self.kernels, self.launches, self.thread = kernels, launches, thread
 
     def __contains__(self, key: object) -> bool:
@@ -126,7 +153,7 @@ class Remembered:
             hasattr(getattr(module, name, None), "compile_cache") for name in FUNCTIONS
         )
 
-    def call(self, key: object, run: Callable[[], R], of: Callable[[list[Launch]], Known]) -> R:
+    def call(self, key: object, run: Callable[[], R], of: Callable[[list[Seen]], Known]) -> R:
         """What `run` gives; what it launches is kept as `of` makes it where the key is new. None is no key."""
         tape.cannot("a call of FlashAttention-4 went through its package")
         if key is None or key in self.found or not self.usable:
@@ -137,9 +164,9 @@ class Remembered:
         self.found[key] = of(launches)
         return result
 
-    def watched(self, run: Callable[[], R]) -> tuple[R, list[Launch]]:
+    def watched(self, run: Callable[[], R]) -> tuple[R, list[Seen]]:
         """What `run` gives, and what it launches."""
-        launches: list[Launch] = []
+        launches: list[Seen] = []
         with self.lock:
             functions = [getattr(self.module, name) for name in FUNCTIONS]
             before = [function.compile_cache for function in functions]
@@ -153,17 +180,16 @@ class Remembered:
         return result, launches
 
 
-def forward_of(launches: list[Launch], tensors: Sequence[Tensor]) -> Forward | None:
+def forward_of(launches: list[Seen], tensors: Sequence[Tensor], lengths: Lengths) -> Forward | None:
     """tensors: q, k, v, out and lse."""
     if len(launches) != 1:
         return None
     kernel, arguments = launches[0]
-    if not _are(arguments[:5], tensors) or _any_tensor(arguments[5:]):
-        return None
-    return Forward(kernel, arguments[5:])
+    launch = Launch.of(kernel, arguments[5:], lengths)
+    return Forward(launch) if launch and _are(arguments[:5], tensors) else None
 
 
-def backward_of(launches: list[Launch], tensors: Sequence[Tensor]) -> Backward | None:
+def backward_of(launches: list[Seen], tensors: Sequence[Tensor], lengths: Lengths) -> Backward | None:
     """tensors: q, k, v, out, dout, lse, dq, dk and dv."""
     if len(launches) not in (3, 5):
         return None
@@ -181,20 +207,16 @@ def backward_of(launches: list[Launch], tensors: Sequence[Tensor]) -> Backward |
         and _are(b[:7], (q, k, v, dout, logs, sums, wide_q))
         and (shared or _are(b[7:9], (dk, dv)))
         and all(_are(c[:2], pair) for (_, c), pair in zip(after, zip(given, (dq, dk, dv), strict=False), strict=True))
-        and not any(_any_tensor(rest) for rest in (a[6:], b[9:], *(c[2:] for _, c in after)))
         and sums.shape == logs.shape
         and (not shared or b[7].shape == b[8].shape)
         and all(x.dtype == torch.float32 and x.is_contiguous() for x in (sums, logs, *given))
     )
-    if not known:
+    first, second = Launch.of(pre, a[6:], lengths), Launch.of(main, b[9:], lengths)
+    last = [found for kernel, c in after if (found := Launch.of(kernel, c[2:], lengths)) is not None]
+    if not known or first is None or second is None or len(last) < len(after):
         return None
     return Backward(
-        (pre, a[6:]),
-        (main, b[9:]),
-        tuple((kernel, c[2:]) for kernel, c in after),
-        tuple(sums.shape),
-        tuple(wide_q.shape),
-        tuple(b[7].shape) if shared else None,
+        first, second, tuple(last), tuple(sums.shape), tuple(wide_q.shape), tuple(b[7].shape) if shared else None
     )
 
 
@@ -216,10 +238,6 @@ def _are(arguments: Sequence[object], tensors: Sequence[Tensor]) -> bool:
 
 def _all_tensors(arguments: Sequence[object]) -> bool:
     return all(isinstance(a, Tensor) for a in arguments)
-
-
-def _any_tensor(arguments: Sequence[object]) -> bool:
-    return any(isinstance(a, Tensor) for a in arguments)
 
 
 def _version() -> str | None:

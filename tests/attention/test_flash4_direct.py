@@ -84,9 +84,9 @@ def test_a_forward_is_launched_with_other_tensors():
     remembered = direct.Remembered(module)
     q, k, v, out, _, lse, *_ = tensors(0)
     _, launches = remembered.watched(lambda: module.forward(q, k, v, out, lse, 0.5, None) or ())
-    found = direct.forward_of(launches, (q, k, v, out, lse))
+    found = direct.forward_of(launches, (q, k, v, out, lse), ())
     q, k, v, out, _, lse, *_ = tensors(1)
-    found(q.requires_grad_(), k, v, out, lse)
+    found((), q.requires_grad_(), k, v, out, lse)
     expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
     with torch.no_grad():
         forward_kernel(q, k, v, expected, expected_lse, 0.5)
@@ -100,12 +100,24 @@ def test_a_backward_is_launched_with_other_tensors_and_scratch(shared):
     remembered = direct.Remembered(module)
     first = tensors(0)
     _, launches = remembered.watched(lambda: module.backward(*first) or ())
-    found = direct.backward_of(launches, first)
+    found = direct.backward_of(launches, first, ())
     for seed in (1, 2):
         given, expected = tensors(seed), tensors(seed)
-        found(*given)
+        found((), *given)
         module.backward(*expected)
         assert all(map(torch.equal, given, expected))
+
+
+def test_a_packs_lengths_are_those_of_the_day():
+    given = []
+    q, k, v, out, _, lse, *_ = tensors(0)
+    of_q, of_k, *others = (torch.tensor([0, n], dtype=torch.int32) for n in (3, 4, 5, 6))
+    launches = [(lambda *arguments: given.append(arguments[5:]), (q, k, v, out, lse, 0.5, of_q, of_k, None))]
+    found = direct.forward_of(launches, (q, k, v, out, lse), (of_q, of_k))
+    found((others[0], others[1]), q, k, v, out, lse)
+    assert [id(x) for x in given[-1]] == [id(x) for x in (0.5, *others, None)]
+    assert direct.forward_of(launches, (q, k, v, out, lse), ()) is None
+    assert direct.forward_of(launches, (q, k, v, out, lse), (of_q, others[0])) is None
 
 
 def test_what_is_not_of_the_known_form_is_not_remembered():
@@ -113,17 +125,19 @@ def test_what_is_not_of_the_known_form_is_not_remembered():
     module = package(shared=True)
     remembered = direct.Remembered(module)
     _, launches = remembered.watched(lambda: module.backward(*every) or ())
-    assert direct.backward_of(launches, every) is not None
-    assert direct.backward_of(launches[:-1], every) is None
-    assert direct.backward_of(launches, (q, k, v, out, dout, lse.clone(), dq, dk, dv)) is None  # copied for the kernel
-    assert direct.backward_of(launches, (q, v, k, out, dout, lse, dq, dk, dv)) is None
-    assert direct.backward_of([launches[0], launches[1], *reversed(launches[2:])], every) is None
+    assert direct.backward_of(launches, every, ()) is not None
+    assert direct.backward_of(launches[:-1], every, ()) is None
+    assert (
+        direct.backward_of(launches, (q, k, v, out, dout, lse.clone(), dq, dk, dv), ()) is None
+    )  # copied for the kernel
+    assert direct.backward_of(launches, (q, v, k, out, dout, lse, dq, dk, dv), ()) is None
+    assert direct.backward_of([launches[0], launches[1], *reversed(launches[2:])], every, ()) is None
     more = package(shared=True, more=torch.zeros(1))  # a tensor that would have to be made anew
     _, launches = direct.Remembered(more).watched(lambda: more.backward(*every) or ())
-    assert direct.backward_of(launches, every) is None
+    assert direct.backward_of(launches, every, ()) is None
     _, launches = remembered.watched(lambda: module.forward(q, k, v, out, lse, torch.ones(())) or ())
-    assert direct.forward_of(launches, (q, k, v, out, lse)) is None
-    assert direct.forward_of(launches * 2, (q, k, v, out, lse)) is None
+    assert direct.forward_of(launches, (q, k, v, out, lse), ()) is None
+    assert direct.forward_of(launches * 2, (q, k, v, out, lse), ()) is None
 
 
 def test_the_caches_are_as_before_after_an_error():

@@ -213,29 +213,42 @@ def test_the_merge_kernel_merges_as_eager_does(packed, heads_first, dtype, head_
         torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
 
 
+PACKS = [
+    ((512, 1, 300, 129), (700, 1, 512, 129)),
+    ((1, 129, 512, 300), (700, 512, 129, 1)),
+    ((512, 429, 1, 0), (700, 0, 640, 2)),
+]
+
+
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_flash4_launches_shapes_that_it_has_seen_without_the_package(heads, mask, head_dim):
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash4_launches_shapes_that_it_has_seen_without_the_package(heads, mask, head_dim, packed):
+    """Other packs of as many sequences, tokens, and as long ones, too."""
     flash4 = KERNELS["flash4"]
     if flash4.missing("cuda"):
         pytest.skip(flash4.missing("cuda"))
     remembered = flash4_remembered()
     remembered.found.clear()
-    call = Call(head_dim**-0.5, mask)
+    calls = [Call(head_dim**-0.5, mask)] * 3
+    if packed:
+        calls = [Call.of_packed(head_dim**-0.5, mask, *pack, torch.device("cuda")) for pack in PACKS]
 
     def tensors(seed: int):
-        shapes = [(2, 520, heads[0], head_dim), *[(2, 777, heads[1], head_dim)] * 2, (2, 520, heads[0], head_dim)]
-        return [normal(*s, dtype=torch.bfloat16, seed=seed + i, device="cuda") for i, s in enumerate(shapes)]
+        n, m = (942, 1342) if packed else (520, 777)
+        shapes = [(n, heads[0], head_dim), *[(m, heads[1], head_dim)] * 2, (n, heads[0], head_dim)]
+        batch = () if packed else (2,)
+        return [normal(*batch, *s, dtype=torch.bfloat16, seed=seed + i, device="cuda") for i, s in enumerate(shapes)]
 
-    assert_matches(flash4, *tensors(0), call)
+    assert_matches(flash4, *tensors(0), calls[0])
     kinds = sorted(type(found).__name__ for found in remembered.found.values())
     assert kinds == ["Backward", "Forward"]
     package = remembered.module
     before = package._flash_attn_fwd, package._flash_attn_bwd
     package._flash_attn_fwd = package._flash_attn_bwd = None  # not to be called any more
     try:
-        for seed in (10, 20):
+        for seed, call in zip((10, 20), calls[1:], strict=True):
             q, k, v, dout = tensors(seed)
             assert_matches(flash4, q.requires_grad_(), k, v, dout, call)
         # one tensor given twice is not taken for two, nor two for one
@@ -244,6 +257,17 @@ def test_flash4_launches_shapes_that_it_has_seen_without_the_package(heads, mask
     finally:
         package._flash_attn_fwd, package._flash_attn_bwd = before
     assert sorted(type(found).__name__ for found in remembered.found.values()) == kinds
+
+
+def test_flash4_takes_lengths_given_once_for_queries_and_keys_for_no_others():
+    flash4 = KERNELS["flash4"]
+    if flash4.missing("cuda"):
+        pytest.skip(flash4.missing("cuda"))
+    flash4_remembered().found.clear()
+    for q_lengths, k_lengths in [((300, 100, 112),) * 2, ((112, 300, 100), (100, 112, 300))]:
+        q, k, v, dout, call = case(CAUSAL, (q_lengths, k_lengths), torch.bfloat16)
+        once = replace(call, cu_k=call.cu_q) if q_lengths == k_lengths else call
+        assert_matches(flash4, q, k, v, dout, once)
 
 
 @pytest.mark.parametrize("lies", ("strided", "between", "cut"))
@@ -282,6 +306,7 @@ def test_flash4_remembers_nothing_of_calls_that_the_package_does_more_for():
         flash4.backward(dout, q, k, v, out, lse, replace(call, deterministic=True))
     assert [type(found).__name__ for found in remembered.found.values()] == ["Forward", "NoneType"]
     remembered.found.clear()
-    q, k, v, dout, call = case(CAUSAL, PACK, torch.bfloat16)
-    assert_matches(flash4, q, k, v, dout, call)
-    assert not remembered.found
+    q, k, v, dout, call = case(CAUSAL, ((3,) * 300,) * 2, torch.bfloat16)  # another kernel looks its sequences up
+    for _ in range(2):
+        assert_matches(flash4, q, k, v, dout, call)
+    assert set(remembered.found.values()) == {None}

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import attention
 from attention import launches, tape
+from attention.function import MOST_PACKS
 from attention.launches import MOST, TRIES, Launches
 from attention.phases import Recorder, recording
 from attention.tape import Tape
@@ -139,3 +141,13 @@ def test_an_exception_while_recording_leaves_it_to_the_next_call():
     for expected in (2, 2):
         call(passes, run, torch.randn(3))
         assert run.runs == expected
+
+
+def test_tapes_of_the_latest_packs_are_kept():
+    fn = attention.make("ulysses", kernel="math")
+    x = torch.zeros(64, 2, 8)
+    fn.plan(x[None], x[None], x[None]).launches.tapes["of no pack"] = []
+    for i in range(1, MOST_PACKS + 4):
+        fn.plan(x, x, x, cu_seqlens=(0, i, 64)).launches.tapes[i] = []
+    found = [each for plan in fn.plans.values() for each in plan.launches.tapes]
+    assert found == ["of no pack", *range(4, MOST_PACKS + 4)]

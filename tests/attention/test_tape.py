@@ -63,6 +63,24 @@ def test_a_tape_does_with_the_inputs_of_the_day_what_the_pass_did():
     assert made.play((x, y))[0] is not out
 
 
+def test_tokens_that_are_joined_taken_and_put_by_number():
+    number, third = torch.tensor([3, 0]), numbers(1, 3)
+
+    def run(x, y):
+        joined = torch.cat([x[2:], y[:1], third])
+        taken = joined.index_select(0, number)
+        out = x.new_empty(4, 3).fill_(0.0)
+        out.index_copy_(0, number, taken)
+        return joined, taken, out
+
+    made, first = recorded(run, numbers(4, 3), numbers(4, 3, start=50))
+    assert isinstance(made, Tape)
+    for given in ((numbers(4, 3), numbers(4, 3, start=50)), (numbers(4, 3, start=7), numbers(4, 3, start=90))):
+        for found, wanted in zip(made.play(given), run(*given), strict=True):
+            assert torch.equal(found, wanted)
+    assert torch.equal(first[0], run(numbers(4, 3), numbers(4, 3, start=50))[0])
+
+
 def test_memory_from_outside_is_what_it_was():
     outside = [numbers(3, start=20)]
     address = outside[0].data_ptr()
