@@ -121,7 +121,6 @@ def machine(
         given.get("ceilings"),
         bool(given.get("graphed")),
         given.get("graphs") or False,
-        bool(given.get("deterministic")),
     )
 
 

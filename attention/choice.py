@@ -147,7 +147,6 @@ class Machine:
     graphed: bool = False  # calls are captured in a CUDA graph, whose replay costs the host nothing
     # their passes are (`make(graphs=True)`), inputs copied in and results out; "auto": where that is faster
     replayed: bool | str = False
-    deterministic: bool = False
     found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -841,8 +840,7 @@ class _Rank:
     @property
     def _launched(self) -> Launched:
         each, task = self.machine.overheads, self.task
-        tokens, deterministic = task.cu_seqlens[-1] // task.world, self.machine.deterministic
-        played = self.pulls and costs.played(self.kernel, tokens, deterministic)
+        played = self.pulls and costs.played(self.kernel, task.cu_seqlens[-1] // task.world)
         return each.played if played else each.run
 
     def _ring_merges(self, backward: bool) -> float:

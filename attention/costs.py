@@ -34,9 +34,9 @@ def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
     return options.get("head_parts", 1) or default
 
 
-def played(kernel: str, tokens: int, deterministic: bool) -> bool:
+def played(kernel: str, tokens: int) -> bool:
     """Whether launched passes of so many tokens a rank are played from a tape."""
-    return kernel in PLAYED and tokens <= MOST_PLAYED and not deterministic
+    return kernel in PLAYED and tokens <= MOST_PLAYED
 
 
 def own_apart(problem: Problem, place: int) -> bool:

@@ -48,6 +48,9 @@ def _index_select(into: Tensor, x: Tensor, dim: int, index: Tensor) -> None:
 MAKES: dict[Any, tuple[Function, Callable[..., tuple[Any, ...]]]] = {
     aten.cat.default: (_cat, lambda parts, dim=0: (dim, *parts)),
     aten.index_select.default: (_index_select, lambda x, dim, index: (x, dim, index)),
+    aten.zeros.default: (Tensor.zero_, lambda *_, **__: ()),
+    aten.new_zeros.default: (Tensor.zero_, lambda *_, **__: ()),
+    aten.zeros_like.default: (Tensor.zero_, lambda *_, **__: ()),
 }
 
 
@@ -72,6 +75,11 @@ def did(
     if _local.recorder is not None:
         _local.recorder.add(function, arguments, addresses, always)
         _local.recorder.keep(keep)
+
+
+def recording() -> bool:
+    """Whether a tape is to be told."""
+    return _local.recorder is not None
 
 
 def cannot(why: str) -> None:

@@ -666,8 +666,10 @@ def _tapes(fn: Any) -> tuple[list[int], list[Any]]:
     return [names.count(name) for name in (False, True, "backward")], why
 
 
-def played(me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool) -> dict[str, Any]:
-    """Training and calls without gradients, of two shapes (or packs), of contiguous tensors and of parts of one, on two streams, by a
+def played(
+    me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool, kv_heads: int
+) -> dict[str, Any]:
+    """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and of parts of one, on two streams, by a
     function whose passes are played (but on the rank `running`) and by one whose passes are run, in turn, with NaN in all memory
     that is free: the largest difference of an out, of a gradient, and the tapes of each rank."""
     plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
@@ -676,9 +678,11 @@ def played(me: Rank, name: str, options: dict[str, Any], running: int | None, pa
     for i in range(72):  # every form thrice at least, the first two times of which are run
         generator = torch.Generator().manual_seed(i)
         n = (256 if i % 6 == 5 else 512) * me.world
-        lengths = [n // 2, n // 8, *[n // 32] * 12] if i % 6 == 5 else [n // 4, n // 2, n // 4]
-        given: dict[str, Any] = {"cu_seqlens": (0, *accumulate(lengths))} if packed else {}
-        kv_heads = max(4, me.world)  # of fewer than ranks an all-to-all sums, by what is not played
+        given: dict[str, Any] = {}
+        if packed:
+            lengths = [2 * me.world] * 512 if i % 6 == 5 else [n // 4, n // 2, n // 4]
+            given["cu_seqlens"] = (0, *accumulate(lengths))
+            n = sum(lengths)
         whole, dout = (
             torch.randn(1, n, h, 64, generator=generator).to(me.device, torch.bfloat16) for h in (8 + 2 * kv_heads, 8)
         )

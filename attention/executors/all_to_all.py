@@ -17,7 +17,8 @@ from attention.executors import ring
 from attention.executors.heads import cut_heads
 from attention.executors.plan import Plan
 from attention.phases import phase
-from attention.tensors import room, rooms, take, tokens, wide
+from attention.sums import sum_all
+from attention.tensors import room, rooms, take, tokens
 from attention.transfers import Intervals
 from attention.transports import Handle, Message, Messages
 
@@ -174,11 +175,12 @@ class _ToTokens:
     def finish(self) -> list[Tensor]:
         for moving in self.moving:
             moving.wait()
-        with phase("comp_place", len(self.moving)):
-            return [
-                _summed(pieces[0], heads[0]) if result is None else result
-                for result, pieces, heads in zip(self.results, self.pieces, self.heads, strict=True)
-            ]
+        apart = [i for i, result in enumerate(self.results) if result is None]  # dk and dv
+        totals: list[Tensor] = []
+        if apart:
+            with phase("comp_place", len(self.moving)):
+                totals = _summed([self.pieces[i][0] for i in apart], self.heads[apart[0]][0])
+        return [totals.pop(0) if result is None else result for result in self.results]
 
 
 @lru_cache(maxsize=1024)
@@ -204,9 +206,14 @@ def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor
     return result, [[_cut(result, each) for each in by_rank] for by_rank in heads]
 
 
-def _summed(by_rank: list[Tensor], heads: list[slice]) -> Tensor:
-    first = by_rank[0]
-    sums = first.new_zeros((*first.shape[:-2], heads[-1].stop, first.shape[-1]), dtype=wide(first.dtype))
-    for x, each in zip(by_rank, heads, strict=True):
-        sums[..., each, :] += x
-    return sums.to(first.dtype)
+def _summed(pieces: list[list[Tensor]], heads: list[slice]) -> list[Tensor]:
+    """Of each tensor the sums by head of what the ranks have, which is one head each."""
+    first = pieces[0][0]
+    totals = [first.new_empty((*first.shape[:-2], heads[-1].stop, first.shape[-1])) for _ in pieces]
+    everything: Intervals = ((0, tokens(first)),)
+    for head in {each.start: each for each in heads}.values():
+        of_head = zip(
+            *([x for x, each in zip(by_rank, heads, strict=True) if each == head] for by_rank in pieces), strict=True
+        )
+        sum_all([_cut(total, head) for total in totals], [(of_rank, everything) for of_rank in of_head])
+    return totals

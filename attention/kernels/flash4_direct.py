@@ -4,13 +4,13 @@ call of given shapes goes through the package; what it launches is remembered, a
 
 That is for the calls that launch nothing but kernels on the call's own tensors and on scratch: dense ones and packs of up to some
 hundred sequences, not `deterministic`. What a kernel takes, by position, is of one version of the package; of others, and of what
-does not look like it, every call goes through the package."""
+does not look like it, every call goes through the package. A tape is told of its launches there, too."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import metadata
 from types import ModuleType
 from typing import Any, TypeVar
@@ -24,7 +24,12 @@ from attention.driver import zeros
 VERSION = "4.0.0b36"
 MOST = 4096  # shapes that are remembered
 ALIGNED = 16
-FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
+FUNCTIONS = (
+    "_flash_attn_fwd",
+    "_bwd_preprocess",
+    "_flash_attn_bwd",
+    "_bwd_postprocess_convert",
+)  # that a usual call launches by
 
 Arguments = tuple[Any, ...]
 Lengths = tuple[Tensor, ...]  # a pack's, cumulative: of queries and of keys; none of a dense call
@@ -136,7 +141,11 @@ class _Seen:
 
         def launch(*arguments: Any) -> object:
             self.launches.append((kernel, arguments))
-            return kernel(*arguments)
+            result = kernel(*arguments)
+            if any(_hides_tensor(x) for x in arguments):
+                tape.cannot("a kernel of FlashAttention-4 is given tensors within others")
+            tape.did(kernel, *arguments)
+            return result
 
         return launch
 
@@ -152,30 +161,34 @@ class Remembered:
         self.usable = _version() == VERSION and all(
             hasattr(getattr(module, name, None), "compile_cache") for name in FUNCTIONS
         )
+        self.functions = list({id(x): x for x in vars(module).values() if hasattr(x, "compile_cache")}.values())
 
     def call(self, key: object, run: Callable[[], R], of: Callable[[list[Seen]], Known]) -> R:
         """What `run` gives; what it launches is kept as `of` makes it where the key is new. None is no key."""
-        tape.cannot("a call of FlashAttention-4 went through its package")
-        if key is None or key in self.found or not self.usable:
+        new = key is not None and key not in self.found
+        if not self.usable:
+            tape.cannot(f"a call went through FlashAttention-4's package, which is not {VERSION}")
+            return run()
+        if not (new or tape.recording()):
             return run()
         result, launches = self.watched(run)
-        if len(self.found) >= MOST:
-            self.found.clear()
-        self.found[key] = of(launches)
+        if new:
+            if len(self.found) >= MOST:
+                self.found.clear()
+            self.found[key] = of(launches)
         return result
 
     def watched(self, run: Callable[[], R]) -> tuple[R, list[Seen]]:
         """What `run` gives, and what it launches."""
         launches: list[Seen] = []
         with self.lock:
-            functions = [getattr(self.module, name) for name in FUNCTIONS]
-            before = [function.compile_cache for function in functions]
+            before = [function.compile_cache for function in self.functions]
             try:
-                for function, kernels in zip(functions, before, strict=True):
+                for function, kernels in zip(self.functions, before, strict=True):
                     function.compile_cache = _Seen(kernels, launches, threading.get_ident())
                 result = run()
             finally:
-                for function, kernels in zip(functions, before, strict=True):
+                for function, kernels in zip(self.functions, before, strict=True):
                     function.compile_cache = kernels
         return result, launches
 
@@ -238,6 +251,12 @@ def _are(arguments: Sequence[object], tensors: Sequence[Tensor]) -> bool:
 
 def _all_tensors(arguments: Sequence[object]) -> bool:
     return all(isinstance(a, Tensor) for a in arguments)
+
+
+def _hides_tensor(x: object) -> bool:
+    """Whether a tensor lies within."""
+    within = x if isinstance(x, (tuple, list)) else vars(x).values() if is_dataclass(x) else ()
+    return any(isinstance(each, Tensor) or _hides_tensor(each) for each in within)
 
 
 def _version() -> str | None:

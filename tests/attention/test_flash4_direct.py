@@ -6,10 +6,12 @@ from types import ModuleType
 import pytest
 import torch
 from naive import assert_matches, normal
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attention.kernels import KERNELS, Call, flash4
 from attention.kernels import flash4_direct as direct
 from attention.masks import CAUSAL, FULL
+from attention.tape import Recorder, Tape
 
 
 def forward_kernel(q, k, v, out, lse, scale, *rest):
@@ -168,8 +170,12 @@ def interface(calls: list[str]) -> ModuleType:
     its cache, and attention by plain PyTorch in the kernels. `calls`: the functions that were called."""
 
     def launched(function, key, kernel, *arguments):
+        def on_gpu(*given):
+            with _disable_current_modes():  # no mode sees what a kernel does
+                kernel(*given)
+
         if key not in function.compile_cache:
-            function.compile_cache[key] = kernel
+            function.compile_cache[key] = on_gpu
         function.compile_cache[key](*arguments)
 
     def probabilities(q, k, lse, scale, causal):
@@ -247,3 +253,49 @@ def test_the_kernel_asks_the_package_once_a_form_and_only_its_own_version(monkey
         assert calls == ["forward", "forward"]
     finally:
         flash4.remembered.cache_clear()
+
+
+@pytest.mark.parametrize("version", [direct.VERSION, "4.0.0"])
+def test_a_tape_is_told_of_what_the_package_launches_if_it_is_the_known_one(monkeypatch, version):
+    calls: list[str] = []
+    module = interface(calls)
+    monkeypatch.setattr(direct, "_version", lambda: version)
+    monkeypatch.setattr(flash4, "interface", lambda: (module, ""))
+    flash4.remembered.cache_clear()
+
+    def tensors(seed):
+        shapes = [(2, 24, 3, 8), (2, 24, 3, 8), (2, 40, 3, 8), (2, 40, 3, 8)]
+        dout, q, k, v = (normal(*s, dtype=torch.float32, seed=seed + i) for i, s in enumerate(shapes))
+        return dout, q, k, v, *KERNELS["flash4"].forward(q, k, v, Call(0.3, CAUSAL))
+
+    def run(*given):
+        return KERNELS["flash4"].backward(*given, Call(0.3, CAUSAL, deterministic=True))
+
+    try:
+        recorder = Recorder(first := tensors(0), lambda: 0)
+        made = recorder.tape(recorder.record(run))
+        if version != direct.VERSION:
+            assert isinstance(made, str) and direct.VERSION in made
+            return
+        assert isinstance(made, Tape)
+        for given in (tensors(10), first):
+            wanted = run(*given)
+            calls.clear()
+            assert all(map(torch.equal, made.play(given), wanted)) and not calls
+    finally:
+        flash4.remembered.cache_clear()
+
+
+def test_a_tape_is_not_made_of_kernels_that_are_given_tensors_within_others():
+    module = package(shared=True)
+    module.forward.compile_cache["forward"] = lambda *arguments: None
+    remembered = direct.Remembered(module)
+    remembered.usable = True
+    q, k, v, out, _, lse, *_ = tensors(0)
+
+    def run(*given):
+        remembered.call(None, lambda: module.forward(*given, 0.5, (None, (lse,))), lambda launches: None)
+        return (out,)
+
+    recorder = Recorder((q, k, v, out, lse), lambda: 0)
+    assert "within" in recorder.tape(recorder.record(run))
