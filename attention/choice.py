@@ -841,6 +841,7 @@ class _Rank:
     def _launched(self) -> Launched:
         each, task = self.machine.overheads, self.task
         played = self.pulls and costs.played(self.kernel, task.cu_seqlens[-1] // task.world)
+        played = played and self.candidate.options.get("grouping") != "packed"  # which sends lengths in each pass
         return each.played if played else each.run
 
     def _ring_merges(self, backward: bool) -> float:

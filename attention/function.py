@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
 from itertools import pairwise
@@ -30,7 +31,7 @@ from attention.variants import Variant, check_heads, everything, nearest, varian
 __all__ = ["ContextParallel", "make", "names"]
 
 MOST_PLANS = 256
-MOST_PACKS = 16  # whose passes have tapes, which hold the numbers of tokens that copies are by
+MOST_PACKS = 32  # plans of packs whose passes have tapes, which hold the numbers of tokens that copies are by
 
 Packs = Tensor | list[int] | tuple[int, ...] | None
 
@@ -130,6 +131,7 @@ class ContextParallel:
         self.layout = variant.border(self.world, options)
         self.transports: dict[torch.device, Transport] = {}
         self.plans: dict[Any, Plan] = {}
+        self.packs: OrderedDict[int, Plan] = OrderedDict()  # the latest plans of packs, by identity
         self.replays = Replays(asked=graphs is True) if graphs else None
 
     def __repr__(self) -> str:
@@ -258,9 +260,6 @@ class ContextParallel:
             place, head = divmod(self.rank, problem.ulysses)
             while len(self.plans) >= MOST_PLANS:  # changing packs
                 self.plans.pop(next(iter(self.plans)))
-            if packed:
-                for before in [plan for plan in self.plans.values() if plan.packed][: 1 - MOST_PACKS]:
-                    before.launches.tapes.clear()
             self.plans[key] = Plan(
                 self.variant,
                 problem,
@@ -281,7 +280,17 @@ class ContextParallel:
             self._check_share(held, cu)
             if self.plans[key].problem.cu_seqlens != cu:
                 self.plans[key] = resized(self.plans[key], cu, sizes)
-        return self.plans[key]
+        plan = self.plans[key]
+        if plan.packed:
+            self._latest(plan)
+        return plan
+
+    def _latest(self, plan: Plan) -> None:
+        self.packs[id(plan)] = plan
+        self.packs.move_to_end(id(plan))
+        if len(self.packs) > MOST_PACKS:
+            _, oldest = self.packs.popitem(last=False)
+            oldest.launches.tapes.clear()
 
     def _check_share(self, held: int, cu_seqlens: CuSeqlens) -> None:
         share = sizes_of(self.layout, cu_seqlens, self.world)[self.rank]

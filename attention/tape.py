@@ -129,6 +129,9 @@ class _Like:
     def of(x: Tensor) -> _Like:
         return _Like(x.shape, x.stride(), x.dtype, x.device)
 
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
 
 @dataclass(frozen=True)
 class _View:
@@ -195,7 +198,8 @@ class Recorder(TorchDispatchMode):
 
     def keep(self, tensors: Iterable[Tensor | tuple[Tensor, ...]]) -> None:
         for x in tensors:
-            self.kept += [each for each in (x if isinstance(x, tuple) else (x,)) if self._find(each.data_ptr()) is None]
+            each_of = x if isinstance(x, tuple) else (x,)
+            self.kept += [each for each in each_of if each.numel() and self._find(each.data_ptr()) is None]
 
     def refuse(self, why: str) -> None:
         self.why = self.why or why
@@ -249,8 +253,10 @@ class Recorder(TorchDispatchMode):
         used.append(slot)
         return _Place(slot.number, address - slot.first)
 
-    def _tensor(self, x: Tensor, used: list[_Slot]) -> _Place | Tensor:
-        slot = self._find(x.data_ptr()) if x.numel() else None
+    def _tensor(self, x: Tensor, used: list[_Slot]) -> _Place | _Like | Tensor:
+        if not x.numel():
+            return _Like.of(x)  # itself it may be a view that holds much
+        slot = self._find(x.data_ptr())
         if slot is None:
             return x  # which is kept
         used.append(slot)
@@ -345,10 +351,11 @@ class Tape:
 
 def _step(x: _Call | _Slot | _View) -> Step:
     if isinstance(x, _Slot):
-        return partial(_allocate, x.number, x.like.shape, x.like.stride, x.like.dtype, x.like.device)
+        return partial(_allocate, x.number, x.like)
     if isinstance(x, _View):
         return partial(_view, x.number, x.base, x.like.shape, x.like.stride, x.offset)
-    tensors = [(i, each.number) for i, each in enumerate(x.arguments) if isinstance(each, _Place)]
+    arguments = tuple([each.empty() if isinstance(each, _Like) else each for each in x.arguments])
+    tensors = [(i, each.number) for i, each in enumerate(arguments) if isinstance(each, _Place)]
     one = [(i, each.number, each.offset) for i, each in x.addresses.items() if isinstance(each, _Place)]
     several = [
         (i, [(y.number, y.offset) if isinstance(y, _Place) else (0, y) for y in each])
@@ -356,14 +363,12 @@ def _step(x: _Call | _Slot | _View) -> Step:
         if isinstance(each, tuple)
     ]
     if not (tensors or one or several):
-        return partial(_again, x.function, x.arguments)
-    return partial(_call, x.function, x.arguments, tensors, one, several)
+        return partial(_again, x.function, arguments)
+    return partial(_call, x.function, arguments, tensors, one, several)
 
 
-def _allocate(
-    number: int, shape: Any, stride: Any, dtype: Any, device: Any, tensors: list[Any], starts: list[int]
-) -> None:
-    x = tensors[number] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+def _allocate(number: int, like: _Like, tensors: list[Any], starts: list[int]) -> None:
+    x = tensors[number] = like.empty()
     starts[number] = x.data_ptr()
 
 

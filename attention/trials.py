@@ -45,7 +45,7 @@ def by_trial(
     inputs, left_out = _Inputs(task, device, dtype), dict(choice.left_out)
     found: dict[str, float] = {}
     with torch.inference_mode(False), torch.enable_grad(), captures_undone():
-        for replayed in (False, True):  # what is launched is slower once graphs were captured
+        for replayed in (False, True):  # what is launched waits for more once graphs were captured
             functions: dict[str, ContextParallel] = {}
             for e in estimates:
                 if e.graphs == replayed:

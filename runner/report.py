@@ -79,8 +79,10 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
         prefix = f"{_file_name(folder, sweeps)}_" if len(sweeps) > 1 else ""
         tables = {"Runs": report_tables.runs_table(found)}
         if len({report_runs.labels(found)[run] for run in found}) > 1 and report_tables.comparable(found):
-            tables[f"Side by side, ms ({options.which})"] = report_tables.comparison_table(found, options.which)
-        charts = {} if lacking else report_charts.charts(found, options.which)
+            said = options.which.replace("_", " ")
+            tables[f"Side by side, ms ({said})"] = report_tables.comparison_table(found, options.which)
+        drawn = options.which if options.which in report_tables.PASSES else "total"
+        charts = {} if lacking else report_charts.charts(found, drawn)
         summary = f"{report_tables.machine(found)}\n{report_tables.same(found)}"
         environment = report_tables.environment_table(found)
         specs = {kind: chart.to_dict() for kind, chart in charts.items()}

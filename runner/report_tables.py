@@ -243,7 +243,9 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
         row = [fact(next(r for r in runs if of(r) == work), key[i], set()) for i in shown]
         for label in columns:
             time = times.get(label)
-            text = digits(time) if time is not None else latest[label].row["status"] if label in latest else ""
+            text = digits(time)
+            if label in latest and not latest[label].ok:
+                text = latest[label].row["status"]
             row.append(BEST.format(text) if text and text == best else text)
         if both:
             ours = min((t for label, t in times.items() if not latest[label].peer), default=None)

@@ -656,14 +656,18 @@ def _unplayed(fn: Any, *tensors: torch.Tensor, **given: Any) -> None:
     fn.plan(*tensors, **given).__dict__["playable"] = False
 
 
-def _tapes(fn: Any) -> tuple[list[int], list[Any]]:
-    """How many of passes without gradients, of forwards and of backwards, and why recordings gave none."""
+def _tapes(fn: Any) -> tuple[dict[tuple[Any, ...], bool], list[Any]]:
+    """Whether there is a tape, by the plan and name of each pass that was to be played; and why recordings gave none."""
     from attention.tape import Tape
 
-    every = [each for plan in fn.plans.values() for each in plan.launches.tapes.items()]
-    names = [name for (name, *_), x in every if isinstance(x, Tape)]
-    why = [(name, x) for (name, *_), x in every if x and not isinstance(x, Tape)]
-    return [names.count(name) for name in (False, True, "backward")], why
+    found: dict[tuple[Any, ...], bool] = {}
+    why = []
+    for number, plan in enumerate(fn.plans.values()):
+        for (name, *_), x in plan.launches.tapes.items():
+            found[number, name] = found.get((number, name), False) or isinstance(x, Tape)
+            if x and not isinstance(x, Tape):
+                why.append((number, name, x))
+    return found, why
 
 
 def played(
@@ -675,7 +679,7 @@ def played(
     plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
     side = torch.cuda.Stream()
     outs, gradients = [0.0], [0.0]
-    for i in range(72):  # every form thrice at least, the first two times of which are run
+    for i in range(108):  # most forms thrice at least, the first two times of which are run
         generator = torch.Generator().manual_seed(i)
         n = (256 if i % 6 == 5 else 512) * me.world
         given: dict[str, Any] = {}
@@ -694,7 +698,7 @@ def played(
         for each in (plain, fn):
             leaf = local.clone().requires_grad_()
             parts = list(leaf.split((8, kv_heads, kv_heads), -2))
-            if i % 3:
+            if i % 5 > 1:
                 parts = [x.contiguous() for x in parts]
             if each is plain or me.rank == running:
                 _unplayed(each, *parts, **given)
@@ -759,7 +763,8 @@ def played_after_an_exception(me: Rank, name: str) -> float:
         found = [out, *torch.autograd.grad(out, inputs, dout)]
         expected = expected or [x.clone() for x in found]
         differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
-    assert min(_tapes(fn)[0][1:]) >= 1
+    tapes, _ = _tapes(fn)
+    assert tapes and all(tapes.values())
     return max(me.gather(max(differences)))
 
 
@@ -822,9 +827,10 @@ def replayed_passes(me: Rank, name: str, kernel: str) -> dict[str, Any]:
     """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from strided
     tensors, by a function that replays graphs and by one that doesn't, in turn, with the symmetric memory given back in
     between: the largest relative difference of any out or gradient, how many graphs there are at the end, and how many tapes of
-    passes that are launched."""
+    passes that were launched beside them."""
     from torch.utils.checkpoint import checkpoint
 
+    from attention.tape import Tape
     from attention.transports import release
 
     plain, replayed = (attention.make(name, transport="symm", kernel=kernel, graphs=graphs) for graphs in (False, True))
@@ -854,7 +860,9 @@ def replayed_passes(me: Rank, name: str, kernel: str) -> dict[str, Any]:
             release()
             me.barrier()
     graphs = sum(graph is not None for graph in replayed.replays.graphs.values())
-    return {"difference": max(me.gather(max(differences))), "graphs": graphs, "tapes": sum(_tapes(plain)[0])}
+    every = [each for plan in plain.plans.values() for each in plan.launches.tapes.items()]
+    beside = sum(isinstance(x, Tape) and state[1] for (_, state, *_), x in every)
+    return {"difference": max(me.gather(max(differences))), "graphs": graphs, "tapes": beside}
 
 
 def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:

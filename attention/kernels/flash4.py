@@ -158,7 +158,7 @@ def _key(which: str, call: Call, tensors: tuple[Tensor, ...]) -> object:
     q, lengths = tensors[0], _lengths(call)
     mask = call.mask.left, call.mask.right
     pack = (call.max_q, call.max_k, len({x.data_ptr() for x in lengths}), *direct.forms(lengths)) if lengths else ()
-    return which, q.dtype, q.get_device(), mask, call.scale, pack, *direct.forms(tensors)
+    return which, q.get_device(), mask, call.scale, pack, *direct.forms(tensors)
 
 
 def _lengths(call: Call) -> direct.Lengths:

@@ -234,8 +234,8 @@ def backward_of(launches: list[Seen], tensors: Sequence[Tensor], lengths: Length
 
 
 def forms(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """Shapes, strides, and whether they lie as the kernels want it; where they don't, the package copies them."""
-    return tuple([(x.shape, x.stride(), x.data_ptr() % ALIGNED == 0) for x in tensors])
+    """Shapes, strides, dtypes, and whether they lie as the kernels want it; where they don't, the package copies them."""
+    return tuple([(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED == 0) for x in tensors])
 
 
 def _plain(x: Tensor) -> Tensor:

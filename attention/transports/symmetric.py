@@ -215,9 +215,10 @@ class Pool:
         tape.cannot("an exception came between")
         for lane in self.lanes.values():
             lane.filling = None
-        for each in left:
+        done = [each for each in left if not each.captured]  # of a capture that broke nothing was done
+        for each in done:
             self.publish(each.flags)
-        for each in left:
+        for each in done:
             each.close()
 
     def publish(self, flags: Flags) -> None:
@@ -347,6 +348,7 @@ class _Offered:
         self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
         self.seen: set[int] = set()  # the peers whose offer was waited for
         self.taken: Moment | None = None
+        self.captured = pool.capturing()
         lane.filling = self
         kept = slot, self.arranged
         if kept not in lane.mine:

@@ -165,6 +165,11 @@ def test_what_lies_as_no_kernel_wants_it_is_of_another_form():
     assert direct.forms([whole[:32]]) == direct.forms([whole.clone()[:32]]) != direct.forms([whole[1:]])
 
 
+def test_a_wide_result_is_of_another_form():
+    out = torch.zeros(2, 8, 3, 4)
+    assert direct.forms([out]) != direct.forms([out.bfloat16()])
+
+
 def interface(calls: list[str]) -> ModuleType:
     """What `kernel=flash4` calls of the package, of as many heads as KV heads, on a CPU: the same functions and arguments, each with
     its cache, and attention by plain PyTorch in the kernels. `calls`: the functions that were called."""

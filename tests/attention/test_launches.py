@@ -143,11 +143,21 @@ def test_an_exception_while_recording_leaves_it_to_the_next_call():
         assert run.runs == expected
 
 
-def test_tapes_of_the_latest_packs_are_kept():
+def test_tapes_of_the_packs_used_last_are_kept():
     fn = attention.make("ulysses", kernel="math")
     x = torch.zeros(64, 2, 8)
-    fn.plan(x[None], x[None], x[None]).launches.tapes["of no pack"] = []
-    for i in range(1, MOST_PACKS + 4):
-        fn.plan(x, x, x, cu_seqlens=(0, i, 64)).launches.tapes[i] = []
-    found = [each for plan in fn.plans.values() for each in plan.launches.tapes]
-    assert found == ["of no pack", *range(4, MOST_PACKS + 4)]
+
+    def use(*cu):
+        given = (x, cu) if cu else (x[None], None)
+        fn.plan(*[given[0]] * 3, cu_seqlens=given[1]).launches.tapes["of this"] = []
+
+    def kept():
+        return [plan.problem.cu_seqlens for plan in fn.plans.values() if plan.launches.tapes]
+
+    use()
+    for _ in range(2):  # plans are there the second time
+        for i in range(1, MOST_PACKS + 5):
+            use(0, 40, 64)
+            use(0, i, 64)
+        assert len(fn.plans) == MOST_PACKS + 6
+        assert set(kept()) == {(0, 64), (0, 40, 64), *((0, i, 64) for i in range(6, MOST_PACKS + 5))}

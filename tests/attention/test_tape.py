@@ -81,6 +81,22 @@ def test_tokens_that_are_joined_taken_and_put_by_number():
     assert torch.equal(first[0], run(numbers(4, 3), numbers(4, 3, start=50))[0])
 
 
+def test_of_what_is_empty_nothing_is_held():
+    memory = numbers(4, 3).numpy().copy()
+    x, seen = torch.from_numpy(memory), weakref.ref(memory)
+    del memory
+
+    def run(x):
+        return (torch.cat([x[:0], x[2:]]),)
+
+    made, results = recorded(run, x)
+    assert torch.equal(made.play((numbers(4, 3, start=5),))[0], numbers(4, 3, start=5)[2:])
+    assert seen() is not None
+    del x, results
+    gc.collect()
+    assert seen() is None
+
+
 def test_memory_from_outside_is_what_it_was():
     outside = [numbers(3, start=20)]
     address = outside[0].data_ptr()

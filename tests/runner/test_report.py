@@ -104,6 +104,10 @@ def test_rates_back_to_back_are_compared_and_have_no_chart(tmp_path, capsys):
     )
     table = comparison_table(read([folder]), "back_to_back")
     assert table.rows == [["32,768", "**2.000**", "2.500", "1.25"]]
+    without = written(
+        tmp_path / "without", result("zigzag", 1.0), result("rfa_zigzag", None, status="oom", reason="rank 2")
+    )
+    assert comparison_table(read([without]), "back_to_back").rows == [["32,768", "", "oom", ""]]
     file = tmp_path / "NOTES.md"
     file.write_text("<!-- report:a -->\n<!-- /report:a -->\n")
     given = [str(folder), "--table", "comparison", "--pass", "back_to_back", "--into", str(file), "--section", "a"]
