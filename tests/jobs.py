@@ -656,8 +656,8 @@ def _unplayed(fn: Any, *tensors: torch.Tensor, **given: Any) -> None:
     fn.plan(*tensors, **given).__dict__["playable"] = False
 
 
-def _tapes(fn: Any) -> tuple[dict[tuple[Any, ...], bool], list[Any]]:
-    """Whether there is a tape, by the plan and name of each pass that was to be played; and why recordings gave none."""
+def _tapes(fn: Any) -> tuple[list[bool], list[Any]]:
+    """Whether there is a tape, of each plan's passes that were to be played by name; and why recordings gave none."""
     from attention.tape import Tape
 
     found: dict[tuple[Any, ...], bool] = {}
@@ -667,7 +667,7 @@ def _tapes(fn: Any) -> tuple[dict[tuple[Any, ...], bool], list[Any]]:
             found[number, name] = found.get((number, name), False) or isinstance(x, Tape)
             if x and not isinstance(x, Tape):
                 why.append((number, name, x))
-    return found, why
+    return list(found.values()), why
 
 
 def played(
@@ -764,7 +764,7 @@ def played_after_an_exception(me: Rank, name: str) -> float:
         expected = expected or [x.clone() for x in found]
         differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
     tapes, _ = _tapes(fn)
-    assert tapes and all(tapes.values())
+    assert tapes and all(tapes)
     return max(me.gather(max(differences)))
 
 
