@@ -31,7 +31,7 @@ from attention.variants import Variant, check_heads, everything, nearest, varian
 __all__ = ["ContextParallel", "make", "names"]
 
 MOST_PLANS = 256
-MOST_PACKS = 32  # plans of packs whose passes have tapes, which hold the numbers of tokens that copies are by
+MOST_PACKS = 64  # plans of packs, which hold a lot, and their tapes the numbers of tokens that copies are by
 
 Packs = Tensor | list[int] | tuple[int, ...] | None
 
@@ -131,7 +131,7 @@ class ContextParallel:
         self.layout = variant.border(self.world, options)
         self.transports: dict[torch.device, Transport] = {}
         self.plans: dict[Any, Plan] = {}
-        self.packs: OrderedDict[int, Plan] = OrderedDict()  # the latest plans of packs, by identity
+        self.packs: OrderedDict[Any, None] = OrderedDict()  # of which there are plans, those used last at the end
         self.replays = Replays(asked=graphs is True) if graphs else None
 
     def __repr__(self) -> str:
@@ -258,7 +258,7 @@ class ContextParallel:
             writable = self.world > 1 and q.device.type == "cuda" and transport.pulls and q.dtype != torch.float64
             packed = cu_seqlens is not None
             place, head = divmod(self.rank, problem.ulysses)
-            while len(self.plans) >= MOST_PLANS:  # changing packs
+            while len(self.plans) >= MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
             self.plans[key] = Plan(
                 self.variant,
@@ -280,17 +280,15 @@ class ContextParallel:
             self._check_share(held, cu)
             if self.plans[key].problem.cu_seqlens != cu:
                 self.plans[key] = resized(self.plans[key], cu, sizes)
-        plan = self.plans[key]
-        if plan.packed:
-            self._latest(plan)
-        return plan
+        if cu_seqlens is not None:
+            self._latest(key)
+        return self.plans[key]
 
-    def _latest(self, plan: Plan) -> None:
-        self.packs[id(plan)] = plan
-        self.packs.move_to_end(id(plan))
+    def _latest(self, key: Any) -> None:
+        self.packs[key] = None
+        self.packs.move_to_end(key)
         if len(self.packs) > MOST_PACKS:
-            _, oldest = self.packs.popitem(last=False)
-            oldest.launches.tapes.clear()
+            self.plans.pop(self.packs.popitem(last=False)[0], None)
 
     def _check_share(self, held: int, cu_seqlens: CuSeqlens) -> None:
         share = sizes_of(self.layout, cu_seqlens, self.world)[self.rank]

@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 
+from attention.memo import memo
+
 Shard = tuple[range, ...]
 CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the total
 
@@ -65,7 +67,7 @@ class Layout:
         return _shards(self, cu_seqlens, world)
 
 
-@lru_cache(maxsize=256)
+@memo(1 << 17, lambda found, *_: sum(map(len, found)))
 def _shards(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, ...]:
     layout.check(cu_seqlens, world)
     groups = world // layout.inner

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 from attention.masks import Interval
+from attention.memo import memo
 from attention.transfers import Intervals
 
 FEW = 8  # passes of a kind that are cheaper one by one, where they copy nothing
@@ -71,7 +71,7 @@ class Passes:
     bare: Intervals
 
 
-@lru_cache(maxsize=1024)
+@memo(1 << 17, lambda found, *_: 1 + sum(map(len, found.of)))
 def passes(n: int, parts: tuple[Intervals, ...]) -> Passes:
     """For a result of `n` tokens. Each part has the tokens of its intervals, which are disjoint, side by side."""
     cuts = sorted({0, n, *(edge for intervals in parts for interval in intervals for edge in interval)})

@@ -8,10 +8,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from attention.layouts import CuSeqlens, Layout, size
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
+from attention.memo import memo
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
 MANY_SEQUENCES = 8  # of a pack, from more on stretches of each cost more than the tokens between them
@@ -87,7 +88,11 @@ def length(intervals: tuple[Interval, ...]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-@lru_cache(maxsize=4096)
+def _held(found: tuple[Step, ...], *_: object) -> int:
+    return sum([1 + len(step.blocks) + len(step.order) for step in found])
+
+
+@memo(1 << 17, _held)
 def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The steps of one rank, cached: peers' steps are asked for as often as one's own, since what a rank sends is what
     its peers' steps need."""

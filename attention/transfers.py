@@ -6,10 +6,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from attention.layouts import Shard
 from attention.masks import Interval, Mask
+from attention.memo import memo
 from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
 
 Intervals = tuple[Interval, ...]
@@ -135,7 +136,12 @@ def needed_keys(problem: Problem, rank: int) -> Shard:
     return tuple(range(*interval) for interval in step.keys)
 
 
-@lru_cache(maxsize=1024)
+def _held(found: Move, *_: object) -> int:
+    pieces = (*found.route.sends, *found.route.receives)
+    return 1 + len(found.local) + sum([len(piece.source) for piece in pieces])
+
+
+@memo(1 << 17, _held)
 def gather_move(problem: Problem, rank: int) -> Move:
     """Every rank's shard to the keys that each rank needs."""
     needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))

@@ -143,9 +143,9 @@ def test_an_exception_while_recording_leaves_it_to_the_next_call():
         assert run.runs == expected
 
 
-def test_tapes_of_the_packs_used_last_are_kept():
+def test_plans_of_the_packs_used_last_are_kept():
     fn = attention.make("ulysses", kernel="math")
-    x = torch.zeros(64, 2, 8)
+    x = torch.zeros(96, 2, 8)
 
     def use(*cu):
         given = (x, cu) if cu else (x[None], None)
@@ -155,9 +155,9 @@ def test_tapes_of_the_packs_used_last_are_kept():
         return [plan.problem.cu_seqlens for plan in fn.plans.values() if plan.launches.tapes]
 
     use()
-    for _ in range(2):  # plans are there the second time
+    for _ in range(2):
         for i in range(1, MOST_PACKS + 5):
-            use(0, 40, 64)
-            use(0, i, 64)
-        assert len(fn.plans) == MOST_PACKS + 6
-        assert set(kept()) == {(0, 64), (0, 40, 64), *((0, i, 64) for i in range(6, MOST_PACKS + 5))}
+            use(0, 80, 96)
+            use(0, i, 96)
+        assert len(fn.plans) == MOST_PACKS + 1
+        assert set(kept()) == {(0, 96), (0, 80, 96), *((0, i, 96) for i in range(6, MOST_PACKS + 5))}

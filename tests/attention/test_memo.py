@@ -1,0 +1,75 @@
+"""What is remembered of functions whose results differ in what they hold."""
+
+import gc
+import random
+import threading
+import weakref
+from itertools import accumulate
+
+import pytest
+
+from attention.masks import Mask
+from attention.memo import memo
+from attention.schedules import steps
+from attention.variants import variant
+
+
+def test_what_was_used_last_is_kept_up_to_a_weight():
+    asked = []
+
+    @memo(10, lambda result, n, *_: n)
+    def squares(n, text=""):
+        asked.append(n)
+        return [i * i for i in range(n)]
+
+    assert squares(4) is squares(4) and squares(5) is not squares(4)
+    squares(4)
+    squares(3)  # 12 in all: what was used least recently, of 5, goes
+    assert asked == [4, 5, 3] and squares.held == 7
+    squares(5)
+    assert asked == [4, 5, 3, 5]
+    assert len(squares(50)) == 50 and squares(50) is squares(50)  # the latest stays, however heavy
+    assert squares.held == 50 and squares.misses == 5
+    squares(1)
+    assert squares.held == 1
+    with pytest.raises(AssertionError):
+        squares(n=1)
+    squares.cache_clear()
+    assert squares.held == squares.misses == len(squares.found) == 0
+
+
+def test_threads_may_ask_for_the_same():
+    @memo(3, lambda *_: 1)
+    def double(n):
+        return 2 * n
+
+    wrong = []
+
+    def ask(seed):
+        order = random.Random(seed)
+        for _ in range(2000):
+            n = order.randrange(6)
+            if double(n) != 2 * n:
+                wrong.append(n)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and double.held == len(double.found) == 3
+
+
+def test_schedules_of_ever_new_packs_are_let_go_of():
+    order, seen = random.Random(0), []
+    for _ in range(8):
+        lengths = [16 * order.randint(1, 4) for _ in range(512)]
+        problem = variant("zigzag_varlen").problem((0, *accumulate(lengths)), 8, Mask.of(True), {}, None)
+        for rank in range(8):
+            found = steps(problem, rank)
+            assert steps(problem, rank) is found
+        seen.append(weakref.ref(found[0]))
+        del found
+    gc.collect()
+    assert 8 * 8 * 8 * 512 > steps.most >= steps.held  # packs, ranks, steps, sequences
+    assert [ref() is None for ref in seen] == [True] * 4 + [False] * 4
