@@ -67,7 +67,7 @@ class Layout:
         return _shards(self, cu_seqlens, world)
 
 
-@memo(1 << 17, lambda found, *_: sum(map(len, found)))
+@memo(lambda found, *_: sum(map(len, found)))
 def _shards(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, ...]:
     layout.check(cu_seqlens, world)
     groups = world // layout.inner

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import update_wrapper
 from threading import Lock
 from typing import Any, Generic, ParamSpec, TypeVar
 
+MOST = 1 << 17  # intervals, blocks or the like: some tens of MB
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,7 +21,7 @@ class Memo(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R], most: int, weight: Callable[..., int]):
         self.function, self.most, self.weight = function, most, weight
-        self.__doc__, self.__wrapped__ = function.__doc__, function
+        update_wrapper(self, function)
         self.found: OrderedDict[Any, tuple[R, int]] = OrderedDict()
         self.held = self.misses = 0
         self.lock = Lock()
@@ -48,6 +50,6 @@ class Memo(Generic[P, R]):
             self.held = self.misses = 0
 
 
-def memo(most: int, weight: Callable[..., int]) -> Callable[[Callable[P, R]], Memo[P, R]]:
+def memo(weight: Callable[..., int], most: int = MOST) -> Callable[[Callable[P, R]], Memo[P, R]]:
     """A decorator of `Memo`."""
     return lambda function: Memo(function, most, weight)

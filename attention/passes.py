@@ -71,7 +71,7 @@ class Passes:
     bare: Intervals
 
 
-@memo(1 << 17, lambda found, *_: 1 + sum(map(len, found.of)))
+@memo(lambda found, *_: 1 + sum(map(len, found.of)))
 def passes(n: int, parts: tuple[Intervals, ...]) -> Passes:
     """For a result of `n` tokens. Each part has the tokens of its intervals, which are disjoint, side by side."""
     cuts = sorted({0, n, *(edge for intervals in parts for interval in intervals for edge in interval)})

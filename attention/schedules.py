@@ -88,11 +88,11 @@ def length(intervals: tuple[Interval, ...]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _held(found: tuple[Step, ...], *_: object) -> int:
+def _weight(found: tuple[Step, ...], *_: object) -> int:
     return sum([1 + len(step.blocks) + len(step.order) for step in found])
 
 
-@memo(1 << 17, _held)
+@memo(_weight)
 def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
     """The steps of one rank, cached: peers' steps are asked for as often as one's own, since what a rank sends is what
     its peers' steps need."""

@@ -76,7 +76,7 @@ def _few(parts: Sequence[tuple[object, Intervals]]) -> bool:
     return sum([len(intervals) for _, intervals in parts]) <= MANY
 
 
-@memo(1 << 17, lambda _, part, intervals, out: 1 + len(intervals))
+@memo(lambda _, part, intervals, out: 1 + len(intervals))
 def _check(part: torch.Size, intervals: Intervals, out: torch.Size) -> None:
     if part[-3] != length(intervals) or len(part) != len(out) or part[-2:] != out[-2:]:
         raise ValueError(
@@ -231,7 +231,7 @@ class Range:
     entries: tuple[Entry, ...]
 
 
-@memo(1 << 17, lambda found, *_: 1 + sum([len(each.entries) for each in found]))
+@memo(lambda found, *_: 1 + sum([len(each.entries) for each in found]))
 def ranges(n: int, parts: tuple[Intervals, ...], most: int = MOST) -> tuple[Range, ...]:
     """`[0, n)` in as few ranges as meet at most `most` stretches each; a token has at most as many parts."""
     entries = []

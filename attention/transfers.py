@@ -136,12 +136,12 @@ def needed_keys(problem: Problem, rank: int) -> Shard:
     return tuple(range(*interval) for interval in step.keys)
 
 
-def _held(found: Move, *_: object) -> int:
+def _weight(found: Move, *_: object) -> int:
     pieces = (*found.route.sends, *found.route.receives)
     return 1 + len(found.local) + sum([len(piece.source) for piece in pieces])
 
 
-@memo(1 << 17, _held)
+@memo(_weight)
 def gather_move(problem: Problem, rank: int) -> Move:
     """Every rank's shard to the keys that each rank needs."""
     needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))

@@ -673,9 +673,9 @@ def _tapes(fn: Any) -> tuple[list[bool], list[Any]]:
 def played(
     me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool, kv_heads: int
 ) -> dict[str, Any]:
-    """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and of parts of one, on two streams, by a
-    function whose passes are played (but on the rank `running`) and by one whose passes are run, in turn, with NaN in all memory
-    that is free: the largest difference of an out, of a gradient, and the tapes of each rank."""
+    """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and of parts of
+    one, on two streams, by a function whose passes are played (but on the rank `running`) and by one whose passes are run, in turn,
+    with NaN in all memory that is free: the largest difference of an out, of a gradient, and the tapes of each rank."""
     plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
     side = torch.cuda.Stream()
     outs, gradients = [0.0], [0.0]

@@ -24,16 +24,12 @@ from attention.driver import zeros
 VERSION = "4.0.0b36"
 MOST = 4096  # shapes that are remembered
 ALIGNED = 16
-FUNCTIONS = (
-    "_flash_attn_fwd",
-    "_bwd_preprocess",
-    "_flash_attn_bwd",
-    "_bwd_postprocess_convert",
-)  # that a usual call launches by
+# that a usual call launches by
+FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
 
 Arguments = tuple[Any, ...]
 Lengths = tuple[Tensor, ...]  # a pack's, cumulative: of queries and of keys; none of a dense call
-Seen = tuple[Callable[..., object], Arguments]  # a kernel, and what it was given
+Launched = tuple[Callable[..., object], Arguments]  # a kernel, and what it was given
 
 
 @dataclass(frozen=True)
@@ -122,10 +118,10 @@ Known = Forward | Backward | None
 R = TypeVar("R")
 
 
-class _Seen:
+class _Watched:
     """In place of a function's compiled kernels while a thread's call is remembered."""
 
-    def __init__(self, kernels: Any, launches: list[Seen], thread: int):
+    def __init__(self, kernels: Any, launches: list[Launched], thread: int):
         self.kernels, self.launches, self.thread = kernels, launches, thread
 
     def __contains__(self, key: object) -> bool:
@@ -163,7 +159,7 @@ class Remembered:
         )
         self.functions = list({id(x): x for x in vars(module).values() if hasattr(x, "compile_cache")}.values())
 
-    def call(self, key: object, run: Callable[[], R], of: Callable[[list[Seen]], Known]) -> R:
+    def call(self, key: object, run: Callable[[], R], of: Callable[[list[Launched]], Known]) -> R:
         """What `run` gives; what it launches is kept as `of` makes it where the key is new. None is no key."""
         new = key is not None and key not in self.found
         if not self.usable:
@@ -178,14 +174,14 @@ class Remembered:
             self.found[key] = of(launches)
         return result
 
-    def watched(self, run: Callable[[], R]) -> tuple[R, list[Seen]]:
+    def watched(self, run: Callable[[], R]) -> tuple[R, list[Launched]]:
         """What `run` gives, and what it launches."""
-        launches: list[Seen] = []
+        launches: list[Launched] = []
         with self.lock:
             before = [function.compile_cache for function in self.functions]
             try:
                 for function, kernels in zip(self.functions, before, strict=True):
-                    function.compile_cache = _Seen(kernels, launches, threading.get_ident())
+                    function.compile_cache = _Watched(kernels, launches, threading.get_ident())
                 result = run()
             finally:
                 for function, kernels in zip(self.functions, before, strict=True):
@@ -193,7 +189,7 @@ class Remembered:
         return result, launches
 
 
-def forward_of(launches: list[Seen], tensors: Sequence[Tensor], lengths: Lengths) -> Forward | None:
+def forward_of(launches: list[Launched], tensors: Sequence[Tensor], lengths: Lengths) -> Forward | None:
     """tensors: q, k, v, out and lse."""
     if len(launches) != 1:
         return None
@@ -202,7 +198,7 @@ def forward_of(launches: list[Seen], tensors: Sequence[Tensor], lengths: Lengths
     return Forward(launch) if launch and _are(arguments[:5], tensors) else None
 
 
-def backward_of(launches: list[Seen], tensors: Sequence[Tensor], lengths: Lengths) -> Backward | None:
+def backward_of(launches: list[Launched], tensors: Sequence[Tensor], lengths: Lengths) -> Backward | None:
     """tensors: q, k, v, out, dout, lse, dq, dk and dv."""
     if len(launches) not in (3, 5):
         return None

@@ -210,6 +210,7 @@ class Captures:
 
     @cached_property
     def follow(self) -> Follow:
+        """Made where it is first needed: on a CPU there are no events."""
         return Follow()
 
     def enter(self, stream: torch.cuda.Stream) -> None:

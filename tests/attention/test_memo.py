@@ -17,7 +17,7 @@ from attention.variants import variant
 def test_what_was_used_last_is_kept_up_to_a_weight():
     asked = []
 
-    @memo(10, lambda result, n, *_: n)
+    @memo(lambda result, n, *_: n, most=10)
     def squares(n, text=""):
         asked.append(n)
         return [i * i for i in range(n)]
@@ -39,7 +39,7 @@ def test_what_was_used_last_is_kept_up_to_a_weight():
 
 
 def test_threads_may_ask_for_the_same():
-    @memo(3, lambda *_: 1)
+    @memo(lambda *_: 1, most=3)
     def double(n):
         return 2 * n
 
