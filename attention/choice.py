@@ -22,7 +22,7 @@ from attention.links import Link, Measured
 from attention.masks import Mask
 from attention.passes import passes
 from attention.rates import LONG, Rate, Speed
-from attention.schedules import Problem, Step, length, steps, union
+from attention.schedules import Problem, Step, length, masks, steps, union
 from attention.transfers import Intervals, gather_move, packed_calls, step_route
 from attention.variants import VARIANTS, Variant, check_heads
 
@@ -373,7 +373,8 @@ def choose(task: Task, machine: Machine) -> Choice:
 
 def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estimate]:
     """Over each transport. Raises ValueError for what this machine does not do."""
-    kernel = machine.kernel(masks(candidate.problem(task)))
+    problem = candidate.problem(task)
+    kernel = machine.kernel(masks(problem, _places(problem)))
     _check_memory(candidate, task, machine)
     if candidate.options.get("grouping") == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
@@ -450,12 +451,6 @@ def _settings(v: Variant, task: Task) -> Iterator[dict[str, Any]]:
                 yield {"heads_k_stride": stride, **({"grouping": how} if how else {})}
     else:
         yield {}
-
-
-def masks(problem: Problem) -> tuple[Mask, ...]:
-    """All masks that any rank's blocks have."""
-    found = {b.mask for place in _places(problem) for step in steps(problem, place) for b in step.blocks}
-    return tuple(sorted(found, key=lambda m: (m.left, m.right)))
 
 
 def _places(problem: Problem) -> list[int]:

@@ -17,12 +17,13 @@ from torch.autograd import forward_ad
 from attention import automatic, kernels, transports
 from attention.choice import AUTO, SUMMARY, Choice, check_graphs
 from attention.executors import EXECUTORS, grouping
-from attention.executors.plan import Plan, masks_of, plan_steps, resized
+from attention.executors.plan import Plan, plan_steps, resized
 from attention.graphs import Replays
 from attention.kernels import Shape, UnsupportedCall
 from attention.layouts import CuSeqlens, Shard, sizes_of
 from attention.masks import Mask
 from attention.peers import calls
+from attention.schedules import masks
 from attention.tape import Run
 from attention.tensors import on_host, token_dim
 from attention.transports import Transport
@@ -248,9 +249,9 @@ class ContextParallel:
                 raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
             if self.variant.exchange == "peer":
                 calls.check(self.variant.name, shape, q.shape[0], self.transport_name, return_lse)
-                kernel = calls.kernel(self.variant.name, self.kernel_name, shape, masks_of(problem))
+                kernel = calls.kernel(self.variant.name, self.kernel_name, shape, masks(problem))
             else:
-                kernel = kernels.select(self.kernel_name, shape, masks_of(problem), self.variant.decode)
+                kernel = kernels.select(self.kernel_name, shape, masks(problem), self.variant.decode)
             scale = shape.head_dim**-0.5 if scale is None else scale
             transport = self._transport(q.device)
             if self.replays is not None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
 
 from attention.layouts import CuSeqlens, Layout, size
 from attention.masks import CAUSAL, FULL, Interval, Mask, tile
@@ -32,13 +33,18 @@ class Block:
         return self.mask.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
-    """`order`: which keys there are and how they lie, where that is not what the blocks touch, in order."""
+    """Its blocks are made when they are asked for, which of peers they seldom are: of those a rank needs to know the keys. `order`:
+    which keys there are and how they lie, where that is known without the blocks, or is not what they touch, in order."""
 
     owner: int
-    blocks: tuple[Block, ...]
+    make: Callable[[], Iterable[Block]] = tuple
     order: tuple[Interval, ...] = ()
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(self.make())
 
     @cached_property
     def keys(self) -> tuple[Interval, ...]:
@@ -88,8 +94,8 @@ def length(intervals: tuple[Interval, ...]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _weight(found: tuple[Step, ...], *_: object) -> int:
-    return sum([1 + len(step.blocks) + len(step.order) for step in found])
+def _weight(found: tuple[Step, ...], problem: Problem, *_: object) -> int:
+    return sum([len(problem.cu_seqlens) + len(step.order) for step in found])
 
 
 @memo(_weight)
@@ -99,14 +105,25 @@ def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
     return tuple(problem.build(problem, rank))
 
 
+def masks(problem: Problem, places: Iterable[int] | None = None) -> tuple[Mask, ...]:
+    """All masks that blocks may have, of any rank, so that all pick the same kernel; `places` is where those of a window are looked
+    for, by default everywhere. What is left of a mask without one is causal or full."""
+    if not problem.mask.windowed:
+        return tuple(dict.fromkeys((FULL, problem.mask)))
+    found = {b.mask for place in places or range(problem.world) for step in steps(problem, place) for b in step.blocks}
+    return tuple(sorted(found, key=lambda m: (m.left, m.right)))
+
+
 def local(problem: Problem, rank: int) -> list[Step]:
     """Everything is here: one step against one's own keys.
 
     Source: FlashAttention (Dao et al., 2022) on one device; DeepSpeed Ulysses (Jacobs et al., 2023) after its exchange."""
-    blocks = []
-    for start, stop in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
-        blocks += _tiles(problem.mask, (0, stop - start), start, (0, stop - start), start)
-    return [Step(rank, tuple(blocks))]
+
+    def blocks() -> Iterator[Block]:
+        for start, stop in pairwise(problem.cu_seqlens):
+            yield from _tiles(problem.mask, (0, stop - start), start, (0, stop - start), start)
+
+    return [Step(rank, blocks)]
 
 
 def ring(problem: Problem, rank: int) -> list[Step]:
@@ -114,14 +131,19 @@ def ring(problem: Problem, rank: int) -> list[Step]:
     later ranks do more; a window leaves most steps empty.
 
     Source: Ring Attention (Liu et al., 2023)."""
+
+    def blocks(owner: int) -> Iterator[Block]:
+        for at, n in _local_sequences(problem):
+            q, k = (rank * n, (rank + 1) * n), (owner * n, (owner + 1) * n)
+            yield from _tiles(problem.mask, q, at - q[0], k, at - k[0])
+
     result = []
     for i in range(problem.world):
         owner = (rank - i) % problem.world
-        blocks = []
-        for at, n in _local_sequences(problem):
-            q, k = (rank * n, (rank + 1) * n), (owner * n, (owner + 1) * n)
-            blocks += _tiles(problem.mask, q, at - q[0], k, at - k[0])
-        result.append(Step(owner, tuple(blocks)))
+        if problem.mask.causal and owner > rank:
+            result.append(Step(owner))
+        else:
+            result.append(Step(owner, partial(blocks, owner), () if problem.mask.windowed else _whole(problem)))
     return result
 
 
@@ -131,21 +153,20 @@ def zigzag(problem: Problem, rank: int) -> list[Step]:
     pack of many sequences an earlier rank's shard comes whole, for its first chunks are as many stretches.
 
     Source: ring-flash-attention's zigzag ring (Zhu, 2024)."""
-    result = []
-    whole = ((0, problem.cu_seqlens[-1] // problem.world),) if len(problem.cu_seqlens) - 1 > MANY_SEQUENCES else ()
-    for i in range(problem.world):
-        owner = (rank - i) % problem.world
-        blocks = []
+
+    def blocks(owner: int) -> Iterator[Block]:
         for at, n in _local_sequences(problem):
             half, end = at + n // 2, at + n
             if owner == rank:
-                blocks.append(Block((at, end), (at, end), CAUSAL))
+                yield Block((at, end), (at, end), CAUSAL)
             elif owner < rank:
-                blocks.append(Block((at, end), (at, half), FULL))
+                yield Block((at, end), (at, half), FULL)
             else:
-                blocks.append(Block((half, end), (at, end), FULL))
-        result.append(Step(owner, tuple(blocks), whole if owner < rank else ()))
-    return result
+                yield Block((half, end), (at, end), FULL)
+
+    order = _whole(problem) if len(problem.cu_seqlens) - 1 > MANY_SEQUENCES else ()
+    owners = [(rank - i) % problem.world for i in range(problem.world)]
+    return [Step(owner, partial(blocks, owner), order) for owner in owners]
 
 
 def stripe(problem: Problem, rank: int) -> list[Step]:
@@ -153,24 +174,27 @@ def stripe(problem: Problem, rank: int) -> list[Step]:
     index before.
 
     Source: Striped Attention (Brandon et al., 2023)."""
-    result = []
-    for i in range(problem.world):
-        owner = (rank - i) % problem.world
-        blocks = []
+
+    def blocks(owner: int) -> Iterator[Block]:
         for at, n in _local_sequences(problem):
             if owner <= rank and n:
-                blocks.append(Block((at, at + n), (at, at + n), CAUSAL))
+                yield Block((at, at + n), (at, at + n), CAUSAL)
             elif n > 1:
-                blocks.append(Block((at + 1, at + n), (at, at + n - 1), CAUSAL))
-        result.append(Step(owner, tuple(blocks)))
-    return result
+                yield Block((at + 1, at + n), (at, at + n - 1), CAUSAL)
+
+    owners = [(rank - i) % problem.world for i in range(problem.world)]
+    return [Step(owner, partial(blocks, owner)) for owner in owners]
 
 
 def gather(problem: Problem, rank: int) -> list[Step]:
     """All needed keys in sequence order: each of the rank's query chunks is one block against its keys.
 
     Source: The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024)."""
-    blocks = []
+    return [Step(SEQUENCE, partial(_gathered, problem, rank))]
+
+
+def _gathered(problem: Problem, rank: int) -> list[Block]:
+    blocks: list[Block] = []
     at = 0
     seen = [0] * len(problem.cu_seqlens)  # chunks of each sequence so far
     for chunk in problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]:
@@ -181,11 +205,11 @@ def gather(problem: Problem, rank: int) -> list[Step]:
                 break
             a, b = max(chunk.start, start), min(chunk.stop, stop)
             if a < b:
-                found = _tiles(problem.mask, (a - start, b - start), at - (a - start), (0, stop - start), start)
-                blocks += [replace(block, group=seen[number]) for block in found]
+                q, k = (a - start, b - start), (0, stop - start)
+                blocks += _tiles(problem.mask, q, at - q[0], k, start, seen[number])
                 seen[number] += 1
                 at += b - a
-    return [Step(SEQUENCE, tuple(blocks))]
+    return blocks
 
 
 def gather_by_owner(problem: Problem, rank: int) -> list[Step]:
@@ -193,9 +217,14 @@ def gather_by_owner(problem: Problem, rank: int) -> list[Step]:
     shard is many stretches, and all of it is one.
 
     Source: ours."""
-    (step,) = gather(problem, rank)
-    shards = problem.layout.shards(problem.cu_seqlens, problem.world)
-    return [replace(step, order=tuple((r.start, r.stop) for shard in shards for r in shard if r))]
+    order = by_owner(problem.layout, problem.cu_seqlens, problem.world)
+    return [Step(SEQUENCE, partial(_gathered, problem, rank), order)]
+
+
+@memo(lambda found, *_: len(found))
+def by_owner(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[Interval, ...]:
+    """All keys, one rank's shard behind another's: one object for all ranks."""
+    return tuple((r.start, r.stop) for shard in layout.shards(cu_seqlens, world) for r in shard if r)
 
 
 def own_first(problem: Problem, rank: int) -> list[Step]:
@@ -204,20 +233,23 @@ def own_first(problem: Problem, rank: int) -> list[Step]:
     ones, which the second query chunk sees.
 
     Source: ours, of the zigzag ring's first step (Zhu, 2024) and zigzag_llama3 (petrpan26/ring-flash-attention, 2025)."""
-    world, blocks, order = problem.world, [], []
-    for start, (at, n) in zip(problem.cu_seqlens, _local_sequences(problem), strict=False):
+    world = problem.world
+    earlier = list(range(rank))  # chunks of each sequence
+    later = [i for peer in range(rank + 1, world) for i in (peer, 2 * world - 1 - peer)]
+    sequences = [x for x in zip(problem.cu_seqlens, _local_sequences(problem), strict=False) if x[1][1]]
+
+    def chunks(start: int, n: int, which: Iterable[int]) -> list[Interval]:
         c = n // 2
+        return [(start + i * c, start + (i + 1) * c) for i in which]
 
-        def chunk(i: int, start: int = start, c: int = c) -> Interval:
-            return start + i * c, start + (i + 1) * c
+    def blocks() -> Iterator[Block]:
+        for start, (at, n) in sequences:
+            half, end = at + n // 2, at + n
+            yield from [Block((at, half), k, FULL, 0) for k in chunks(start, n, earlier)]
+            yield from [Block((half, end), k, FULL, 1) for k in chunks(start, n, earlier + later)]
 
-        earlier = [chunk(peer) for peer in range(rank)]
-        later = [chunk(i) for peer in range(rank + 1, world) for i in (peer, 2 * world - 1 - peer)]
-        if c:
-            order += earlier + later
-            blocks += [Block((at, at + c), k, FULL, 0) for k in earlier]
-            blocks += [Block((at + c, at + n), k, FULL, 1) for k in earlier + later]
-    return [zigzag(problem, rank)[0], Step(SEQUENCE, tuple(blocks), tuple(order))]
+    order = [k for start, (_, n) in sequences for k in chunks(start, n, earlier + later)]
+    return [zigzag(problem, rank)[0], Step(SEQUENCE, blocks, tuple(order))]
 
 
 def tree(problem: Problem, rank: int) -> list[Step]:
@@ -236,20 +268,25 @@ def ring_decode(problem: Problem, rank: int) -> list[Step]:
         owner = (rank - i) % problem.world
         n = size(problem.layout.shards(problem.cu_seqlens, problem.world)[owner])
         blocks = (Block((0, problem.q_tokens or 0), (0, n), FULL),) if n else ()
-        result.append(Step(owner, blocks))
+        result.append(Step(owner, partial(tuple, blocks)))
     return result
+
+
+def _whole(problem: Problem) -> tuple[Interval, ...]:
+    """All of an equal shard."""
+    return ((0, problem.cu_seqlens[-1] // problem.world),)
 
 
 def _local_sequences(problem: Problem) -> Iterator[tuple[int, int]]:
     """(local start, local length) of every sequence under an equal per-sequence split."""
-    for start, stop in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
+    for start, stop in pairwise(problem.cu_seqlens):
         yield start // problem.world, (stop - start) // problem.world
 
 
-def _tiles(mask: Mask, q: Interval, q_shift: int, k: Interval, k_shift: int) -> list[Block]:
+def _tiles(mask: Mask, q: Interval, q_shift: int, k: Interval, k_shift: int, group: int = 0) -> list[Block]:
     """The block that the mask leaves on queries `q` and keys `k` (sequence positions), shifted to local slices."""
     found = tile(mask, q, k)
     if found is None:
         return []
     (a, b), (c, d), left_over = found
-    return [Block((a + q_shift, b + q_shift), (c + k_shift, d + k_shift), left_over)]
+    return [Block((a + q_shift, b + q_shift), (c + k_shift, d + k_shift), left_over, group)]

@@ -14,7 +14,7 @@ from attention.masks import Interval
 from attention.memo import memo
 from attention.passes import Bundle, passes
 from attention.schedules import length
-from attention.tensors import FEW, add_, held, index, put_, room, rows, take, token_dim, tokens, wide
+from attention.tensors import FEW, add_, held, index, places, put_, room, rows, take, token_dim, tokens, uploaded, wide
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
@@ -99,9 +99,8 @@ def sum_numbered(out: Tensor, parts: Parts) -> None:
 def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
     """int32 `[n]`: which token of a part over the intervals each of n tokens is, -1 where it is none."""
     found = torch.full((n,), -1, dtype=torch.int32)
-    for (start, stop), (at, _) in zip(intervals, side_by_side(intervals), strict=True):
-        found[start:stop] = torch.arange(at, at + stop - start, dtype=torch.int32)
-    return found.to(device)
+    found[places(intervals, torch.int64)] = torch.arange(length(intervals), dtype=torch.int32)
+    return uploaded(found, device)
 
 
 def sum_eager(out: Tensor, parts: Parts) -> None:

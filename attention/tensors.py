@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.masks import Interval
+from attention.streams import On, capturing, current
 
 _read = WeakTensorKeyDictionary()  # by tensor, when it was read and what stood there
 
@@ -68,7 +69,33 @@ def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dt
 
 @lru_cache(maxsize=128)
 def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.arange(start, stop, dtype=dtype) for start, stop in intervals]).to(device)
+    return uploaded(places(intervals, dtype), device)
+
+
+def places(intervals: tuple[Interval, ...], dtype: torch.dtype) -> Tensor:
+    """`[n]` on the host: the tokens of the intervals, in order."""
+    starts, stops = torch.tensor(intervals, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    lengths = stops - starts
+    before = lengths.cumsum(0) - lengths
+    return (torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)).to(dtype)
+
+
+_uploads: dict[int, torch.cuda.Stream] = {}  # by device
+
+
+def uploaded(x: Tensor, device: torch.device) -> Tensor:
+    """x of the host on the device, where any stream may read it when this returns. That waits for nothing that streams were given
+    before, unlike `x.to(device)`, for which the current stream's work has to end."""
+    if device.type != "cuda" or capturing(device):
+        return x.to(device)
+    if device.index not in _uploads:
+        _uploads[device.index] = torch.cuda.Stream(device)
+    reader, stream = current(device), _uploads[device.index]
+    with On(stream):
+        found = x.pin_memory().to(device, non_blocking=True)
+    stream.synchronize()
+    found.record_stream(reader)  # which may still read it when it is let go of
+    return found
 
 
 T = TypeVar("T")

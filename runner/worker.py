@@ -16,10 +16,10 @@ import torch
 from attention import automatic, costs, graphs, transports
 from attention.choice import AUTO, Choice
 from attention.choice import ceilings as choose_ceilings
-from attention.executors.plan import masks_of
 from attention.kernels import Shape, passed_over
 from attention.peers.calls import served
 from attention.phases import Recorder, recording
+from attention.schedules import masks
 from runner import ceilings, environment, metrics, phases, profile, timing
 from runner.correctness import check, kept_bytes
 from runner.rank import Rank, memory_limit
@@ -345,7 +345,7 @@ def _do_bench(
 def _passed_over(work: AttentionWork) -> dict[str, str]:
     """Of the kernels that kernel=auto would rather have taken, why it did not."""
     shape = Shape.of(work.q, work.k, work.backward)
-    return passed_over(work.plan.kernel.name, shape, masks_of(work.plan.problem), work.fn.variant.decode)
+    return passed_over(work.plan.kernel.name, shape, masks(work.plan.problem), work.fn.variant.decode)
 
 
 def _phase_runs(iteration_s: float) -> int:

@@ -25,8 +25,8 @@ from attention.transfers import (
     gather_move,
     joined,
     move,
+    route_of,
     side_by_side,
-    step_route,
     within,
 )
 from attention.transports import Message, Messages, Transport
@@ -152,27 +152,20 @@ class Plan:
         return self._messages[key][1]
 
 
-def masks_of(problem: Problem) -> tuple[Mask, ...]:
-    """All masks that any rank's blocks have, so that every rank picks the same kernel."""
-    found = {b.mask for rank in range(problem.world) for step in steps(problem, rank) for b in step.blocks}
-    return tuple(sorted(found, key=lambda m: (m.left, m.right)))
-
-
 def plan_steps(
     problem: Problem, rank: int, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> tuple[PlannedStep, ...]:
     planned = []
-    for i, step in enumerate(steps(problem, rank)):
+    for everyones in zip(*[steps(problem, peer) for peer in range(problem.world)], strict=True):
+        step = everyones[rank]
         mine = step.owner == rank
         keys = step.keys
         # one's own keys are used in place, others' arrive as the needed intervals side by side
         where = _identity if mine else within(keys)
         calls = tuple(_calls(step, where, scale, packed, deterministic, device))
-        everyone = range(problem.world)
-        if step.owner == SEQUENCE:
-            route, most = Route((), ()), max(length(steps(problem, peer)[i].keys) for peer in everyone)
-        else:
-            route, most = step_route(problem, rank, i), max(step_route(problem, p, i).received_tokens for p in everyone)
+        brought = {id(x.keys): x.keys for peer, x in enumerate(everyones) if x.owner != peer}  # all may want the same
+        route = Route((), ()) if step.owner == SEQUENCE else route_of(everyones, rank)
+        most = max(map(length, brought.values()), default=0)
         planned.append(PlannedStep(step.owner, keys, length(keys), calls, route, most))
     return tuple(planned)
 

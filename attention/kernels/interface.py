@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from attention.masks import FULL, Mask
+from attention.tensors import uploaded
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -55,14 +57,12 @@ class Call:
         device: torch.device,
         deterministic: bool = False,
     ) -> Call:
-        def cumulate(lengths: Sequence[int]) -> Tensor:
-            cpu = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-            cpu[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-            return cpu.to(device)
-
-        return Call(
-            scale, mask, tuple(q_lengths), tuple(k_lengths), cumulate(q_lengths), cumulate(k_lengths), deterministic
-        )
+        n = len(q_lengths) + 1
+        aligned = -(-n // 4) * 4  # both begin at a multiple of 16 bytes, and go to the device at once
+        both = [*accumulate(q_lengths, initial=0), *[0] * (aligned - n), *accumulate(k_lengths, initial=0)]
+        there = uploaded(torch.tensor(both, dtype=torch.int32), device)
+        cu_q, cu_k = there[:n], there[aligned:]
+        return Call(scale, mask, tuple(q_lengths), tuple(k_lengths), cu_q, cu_k, deterministic)
 
 
 @dataclass(frozen=True)

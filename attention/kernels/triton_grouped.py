@@ -23,7 +23,7 @@ from attention.kernels.interface import Pair, settle
 from attention.kernels.start import MOST, Start
 from attention.kernels.triton_decode import dtype_rule
 from attention.merge import empty_result
-from attention.tensors import held
+from attention.tensors import held, uploaded
 
 MAX_GROUPS = 8
 MAX_SETS = 4
@@ -351,7 +351,7 @@ def _start(
 @lru_cache(maxsize=256)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[G]`, kept, so that a repeated call copies nothing to the device."""
-    return torch.tensor(ends, dtype=torch.int32, device=device)
+    return uploaded(torch.tensor(ends, dtype=torch.int32), device)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], scale: float) -> None:

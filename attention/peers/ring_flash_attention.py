@@ -19,6 +19,7 @@ from attention.peers.flash_functions import (
     serve,
     serve_backward,
 )
+from attention.tensors import uploaded
 
 FUNCTIONS = {
     "rfa_ring": "ring_flash_attn_func",
@@ -41,7 +42,7 @@ def _package() -> ModuleType:
 def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: torch.device) -> tuple[Any, ...]:
     """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and the needed slice of the keys; done once a batch by its
     users, before the layers."""
-    cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    cu = uploaded(torch.tensor(cu_seqlens, dtype=torch.int32), device)
     found = _package().llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, world)
     for x in found[:2]:
         lengths(x)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from geometry import (
     ANY_LENGTHS,
     DECODES,
@@ -30,10 +31,22 @@ from geometry import (
 )
 
 import attention
+from attention.executors.plan import plan_steps
 from attention.layouts import CONTIGUOUS, positions
 from attention.masks import CAUSAL, FULL, Mask
-from attention.schedules import SEQUENCE, Problem, gather, gather_by_owner, length, own_first, steps, union, zigzag
-from attention.transfers import gather_move, needed_keys, step_route
+from attention.schedules import (
+    SEQUENCE,
+    Problem,
+    gather,
+    gather_by_owner,
+    length,
+    masks,
+    own_first,
+    steps,
+    union,
+    zigzag,
+)
+from attention.transfers import gather_move, move, needed_keys, step_route
 from attention.transports.symmetric import stretches
 from attention.variants import VARIANTS, Variant, check_heads, variant
 
@@ -80,6 +93,32 @@ def test_all_ranks_have_as_many_steps(name, world):
     for problem in problems(VARIANTS[name], world):
         assert problem.ranks == world
         assert len({len(steps(problem, place)) for place in range(problem.world)}) == 1
+
+
+@every_variant
+@every_world
+def test_masks_are_those_of_all_blocks_and_full_or_the_problems_own(name, world):
+    for problem in problems(VARIANTS[name], world):
+        found = {b.mask for place in range(problem.world) for step in steps(problem, place) for b in step.blocks}
+        known = set(masks(problem))
+        assert found <= known, problem
+        assert known == found if problem.mask.windowed else known <= {FULL, problem.mask}, problem
+
+
+@pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "zigzag_llama3"])
+def test_of_a_large_pack_peers_blocks_are_not_made(name):
+    world, cu = 4, cumulated([64, 128, 32] * 40)
+    problem = VARIANTS[name].problem(cu, world, CAUSAL)
+    assert masks(problem) == (FULL, CAUSAL)
+    planned = plan_steps(problem, 1, 1.0, True, False, torch.device("cpu"))
+    assert any(step.calls for step in planned)
+    for place in {0, 2, 3}:
+        assert not any(vars(step).get("blocks") for step in steps(problem, place))
+    for place in range(world):
+        for step in steps(problem, place):  # the keys that are known without the blocks are all that these touch
+            touched = {t for b in step.blocks for t in range(*b.k)}
+            known = {t for interval in step.keys for t in range(*interval)}
+            assert touched == known if name == "ring_varlen" else touched <= known
 
 
 @pytest.mark.parametrize("name", ["zigzag", "zigzag_varlen", "zigzag_llama3", "ring_allgather", "usp"])
@@ -205,7 +244,8 @@ def test_with_own_first_only_others_keys_are_gathered_and_whole(world):
             continue
         for rank, shard in enumerate(problem.layout.shards(problem.cu_seqlens, world)):
             mine, others = steps(problem, rank)
-            assert mine == steps(replace(problem, build=zigzag), rank)[0]
+            plain = steps(replace(problem, build=zigzag), rank)[0]
+            assert (mine.owner, mine.blocks, mine.keys) == (rank, plain.blocks, plain.keys)
             assert others.owner == SEQUENCE and all(block.mask.full for block in others.blocks)
             assert not set(positions(needed_keys(problem, rank))) & set(positions(shard))
 
@@ -222,6 +262,7 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
         plain = steps(replace(problem, build=gather), rank)
         assert [step.blocks for step in steps(problem, rank)] == [step.blocks for step in plain]
         assert positions(needed_keys(problem, rank)) == [t for shard in shards for t in positions(shard)]
+        assert gather_move(problem, rank) == move(shards, tuple(needed_keys(problem, i) for i in range(world)), rank)
         route = gather_move(problem, rank).route
         for pieces in (route.receives, route.sends, route.reversed().receives, route.reversed().sends):
             assert len(pieces) == world - 1
