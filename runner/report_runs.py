@@ -91,6 +91,7 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
     experiment = value.get("experiment") or {}
     work = experiment.get("workload") or config
     attention = config.get("attention") or {}
+    timing = experiment.get("timing") or config.get("timing") or {}
     options = experiment.get("options", {k: v for k, v in attention.items() if k != "name"})
     world = experiment.get("world_size", config.get("world_size"))
     if world == "auto" and (named := re.search(r"_w(\d+)_", value["name"])):
@@ -116,10 +117,10 @@ def _run(folder: Path, value: dict[str, Any]) -> Run:
         "heads": f"{heads}:{kv_heads}" if heads is not None else None,
         "head_dim": work.get("head_dim"),
         "mask": _mask(work) if "causal" in work else None,
-        "pack": _pack(work.get("seqlens")),
+        "pack": _pack(work.get("seqlens"), timing.get("new_packs", False)),
         "dtype": work["dtype"] if isinstance(work.get("dtype"), str) else _name(work.get("dtype")),
         "mode": experiment.get("mode") or config.get("mode") or _mode(row["attention"]),
-        "timing": (experiment.get("timing") or config.get("timing") or {}).get("method"),
+        "timing": results.timed(timing) if timing else None,
         "kernel": chosen["kernel"] if chosen["kernel"] != "auto" else None,  # none was chosen
         # a world of one has none, a peer's is its own affair
         "transport": None
@@ -152,10 +153,11 @@ def _mask(work: dict[str, Any]) -> str:
     return Workload(**{**fields, "window": tuple(work["window"])}).mask.describe()  # type: ignore[arg-type]
 
 
-def _pack(seqlens: Any) -> str | None:
+def _pack(seqlens: Any, new: bool) -> str | None:
     if not seqlens:
         return None
-    return f"{len(seqlens)} sequences" if isinstance(seqlens, (list, tuple)) else str(seqlens)
+    said = f"{len(seqlens)} sequences" if isinstance(seqlens, (list, tuple)) else str(seqlens)
+    return said + (", new each time" if new else "")
 
 
 def in_order(runs: Iterable[Run]) -> list[Run]:

@@ -103,6 +103,7 @@ def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: list[str]) ->
         raise
 
 
+TOLD_BY = {"timing.layers": "timing", "timing.autograd_thread": "timing", "timing.new_packs": "seqlens"}
 MOST_LENGTHS = 8  # of a pack that are written out
 COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
@@ -124,11 +125,13 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         found |= {key: value for key, value in work.items() if key not in ("window", "seqlens")}
         found["window"] = "{},{}".format(*work["window"])
         found["seqlens"] = _lengths(work.get("seqlens"))
+        if experiment["timing"].get("new_packs"):
+            found["seqlens"] = f"{len(work['seqlens'])} sequences, in a new order for each sample"
         found |= {key: experiment.get(key) for key in ("mode", "seed")}
         found["options"] = " ".join(f"{k}={v}" for k, v in experiment["options"].items() if v is not None)
         found |= {"world_size": experiment["world_size"], "device": experiment["device"]}
         found |= {"kernel": experiment["kernel"], "transport": experiment["transport"]}
-        found["timing"] = experiment["timing"]["method"]
+        found["timing"] = timed(experiment["timing"])
     else:
         found |= _asked(config)
     if value.get("chosen"):
@@ -161,6 +164,14 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
     if (value.get("correctness") or {}).get("tensors"):
         found["rel_l2_out"] = value["correctness"]["tensors"]["out"]["rel_l2"]
     return {column: found.get(column) for column in COLUMNS}
+
+
+def timed(timing: Mapping[str, Any]) -> str:
+    """How a run was timed, in a few words."""
+    said = str(timing.get("method"))
+    if timing.get("layers", 1) > 1:
+        said += f" over {timing['layers']} layers"
+    return said + (" with autograd's thread" if timing.get("autograd_thread", False) else "")
 
 
 def _asked(config: Any) -> dict[str, Any]:
@@ -214,7 +225,8 @@ def _settings(values: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
     for key in dict.fromkeys(key for one in given for key in one):
         texts = {one.get(key) for one, _ in known}
         # a column may hold what was taken, the same for auto and for its choice
-        told = len({entry[key] for _, entry in known}) if key in COLUMNS else 1
+        column = TOLD_BY.get(key, key)
+        told = len({entry[column] for _, entry in known}) if column in COLUMNS else 1
         if (
             len(texts) > told
             and not key.startswith(("attention.", "seqlens_", "hydra."))

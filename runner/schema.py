@@ -8,8 +8,10 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
+from math import factorial, prod
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -38,6 +40,8 @@ DEFAULT_SIZES = {
     "cuda": {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "seq_len": 32768},
 }
 
+
+NEW_PACKS = 1024  # of a run, the first one again behind the last; far more than are remembered
 
 TIMING_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "timing_runs": 6},
@@ -75,6 +79,8 @@ class TimingConf:
     warmup_runs: int | None = None  # iterations before the first sample, at least; null: 3 on a GPU, 1 on a CPU
     warmup_ms: float | None = None  # and this long at least; null: 200 on a GPU, 0 on a CPU
     timing_runs: int | None = None  # samples; null: 20 on a GPU, 6 on a CPU, the least that give an interval
+    layers: int = 1  # calls that a sample has, one after another as a model's layers; what is reported is a layer's
+    new_packs: bool = False  # each sample's pack is new: the same lengths in another order
     flush_l2: bool = False  # overwrite the L2 cache before every sample
     autograd_thread: bool = False  # backwards by autograd's own thread: woken once a model's backward, here once a pass
     do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
@@ -346,13 +352,14 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         )
         raise InvalidConfig(f"{error}{way_out}") from None
     timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
-    for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0)):
+    for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0), ("layers", 1)):
         _positive(f"timing.{key}", timing[key], least)
     if not 0 <= timing["warmup_ms"] < math.inf:
         raise InvalidConfig(f"timing.warmup_ms={timing['warmup_ms']:g}: must be a time of at least 0, or null")
     for key in ("precision", "time_cap_s"):
         _above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}")
     _check_limits(cfg)
+    _check_model(cfg, work)
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["counters"] and (device != "cuda" or world > 1):
@@ -393,6 +400,35 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         deterministic=cfg.deterministic,
         graphs=cfg.graphs,
     )
+
+
+def _check_model(cfg: DictConfig, work: Workload) -> None:
+    """Raises InvalidConfig where samples of several layers, or of a pack each, can't be."""
+    asked = [
+        (f"timing.layers={cfg.timing.layers}", cfg.timing.layers > 1),
+        ("timing.new_packs=true", cfg.timing.new_packs),
+    ]
+    for what in (what for what, wanted in asked if wanted):
+        if cfg.timing.method not in ("warmup", "adaptive"):
+            raise InvalidConfig(
+                f"{what} timing={cfg.timing.method}: samples are of one call there; timing=warmup and adaptive have layers"
+            )
+        if cfg.timing.do_bench:
+            raise InvalidConfig(f"{what} timing.do_bench=true: that times one call by itself; use one of the two")
+    if not cfg.timing.new_packs:
+        return
+    if work.seqlens is None:
+        raise InvalidConfig("timing.new_packs=true: this is no pack; give seqlens=random or a list of lengths")
+    if cfg.graphs:
+        raise InvalidConfig(
+            f"timing.new_packs=true graphs={str(cfg.graphs).lower()}: what is replayed has to come again; use graphs=false"
+        )
+    orders = factorial(len(work.seqlens)) // prod(factorial(n) for n in Counter(work.seqlens).values())
+    if orders <= NEW_PACKS:
+        raise InvalidConfig(
+            f"timing.new_packs=true: this pack's lengths have {orders} orders of the {NEW_PACKS} that are wanted; give more "
+            "sequences, of different lengths"
+        )
 
 
 def _tried(cfg: DictConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The timing methods. A `Workpiece` is what is timed (passes that run in order); a `Stopwatch` is how (events on CUDA,
+"""The timing methods. `Passes` are what is timed, in order; a `Stopwatch` is how (events on CUDA,
 perf_counter on a CPU). All ranks do the same number of iterations; samples are ms and are never dropped."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BASELINE_S = 1.0  # more of short iterations, for so long,
 BASELINE_CAP_S = 20.0  # and fewer of long ones, so that they end after this, but one at least
 
 
-class Workpiece(Protocol):
+class Passes(Protocol):
     """`passes` in the order in which they run within an iteration: `forward`, then `backward` where it is timed."""
 
     passes: tuple[str, ...]
@@ -36,6 +36,8 @@ class Workpiece(Protocol):
     def run(self, which: str) -> None:
         """One pass; `backward` uses the last `forward`."""
 
+
+class Workpiece(Passes, Protocol):
     def repeat(self, which: str, times: int) -> None:
         """The same pass `times` times."""
 
@@ -124,7 +126,7 @@ class Warmed:
 
 
 def warm(
-    work: Workpiece,
+    work: Passes,
     watch: Stopwatch,
     runs: int,
     at_least_ms: float,
@@ -156,13 +158,13 @@ def warm(
     return Warmed(done, each_ms)
 
 
-def _iteration(work: Workpiece) -> None:
+def _iteration(work: Passes) -> None:
     for which in work.passes:
         work.run(which)
 
 
 def sample(
-    work: Workpiece, watch: Stopwatch, runs: int, flush: Tensor | None = None, beat: Callable[[], None] | None = None
+    work: Passes, watch: Stopwatch, runs: int, flush: Tensor | None = None, beat: Callable[[], None] | None = None
 ) -> Samples:
     """`runs` iterations, each pass aligned over the ranks and between its own marks, one settling at the end."""
     marks: dict[str, list[tuple[Any, Any]]] = {which: [] for which in work.passes}
@@ -191,7 +193,7 @@ class Recorded:
     spans: list[Span]
 
 
-def record(work: Workpiece, watch: Stopwatch, runs: int, recorder: Recorder, leads: dict[str, float]) -> list[Recorded]:
+def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads: dict[str, float]) -> list[Recorded]:
     """`runs` iterations as `sample` has them, with the recorder active; `leads` as `leads_ms` gives them."""
     found = []
     with undisturbed():
@@ -209,7 +211,7 @@ def record(work: Workpiece, watch: Stopwatch, runs: int, recorder: Recorder, lea
 
 
 def leads_ms(
-    work: Workpiece, watch: Stopwatch, observed: Callable[[], AbstractContextManager[object]]
+    work: Passes, watch: Stopwatch, observed: Callable[[], AbstractContextManager[object]]
 ) -> dict[str, float]:
     """How far hosts must get ahead of their GPUs in each pass so that what `observed` costs them is not taken for the pass's own
     idle time. Nothing on a CPU, which computes itself."""
@@ -221,7 +223,7 @@ def leads_ms(
     return {which: LEAD_MS + max(0.0, slowed[which] - usual[which]) for which in work.passes}
 
 
-def _issued_ms(work: Workpiece, watch: Stopwatch) -> dict[str, float]:
+def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
     """How long the host takes to issue each pass, the second time."""
     found = {}
     for which in (*work.passes, *work.passes):
@@ -250,7 +252,7 @@ def simple(work: Workpiece, watch: Stopwatch, runs: int) -> Samples:
 
 
 def adaptive(
-    work: Workpiece,
+    work: Passes,
     watch: Stopwatch,
     least: int,
     decide: Callable[[Samples, float], bool | None],

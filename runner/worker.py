@@ -24,10 +24,10 @@ from runner import ceilings, environment, metrics, phases, profile, timing
 from runner.correctness import check, kept_bytes
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
-from runner.schema import Experiment, InvalidConfig, UnsupportedHere
+from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
 from runner.statistics import summarize, too_few
 from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
-from runner.workpiece import AttentionWork, build, decide
+from runner.workpiece import AttentionWork, Model, build, decide, other_orders
 
 PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
@@ -191,11 +191,8 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
     shapes = metrics.shapes(spec)
     needed = max(costs.rank_flops(work.plan.problem, shapes)) * (1 + costs.BACKWARD if work.backward else 1)
     seconds_each = me.agree(max(me.gather(needed / _rates[key])))
-    timed = (
-        spec.timing["timing_runs"]
-        + spec.timing["warmup_runs"]
-        + 1
-        + (_phase_runs(seconds_each) + timing.LEADING_RUNS if spec.phases else 0)
+    timed = (spec.timing["timing_runs"] + spec.timing["warmup_runs"] + 1) * spec.timing["layers"] + (
+        _phase_runs(seconds_each) + timing.LEADING_RUNS if spec.phases else 0
     )
     if spec.timing["method"] == "profiler":
         timed += timing.LEADING_RUNS + spec.timing["profile_runs"]
@@ -213,7 +210,7 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
 def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, iteration_s: float) -> dict[str, Any]:
     options = spec.timing
     method = options["method"]
-    piece: timing.Workpiece = work
+    piece: timing.Passes = work
     note: dict[str, Any] = {}
 
     def beat() -> None:
@@ -223,12 +220,17 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             watch.settle()
         me.say("timing", iteration_s)
 
+    layers, lengths = options["layers"], spec.workload.seqlens
     if method == "cudagraph":
         piece, watch = timing.Graphed(work), _watch(me, me.world > 1, timing.LEAD_MS)
+    elif layers > 1 or options["new_packs"]:
+        packs = other_orders(lengths, NEW_PACKS, spec.seed) if options["new_packs"] and lengths else []
+        piece = Model(work, layers, packs)
+        iteration_s *= layers
     flush = _flush(me, spec)
     if method == "simple":
         me.say("timing", iteration_s * options["timing_runs"])  # all in one stretch
-        mine = timing.simple(piece, watch, options["timing_runs"])
+        mine = timing.simple(work, watch, options["timing_runs"])
     else:
 
         def decide(so_far: Samples, seconds: float) -> bool | None:
@@ -245,9 +247,9 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             else:
                 mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
         note["warmup_iterations"] = warmed.iterations
-        each = [ms for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
+        each = [ms / layers for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
         note["back_to_back_ms"] = max(each, default=None)
-    by_rank = me.gather(mine)
+    by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
     slow = timing.slowest(by_rank)
     overhead = timing.overhead_ms(watch)
     medians = {which: summarize(ms) for which, ms in slow.items()}
@@ -267,6 +269,8 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
+            "layers": layers,
+            "new_packs": options["new_packs"],
             "do_bench": do_bench,
             **note,
         },

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from itertools import accumulate, cycle
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ import attention
 from attention import automatic
 from attention.choice import Ceilings, Choice
 from attention.function import ContextParallel
+from attention.layouts import CuSeqlens
 from runner.rank import Rank
 from runner.schema import Experiment, UnsupportedHere, Workload
 
@@ -123,3 +127,40 @@ class AttentionWork:
     def release(self) -> None:
         """Let go of results, so that they do not count as the next stretch's memory."""
         self.out, self.gradients = None, ()
+
+
+def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:
+    """n packs of the same lengths, each in an order of its own, none in theirs."""
+    draw, order = random.Random(seed), list(lengths)
+    found: dict[CuSeqlens, None] = {}
+    given = tuple(accumulate(lengths, initial=0))
+    while len(found) < n:
+        draw.shuffle(order)
+        pack = tuple(accumulate(order, initial=0))
+        if pack != given:
+            found[pack] = None
+    return list(found)
+
+
+class Model:
+    """The passes of a model of so many layers, which all have the same inputs: all forwards, then all backwards, the last layer's
+    first. `packs` are the models' in turn, else all have the work's own."""
+
+    def __init__(self, work: AttentionWork, layers: int, packs: Sequence[CuSeqlens] = ()):
+        self.work, self.layers, self.passes = work, layers, work.passes
+        self.packs = cycle(packs or [work.packs])
+        self.outs: list[Tensor | None] = []
+
+    def run(self, which: str) -> None:
+        work = self.work
+        if which == "forward":
+            work.options["cu_seqlens"] = next(self.packs)
+            for _ in range(self.layers):
+                work.run("forward")
+                if work.backward:
+                    self.outs.append(work.out)
+            work.options["cu_seqlens"] = work.packs
+        else:
+            while self.outs:
+                work.out = self.outs.pop()
+                work.run("backward")

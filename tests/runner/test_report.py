@@ -85,6 +85,18 @@ def speed(folder: Path) -> Path:
     return written(folder, *values)
 
 
+def test_several_layers_are_another_way_to_time_and_new_packs_another_workload(tmp_path):
+    values = [result("llama3", ms, name=str(ms)) for ms in (1.0, 2.0, 3.0, 4.0)]
+    for value, layers, new in zip(values, (1, 4, 4, 4), (False, False, True, False), strict=True):
+        value["experiment"]["workload"]["seqlens"] = [64, 128, 64]
+        value["experiment"]["timing"] |= {"layers": layers, "new_packs": new}
+    values[3]["experiment"]["timing"]["autograd_thread"] = True
+    table = comparison_table(read([written(tmp_path, *values)]))
+    assert table.titles[1:] == ["warmup", "warmup over 4 layers", "warmup over 4 layers with autograd's thread"]
+    assert [row[0] for row in table.rows] == ["3 sequences", "3 sequences, new each time"]
+    assert [[cell.strip("*") for cell in row[1:]] for row in table.rows] == [["3.000", "6.000", "12.00"], ["", "9.000", ""]]
+
+
 def cells(table: report_tables.Table, title: str) -> list[str]:
     return [row[table.titles.index(title)] for row in table.rows]
 

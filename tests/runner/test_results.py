@@ -321,10 +321,14 @@ def swept(folder, *overrides: list[str] | None) -> list[dict]:
     for number, given in enumerate(overrides):
         value = measured(f"run{number}")
         for key, text in (override.split("=", 1) for override in given or ()):
+            if key.startswith("timing."):
+                value["experiment"]["timing"][key.removeprefix("timing.")] = json.loads(text)
             if key == "attention":
                 value["config"]["attention"] = {"name": text}
             elif key == "seq_len":
                 value["experiment"]["workload"]["seq_len"] = int(text)
+            elif key == "seqlens":
+                value["experiment"]["workload"]["seqlens"] = json.loads(text)
             elif key == "world_size":
                 value["experiment"]["world_size"] = int(text)
         value["environment"] = {"started_at": number} | ({"overrides": given} if given is not None else {})
@@ -357,6 +361,16 @@ def test_runs_that_differ_only_in_columns_have_no_settings(tmp_path):
     rows = swept(tmp_path, ["attention=ring", "seq_len=8"], ["attention=usp", "seq_len=16", "world_size=4"])
     assert [row["settings"] for row in rows] == [None, None]
     assert "settings" not in (tmp_path / "summary.md").read_text()
+
+
+def test_how_a_sample_was_made_is_told_by_the_columns_of_timing_and_sequences(tmp_path):
+    pack = "seqlens=[64,64,128]"
+    rows = swept(tmp_path, [pack, "timing.layers=1"], [pack, "timing.layers=4", "timing.autograd_thread=true"])
+    assert [row["timing"] for row in rows] == ["warmup", "warmup over 4 layers with autograd's thread"]
+    assert [row["settings"] for row in rows] == [None, None]
+    rows = swept(tmp_path, [pack, "timing.new_packs=false"], [pack, "timing.new_packs=true"])
+    assert [row["seqlens"] for row in rows] == ["64,64,128", "3 sequences, in a new order for each sample"]
+    assert [row["settings"] for row in rows] == [None, None]
 
 
 def test_what_auto_took_and_what_a_resumed_sweep_kept_do_not_hide_or_add_settings(tmp_path):

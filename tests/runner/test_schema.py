@@ -132,6 +132,12 @@ INVALID = [
     (["attention=grouped", "world_size=1", "attention.n_groups=9"], "n_groups=9", "1 to 8"),
     (["attention=grouped", "world_size=1", "attention.n_groups=3"], "1024", "multiple of n_groups=3"),
     (["seed=99999999999999999"], "seed=99999999999999999"),
+    # models
+    (["timing.layers=0"], "timing.layers=0", "at least 1"),
+    (["timing.layers=2", "timing=simple"], "timing.layers=2 timing=simple", "one call", "timing=warmup"),
+    (["timing.layers=2", "timing.do_bench=true"], "timing.do_bench=true", "one call", "use one of the two"),
+    (["timing.new_packs=true"], "timing.new_packs=true", "no pack", "seqlens=random"),
+    (["timing.new_packs=true", "attention=llama3", "seqlens=[64,128,192,256,64,64,256]"], "420 orders", "more sequences"),
 ]  # fmt: skip
 
 
@@ -181,6 +187,13 @@ def test_passes_are_not_replayed_within_replays_of_whole_calls():
     for name, graphs in (("zigzag", "auto"), ("auto", "perhaps"), ("zigzag", 1)):
         with pytest.raises(InvalidConfig, match=f"graphs='?{graphs}'?: "):
             resolved(f"graphs={graphs}", f"attention={name}", gpus=2)
+
+
+def test_a_new_pack_each_time_is_not_replayed():
+    pack = ("attention=llama3", "seq_len=4096", "seqlens=random", "seqlens_mean=128", "timing.new_packs=true")
+    assert resolved(*pack, "timing.layers=4", gpus=2).timing["layers"] == 4
+    with pytest.raises(InvalidConfig, match=r"graphs=true: what is replayed has to come again; use graphs=false"):
+        resolved(*pack, "graphs=true", gpus=2)
 
 
 def test_cuda_without_gpus_does_not_suggest_fewer_ranks():

@@ -3,6 +3,7 @@
 import gc
 import time
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from composing import resolved
 
 from attention.phases import Recorder, phase, recording
-from runner import timing
+from runner import timing, worker
 from runner.timing import (
     LEAD_MS,
     CpuStopwatch,
@@ -26,6 +27,7 @@ from runner.timing import (
     verdict,
     warm,
 )
+from runner.workpiece import Model, other_orders
 
 
 class Clock:
@@ -382,6 +384,62 @@ def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets():
     device = torch.device("cuda", torch.cuda.current_device())
     leads = leads_ms(work, CudaStopwatch(device, together=False), observed)
     assert leads["forward"] - LEAD_MS == pytest.approx(2, abs=0.5)
+
+
+class Attention:
+    """A pass takes 20 ms; a backward is of the forward that is set."""
+
+    passes = ("forward", "backward")
+    backward = True
+    packs = (0, 3, 4)
+
+    def __init__(self):
+        self.options = {"cu_seqlens": self.packs}
+        self.log: list[tuple] = []
+        self.out = None
+
+    def run(self, which: str) -> None:
+        if which == "forward":
+            self.out = len(self.log)
+        self.log.append((which, self.out, self.options["cu_seqlens"]))
+        time.sleep(0.02)
+
+
+def test_a_models_layers_follow_each_other_each_model_with_the_next_pack():
+    work = Attention()
+    model = Model(work, 2, [(0, 1, 4), (0, 2, 4)])
+    for _ in range(2):
+        for which in model.passes:
+            model.run(which)
+    assert [which for which, *_ in work.log] == ["forward", "forward", "backward", "backward"] * 2
+    assert [out for _, out, _ in work.log] == [0, 1, 1, 0, 4, 5, 5, 4]
+    assert [pack for which, _, pack in work.log if which == "forward"] == [(0, 1, 4)] * 2 + [(0, 2, 4)] * 2
+    assert work.options == {"cu_seqlens": work.packs}
+    model.run("forward")
+    assert work.log[-1][2] == (0, 1, 4)
+    plain = Attention()
+    Model(plain, 1).run("forward")
+    assert plain.log == [("forward", 0, plain.packs)]
+
+
+def test_other_orders_are_new_packs_of_the_same_lengths():
+    lengths = (3, 1, 2, 2)
+    found = other_orders(lengths, 11, seed=4)
+    assert len(set(found)) == 11 and (0, 3, 4, 6, 8) not in found
+    assert {tuple(sorted(b - a for a, b in pairwise(pack))) for pack in found} == {(1, 2, 2, 3)}
+    assert found == other_orders(lengths, 11, seed=4) != other_orders(lengths, 11, seed=5)
+
+
+def test_a_models_samples_are_of_one_layer():
+    spec = resolved("attention=ring", "timing.layers=3", "timing.timing_runs=2", "hardware=cpu")
+    alone = SimpleNamespace(
+        device=torch.device("cpu"), world=1, say=lambda *_: None, agree=lambda x: x, gather=lambda x: [x]
+    )
+    work = Attention()
+    found = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    assert len(work.log) == 2 * 3 * (1 + 2)  # passes, layers, a warm-up and samples
+    assert all(0.02 <= ms / 1e3 < 0.055 for which in work.passes for ms in found["samples"][0][which])
+    assert found["timing"]["layers"] == 3 and found["timing"]["new_packs"] is False
 
 
 @pytest.mark.gpu
