@@ -53,5 +53,5 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if error:  # a thread that has done nothing on the GPU yet has no context for the driver
         found.zero_()
     else:
-        tape.did(_checked_memset, *filled, addresses=(0, 1))
+        tape.did(_checked_memset, *filled, addresses=(0, 1), anywhere=True)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
@@ -26,7 +27,13 @@ class Launches:
     def __call__(self, name: Hashable, state: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`run(*inputs)`, which depends on `name` and the inputs' forms, and otherwise on `state` alone; None of it: on more."""
         device = inputs[0].device
-        if state is None or phases.active() or capturing(device) or torch._C._cuda_getDevice() != device.index:
+        if (
+            state is None
+            or phases.active()
+            or _watched()
+            or capturing(device)
+            or torch._C._cuda_getDevice() != device.index
+        ):
             return run(*inputs)
         different = len({x.data_ptr() for x in inputs})
         stream = torch._C._cuda_getCurrentStream(device.index)
@@ -42,12 +49,18 @@ class Launches:
             return tape.play(inputs)
         if len(tape) == TRIES:
             return run(*inputs)
-        recorder = Recorder(inputs, lambda: torch._C._cuda_getCurrentRawStream(device.index))
+        recorder = Recorder(inputs, lambda: torch._C._cuda_getCurrentStream(device.index))
         with torch.no_grad():
             results = recorder.record(run)
         found = recorder.tape(results)
         self.tapes[key] = found if isinstance(found, Tape) else [*tape, found]
         return results
+
+
+def _watched() -> bool:
+    """Whether a profiler hooks Triton's launches, if there is a Triton."""
+    start = sys.modules.get("attention.kernels.start")
+    return start is not None and start.watched()
 
 
 def _form(x: Tensor) -> Hashable:

@@ -42,9 +42,13 @@ class On:
 
 
 def _set(identity: tuple[int, int, int]) -> None:
+    _switch(identity)
+    tape.did(_switch, identity, always=True, switches=True)
+
+
+def _switch(identity: tuple[int, int, int]) -> None:
     number, index, kind = identity
     torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
-    tape.did(_set, identity, always=True)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -69,12 +73,12 @@ class Follow:
 
 def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
     event.record(stream)
-    tape.did(event.record, stream, always=True)
+    tape.did(event.record, stream, always=True, anywhere=True)
 
 
 def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     stream.wait_event(event)
-    tape.did(stream.wait_event, event, always=True)
+    tape.did(stream.wait_event, event, always=True, anywhere=True)
 
 
 def capturing(device: torch.device) -> bool:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,14 +66,17 @@ def did(
     *arguments: Any,
     addresses: tuple[int, int] = (0, 0),
     always: bool = False,
+    anywhere: bool = False,
+    switches: bool = False,
     keep: Iterable[Tensor | tuple[Tensor, ...]] = (),
 ) -> None:
     """`function(*arguments)` was just called, which starts something on the GPU or orders what is started. Its tensors may be those
     of the day; so may be the addresses (or tuples of them) at the places `addresses` of the arguments, from and up to. Those that
     are not stay what they are: their tensors are in `keep`, unless something else holds them for as long as the pass's state is the
-    same. `always`: it is to be called where the pass ended by an exception, too, because others wait for it."""
+    same. `always`: it is to be called where the pass ended by an exception, too, because others wait for it. `anywhere`: it does not
+    depend on the current stream, as it was told its own or needs none; `switches`: it makes its one argument the current one."""
     if _local.recorder is not None:
-        _local.recorder.add(function, arguments, addresses, always)
+        _local.recorder.add(function, arguments, addresses, always, anywhere, switches)
         _local.recorder.keep(keep)
 
 
@@ -153,25 +156,31 @@ class _Slot:
     first: int
     low: int
     high: int
-    stream: int
+    stream: Hashable
     given: bool
-    last: tuple[int, int] | None = None  # the last call that uses it, and that one's stream
+    last: tuple[int, Hashable] | None = None  # the last call that uses it, and that one's stream
 
 
 @dataclass
 class _Call:
     function: Function
     arguments: tuple[Any, ...]  # with a `_Place` for each tensor of the day
-    addresses: dict[int, _Place | tuple[_Place | int, ...]] = field(default_factory=dict)
-    always: bool = False
+    addresses: dict[int, _Place | tuple[_Place | int, ...]]
+    always: bool
+    anywhere: bool
+    switches: bool
+
+
+def _of_current_stream(x: _Call | _Slot | _View) -> bool:
+    return isinstance(x, _Slot) or (isinstance(x, _Call) and not x.anywhere)
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps what is called while a pass runs. `stream` tells the current one."""
+    """Keeps what is called while a pass runs. `stream` tells the current one, as those that switch it name it."""
 
-    def __init__(self, inputs: Sequence[Tensor], stream: Callable[[], int]):
+    def __init__(self, inputs: Sequence[Tensor], stream: Callable[[], Hashable]):
         super().__init__()
-        self.inputs, self.stream = tuple(inputs), stream
+        self.inputs, self.stream, self.first = tuple(inputs), stream, stream()
         self.slots: list[_Slot] = []
         self.made: list[_Call | _Slot | _View] = []
         self.count = 0
@@ -210,11 +219,11 @@ class Recorder(TorchDispatchMode):
             self.made.append(self._slot(result, False))
         elif func in WRITES and not kwargs:
             if args[0].numel():
-                self.add(WRITES[func], args, (0, 0), False)
+                self.add(WRITES[func], args)
         elif func in MAKES:
             self.made.append(self._slot(result, False))
             function, arguments = MAKES[func]
-            self.add(function, (result, *arguments(*args, **(kwargs or {}))), (0, 0), False)
+            self.add(function, (result, *arguments(*args, **(kwargs or {}))))
         elif not getattr(func, "is_view", False):
             self.refuse(str(func))
         return result
@@ -225,7 +234,15 @@ class Recorder(TorchDispatchMode):
         self.slots.append(_Slot(self.count, _Like.of(x), low, low, high, self.stream(), given))
         return self.slots[-1]
 
-    def add(self, function: Function, arguments: Sequence[Any], addresses: tuple[int, int], always: bool) -> None:
+    def add(
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        addresses: tuple[int, int] = (0, 0),
+        always: bool = False,
+        anywhere: bool = False,
+        switches: bool = False,
+    ) -> None:
         used: list[_Slot] = []
         given = list(arguments)
         found: dict[int, Any] = {}
@@ -240,7 +257,7 @@ class Recorder(TorchDispatchMode):
                     found[i] = place
         for slot in used:
             slot.last = len(self.made), self.stream()
-        self.made.append(_Call(function, tuple(given), found, always))
+        self.made.append(_Call(function, tuple(given), found, always, anywhere, switches))
 
     def _find(self, address: int) -> _Slot | None:
         """The newest there: what lay there before is no more."""
@@ -277,6 +294,18 @@ class Recorder(TorchDispatchMode):
             self.made.append(_View(self.count, slot.number, like, offset))
         return self.views[key]
 
+    def _switched_to(self) -> set[int]:
+        """The switches of the current stream that something depends on, or the caller."""
+        switches = [i for i, made in enumerate(self.made) if isinstance(made, _Call) and made.switches]
+        kept, now = set(), self.first
+        for i, end in pairwise([*switches, len(self.made)]):
+            (stream,) = cast(_Call, self.made[i]).arguments
+            last = end == len(self.made)
+            if stream != now and (last or any(map(_of_current_stream, self.made[i + 1 : end]))):
+                kept.add(i)
+                now = stream
+        return kept
+
     def tape(self, results: Sequence[Tensor]) -> Tape | str:
         """What was recorded, or why it can't be played."""
         given = {id(x): i for i, x in enumerate(self.inputs)}
@@ -302,14 +331,17 @@ class Recorder(TorchDispatchMode):
                 done.setdefault(slot.last[0], []).append(slot)
         steps: list[Step] = []
         always: list[bool] = []
+        inputs = len(self.inputs)
+        kept = self._switched_to()
         for i, made in enumerate(self.made):
             if isinstance(made, _Slot) and made.last is None and made not in returned:
                 continue  # which nothing uses
-            steps.append(_step(made))
-            always.append(isinstance(made, _Call) and made.always)
+            if not (isinstance(made, _Call) and made.switches) or i in kept:
+                steps.append(_step(made, isinstance(made, _View) and made.base <= inputs))
+                always.append(isinstance(made, _Call) and made.always)
             if i in done:
                 numbers = {slot.number for slot in done[i]}
-                steps.append(partial(_free, [*numbers, *(view.number for view in views if view.base in numbers)]))
+                steps.append(_letting_go([*numbers, *(view.number for view in views if view.base in numbers)]))
                 always.append(False)
         return Tape(self.count, steps, always, wanted, self.kept)
 
@@ -349,57 +381,74 @@ class Tape:
                     step(tensors, starts)
 
 
-def _step(x: _Call | _Slot | _View) -> Step:
+def _step(x: _Call | _Slot | _View, offset: bool) -> Step:
+    """offset: of a view, whether its base may begin within its memory."""
     if isinstance(x, _Slot):
-        return partial(_allocate, x.number, x.like)
+        return _allocation(x.number, x.like)
     if isinstance(x, _View):
-        return partial(_view, x.number, x.base, x.like.shape, x.like.stride, x.offset)
-    arguments = tuple([each.empty() if isinstance(each, _Like) else each for each in x.arguments])
-    tensors = [(i, each.number) for i, each in enumerate(arguments) if isinstance(each, _Place)]
-    one = [(i, each.number, each.offset) for i, each in x.addresses.items() if isinstance(each, _Place)]
-    several = [
-        (i, [(y.number, y.offset) if isinstance(y, _Place) else (0, y) for y in each])
-        for i, each in x.addresses.items()
-        if isinstance(each, tuple)
-    ]
-    if not (tensors or one or several):
-        return partial(_again, x.function, arguments)
-    return partial(_call, x.function, arguments, tensors, one, several)
+        return _as_view(x, offset)
+    arguments = [each.empty() if isinstance(each, _Like) else each for each in x.arguments]
+    if not (x.addresses or any(isinstance(each, _Place) for each in arguments)):
+        return _again(x.function, tuple(arguments))
+    constants: list[Any] = []
+
+    def constant(value: Any) -> str:
+        constants.append(value)
+        return f"c[{len(constants) - 1}]"
+
+    def address(place: _Place | int) -> str:
+        if not isinstance(place, _Place):
+            return constant(place)
+        return f"a[{place.number}]" + (f" + {constant(place.offset)}" if place.offset else "")
+
+    words = []
+    for i, each in enumerate(arguments):
+        place = x.addresses.get(i)
+        if isinstance(place, tuple):
+            words.append(f"({''.join(address(y) + ',' for y in place)})")
+        elif place is not None:
+            words.append(address(place))
+        else:
+            words.append(f"t[{each.number}]" if isinstance(each, _Place) else constant(each))
+    return cast(Step, _written(f"lambda f, c: lambda t, a: f({', '.join(words)})")(x.function, constants))
 
 
-def _allocate(number: int, like: _Like, tensors: list[Any], starts: list[int]) -> None:
-    x = tensors[number] = like.empty()
-    starts[number] = x.data_ptr()
+@lru_cache(maxsize=4096)
+def _written(text: str) -> Callable[..., Any]:
+    """Tapes of one variant's packs have most of their steps in common."""
+    return cast(Callable[..., Any], eval(text, {"__builtins__": {}}))
 
 
-def _view(number: int, of: int, shape: Any, stride: Any, offset: int, tensors: list[Any], starts: list[int]) -> None:
-    base = tensors[of]
-    tensors[number] = base.as_strided(shape, stride, base.storage_offset() + offset)
+def _allocation(number: int, like: _Like) -> Step:
+    shape, stride, dtype, device = like.shape, like.stride, like.dtype, like.device
+
+    def allocate(tensors: list[Any], starts: list[int]) -> None:
+        x = tensors[number] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        starts[number] = x.data_ptr()
+
+    return allocate
 
 
-def _free(numbers: list[int], tensors: list[Any], starts: list[int]) -> None:
-    for number in numbers:
-        tensors[number] = None
+def _as_view(x: _View, offset: bool) -> Step:
+    number, of, shape, stride, behind = x.number, x.base, x.like.shape, x.like.stride, x.offset
+
+    def view(tensors: list[Any], starts: list[int]) -> None:
+        tensors[number] = tensors[of].as_strided(shape, stride, behind)
+
+    def view_of_input(tensors: list[Any], starts: list[int]) -> None:
+        base = tensors[of]
+        tensors[number] = base.as_strided(shape, stride, base.storage_offset() + behind)
+
+    return view_of_input if offset else view
 
 
-def _again(function: Function, arguments: tuple[Any, ...], tensors: list[Any], starts: list[int]) -> None:
-    function(*arguments)
+def _letting_go(numbers: Sequence[int]) -> Step:
+    def free(tensors: list[Any], starts: list[int]) -> None:
+        for number in numbers:
+            tensors[number] = None
+
+    return free
 
 
-def _call(
-    function: Function,
-    arguments: tuple[Any, ...],
-    of_tensors: list[tuple[int, int]],
-    one: list[tuple[int, int, int]],
-    several: list[tuple[int, list[tuple[int, int]]]],
-    tensors: list[Any],
-    starts: list[int],
-) -> None:
-    given = [*arguments]
-    for i, number in of_tensors:
-        given[i] = tensors[number]
-    for i, number, offset in one:
-        given[i] = starts[number] + offset
-    for i, each in several:
-        given[i] = tuple([starts[number] + offset for number, offset in each])
-    function(*given)
+def _again(function: Function, arguments: tuple[Any, ...]) -> Step:
+    return lambda tensors, starts: function(*arguments)

@@ -64,22 +64,18 @@ class Start:
                     self.compiled[key] = compiled
                     tape.cannot("a kernel was compiled")
             else:
-                started = compiled, self.grid, _stream(first), (*changing, *self.rest), *addresses
-                _launch(*started)
-                tape.did(_launch, *started, addresses=(4, len(started)), keep=tensors)
+                rest = *changing, *self.rest
+                if watched():
+                    compiled[self.grid](*addresses, *rest)
+                    tape.cannot("a profiler wants to know of each launch")
+                    return
+                known = *self.grid, _stream(first), compiled.function, compiled.packed_metadata, None, None, None
+                compiled.run(*known, *addresses, *rest)
+                span = len(known), len(known) + len(addresses)
+                tape.did(compiled.run, *known, *addresses, *rest, addresses=span, anywhere=True, keep=tensors)
 
 
-def _launch(
-    compiled: Any, grid: tuple[int, ...], stream: int, rest: tuple[Any, ...], *addresses: int | tuple[int, ...]
-) -> None:
-    if _watched():
-        compiled[grid](*addresses, *rest)
-    else:
-        known = stream, compiled.function, compiled.packed_metadata, None, None, None
-        compiled.run(*grid, *known, *addresses, *rest)
-
-
-def _watched() -> bool:
+def watched() -> bool:
     """Whether a profiler wants to know of each of Triton's launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,6 +144,21 @@ class _Copy2D(ctypes.Structure):
     )
 
 
+@lru_cache(maxsize=4096)
+def _rows_of(row: int, source_row: int, width: int, n: int) -> bytes:
+    """A copy of n rows as `CudaFabric._rows` has them, but for where from and where to."""
+    return bytes(
+        _Copy2D(
+            source_type=UNIFIED,
+            source_pitch=source_row,
+            target_type=UNIFIED,
+            target_pitch=row,
+            width=width,
+            height=n,
+        )
+    )
+
+
 UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 MOST_PITCH = 2**31 - 1  # of a GPU's copies, in bytes
 
@@ -188,32 +204,26 @@ class CudaFabric:
         if whole and len(into) == 2 and _together(*into):  # a row each
             apart = targets[1] - targets[0], sources[1] - sources[0]
             if n * width <= min(apart) and max(apart) <= MOST_PITCH:
-                self._rows(targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
+                self._did(self._rows, targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
                 return
         for target, source, row in zip(targets, sources, rows, strict=True):
             if whole:
-                self._whole(target, source, n * width, stream)
+                self._did(self._whole, target, source, n * width, stream)
             else:
-                self._rows(target, row, source, width, width, n, stream)
+                self._did(self._rows, target, row, source, width, width, n, stream)
+
+    def _did(self, copy: Callable[..., None], *arguments: int) -> None:
+        copy(*arguments)
+        tape.did(copy, *arguments, addresses=(0, 1), anywhere=True)
 
     def _whole(self, target: int, source: int, size: int, stream: int) -> None:
         self._checked(self._copy(target, source, size, stream))
-        tape.did(self._whole, target, source, size, stream, addresses=(0, 1))
 
     def _rows(self, target: int, row: int, source: int, source_row: int, width: int, n: int, stream: int) -> None:
         """n rows of `width` bytes, which start `row` and `source_row` bytes apart."""
-        rows = _Copy2D(
-            source_type=UNIFIED,
-            source=source,
-            source_pitch=source_row,
-            target_type=UNIFIED,
-            target=target,
-            target_pitch=row,
-            width=width,
-            height=n,
-        )
+        rows = _Copy2D.from_buffer_copy(_rows_of(row, source_row, width, n))
+        rows.source, rows.target = source, target
         self._checked(self._copy_rows(ctypes.byref(rows), stream))
-        tape.did(self._rows, target, row, source, source_row, width, n, stream, addresses=(0, 1))
 
     def _checked(self, error: int) -> None:
         if error:
@@ -237,13 +247,14 @@ class CudaFabric:
 
         def enqueue() -> None:
             with on_device(self.device.index):  # the default stream has no other name than that of the current device
-                on(torch._C._cuda_getCurrentRawStream(self.device.index))
+                stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+                on(stream)
+                tape.did(on, stream, always=True, anywhere=True)
 
         def on(stream: int) -> None:
             error = self._operate(stream, len(every), batch, 0)
             if error:
                 raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
-            tape.did(on, stream, always=True)
 
         return enqueue
 

@@ -294,3 +294,107 @@ def test_nothing_is_recorded_behind_a_recording_that_broke():
     tape.cannot("nobody listens")
     made, _ = recorded(lambda x: (torch.empty_like(x).copy_(x),), numbers(2))
     assert isinstance(made, Tape)
+
+
+def test_streams_are_switched_to_only_for_what_depends_on_the_current_one():
+    current = "caller"
+    switches: list[str] = []
+    seen: list[tuple[str, str]] = []
+
+    def switch(name: str) -> None:
+        nonlocal current
+        current = name
+        switches.append(name)
+
+    def note(what: str) -> None:
+        seen.append((what, current))
+
+    def fail(x: torch.Tensor) -> None:
+        if x.numpy()[0] < 0:
+            raise RuntimeError("no")
+
+    def on(name: str) -> None:
+        switch(name)
+        tape.did(switch, name, always=True, switches=True)
+
+    def call(what: str, anywhere: bool = False) -> None:
+        note(what)
+        tape.did(note, what, anywhere=anywhere)
+
+    def run(x):
+        on("caller")
+        on("side")
+        call("told its own", anywhere=True)
+        on("caller")
+        call("first")
+        on("side")
+        call("second")
+        on("caller")
+        on("side")
+        call("third")
+        fail(x)
+        tape.did(fail, x)
+        on("other")
+        on("caller")
+        return (x,)
+
+    recorder = Recorder((numbers(2),), lambda: current)
+    made = recorder.tape(recorder.record(run))
+    recorded_as = list(seen)
+    assert len(switches) == 8
+    switches.clear()
+    seen.clear()
+    made.play((numbers(2),))
+    depends = [x for x in recorded_as if x[0] != "told its own"]
+    assert [x for x in seen if x[0] != "told its own"] == depends == [
+        ("first", "caller"), ("second", "side"), ("third", "side"),
+    ]  # fmt: skip
+    assert switches == ["side", "caller"] and current == "caller"
+    with pytest.raises(RuntimeError, match="no"):
+        made.play((-1 - numbers(2),))
+    assert current == "caller"
+
+
+def test_the_current_stream_is_restored_though_nothing_is_done_behind_it():
+    current = "caller"
+
+    def switch(name: str) -> None:
+        nonlocal current
+        current = name
+
+    def run(x):
+        for name in ("side", "caller"):
+            switch(name)
+            tape.did(switch, name, always=True, switches=True)
+            torch.empty_like(x).copy_(x) if name == "side" else None
+        return (x,)
+
+    recorder = Recorder((numbers(2),), lambda: current)
+    made = recorder.tape(recorder.record(run))
+    made.play((numbers(2),))
+    assert current == "caller" and len([x for x in made.always if x]) == 2
+
+
+def test_the_same_steps_are_written_once_whatever_their_addresses_and_numbers():
+    outside = [numbers(3, start=20), numbers(3, start=30)]
+
+    def run(at: int):
+        def moved(x):
+            out = x.new_empty((2, 3))
+            y = outside[at]
+            move_all((out[0].data_ptr(), out[1].data_ptr()), (y.data_ptr(), x[at:].data_ptr()), 4 * (2 - at), keep=(y,))
+            return (out,)
+
+        return moved
+
+    first, _ = recorded(run(0), numbers(3))
+    written = tape._written.cache_info().misses
+    second, _ = recorded(run(1), numbers(3))
+    assert tape._written.cache_info().misses <= written + 1  # an offset more
+    third, _ = recorded(run(1), numbers(3, start=5))
+    assert tape._written.cache_info().misses <= written + 1
+    (out,) = first.play((numbers(3, start=7),))
+    assert out[:, :2].tolist() == [[20, 21], [7, 8]]
+    for made in (second, third):
+        (out,) = made.play((numbers(3, start=7),))
+        assert out[:, 0].tolist() == [30, 8]
