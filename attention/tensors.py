@@ -73,11 +73,18 @@ def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.d
 
 
 def places(intervals: tuple[Interval, ...], dtype: torch.dtype) -> Tensor:
-    """`[n]` on the host: the tokens of the intervals, in order."""
-    starts, stops = torch.tensor(intervals, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    lengths = stops - starts
-    before = lengths.cumsum(0) - lengths
-    return (torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)).to(dtype)
+    """`[n]` on the host: the tokens of the intervals, in order. By one thread: PyTorch's others, waking, take the longer the more ranks
+    share a machine."""
+    first, jumps = [], []
+    n = last = 0
+    for start, stop in intervals:
+        if start < stop:
+            first.append(n)
+            jumps.append(start - last)
+            n, last = n + stop - start, stop - 1
+    found = torch.ones(n, dtype=dtype)
+    found[first] = torch.tensor(jumps, dtype=dtype)
+    return found.cumsum(0, dtype=dtype)
 
 
 _uploads: dict[int, torch.cuda.Stream] = {}  # by device
