@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,8 +99,8 @@ def sum_numbered(out: Tensor, parts: Parts) -> None:
 @lru_cache(maxsize=128)
 def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
     """int32 `[n]`: which token of a part over the intervals each of n tokens is, -1 where it is none."""
-    found = torch.full((n,), -1, dtype=torch.int32)
-    found[places(intervals, torch.int64)] = torch.arange(length(intervals), dtype=torch.int32)
+    found = np.full(n, -1, np.int32)
+    found[places(intervals)] = np.arange(length(intervals))
     return uploaded(found, device)
 
 

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -69,37 +70,34 @@ def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dt
 
 @lru_cache(maxsize=128)
 def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return uploaded(places(intervals, dtype), device)
+    return uploaded(places(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
 
 
-def places(intervals: tuple[Interval, ...], dtype: torch.dtype) -> Tensor:
-    """`[n]` on the host: the tokens of the intervals, in order. By one thread: PyTorch's others, waking, take the longer the more ranks
-    share a machine."""
-    first, jumps = [], []
-    n = last = 0
-    for start, stop in intervals:
-        if start < stop:
-            first.append(n)
-            jumps.append(start - last)
-            n, last = n + stop - start, stop - 1
-    found = torch.ones(n, dtype=dtype)
-    found[first] = torch.tensor(jumps, dtype=dtype)
-    return found.cumsum(0, dtype=dtype)
+def places(intervals: tuple[Interval, ...], dtype: type[np.signedinteger[Any]] = np.int64) -> np.ndarray[Any, Any]:
+    """`[n]` on the host: the tokens of the intervals, in order. By NumPy, which is one thread: where ranks share a machine, PyTorch's
+    threads take milliseconds to wake."""
+    starts, stops = np.array(intervals, dtype).reshape(-1, 2).T
+    lengths = stops - starts
+    before = lengths.cumsum(dtype=dtype) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=dtype)
 
 
 _uploads: dict[int, torch.cuda.Stream] = {}  # by device
 
 
-def uploaded(x: Tensor, device: torch.device) -> Tensor:
-    """x of the host on the device, where any stream may read it when this returns. That waits for nothing that streams were given
-    before, unlike `x.to(device)`, for which the current stream's work has to end."""
+def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """x on the device, where any stream may read it when this returns. That waits for nothing that streams were given before, unlike
+    `Tensor.to(device)`, for which the current stream's work has to end."""
+    here = torch.from_numpy(x)
     if device.type != "cuda" or capturing(device):
-        return x.to(device)
+        return here.to(device)
     if device.index not in _uploads:
         _uploads[device.index] = torch.cuda.Stream(device)
     reader, stream = current(device), _uploads[device.index]
     with On(stream):
-        found = x.pin_memory().to(device, non_blocking=True)
+        pinned = torch.empty(x.shape, dtype=here.dtype, pin_memory=True)
+        pinned.numpy()[...] = x
+        found = pinned.to(device, non_blocking=True)
     stream.synchronize()
     found.record_stream(reader)  # which may still read it when it is let go of
     return found

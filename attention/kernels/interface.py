@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,7 +61,7 @@ class Call:
         n = len(q_lengths) + 1
         aligned = -(-n // 4) * 4  # both begin at a multiple of 16 bytes, and go to the device at once
         both = [*accumulate(q_lengths, initial=0), *[0] * (aligned - n), *accumulate(k_lengths, initial=0)]
-        there = uploaded(torch.tensor(both, dtype=torch.int32), device)
+        there = uploaded(np.array(both, np.int32), device)
         cu_q, cu_k = there[:n], there[aligned:]
         return Call(scale, mask, tuple(q_lengths), tuple(k_lengths), cu_q, cu_k, deterministic)
 

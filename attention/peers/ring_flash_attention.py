@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,7 +43,7 @@ def _package() -> ModuleType:
 def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: torch.device) -> tuple[Any, ...]:
     """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and the needed slice of the keys; done once a batch by its
     users, before the layers."""
-    cu = uploaded(torch.tensor(cu_seqlens, dtype=torch.int32), device)
+    cu = uploaded(np.array(cu_seqlens, np.int32), device)
     found = _package().llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, world)
     for x in found[:2]:
         lengths(x)
