@@ -768,6 +768,56 @@ def played_after_an_exception(me: Rank, name: str) -> float:
     return max(me.gather(max(differences)))
 
 
+def after_a_broken_capture(me: Rank, name: str) -> float:
+    """The largest difference that launched passes have to the first, behind a backward whose capture the kernel broke on every rank,
+    with the room for an offer taken."""
+    launched, captured = (
+        attention.make(name, kernel="flash2", transport="symm", graphs=graphs) for graphs in (False, True)
+    )
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
+    q, k, v, dout = (launched.shard(x.to(me.device, torch.bfloat16)) for x in whole)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def passes(fn: attention.ContextParallel) -> list[torch.Tensor]:
+        out = fn(*inputs, causal=True)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    expected = [x.clone() for x in passes(launched)]
+    kernel = launched.plan(*inputs, causal=True).kernel
+
+    class Breaking:
+        name = kernel.name
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return kernel.forward(*args, **options)
+
+        def backward(self, *args: Any, **options: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("half-way in a capture")
+            return kernel.backward(*args, **options)
+
+    differences = []
+    for _ in range(2):
+        found = passes(captured)
+        for plan in captured.plans.values():
+            object.__setattr__(plan, "kernel", Breaking())
+        try:
+            found = passes(captured)  # is right as it is run, and then captured
+        except attention.UnsupportedCall as error:
+            assert "half-way in a capture" in str(error)
+        else:
+            raise AssertionError("the backward was to be captured")
+        left = [lane.filling for lane in launched._transport(me.device).pool.lanes.values() if lane.filling]
+        assert left and all(each.captured for each in left), "no offer's room was taken"
+        for _ in range(3):
+            found = passes(launched)
+            differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
+        assert not any(lane.filling for lane in launched._transport(me.device).pool.lanes.values())
+        captured = attention.make(name, kernel="flash2", transport="symm", graphs=True)
+    return max(me.gather(max(differences)))
+
+
 def after_a_release(me: Rank, transport: str) -> float:
     """The error of a living function's call after the symmetric memory was given back."""
     from attention.transports import held_bytes, release

@@ -164,6 +164,11 @@ def test_trials_take_the_fastest_on_all_ranks_alike(in_world, graphs):
     assert next(iter(first["tried_ms"])).startswith(first["variant"])
 
 
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ring_allgather"))
+def test_a_capture_that_broke_leaves_the_next_call_right(in_world, name):
+    assert in_world("after_a_broken_capture", 2, "cuda", name=name, timeout_s=60) < 1e-2
+
+
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses", "tree"))
 def test_calls_and_replays_of_a_graph_go_side_by_side(in_world, name):
     assert in_world("replayed", 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
