@@ -157,6 +157,8 @@ def zigzag(problem: Problem, rank: int) -> list[Step]:
     def blocks(owner: int) -> Iterator[Block]:
         for at, n in _local_sequences(problem):
             half, end = at + n // 2, at + n
+            if not n:
+                continue
             if owner == rank:
                 yield Block((at, end), (at, end), CAUSAL)
             elif owner < rank:
@@ -274,7 +276,8 @@ def ring_decode(problem: Problem, rank: int) -> list[Step]:
 
 def _whole(problem: Problem) -> tuple[Interval, ...]:
     """All of an equal shard."""
-    return ((0, problem.cu_seqlens[-1] // problem.world),)
+    n = problem.cu_seqlens[-1] // problem.world
+    return ((0, n),) if n else ()
 
 
 def _local_sequences(problem: Problem) -> Iterator[tuple[int, int]]:

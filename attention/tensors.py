@@ -87,7 +87,8 @@ _uploads: dict[int, torch.cuda.Stream] = {}  # by device
 
 def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """x on the device, where any stream may read it when this returns. That waits for nothing that streams were given before, unlike
-    `Tensor.to(device)`, for which the current stream's work has to end."""
+    `Tensor.to(device)`, for which the current stream's work has to end. Before the result is let go of, the stream that is current
+    now has to follow what else read it."""
     here = torch.from_numpy(x)
     if device.type != "cuda" or capturing(device):
         return here.to(device)
@@ -99,7 +100,7 @@ def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
         pinned.numpy()[...] = x
         found = pinned.to(device, non_blocking=True)
     stream.synchronize()
-    found.record_stream(reader)  # which may still read it when it is let go of
+    found.record_stream(reader)
     return found
 
 

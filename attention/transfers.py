@@ -172,7 +172,8 @@ def _weight(found: Move, *_: object) -> int:
 @memo(_weight)
 def gather_move(problem: Problem, rank: int) -> Move:
     """Every rank's shard to the keys that each rank needs."""
-    if steps(problem, rank)[-1].order == by_owner(problem.layout, problem.cu_seqlens, problem.world):
+    order = steps(problem, rank)[-1].order
+    if order and order == by_owner(problem.layout, problem.cu_seqlens, problem.world):
         return _whole_shards(problem, rank)
     needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))
     return move(problem.layout.shards(problem.cu_seqlens, problem.world), needs, rank)
@@ -195,6 +196,8 @@ def within(keys: Intervals) -> Place:
         ((first, end),) = keys
 
         def moved(interval: Interval) -> Intervals:
+            if interval[0] == interval[1]:
+                return ()
             assert first <= interval[0] and interval[1] <= end, f"{interval} is not within {keys}"
             return ((interval[0] - first, interval[1] - first),)
 

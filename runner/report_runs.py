@@ -157,7 +157,7 @@ def _pack(seqlens: Any, new: bool) -> str | None:
     if not seqlens:
         return None
     said = f"{len(seqlens)} sequences" if isinstance(seqlens, (list, tuple)) else str(seqlens)
-    return said + (", new each time" if new else "")
+    return said + (", in a new order each time" if new else "")
 
 
 def in_order(runs: Iterable[Run]) -> list[Run]:

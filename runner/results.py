@@ -126,7 +126,7 @@ def row(value: dict[str, Any]) -> dict[str, Any]:
         found["window"] = "{},{}".format(*work["window"])
         found["seqlens"] = _lengths(work.get("seqlens"))
         if experiment["timing"].get("new_packs"):
-            found["seqlens"] = f"{len(work['seqlens'])} sequences, in a new order for each sample"
+            found["seqlens"] = f"{len(work['seqlens'])} sequences, in a new order each time"
         found |= {key: experiment.get(key) for key in ("mode", "seed")}
         found["options"] = " ".join(f"{k}={v}" for k, v in experiment["options"].items() if v is not None)
         found |= {"world_size": experiment["world_size"], "device": experiment["device"]}

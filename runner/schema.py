@@ -41,7 +41,7 @@ DEFAULT_SIZES = {
 }
 
 
-NEW_PACKS = 1024  # of a run, the first one again behind the last; far more than are remembered
+NEW_PACKS = 1024  # of a run, the first again behind the last; many more than functions have plans of
 
 TIMING_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "timing_runs": 6},

@@ -38,6 +38,8 @@ class Passes(Protocol):
 
 
 class Workpiece(Passes, Protocol):
+    """Passes that can be had by themselves, over and over."""
+
     def repeat(self, which: str, times: int) -> None:
         """The same pass `times` times."""
 

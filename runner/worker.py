@@ -220,12 +220,11 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             watch.settle()
         me.say("timing", iteration_s)
 
-    layers, lengths = options["layers"], spec.workload.seqlens
+    layers = options["layers"]
     if method == "cudagraph":
         piece, watch = timing.Graphed(work), _watch(me, me.world > 1, timing.LEAD_MS)
-    elif layers > 1 or options["new_packs"]:
-        packs = other_orders(lengths, NEW_PACKS, spec.seed) if options["new_packs"] and lengths else []
-        piece = Model(work, layers, packs)
+    else:
+        piece = _model(spec, work)
         iteration_s *= layers
     flush = _flush(me, spec)
     if method == "simple":
@@ -251,7 +250,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         note["back_to_back_ms"] = max(each, default=None)
     by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
     slow = timing.slowest(by_rank)
-    overhead = timing.overhead_ms(watch)
+    overhead = timing.overhead_ms(watch) / layers
     medians = {which: summarize(ms) for which, ms in slow.items()}
     least = min(s.median for s in medians.values())
     samples = medians["forward"].n
@@ -275,6 +274,16 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             **note,
         },
     }
+
+
+def _model(spec: Experiment, work: AttentionWork) -> timing.Passes:
+    """What a sample is of: the work's passes, or those of several layers."""
+    layers, new = spec.timing["layers"], spec.timing["new_packs"]
+    if layers == 1 and not new:
+        return work
+    lengths = spec.workload.seqlens
+    assert lengths or not new, "new packs of a work that is none"
+    return Model(work, layers, other_orders(lengths, NEW_PACKS, spec.seed) if lengths and new else ())
 
 
 def _silent_s(me: Rank, iteration_s: float, runs: int) -> float:
@@ -401,7 +410,7 @@ def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str,
     length (and so on), extrapolated by FLOPs and marked so."""
     key = (
         spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
-        spec.timing["flush_l2"], spec.timing["autograd_thread"],
+        *(spec.timing[key] for key in ("flush_l2", "autograd_thread", "layers", "new_packs")),
     )  # fmt: skip
     me.say("baseline", 600.0)
     found = me.agree(_baselines.get(key))
@@ -461,17 +470,18 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, 
     work = AttentionWork(me, spec, fn)
     watch = _watch(me, False)
     flush = _flush(me, spec)
+    piece, layers = _model(spec, work), spec.timing["layers"]
     with timing.undisturbed():
-        once = _seconds_each(work, watch, 0.0)
+        once = _seconds_each(piece, watch, 0.0)
         if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated
-            once = _seconds_each(work, watch, spec.timing["warmup_ms"])
+            once = _seconds_each(piece, watch, spec.timing["warmup_ms"])
         runs = timing.baseline_runs(spec.timing["timing_runs"], once)
         me.say("baseline", max(600.0, 2 * once * runs))
-        samples = timing.slowest([timing.sample(work, watch, runs, flush)])
-    return {which: summarize(ms).median for which, ms in samples.items()}, runs, work.plan.kernel.name
+        samples = timing.slowest([timing.sample(piece, watch, runs, flush)])
+    return {which: summarize(ms).median / layers for which, ms in samples.items()}, runs, work.plan.kernel.name
 
 
-def _seconds_each(work: AttentionWork, watch: Stopwatch, at_least_ms: float) -> float:
+def _seconds_each(work: timing.Passes, watch: Stopwatch, at_least_ms: float) -> float:
     """Of an iteration, in a warm-up of so long and one at least."""
     start = time.perf_counter()
     done = timing.warm(work, watch, 1, at_least_ms, lambda more: more).iterations

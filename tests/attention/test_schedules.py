@@ -105,6 +105,24 @@ def test_masks_are_those_of_all_blocks_and_full_or_the_problems_own(name, world)
         assert known == found if problem.mask.windowed else known <= {FULL, problem.mask}, problem
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2])
+@pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "zigzag_llama3", "llama3", "ulysses"])
+@pytest.mark.parametrize("n", [2, 12])
+def test_every_rank_plans_a_pack_with_an_empty_sequence(name, empty, n):
+    world = 4
+    lengths = [32] * n
+    lengths.insert((0, 1, n)[empty], 0)
+    problem = VARIANTS[name].problem(cumulated(lengths), world, CAUSAL)
+    without = VARIANTS[name].problem(cumulated([32] * n), world, CAUSAL)
+    for rank in range(problem.world):
+        found, wanted = (plan_steps(x, rank, 1.0, True, False, torch.device("cpu")) for x in (problem, without))
+        assert [step.route for step in found] == [step.route for step in wanted]
+        for step, plain in zip(found, wanted, strict=True):
+            for call, other in zip(step.calls, plain.calls, strict=True):
+                assert (call.q, call.k) == (other.q, other.k)
+                assert [x for x in call.call.q_lengths if x] == list(other.call.q_lengths)
+
+
 @pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "zigzag_llama3"])
 def test_of_a_large_pack_peers_blocks_are_not_made(name):
     world, cu = 4, cumulated([64, 128, 32] * 40)

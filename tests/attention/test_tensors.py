@@ -1,8 +1,10 @@
-"""Numbers of a tensor on the host: read again when they were written, and not before."""
+"""Numbers of a tensor on the host, read again when they were written and not before, and tables on their way to a device."""
 
 import gc
+import time
 
 import numpy
+import pytest
 import torch
 
 from attention import tensors
@@ -51,3 +53,36 @@ def test_what_numpy_wrote_to_a_cpu_tensor_is_seen():
     assert tensors.on_host(x) == (0, 4, 8)
     numbers[1] = 5
     assert tensors.on_host(x) == (0, 5, 8)
+
+
+@pytest.mark.parametrize("intervals", [(), ((3, 3),), ((3, 5), (0, 2), (9, 9), (7, 8)), ((0, 3),)])
+def test_places_are_the_tokens_of_intervals_in_order(intervals):
+    wanted = [t for a, b in intervals for t in range(a, b)]
+    assert tensors.places(intervals).tolist() == wanted
+    assert tensors.places(intervals, numpy.int32).dtype == numpy.int32
+    found = tensors.index(intervals, torch.device("cpu"), torch.int32)
+    assert found.dtype == torch.int32 and found.tolist() == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_what_is_uploaded_is_there_for_all_streams_and_waits_for_none():
+    device = torch.device("cuda", torch.cuda.current_device())
+    numbers = numpy.arange(50_000, dtype=numpy.int32)
+    tensors.uploaded(numbers, device)  # takes pinned memory
+    busy, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(1_000_000_000)
+        started = time.perf_counter()
+        found = tensors.uploaded(numbers, device)
+        took = time.perf_counter() - started
+        assert not busy.query() and took < 0.1
+        late = found.clone()
+    with torch.cuda.stream(other):
+        assert torch.equal(found.cpu(), torch.from_numpy(numbers)) and not busy.query()
+    del found  # `busy` has still to read it
+    for _ in range(50):
+        tensors.uploaded(numpy.full_like(numbers, -1), device)
+    assert not busy.query()
+    torch.cuda.synchronize()
+    assert torch.equal(late.cpu(), torch.from_numpy(numbers))

@@ -93,7 +93,7 @@ def test_several_layers_are_another_way_to_time_and_new_packs_another_workload(t
     values[3]["experiment"]["timing"]["autograd_thread"] = True
     table = comparison_table(read([written(tmp_path, *values)]))
     assert table.titles[1:] == ["warmup", "warmup over 4 layers", "warmup over 4 layers with autograd's thread"]
-    assert [row[0] for row in table.rows] == ["3 sequences", "3 sequences, new each time"]
+    assert [row[0] for row in table.rows] == ["3 sequences", "3 sequences, in a new order each time"]
     assert [[cell.strip("*") for cell in row[1:]] for row in table.rows] == [
         ["3.000", "6.000", "12.00"],
         ["", "9.000", ""],

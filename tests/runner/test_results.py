@@ -369,7 +369,7 @@ def test_how_a_sample_was_made_is_told_by_the_columns_of_timing_and_sequences(tm
     assert [row["timing"] for row in rows] == ["warmup", "warmup over 4 layers with autograd's thread"]
     assert [row["settings"] for row in rows] == [None, None]
     rows = swept(tmp_path, [pack, "timing.new_packs=false"], [pack, "timing.new_packs=true"])
-    assert [row["seqlens"] for row in rows] == ["64,64,128", "3 sequences, in a new order for each sample"]
+    assert [row["seqlens"] for row in rows] == ["64,64,128", "3 sequences, in a new order each time"]
     assert [row["settings"] for row in rows] == [None, None]
 
 

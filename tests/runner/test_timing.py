@@ -430,7 +430,7 @@ def test_other_orders_are_new_packs_of_the_same_lengths():
     assert found == other_orders(lengths, 11, seed=4) != other_orders(lengths, 11, seed=5)
 
 
-def test_a_models_samples_are_of_one_layer():
+def test_a_models_samples_are_of_one_layer(monkeypatch):
     spec = resolved("attention=ring", "timing.layers=3", "timing.timing_runs=2", "hardware=cpu")
     alone = SimpleNamespace(
         device=torch.device("cpu"), world=1, say=lambda *_: None, agree=lambda x: x, gather=lambda x: [x]
@@ -440,6 +440,11 @@ def test_a_models_samples_are_of_one_layer():
     assert len(work.log) == 2 * 3 * (1 + 2)  # passes, layers, a warm-up and samples
     assert all(0.02 <= ms / 1e3 < 0.055 for which in work.passes for ms in found["samples"][0][which])
     assert found["timing"]["layers"] == 3 and found["timing"]["new_packs"] is False
+    monkeypatch.setattr(
+        timing, "overhead_ms", lambda watch: 6.0
+    )  # of a pair of marks, which a sample of three layers has one of
+    found = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    assert found["timing"]["overhead_ms"] == 2.0 and found["timing"]["overhead_share"] == pytest.approx(0.1, abs=0.03)
 
 
 @pytest.mark.gpu
