@@ -90,7 +90,11 @@ def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     `Tensor.to(device)`, for which the current stream's work has to end. Before the result is let go of, the stream that is current
     now has to follow what else read it."""
     here = torch.from_numpy(x)
-    if device.type != "cuda" or capturing(device):
+    if device.type != "cuda":
+        return here.to(device)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if capturing(device):
         return here.to(device)
     if device.index not in _uploads:
         _uploads[device.index] = torch.cuda.Stream(device)

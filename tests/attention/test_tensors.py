@@ -69,7 +69,7 @@ def test_places_are_the_tokens_of_intervals_in_order(intervals):
 def test_what_is_uploaded_is_there_for_all_streams_and_waits_for_none():
     device = torch.device("cuda", torch.cuda.current_device())
     numbers = numpy.arange(50_000, dtype=numpy.int32)
-    tensors.uploaded(numbers, device)  # takes pinned memory
+    assert tensors.uploaded(numbers, torch.device("cuda")).device == device  # takes pinned memory
     busy, other = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(1_000_000_000)
