@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -369,7 +369,14 @@ def _host(cu_seqlens: Packs, x: Tensor, total: int | None = None) -> CuSeqlens:
     total = x.shape[token_dim(x)] if total is None else total
     if cu_seqlens is None:
         return (0, total)
-    cu = on_host(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(int(c) for c in cu_seqlens)
+    cu = on_host(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)
+    return _checked(cu if cu and type(cu[0]) is int else tuple(map(int, cu)), total)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _checked(cu_seqlens: CuSeqlens, total: int) -> CuSeqlens:
+    """A model's layers all come with the same."""
+    cu = tuple(map(int, cu_seqlens))
     if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)) or cu[-1] != total:
         shown = cu if len(cu) < 9 else (*cu[:4], "...", *cu[-3:])
         raise ValueError(f"cu_seqlens={shown}: must rise from 0 to the global number of tokens, {total}")

@@ -1,0 +1,38 @@
+"""The lengths of a pack as callers give them."""
+
+import numpy
+import pytest
+import torch
+
+import attention
+
+FORMS = {
+    "list": list,
+    "tuple": tuple,
+    "tensor": torch.tensor,
+    "int32": lambda cu: torch.tensor(cu, dtype=torch.int32),
+    "numpy": numpy.array,
+    "numbers of NumPy": lambda cu: [numpy.int32(n) for n in cu],
+    "numbers of PyTorch": lambda cu: [torch.tensor(n) for n in cu],
+}
+
+
+def plan(cu_seqlens, tokens=8):
+    x = torch.zeros(tokens, 2, 4)
+    return attention.make("dense", kernel="math").plan(x, x, x, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lengths_come_in_many_forms(form):
+    for _ in range(2):  # what was seen before is not looked at again
+        found = plan(FORMS[form]([0, 3, 3, 8])).problem.cu_seqlens
+        assert found == (0, 3, 3, 8) and all(type(n) is int for n in found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrong", [[0, 5, 3, 8], [1, 8], [0, 7], [0], []])
+def test_lengths_that_are_none_are_refused_each_time(form, wrong):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must rise from 0 to the global number of tokens, 8"):
+            plan(FORMS[form](wrong))
+    plan([0, 7], tokens=7)
