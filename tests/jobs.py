@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -467,7 +467,6 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
     the symmetric memory held after a tenth of the calls and at the end, on a GPU what is allocated then, and files left in shared
     memory. With a kernel that is given, in its dtype."""
     from attention.transports import held_bytes
-    from attention.transports.fabric import SHARED_MEMORY
 
     errors, held, allocated = [], [], []
     dtype, head_dim = (torch.float32, 16) if kernel == "auto" else (torch.bfloat16, 64)
@@ -492,7 +491,7 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
             q = k = v = out = gradients = exact = None
             gc.collect()
             allocated.append(torch.cuda.memory_allocated() if me.device.type == "cuda" else 0)
-    left = len(list(SHARED_MEMORY.glob("attention-*")))
+    left = _memory_files()
     return {"error": max(me.gather(max(errors))), "held": held, "allocated": allocated, "files": left}
 
 
@@ -941,12 +940,21 @@ def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
     }
 
 
+def _memory_files() -> int:
+    """How many files in memory of ours this process has open."""
+    from attention.transports.fabric import MEMORY_FILE
+
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(f"/memfd:{MEMORY_FILE}" in link for link in links)
+
+
 def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     """A call whose shared memory cannot grow on one rank: what every rank raises, the error of the next call and the files
     left behind."""
-    from attention.transports.fabric import SHARED_MEMORY
-
-    before = set(SHARED_MEMORY.glob("attention-*"))
+    before = _memory_files()
     group = dist.new_group(list(range(me.world)))
     dist.barrier(group)
     fn = attention.make("ring", group=group, transport="symm")
@@ -970,7 +978,7 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     return {
         "said": me.gather(said),
         "error": max(me.gather(rel(out, exact))),
-        "files": len(set(SHARED_MEMORY.glob("attention-*")) - before),
+        "files": max(me.gather(_memory_files() - before)),
     }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
 from attention.kernels.interface import UnsupportedCall
 from attention.transports.collective import Collective
-from attention.transports.fabric import SHARED_MEMORY
 from attention.transports.interface import Handle, Message, Messages, Nothing, Offer, Transport
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
@@ -36,7 +37,7 @@ def missing(name: str, device: str) -> str | None:
     if name == "symm":
         if device == "cuda":
             return None if dist.is_nccl_available() else "this PyTorch has no NCCL"
-        return None if SHARED_MEMORY.is_dir() else f"no shared memory at {SHARED_MEMORY}"
+        return None if hasattr(os, "memfd_create") else "no files in memory, which Linux has"
     if name == "gloo":
         if device != "cpu":
             return "carries CPU tensors only"

@@ -6,14 +6,12 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +24,7 @@ from attention.streams import on_device
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-SHARED_MEMORY = Path("/dev/shm")
+MEMORY_FILE = "attention"  # as /proc has it, "/memfd:attention"
 
 
 @dataclass
@@ -265,7 +263,7 @@ def _together(a: Tensor, b: Tensor) -> bool:
 
 
 class HostFabric:
-    """Files in shared memory, unlinked as soon as every rank has mapped them."""
+    """Files in memory without a name, so that nothing is left of a rank that is killed."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
@@ -275,23 +273,18 @@ class HostFabric:
         return _alive(self._group)
 
     def allocate(self, size: int) -> Shared:
-        name: str | None = None
+        number: int | None = None
         try:
             with together(self.group):
-                number, name = tempfile.mkstemp(prefix="attention-", dir=SHARED_MEMORY)
-                try:
-                    os.posix_fallocate(
-                        number, 0, size
-                    )  # a file without its memory would be a SIGBUS when it is written
-                finally:
-                    os.close(number)
-            names: list[Any] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(names, name, group=self.group)
+                number = os.memfd_create(MEMORY_FILE)
+                os.posix_fallocate(number, 0, size)  # a file without its memory would be a SIGBUS when it is written
+            places: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(places, f"/proc/{os.getpid()}/fd/{number}", group=self.group)
             with together(self.group):  # and all have mapped it when it ends
-                mapped = [torch.from_file(other, shared=True, size=size, dtype=torch.uint8) for other in names]
+                mapped = [torch.from_file(place, shared=True, size=size, dtype=torch.uint8) for place in places]
         finally:
-            if name is not None:
-                os.unlink(name)
+            if number is not None:
+                os.close(number)
         return Shared(mapped)
 
     @torch.inference_mode()  # in the queue's thread, also into tensors of a caller in that mode
