@@ -14,14 +14,17 @@ from attention.streams import capturing
 from attention.tape import Recorder, Run, Tape, shared
 
 MOST = 16  # tapes of a plan: of its forward and backward for so many strides, streams and places of symmetric memory
+MOST_KNOWN = 1024  # forms of a function
 TRIES = 3  # recordings of one form, where the first give no tape, as when a kernel is compiled in them
 ALIGNED = 16  # bytes: how kernels are compiled and chosen depends on addresses by this
 
 
 class Launches:
-    """A plan's passes as they are launched: run as they are, recorded the second time, and played from then on."""
+    """A plan's passes as they are launched: run as they are, recorded the second time, and played from then on. known: forms that plans
+    of the same function, of other packs, have tapes of; they are recorded the first time."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: set[Hashable] | None = None) -> None:
+        self.known = set() if known is None else known
         self.tapes: OrderedDict[Hashable, Tape | list[str]] = OrderedDict()  # or why a recording gave none
 
     def __call__(self, name: Hashable, state: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -41,8 +44,9 @@ class Launches:
         if key not in self.tapes:
             while len(self.tapes) >= MOST:
                 self.tapes.popitem(last=False)
-            self.tapes[key] = []  # what is compiled, allocated or kept for it is there the next time
-            return run(*inputs)
+            self.tapes[key] = []
+            if key not in self.known:
+                return run(*inputs)  # what is compiled, allocated or kept for it is there the next time
         tape = self.tapes[key]
         self.tapes.move_to_end(key)
         if isinstance(tape, Tape):
@@ -54,6 +58,10 @@ class Launches:
             results = recorder.record(run)
         found = recorder.tape(results)
         self.tapes[key] = found if isinstance(found, Tape) else [*tape, found]
+        if isinstance(found, Tape):
+            if len(self.known) >= MOST_KNOWN:
+                self.known.clear()
+            self.known.add(key)
         return results
 
 

@@ -10,8 +10,8 @@ anything else is run each time."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Run = Callable[..., tuple[Tensor, ...]]
 Function = Callable[..., object]
@@ -83,6 +83,20 @@ def did(
 def recording() -> bool:
     """Whether a tape is to be told."""
     return _local.recorder is not None
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What is done within is not the pass's, but is kept for those that come: no tape is told, and what PyTorch does is not seen."""
+    if _local.recorder is None:
+        yield
+        return
+    before, _local.recorder = _local.recorder, None
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _local.recorder = before
 
 
 def cannot(why: str) -> None:

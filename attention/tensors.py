@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from attention import tape
 from attention.masks import Interval
 from attention.streams import On, capturing, current
 
@@ -99,12 +100,12 @@ def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     if device.index not in _uploads:
         _uploads[device.index] = torch.cuda.Stream(device)
     reader, stream = current(device), _uploads[device.index]
-    with On(stream):
+    with tape.unseen(), On(stream):
         pinned = torch.empty(x.shape, dtype=here.dtype, pin_memory=True)
         pinned.numpy()[...] = x
         found = pinned.to(device, non_blocking=True)
-    stream.synchronize()
-    found.record_stream(reader)
+        stream.synchronize()
+        found.record_stream(reader)
     return found
 
 

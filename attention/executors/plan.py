@@ -76,6 +76,7 @@ class Plan:
     transport: Transport
     options: dict[str, Any]
     steps: tuple[PlannedStep, ...]
+    known: set[Hashable]  # of the function's plans: `Launches`
 
     def peer(self, place: int) -> int:
         """The rank that a ring's place is reached at."""
@@ -94,7 +95,7 @@ class Plan:
 
     @cached_property
     def launches(self) -> Launches:
-        return Launches()
+        return Launches(self.known)
 
     @cached_property
     def own_apart(self) -> bool:

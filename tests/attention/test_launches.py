@@ -68,6 +68,33 @@ def test_what_a_pass_depends_on_has_a_tape_of_its_own(other):
         assert run.runs == expected
 
 
+def test_what_another_plan_of_the_function_has_a_tape_of_is_recorded_at_once():
+    known, run = set(), Pass()
+    for expected in (2, 3, 4):
+        passes = Launches(known)
+        for _ in range(3):
+            call(passes, run, torch.randn(3, 4))
+        assert run.runs == expected
+    call(Launches(known), run, torch.randn(4, 3))
+    call(Launches(known), run, torch.randn(4, 3))
+    assert run.runs == 6  # of which there is none yet
+    run.known = False  # as where something is compiled for this plan alone
+    passes = Launches(known)
+    call(passes, run, torch.randn(3, 4))
+    run.known = True
+    for expected in (8, 8):
+        call(passes, run, torch.randn(3, 4))
+        assert run.runs == expected
+
+
+def test_plans_of_a_functions_packs_know_of_each_others_tapes():
+    fn = attention.make("ulysses", kernel="math")
+    x = torch.zeros(96, 2, 8)
+    first, second = (fn.plan(x, x, x, cu_seqlens=cu).launches for cu in ((0, 80, 96), (0, 16, 96)))
+    assert first is not second and first.known is second.known
+    assert attention.make("ulysses", kernel="math").plan(x, x, x, cu_seqlens=(0, 96)).launches.known is not first.known
+
+
 def test_what_depends_on_more_is_run():
     passes, run = Launches(), Pass()
     for _ in range(4):

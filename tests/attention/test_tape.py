@@ -398,3 +398,30 @@ def test_the_same_steps_are_written_once_whatever_their_addresses_and_numbers():
     for made in (second, third):
         (out,) = made.play((numbers(3, start=7),))
         assert out[:, 0].tolist() == [30, 8]
+
+
+def test_what_is_kept_for_all_passes_is_not_the_tapes():
+    tables = []
+    told = []
+
+    def note(what: str) -> None:
+        told.append(what)
+        tape.did(note, what)
+
+    def run(x):
+        out = torch.empty_like(x)
+        if not tables:
+            with tape.unseen():
+                assert not tape.recording()
+                tables.append(torch.ones(4) + 1)
+                note("table")
+        assert tape.recording()
+        negate(out, tables[0])
+        return (out,)
+
+    made, _ = recorded(run, numbers(4))
+    assert isinstance(made, Tape) and told == ["table"]
+    tables[0].fill_(5)
+    assert made.play((numbers(4),))[0].tolist() == [-5] * 4 and told == ["table"]
+    with tape.unseen():
+        assert not tape.recording()
