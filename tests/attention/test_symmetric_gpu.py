@@ -164,9 +164,8 @@ def test_trials_take_the_fastest_on_all_ranks_alike(in_world, graphs):
     assert next(iter(first["tried_ms"])).startswith(first["variant"])
 
 
-@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ring_allgather"))
-def test_a_capture_that_broke_leaves_the_next_call_right(in_world, name):
-    assert in_world("after_a_broken_capture", 2, "cuda", name=name, timeout_s=60) < 1e-2
+def test_a_capture_that_broke_leaves_the_next_call_right(in_world):
+    assert in_world("after_a_broken_capture", 2, "cuda", name="ring_allgather", timeout_s=60) < 1e-2
 
 
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses", "tree"))
