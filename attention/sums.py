@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention import tape
 from attention.masks import Interval
 from attention.memo import memo
 from attention.passes import Bundle, passes
@@ -101,7 +102,8 @@ def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
     """int32 `[n]`: which token of a part over the intervals each of n tokens is, -1 where it is none."""
     found = np.full(n, -1, np.int32)
     found[places(intervals)] = np.arange(length(intervals))
-    return uploaded(found, device)
+    with tape.unseen():
+        return uploaded(found, device)
 
 
 def sum_eager(out: Tensor, parts: Parts) -> None:

@@ -71,7 +71,8 @@ def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dt
 
 @lru_cache(maxsize=128)
 def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return uploaded(places(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
+    with tape.unseen():
+        return uploaded(places(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
 
 
 def places(intervals: tuple[Interval, ...], dtype: type[np.signedinteger[Any]] = np.int64) -> np.ndarray[Any, Any]:
@@ -100,7 +101,7 @@ def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     if device.index not in _uploads:
         _uploads[device.index] = torch.cuda.Stream(device)
     reader, stream = current(device), _uploads[device.index]
-    with tape.unseen(), On(stream):
+    with On(stream):
         pinned = torch.empty(x.shape, dtype=here.dtype, pin_memory=True)
         pinned.numpy()[...] = x
         found = pinned.to(device, non_blocking=True)

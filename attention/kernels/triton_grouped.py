@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention import tape
 from attention.kernels.aten import name_of
 from attention.kernels.interface import Pair, settle
 from attention.kernels.start import MOST, Start
@@ -352,7 +353,8 @@ def _start(
 @lru_cache(maxsize=256)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[G]`, kept, so that a repeated call copies nothing to the device."""
-    return uploaded(np.array(ends, np.int32), device)
+    with tape.unseen():
+        return uploaded(np.array(ends, np.int32), device)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], scale: float) -> None:

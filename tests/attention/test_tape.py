@@ -7,7 +7,9 @@ import weakref
 import pytest
 import torch
 
-from attention import tape
+from attention import sums, tape, tensors
+from attention.kernels import interface
+from attention.masks import CAUSAL
 from attention.tape import Recorder, Tape, shared
 
 
@@ -425,3 +427,29 @@ def test_what_is_kept_for_all_passes_is_not_the_tapes():
     assert made.play((numbers(4),))[0].tolist() == [-5] * 4 and told == ["table"]
     with tape.unseen():
         assert not tape.recording()
+
+
+def test_a_table_that_is_kept_is_no_part_of_a_pass_and_one_that_is_made_in_each_is_not_played(monkeypatch):
+    def sent(x, device):  # as to a GPU, by what a tape does not know
+        return torch.from_numpy(x).clone()
+
+    for module in (tensors, sums, interface):
+        monkeypatch.setattr(module, "uploaded", sent)
+    cpu, stretches = torch.device("cpu"), ((1, 2), (5, 6))
+    kept = [
+        lambda: tensors.index(stretches, cpu),
+        lambda: sums._numbers(8, stretches, cpu),
+    ]
+    for make in kept:
+        tensors._index.cache_clear()
+        sums._numbers.cache_clear()
+
+        made, _ = recorded(lambda x, make=make: (torch.empty_like(x).copy_(x), make())[:1], numbers(4))
+        assert isinstance(made, Tape)
+
+    def lengths(x):
+        interface.Call.of_packed(1.0, CAUSAL, [4], [4], cpu)
+        return (torch.empty_like(x).copy_(x),)
+
+    made, _ = recorded(lengths, numbers(4))
+    assert isinstance(made, str) and "clone" in made
