@@ -133,7 +133,7 @@ class ContextParallel:
         self.transports: dict[torch.device, Transport] = {}
         self.plans: dict[Any, Plan] = {}
         self.packs: OrderedDict[Any, None] = OrderedDict()  # of which there are plans, those used last at the end
-        self.played: set[Hashable] = set()  # forms of passes that there are tapes of
+        self.known: set[Hashable] = set()  # forms of passes that there are tapes of
         self.replays = Replays(asked=graphs is True) if graphs else None
 
     def __repr__(self) -> str:
@@ -277,7 +277,7 @@ class ContextParallel:
                 transport,
                 self.variant.settled(self.options, writable),
                 plan_steps(problem, place, scale, packed, self.deterministic, q.device),
-                self.played,
+                self.known,
             )
         if self.variant.decode:
             self._check_share(held, cu)

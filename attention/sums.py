@@ -16,7 +16,21 @@ from attention.masks import Interval
 from attention.memo import memo
 from attention.passes import Bundle, passes
 from attention.schedules import length
-from attention.tensors import FEW, add_, held, index, places, put_, room, rows, take, token_dim, tokens, uploaded, wide
+from attention.tensors import (
+    FEW,
+    add_,
+    held,
+    index,
+    put_,
+    room,
+    rows,
+    take,
+    token_dim,
+    tokens,
+    tokens_of,
+    uploaded,
+    wide,
+)
 from attention.transfers import Intervals, side_by_side
 
 MOST = 16  # stretches of parts that one kernel adds up
@@ -101,7 +115,7 @@ def sum_numbered(out: Tensor, parts: Parts) -> None:
 def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
     """int32 `[n]`: which token of a part over the intervals each of n tokens is, -1 where it is none."""
     found = np.full(n, -1, np.int32)
-    found[places(intervals)] = np.arange(length(intervals))
+    found[tokens_of(intervals)] = np.arange(length(intervals))
     with tape.unseen():
         return uploaded(found, device)
 

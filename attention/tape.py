@@ -152,12 +152,13 @@ class _Like:
 
 @dataclass(frozen=True)
 class _View:
-    """Number `number` is `like` that, from so many elements behind number `base` on."""
+    """Number `number` is `like` that, from so many elements behind number `base` on, which may be `given`: begin within its memory."""
 
     number: int
     base: int
     like: _Like
     offset: int
+    given: bool
 
 
 @dataclass(eq=False)
@@ -305,7 +306,7 @@ class Recorder(TorchDispatchMode):
         if key not in self.views:
             self.count += 1
             self.views[key] = self.count
-            self.made.append(_View(self.count, slot.number, like, offset))
+            self.made.append(_View(self.count, slot.number, like, offset, slot.given))
         return self.views[key]
 
     def _switched_to(self) -> set[int]:
@@ -345,13 +346,12 @@ class Recorder(TorchDispatchMode):
                 done.setdefault(slot.last[0], []).append(slot)
         steps: list[Step] = []
         always: list[bool] = []
-        inputs = len(self.inputs)
         kept = self._switched_to()
         for i, made in enumerate(self.made):
             if isinstance(made, _Slot) and made.last is None and made not in returned:
                 continue  # which nothing uses
             if not (isinstance(made, _Call) and made.switches) or i in kept:
-                steps.append(_step(made, isinstance(made, _View) and made.base <= inputs))
+                steps.append(_step(made))
                 always.append(isinstance(made, _Call) and made.always)
             if i in done:
                 numbers = {slot.number for slot in done[i]}
@@ -395,12 +395,11 @@ class Tape:
                     step(tensors, starts)
 
 
-def _step(x: _Call | _Slot | _View, offset: bool) -> Step:
-    """offset: of a view, whether its base may begin within its memory."""
+def _step(x: _Call | _Slot | _View) -> Step:
     if isinstance(x, _Slot):
         return _allocation(x.number, x.like)
     if isinstance(x, _View):
-        return _as_view(x, offset)
+        return _as_view(x)
     arguments = [each.empty() if isinstance(each, _Like) else each for each in x.arguments]
     if not (x.addresses or any(isinstance(each, _Place) for each in arguments)):
         return _again(x.function, tuple(arguments))
@@ -443,7 +442,7 @@ def _allocation(number: int, like: _Like) -> Step:
     return allocate
 
 
-def _as_view(x: _View, offset: bool) -> Step:
+def _as_view(x: _View) -> Step:
     number, of, shape, stride, behind = x.number, x.base, x.like.shape, x.like.stride, x.offset
 
     def view(tensors: list[Any], starts: list[int]) -> None:
@@ -453,7 +452,7 @@ def _as_view(x: _View, offset: bool) -> Step:
         base = tensors[of]
         tensors[number] = base.as_strided(shape, stride, base.storage_offset() + behind)
 
-    return view_of_input if offset else view
+    return view_of_input if x.given else view
 
 
 def _letting_go(numbers: Sequence[int]) -> Step:

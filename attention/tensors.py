@@ -72,10 +72,10 @@ def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dt
 @lru_cache(maxsize=128)
 def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with tape.unseen():
-        return uploaded(places(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
+        return uploaded(tokens_of(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
 
 
-def places(intervals: tuple[Interval, ...], dtype: type[np.signedinteger[Any]] = np.int64) -> np.ndarray[Any, Any]:
+def tokens_of(intervals: tuple[Interval, ...], dtype: type[np.signedinteger[Any]] = np.int64) -> np.ndarray[Any, Any]:
     """`[n]` on the host: the tokens of the intervals, in order. By NumPy, which is one thread: where ranks share a machine, PyTorch's
     threads take milliseconds to wake."""
     starts, stops = np.array(intervals, dtype).reshape(-1, 2).T

@@ -80,7 +80,7 @@ def route_of(everyones: Sequence[Step], rank: int) -> Route:
     return Route(tuple(sends), receives)
 
 
-Places = list[tuple[int, int, int]]  # (start, stop, where it lies in the shard) of a shard's ranges, by global position
+Placed = list[tuple[int, int, int]]  # (start, stop, where it lies in the shard) of a shard's ranges, by global position
 
 
 def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
@@ -89,7 +89,7 @@ def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
     return _shared(_placed(source), _placed(target))
 
 
-def _shared(ours: Places, theirs: Places) -> list[tuple[Interval, Interval]]:
+def _shared(ours: Placed, theirs: Placed) -> list[tuple[Interval, Interval]]:
     found: list[tuple[Interval, Interval]] = []
     i = j = 0
     while i < len(ours) and j < len(theirs):
@@ -110,12 +110,12 @@ def _shared(ours: Places, theirs: Places) -> list[tuple[Interval, Interval]]:
     return found
 
 
-def _not_before(places: Places, position: int, low: int) -> int:
+def _not_before(places: Placed, position: int, low: int) -> int:
     """The first of the places from number `low` on that may hold the position: few may be of interest among thousands."""
     return max(low, bisect_right(places, (position, sys.maxsize), low) - 1)
 
 
-def _placed(shard: Shard) -> Places:
+def _placed(shard: Shard) -> Placed:
     found = []
     at = 0
     for r in shard:

@@ -359,7 +359,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     for key in ("precision", "time_cap_s"):
         _above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}")
     _check_limits(cfg)
-    _check_model(cfg, work)
+    _check_layers(cfg, work)
     if timing["method"] == "cudagraph" and device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if timing["counters"] and (device != "cuda" or world > 1):
@@ -402,7 +402,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     )
 
 
-def _check_model(cfg: DictConfig, work: Workload) -> None:
+def _check_layers(cfg: DictConfig, work: Workload) -> None:
     """Raises InvalidConfig where samples of several layers, or of a pack each, can't be."""
     asked = [
         (f"timing.layers={cfg.timing.layers}", cfg.timing.layers > 1),

@@ -27,7 +27,7 @@ from runner.rank import is_out_of_memory as _oom
 from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
 from runner.statistics import summarize, too_few
 from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
-from runner.workpiece import AttentionWork, Model, build, decide, other_orders
+from runner.workpiece import AttentionWork, Layers, build, decide, other_orders
 
 PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
@@ -224,7 +224,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     if method == "cudagraph":
         piece, watch = timing.Graphed(work), _watch(me, me.world > 1, timing.LEAD_MS)
     else:
-        piece = _model(spec, work)
+        piece = _sampled(spec, work)
         iteration_s *= layers
     flush = _flush(me, spec)
     if method == "simple":
@@ -276,14 +276,14 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     }
 
 
-def _model(spec: Experiment, work: AttentionWork) -> timing.Passes:
+def _sampled(spec: Experiment, work: AttentionWork) -> timing.Passes:
     """What a sample is of: the work's passes, or those of several layers."""
     layers, new = spec.timing["layers"], spec.timing["new_packs"]
     if layers == 1 and not new:
         return work
     lengths = spec.workload.seqlens
     assert lengths or not new, "new packs of a work that is none"
-    return Model(work, layers, other_orders(lengths, NEW_PACKS, spec.seed) if lengths and new else ())
+    return Layers(work, layers, other_orders(lengths, NEW_PACKS, spec.seed) if lengths and new else ())
 
 
 def _silent_s(me: Rank, iteration_s: float, runs: int) -> float:
@@ -470,7 +470,7 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, 
     work = AttentionWork(me, spec, fn)
     watch = _watch(me, False)
     flush = _flush(me, spec)
-    piece, layers = _model(spec, work), spec.timing["layers"]
+    piece, layers = _sampled(spec, work), spec.timing["layers"]
     with timing.undisturbed():
         once = _seconds_each(piece, watch, 0.0)
         if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated

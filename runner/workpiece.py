@@ -142,7 +142,7 @@ def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:
     return list(found)
 
 
-class Model:
+class Layers:
     """The passes of a model of so many layers, which all have the same inputs: all forwards, then all backwards, the last layer's
     first. `packs` are the models' in turn, else all have the work's own."""
 

@@ -464,8 +464,8 @@ def meet(me: Rank, fault: str) -> None:
 
 def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "auto") -> dict[str, Any]:
     """Forward and backward over changing shapes, a new function every hundred calls: the largest error of some of them,
-    the symmetric memory held after a tenth of the calls and at the end, on a GPU what is allocated then, and files left in shared
-    memory. With a kernel that is given, in its dtype."""
+    the symmetric memory held after a tenth of the calls and at the end, on a GPU what is allocated then, and files in memory left
+    open. With a kernel that is given, in its dtype."""
     from attention.transports import held_bytes
 
     errors, held, allocated = [], [], []

@@ -202,15 +202,15 @@ class CudaFabric:
         if whole and len(into) == 2 and _together(*into):  # a row each
             apart = targets[1] - targets[0], sources[1] - sources[0]
             if n * width <= min(apart) and max(apart) <= MOST_PITCH:
-                self._did(self._rows, targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
+                self._do(self._rows, targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
                 return
         for target, source, row in zip(targets, sources, rows, strict=True):
             if whole:
-                self._did(self._whole, target, source, n * width, stream)
+                self._do(self._whole, target, source, n * width, stream)
             else:
-                self._did(self._rows, target, row, source, width, width, n, stream)
+                self._do(self._rows, target, row, source, width, width, n, stream)
 
-    def _did(self, copy: Callable[..., None], *arguments: int) -> None:
+    def _do(self, copy: Callable[..., None], *arguments: int) -> None:
         copy(*arguments)
         tape.did(copy, *arguments, addresses=(0, 1), anywhere=True)
 

@@ -56,10 +56,10 @@ def test_what_numpy_wrote_to_a_cpu_tensor_is_seen():
 
 
 @pytest.mark.parametrize("intervals", [(), ((3, 3),), ((3, 5), (0, 2), (9, 9), (7, 8)), ((0, 3),)])
-def test_places_are_the_tokens_of_intervals_in_order(intervals):
+def test_tokens_of_intervals_are_numbered_in_order(intervals):
     wanted = [t for a, b in intervals for t in range(a, b)]
-    assert tensors.places(intervals).tolist() == wanted
-    assert tensors.places(intervals, numpy.int32).dtype == numpy.int32
+    assert tensors.tokens_of(intervals).tolist() == wanted
+    assert tensors.tokens_of(intervals, numpy.int32).dtype == numpy.int32
     found = tensors.index(intervals, torch.device("cpu"), torch.int32)
     assert found.dtype == torch.int32 and found.tolist() == wanted
 

@@ -132,7 +132,7 @@ INVALID = [
     (["attention=grouped", "world_size=1", "attention.n_groups=9"], "n_groups=9", "1 to 8"),
     (["attention=grouped", "world_size=1", "attention.n_groups=3"], "1024", "multiple of n_groups=3"),
     (["seed=99999999999999999"], "seed=99999999999999999"),
-    # models
+    # layers
     (["timing.layers=0"], "timing.layers=0", "at least 1"),
     (["timing.layers=2", "timing=simple"], "timing.layers=2 timing=simple", "one call", "timing=warmup"),
     (["timing.layers=2", "timing.do_bench=true"], "timing.do_bench=true", "one call", "use one of the two"),

@@ -27,7 +27,7 @@ from runner.timing import (
     verdict,
     warm,
 )
-from runner.workpiece import Model, other_orders
+from runner.workpiece import Layers, other_orders
 
 
 class Clock:
@@ -407,7 +407,7 @@ class Attention:
 
 def test_a_models_layers_follow_each_other_each_model_with_the_next_pack():
     work = Attention()
-    model = Model(work, 2, [(0, 1, 4), (0, 2, 4)])
+    model = Layers(work, 2, [(0, 1, 4), (0, 2, 4)])
     for _ in range(2):
         for which in model.passes:
             model.run(which)
@@ -418,7 +418,7 @@ def test_a_models_layers_follow_each_other_each_model_with_the_next_pack():
     model.run("forward")
     assert work.log[-1][2] == (0, 1, 4)
     plain = Attention()
-    Model(plain, 1).run("forward")
+    Layers(plain, 1).run("forward")
     assert plain.log == [("forward", 0, plain.packs)]
 
 
