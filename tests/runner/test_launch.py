@@ -23,12 +23,15 @@ def world():
     world.close()
 
 
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:  # it ended, perhaps while it was read
+        return False
+
+
 def alive(pids):
-    return [
-        pid
-        for pid in pids
-        if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
-    ]
+    return [pid for pid in pids if lives(pid)]
 
 
 def gone(pids, within_s=5.0):
@@ -192,7 +195,10 @@ def test_running_out_of_memory_is_provoked_without_taking_the_machines(world):
     assert time.monotonic() - start < 20
 
 
-def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder():
+def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_path, monkeypatch):
+    # a folder for worlds of this test's own: any world that another worker starts would remove ours from the shared one
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # asked for anew
     code = (
         "import sys, time\nfrom runner.launch import World, WorldSpec\n"
         "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs:pids', {}).result, w.agent.pid, w.folder, flush=True)\n"
@@ -200,6 +206,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder():
     )
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     *pids, folder = program.stdout.readline().split()
+    assert Path(folder).parent == tmp_path
     pids = [int(pid) for pid in pids]
     assert len(alive(pids)) == 3
     remove_abandoned()
