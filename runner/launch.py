@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 POLL_S = 0.02
 STOP_S = 3.0
+STACK_S = 0.1  # a log that does not grow for so long has the stack whole
 PREFIX, OWNED = "attention-world-", "owned"  # a world's folder, and the file in it that its program holds locked
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TAIL_LINES = 20
@@ -199,10 +200,7 @@ class World:
             rank, phase = stopped["rank"], stopped["phase"]
             reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {silence.limit_s:.0f} s of silence"
             return Outcome("timeout", reason, None, rank, phase, self._tail(rank))
-        for pid in self.pids():  # their stacks go to their logs
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        self._log_stacks()
         return Outcome(
             "timeout",
             f"rank {silence.rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
@@ -254,19 +252,37 @@ class World:
             sizes[rank] = path.stat().st_size if path.exists() else 0
         return sizes
 
+    def _log_stacks(self) -> None:
+        """Have each rank write its stack to its log, and wait until it is there: on a busy machine that takes a while."""
+        before = sizes = self._log_sizes()
+        asked = set()
+        for state in self.states():
+            with contextlib.suppress(OSError):
+                os.kill(state["pid"], signal.SIGUSR1)
+                asked.add(state["rank"])
+        deadline = time.monotonic() + STOP_S
+        while time.monotonic() < deadline:
+            time.sleep(STACK_S)
+            now = self._log_sizes()
+            asked -= {r for r in asked if now[r] == sizes[r] and _stack_in(self._said(r, before[r])) is not None}
+            if not asked:
+                return
+            sizes = now
+
     def _copy_logs(self, target: Path, offsets: dict[int, int]) -> None:
         with target.open("a") as out:
             for rank, offset in offsets.items():
-                path = self.folder / f"rank{rank}.log"
-                if path.exists():
-                    with path.open("rb") as file:
-                        file.seek(offset)
-                        for line in file.read().decode(errors="replace").splitlines():
-                            out.write(f"[rank {rank}] {line}\n")
+                for line in self._said(rank, offset):
+                    out.write(f"[rank {rank}] {line}\n")
 
-    def _said(self, rank: int) -> list[str]:
-        path = self.folder / f"rank{rank}.log"
-        return path.read_text(errors="replace").splitlines() if path.exists() else []
+    def _said(self, rank: int, offset: int = 0) -> list[str]:
+        """The lines of a rank's log from a byte on."""
+        try:
+            with (self.folder / f"rank{rank}.log").open("rb") as file:
+                file.seek(offset)
+                return file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
 
     def _tail(self, rank: int) -> list[str]:
         return self._said(rank)[-TAIL_LINES:]
@@ -274,8 +290,8 @@ class World:
     def _stack(self, rank: int) -> list[str]:
         """Where a rank was when it was asked for its stack: innermost first, as faulthandler writes it."""
         lines = self._said(rank)
-        starts = [i for i, line in enumerate(lines) if line.startswith("Current thread")]
-        return lines[starts[-1] :][:TAIL_LINES] if starts else lines[-TAIL_LINES:]
+        start = _stack_in(lines)
+        return lines[-TAIL_LINES:] if start is None else lines[start:][:TAIL_LINES]
 
     def ask_to_stop(self) -> None:
         """Idle ranks end by themselves; several worlds can do so at once."""
@@ -354,6 +370,11 @@ def remove_abandoned() -> None:
                     shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+def _stack_in(lines: list[str]) -> int | None:
+    """Which line of a log the last stack of a rank's main thread begins with."""
+    return next((i for i in reversed(range(len(lines))) if lines[i].startswith("Current thread")), None)
 
 
 def _group(leader: int) -> list[int]:

@@ -27,7 +27,7 @@ from runner.launch import cores
 from runner.schema import InvalidConfig, UnsupportedHere
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
-SETTLE_S = 1.0
+SETTLE_S = 1.0  # that a rank which only noticed stays, so that the one that failed is seen first
 PROVOKED_GIB = 0.3  # that a CPU rank may still take when launch.fault makes it run out of memory
 
 
@@ -101,6 +101,20 @@ def live(folder: str, device_type: str) -> None:
     os.dup2(log, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        _live(rank, world, local, Path(folder), device_type)
+    except (
+        Exception
+    ) as error:  # as when a peer is gone between two jobs; the elastic launch would leave a file of its own
+        if _peer_gone(str(error)):
+            time.sleep(SETTLE_S)
+        traceback.print_exc()
+        _end(1)
+    # the agent waits for this function's return; after it, tearing NCCL down in order takes seconds for nothing
+    atexit.register(_end)
+
+
+def _live(rank: int, world: int, local: int, folder: Path, device_type: str) -> None:
     if device_type == "cuda":
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
@@ -111,18 +125,16 @@ def live(folder: str, device_type: str) -> None:
         torch.set_num_threads(max(1, cores() // world))
         dist.init_process_group("gloo", timeout=FOREVER)
         control = dist.new_group(backend="gloo", timeout=FOREVER)
-    me = Rank(rank, world, device, Path(folder), control)
+    me = Rank(rank, world, device, folder, control)
     me.say("idle")
     _work(me)
     me.barrier()  # nobody leaves while another still listens to it
-    # the agent waits for this function's return; after it, tearing NCCL down in order takes seconds for nothing
-    atexit.register(_end)
 
 
-def _end() -> None:
+def _end(status: int = 0) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)  # no orderly end: it could wait for peers
 
 
 def _work(me: Rank) -> None:
@@ -163,14 +175,12 @@ def _give_up(me: Rank, error: BaseException) -> None:
     message = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {message[0] if message else ''}"
     if not out_of_memory and _peer_gone(text):
-        time.sleep(SETTLE_S)  # this rank only noticed: let the one that failed be seen first
+        time.sleep(SETTLE_S)
     me.fault = None
     kind = "oom" if out_of_memory else "raise"
     me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.time()})
     traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)  # no orderly end: it could wait for peers
+    _end(1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

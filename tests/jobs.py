@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import logging
@@ -358,7 +359,7 @@ def by_trial(
     before = dict(executors)
 
     def slow(*args: Any) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.25)
         return before[slowed].forward(*args)
 
     def fail(*args: Any) -> Any:
@@ -438,9 +439,19 @@ def hold_a_named_semaphore(me: Rank) -> list[str]:
 _held: list[Any] = []
 
 
-def sleep_on(me: Rank, rank: int, seconds: float) -> None:
+def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = None) -> None:
+    """stack_after_s: how long that rank takes to write its stack, as on a busy machine."""
+
+    def late(*_: Any) -> None:
+        assert stack_after_s is not None
+        time.sleep(stack_after_s)
+        faulthandler.dump_traceback(all_threads=True)
+
     me.say("working")
     if me.rank == rank:
+        if stack_after_s is not None:
+            faulthandler.unregister(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, late)
         time.sleep(seconds)
     me.barrier()
 

@@ -17,6 +17,7 @@ from test_results import unnamed
 
 from runner import results
 from runner.__main__ import exit_status
+from runner.launch import cores
 
 SMALL = [
     "seq_len=128",
@@ -33,10 +34,15 @@ def environment(tmp_path):
     return {**os.environ, "TEST_OUTPUT": str(tmp_path)}
 
 
-def run(tmp_path, *arguments, small=True, timeout=120, **options):
+def run(tmp_path, *arguments, small=True, timeout=120, variables=None, **options):
     command = [sys.executable, "-m", "runner", f"output={tmp_path}", *(SMALL if small else []), *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment(tmp_path), **options
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(tmp_path) | (variables or {}),
+        **options,
     )
 
 
@@ -139,7 +145,7 @@ def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
 
 
 def test_a_hang_is_a_timeout_with_the_stack_in_the_log(tmp_path):
-    done = run(tmp_path, "launch.fault=1:timing:hang", "launch.timeout_s=2")
+    done = run(tmp_path, "launch.fault=1:timing:hang", "launch.timeout_s=5")
     assert done.returncode == 1
     value = only(tmp_path)
     assert value["status"] == "timeout"
@@ -300,7 +306,8 @@ def test_a_disk_that_fills_up_within_a_sweep_ends_it_with_one_clear_line(disk):
 def test_a_result_too_large_for_the_limit_on_files_is_one_clear_line(tmp_path):
     """What a full disk does, where no file system can be mounted: no file may be longer than 6 KiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6144, 6144))  # noqa: E731
-    ended_by_a_full_disk(run(tmp_path, "phases=false", "baseline=none", preexec_fn=limit), tmp_path)
+    cut = {"PYTHONDONTWRITEBYTECODE": "1"}  # else modules compiled under the limit would be, and stay so
+    ended_by_a_full_disk(run(tmp_path, "phases=false", "baseline=none", preexec_fn=limit, variables=cut), tmp_path)
     assert list(tmp_path.rglob("*.parquet")) and not results_in(tmp_path)
 
 
@@ -395,15 +402,18 @@ def test_a_long_workload_says_so_and_goes_on(tmp_path):
 def test_twenty_tiny_runs_take_less_than_a_minute(tmp_path):
     start = time.time()
     done = run(tmp_path, "-m", "attention=dense,ring,zigzag,ring_allgather", "seed=1,2,3,4,5", "config=tiny", "seq_len=256",
-               small=False, timeout=200)  # fmt: skip
+               small=False, timeout=230)  # fmt: skip
     assert done.returncode == 0
     assert len(results_in(tmp_path)) == 20
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # that share the machine's two cores
-    assert time.time() - start < 60 * workers
+    others = (
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+        os.getloadavg()[0] / cores(),
+    )  # that share the machine
+    assert time.time() - start < 60 * max(others)
 
 
 def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus_is_unsupported_without(tmp_path):
-    done = run(tmp_path, "-m", "attention=tree", "attention.reduce=null,fused", "causal=false", "seq_len=512")
+    done = run(tmp_path, "-m", "attention=tree", "attention.reduce=null,fused", "causal=false", "seq_len=512", "seed=1")
     assert done.returncode == 0, done.stderr
     by_reduction = {value["config"]["attention"]["reduce"]: value for value in results_in(tmp_path).values()}
     value = by_reduction[None]

@@ -188,15 +188,18 @@ def test_a_nested_recording_gives_back_to_the_outer_one():
 
 def test_a_span_measures_a_sleep_also_when_it_ends_in_an_error():
     recorder = Recorder(CPU)
+    started = time.perf_counter()
     with recording(recorder):
         with phase("comp_block"):
             time.sleep(0.005)
         with pytest.raises(RuntimeError), phase("wait_kv"):
             time.sleep(0.01)
             raise RuntimeError
+    both = (time.perf_counter() - started) * 1e3
     block, wait = (stop - start for start, stop in (span.since(0) for span in recorder.spans))
-    assert 5 <= block < 100
-    assert 10 <= wait < 100
+    assert block >= 5
+    assert wait >= 10
+    assert block + wait <= both
 
 
 def test_bandwidths_are_those_of_the_transfer_on_the_rank_that_receives_most():
