@@ -103,9 +103,7 @@ def live(folder: str, device_type: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         _live(rank, world, local, Path(folder), device_type)
-    except (
-        Exception
-    ) as error:  # as when a peer is gone between two jobs; the elastic launch would leave a file of its own
+    except Exception as error:  # of which the elastic launch would leave a file behind
         if _peer_gone(str(error)):
             time.sleep(SETTLE_S)
         traceback.print_exc()
