@@ -1,6 +1,7 @@
 """Real worlds for the tests, kept warm through the session."""
 
 import os
+import secrets
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,30 @@ from runner.launch import Outcome, Pool, WorldSpec, cores  # noqa: E402
 def pytest_xdist_auto_num_workers(config):
     """The files of tests go to several workers, which have their own worlds; GPUs are not shared."""
     return 0 if torch.cuda.is_available() else min(4, cores())
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, default=200, help="random calls of the library to try")
+    parser.addoption("--fuzz-seed", type=int, default=None, help="repeats the random calls of a run")
+
+
+def pytest_configure(config):
+    """One seed for all workers of a run."""
+    given = config.getoption("fuzz_seed")
+    workers = getattr(config, "workerinput", None)
+    if workers is not None:
+        config.option.fuzz_seed = workers["fuzz_seed"]
+    elif given is None:
+        config.option.fuzz_seed = secrets.randbelow(1 << 30)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["fuzz_seed"] = node.config.option.fuzz_seed
+
+
+def pytest_report_header(config):
+    return f"--fuzz-seed {config.option.fuzz_seed}"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,311 @@
+"""Random calls through the public interface of `attention`, run in a world of any size and compared with fp64.
+
+`draw` makes a case, `compute` runs it, `wrong` compares it. The reference builds its mask from the case's own words and
+shares no code with the library. `tests/test_fuzz.py` draws new cases each run, `tests/net.py` keeps hashes of fixed ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attention
+
+if TYPE_CHECKING:
+    from runner.rank import Rank
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS = ("contiguous", "heads_first", "slice", "strided_dim", "offset", "expanded_batch")
+NAMES = ("q", "k", "v", "dout")
+# of a row's scale, the norm that the row would have if its terms did not cancel; some three times the largest error seen
+TOLERANCE = {"fp64": 5e-15, "fp32": 1.5e-6, "bf16": 6e-3, "fp16": 1e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Dense inputs are `[batch, tokens, heads, head_dim]`; with `lengths` they are packed, without a batch. A
+    decode has `queries` queries on every rank."""
+
+    variant: str
+    world: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seed: int
+    options: dict[str, Any] = field(default_factory=dict)
+    transport: str = "gloo"
+    kernel: str = "auto"
+    dtype: str = "fp32"
+    batch: int = 1
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    scale: float | None = None
+    lengths: tuple[int, ...] | None = None
+    queries: int | None = None
+    layouts: tuple[str, ...] = ("contiguous",) * 4  # of q, k, v and dout in memory
+    gradients: str = "qkv"  # the inputs that need one; empty: forward alone
+    deterministic: bool = False
+
+    @property
+    def cu_seqlens(self) -> list[int] | None:
+        return None if self.lengths is None else list(accumulate(self.lengths, initial=0))
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> Case:
+        listed = ("window", "lengths", "layouts")
+        return Case(**{k: tuple(v) if k in listed and v is not None else v for k, v in plain.items()})
+
+
+def variants() -> dict[str, Any]:
+    """Ours by name: what the library lists beside external packages and `auto`."""
+    from attention.variants import VARIANTS
+
+    return dict(VARIANTS)
+
+
+def draw(name: str, world: int, seed: int) -> Case:
+    """A random case of a variant. Most can be done; some must be refused."""
+    rng = random.Random(f"{name}/{world}/{seed}")
+    chosen = variants()[name]
+    kv_heads = rng.choice((1, 2, world, 2 * world))
+    heads = kv_heads * rng.choice((1, 1, 2, 4))
+    kernel = rng.choice(("auto", "auto", "auto", "math"))
+    base: dict[str, Any] = {
+        "variant": name,
+        "world": world,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": rng.choice((8, 16, 32, 40, 64)),
+        "seed": rng.randrange(1 << 30),
+        "options": {o: rng.choice(_values(o, world, kv_heads)) for o in chosen.options if rng.random() < 0.6},
+        "transport": rng.choice(("gloo", "symm")) if world > 1 else "auto",
+        "kernel": kernel,
+        "dtype": rng.choice(("fp32", "fp32", "bf16", "fp16", "fp64") if kernel == "auto" else ("fp64", "fp32")),
+        "scale": rng.choice((None, None, 0.3)),
+        "batch": rng.choice((1, 2, 3)),
+        "deterministic": rng.random() < 0.2,
+    }
+    layouts = tuple(rng.choice(LAYOUTS) if rng.random() < 0.4 else "contiguous" for _ in NAMES)
+    if chosen.decode:
+        tokens = rng.choice((1, world, 5, 33, 64, 200))
+        return Case(**base, tokens=tokens, queries=rng.choice((1, 2, 5)), causal=False, layouts=layouts, gradients="")
+    causal = chosen.causal_only or rng.random() < 0.6
+    window = (-1, -1)
+    if rng.random() < 0.3:
+        window = (rng.choice((0, 1, 7, 40)), 0 if causal else rng.choice((-1, 0, 3, 25)))
+    divisor = 2 * world if rng.random() < 0.95 else 1
+    lengths = None
+    if rng.random() < 0.4:
+        count = rng.choice((1, 2, 3, 5, 24))
+        lengths = tuple(rng.choice((0, 1, 1, 2, 4, 6) if count < 24 else (1, 1, 2)) * divisor for _ in range(count))
+        if not sum(lengths):
+            lengths = (divisor, *lengths)
+        base["batch"] = 1
+    tokens = sum(lengths) if lengths else rng.choice((1, 2, 4, 12)) * divisor
+    gradients = rng.choice(("qkv", "qkv", "qkv", "", "q", "kv"))
+    return Case(
+        **base, tokens=tokens, causal=causal, window=window, lengths=lengths, layouts=layouts, gradients=gradients
+    )
+
+
+def _values(option: str, world: int, kv_heads: int) -> tuple[Any, ...]:
+    """What a variant's option may be, by the option's name; an option not listed here keeps its default."""
+    return {
+        "head_parts": (None, 1, 2),
+        "heads_k_stride": (None, 1, kv_heads),
+        "ulysses_size": (None, 1, world),
+        "ring": ("zigzag", "contiguous"),
+        "grouping": ("separate", "packed"),
+        "own_first": (None, False, True),
+        "n_groups": (1, 2, 4),
+        "reduce": (None, "three", "two", "packed", "hierarchical"),
+    }.get(option, (None,))
+
+
+def whole(case: Case) -> dict[str, Tensor]:
+    """The global q, k, v and dout, equal on every rank."""
+    generator = torch.Generator().manual_seed(case.seed)
+    queries = case.tokens if case.queries is None else case.queries
+    found = {}
+    for name in NAMES:
+        tokens, heads = (case.tokens, case.kv_heads) if name in "kv" else (queries, case.heads)
+        lead = (tokens,) if case.lengths is not None else (case.batch, tokens)
+        found[name] = torch.randn(*lead, heads, case.head_dim, generator=generator).to(DTYPES[case.dtype])
+    return found
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """Equal values, in memory as a caller might have them."""
+    if layout == "heads_first":
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "slice":
+        return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]]
+    if layout == "strided_dim":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "offset":
+        room = x.new_full((x.numel() + 1,), torch.nan)
+        room[1:] = x.reshape(-1)
+        return room[1:].view(x.shape)
+    if layout == "expanded_batch" and x.dim() == 4 and x.shape[0] == 1:
+        return x[0].clone().expand(1, *x.shape[1:])
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def uninitialised_is_nan() -> Iterator[None]:
+    """Memory that is allocated but not written holds NaN, so that reading it shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[str]:
+    """A job for a world: for each case "ok", "refused: why" or "wrong: how". A refusal must be one line, and the same
+    on every rank."""
+    found = []
+    for case, poison in zip(map(Case.of, cases), poisoned, strict=True):
+        try:
+            with uninitialised_is_nan() if poison else nullcontext():
+                results = compute(case)
+            said = "computed"
+        except ValueError as error:
+            said = f"refused: {error}"
+        everyone = me.gather(said)
+        if len({x.partition(":")[0] for x in everyone}) > 1:
+            raise AssertionError(f"{case}: the ranks do not agree: {everyone}")
+        if said == "computed":
+            how = wrong(case, results) if case.seed % me.world == me.rank else None  # the ranks share the references
+            how = next((x for x in me.gather(how) if x), None)
+            said = f"wrong: {how}" if how else "ok"
+        elif "\n" in said:
+            said = f"wrong: a refusal of several lines: {said}"
+        found.append(said)
+    return found
+
+
+def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """out, lse and the gradients asked for, global and on every rank. Raises ValueError where the call is refused, and
+    AssertionError where an input was changed or `unshard` does not undo `shard`."""
+    fn = attention.make(
+        case.variant,
+        group=group,
+        kernel=case.kernel,
+        transport=case.transport,
+        deterministic=case.deterministic,
+        **case.options,
+    )
+    cu = case.cu_seqlens
+    given, kept = {}, {}
+    for (name, x), layout in zip(whole(case).items(), case.layouts, strict=True):
+        shard = fn.shard(x, cu, role="kv" if name in "kv" else "q")
+        if case.queries is None:
+            assert torch.equal(fn.unshard(shard, cu), x), f"unshard(shard({name})) differs"
+        given[name] = laid_out(shard, layout).requires_grad_(name in case.gradients)
+        kept[name] = shard
+    how = {"causal": case.causal, "window": case.window, "scale": case.scale}
+    how |= {"kv_tokens": case.tokens} if case.queries is not None else {"cu_seqlens": cu}
+    out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
+    results = {"out": out.detach(), "lse": lse.transpose(-1, -2).unsqueeze(-1).contiguous()}
+    if case.gradients:
+        wanted = [given[name] for name in case.gradients]
+        grads = torch.autograd.grad(out, wanted, given["dout"])
+        results |= {f"d{name}": x for name, x in zip(case.gradients, grads, strict=True)}
+    if case.queries is None:
+        results = {name: fn.unshard(x, cu) for name, x in results.items()}
+    for name, x in kept.items():
+        assert torch.equal(given[name], x), f"the call changed {name}"
+    return results
+
+
+def seen(case: Case) -> Tensor:
+    """The pairs that the mask keeps, bool `[queries, tokens]`."""
+    queries = case.tokens if case.queries is None else case.queries
+    q, k = torch.arange(queries)[:, None], torch.arange(case.tokens)[None]
+    keep = torch.ones(queries, case.tokens, dtype=torch.bool)
+    if case.causal:
+        keep &= k <= q
+    left, right = case.window
+    if left >= 0:
+        keep &= k >= q - left
+    if right >= 0:
+        keep &= k <= q + right
+    if case.lengths is not None:
+        document = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
+        keep &= document[:, None] == document[None]
+    return keep
+
+
+def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The exact results in fp64, and each row's scale: the norm that the row would have if its terms did not cancel."""
+    q, k, v, dout = (x.double() for x in whole(case).values())
+    if case.lengths is not None:
+        q, k, v, dout = (x[None] for x in (q, k, v, dout))
+    group = case.heads // case.kv_heads
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    s = s.masked_fill(~seen(case), -torch.inf)
+    lse = s.logsumexp(-1, keepdim=True)
+    p = (s - lse.masked_fill(lse == -torch.inf, 0)).exp()
+    exact = {"out": torch.einsum("bhqk,bkhd->bqhd", p, v), "lse": lse.transpose(1, 2)}
+    norms = {name: x.norm(dim=-1).transpose(1, 2) for name, x in zip(NAMES, (q, k, v, dout), strict=True)}  # [B, H, S]
+    # a score's error grows with its terms, and p's error with the score's
+    spread = 1 + scale * norms["q"][..., None] * norms["k"][..., None, :] / case.head_dim**0.5
+    sizes = {"out": ((p * spread) @ norms["v"][..., None]).transpose(1, 2), "lse": 1 + exact["lse"].abs()}
+    if case.gradients:
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout, v)
+        delta = (exact["out"] * dout).sum(-1).transpose(1, 2)[..., None]
+        ds = p * (dp - delta) * scale
+        bound = p * spread * (norms["dout"][..., None] * norms["v"][..., None, :] + delta.abs()) * scale
+        exact |= {
+            "dq": torch.einsum("bhqk,bkhd->bqhd", ds, k),
+            "dk": _summed(torch.einsum("bhqk,bqhd->bkhd", ds, q), group),
+            "dv": _summed(torch.einsum("bhqk,bqhd->bkhd", p, dout), group),
+        }
+        columns = bound.transpose(-1, -2)
+        sizes |= {
+            "dq": (bound @ norms["k"][..., None]).transpose(1, 2),
+            "dk": _summed((columns @ norms["q"][..., None]).transpose(1, 2), group),
+            "dv": _summed(((p * spread).transpose(-1, -2) @ norms["dout"][..., None]).transpose(1, 2), group),
+        }
+    if case.lengths is not None:
+        exact, sizes = ({name: x[0] for name, x in each.items()} for each in (exact, sizes))
+    return exact, sizes
+
+
+def _summed(x: Tensor, group: int) -> Tensor:
+    """The sum over the query heads of each KV head."""
+    return x.unflatten(2, (-1, group)).sum(3)
+
+
+def wrong(case: Case, results: dict[str, Tensor]) -> str | None:
+    """What differs from the reference, or None. Every row is held to its own scale."""
+    exact, sizes = reference(case)
+    for name, x in results.items():
+        expected = exact[name]
+        if x.shape != expected.shape:
+            return f"{name} is {tuple(x.shape)}, not {tuple(expected.shape)}"
+        unseen = expected == -torch.inf
+        if not torch.equal(x.double()[unseen], expected[unseen]) or not x.double()[~unseen].isfinite().all():
+            return f"{name} is not finite where it should be, or finite where it should not"
+        error = (x.double() - expected).masked_fill(unseen, 0).norm(dim=-1, keepdim=True)
+        share = float((error / sizes[name].masked_fill(unseen, 1).clamp_min(1e-30)).max())
+        if not share <= TOLERANCE[case.dtype]:
+            return f"{name}: a row's error is {share:.1e} of its scale, more than {TOLERANCE[case.dtype]:.0e}"
+    return None

@@ -1,0 +1,38 @@
+"""Random calls of every variant, each compared with fp64 or refused in one line.
+
+`--fuzz N` sets their number, `--fuzz-seed N` repeats a run; the seed is printed with a failure."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from runner.launch import WorldSpec
+from tests.cases import draw, variants
+
+WORLDS = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="session")
+def fuzz_seed(request):
+    return request.config.getoption("fuzz_seed")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_random_calls_are_right_or_refused(pool, request, world, fuzz_seed):
+    """Half of them with uninitialised memory filled with NaN."""
+    wanted = request.config.getoption("fuzz") // len(WORLDS)
+    rng = random.Random(f"{fuzz_seed}/{world}")
+    names = [name for name in variants() if world == 1 or name != "grouped"]  # a variant of one rank alone
+    cases = [draw(names[i % len(names)], world, rng.randrange(1 << 30)) for i in range(wanted)]
+    poisoned = [i % 2 == 0 for i in range(wanted)]
+    outcome = pool.get(WorldSpec(world, "cpu")).call(
+        "tests.cases:judge", {"cases": [case.plain() for case in cases], "poisoned": poisoned}, 120.0 + wanted
+    )
+    where = f"--fuzz-seed {fuzz_seed}, world {world}"
+    assert outcome.status == "ok", f"{where}: {outcome.reason}\n" + "\n".join(outcome.log_tail)
+    bad = [f"{case}: {said}" for case, said in zip(cases, outcome.result, strict=True) if said.startswith("wrong")]
+    assert not bad, f"{where}:\n" + "\n".join(bad)
+    done = outcome.result.count("ok")
+    assert done >= wanted // 2, f"{where}: only {done} of {wanted} calls were done: {outcome.result}"
