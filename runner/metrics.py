@@ -64,6 +64,12 @@ def compute(experiment: Experiment, median_ms: dict[str, float], ceilings: dict[
     return found
 
 
+def speedup(single_ms: dict[str, float], ms: dict[str, float], world: int) -> dict[str, dict[str, float]]:
+    """Of a run on `world` ranks against the same work on one, by pass; efficiency is that over the ranks."""
+    found = {which: single_ms[which] / ms[which] for which in ms}
+    return {"speedup": found, "efficiency": {which: x / world for which, x in found.items()}}
+
+
 def _received(
     chosen: Variant, problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any]
 ) -> list[dict[str, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 NOISY = 0.05  # IQR over median
 INTERVAL_SAMPLES = 6  # the least with a 95% interval of the median: 2**-5 of the cases lie outside all of 6
 
@@ -95,3 +96,23 @@ def settled(samples: Sequence[float], precision: float, least: int) -> bool:
         return False
     median = quantile(sorted(samples), 0.5)
     return (interval[1] - interval[0]) / 2 <= precision * median
+
+
+def slowest(by_rank: Sequence[Samples]) -> Samples:
+    """An iteration's time is the maximum over the ranks, pass by pass; `total` is that of a rank's whole iteration."""
+    result: Samples = {which: [max(ms) for ms in zip(*(rank[which] for rank in by_rank), strict=True)]
+                       for which in by_rank[0]}  # fmt: skip
+    if len(by_rank[0]) > 1:
+        totals = [[sum(ms) for ms in zip(*rank.values(), strict=True)] for rank in by_rank]
+        result["total"] = [max(ms) for ms in zip(*totals, strict=True)]
+    return result
+
+
+def of_ranks(by_rank: Sequence[Samples]) -> dict[str, Any]:
+    """What a result says of all ranks' samples: `passes` of the slowest rank, `by_rank`, and `no_ci95`."""
+    passes = {which: summarize(ms).plain() for which, ms in slowest(by_rank).items()}
+    return {
+        "passes": passes,
+        "by_rank": [{which: summarize(ms).plain() for which, ms in rank.items()} for rank in by_rank],
+        "no_ci95": too_few(passes["forward"]["n"]),
+    }

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attention.phases import Recorder, Span
 from runner import statistics
+from runner.statistics import Samples
 
-Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 LEAD_MS = 0.1  # that hosts get ahead of their GPUs, where they do
 LEADING_RUNS = 4  # iterations that leads_ms makes
 CYCLES_A_MS = 2_000_000  # of a GPU's clock, about
@@ -286,16 +286,6 @@ def baseline_runs(runs: int, iteration_s: float) -> int:
     faster than it can go on being, and of a few samples the median would be of those."""
     runs = min(runs, max(BASELINE_RUNS, int(BASELINE_S / iteration_s)))
     return max(1, min(runs, int(BASELINE_CAP_S / iteration_s)))
-
-
-def slowest(by_rank: list[Samples]) -> Samples:
-    """An iteration's time is the maximum over the ranks, pass by pass; `total` is that of a rank's whole iteration."""
-    result: Samples = {which: [max(ms) for ms in zip(*(rank[which] for rank in by_rank), strict=True)]
-                       for which in by_rank[0]}  # fmt: skip
-    if len(by_rank[0]) > 1:
-        totals = [[sum(ms) for ms in zip(*rank.values(), strict=True)] for rank in by_rank]
-        result["total"] = [max(ms) for ms in zip(*totals, strict=True)]
-    return result
 
 
 def overhead_ms(watch: Stopwatch) -> float:

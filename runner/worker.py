@@ -25,8 +25,8 @@ from runner.correctness import check, kept_bytes
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
 from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
-from runner.statistics import summarize, too_few
-from runner.timing import CpuStopwatch, CudaStopwatch, Samples, Stopwatch
+from runner.statistics import Samples, of_ranks, slowest, summarize
+from runner.timing import CpuStopwatch, CudaStopwatch, Stopwatch
 from runner.workpiece import AttentionWork, Layers, build, decide, other_orders
 
 PHASE_RUNS = 15  # at most; a slow run records fewer
@@ -94,11 +94,11 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     me.say("timing", iteration_s)
     result |= _time(me, spec, work, watch, iteration_s)
     result["memory"] = _memory(me, work)
-    slowest = result["timing"]["passes"]
-    result["metrics"] = metrics.compute(spec, {which: s["median"] for which, s in slowest.items()}, limits)
+    timed = result["timing"]["passes"]
+    result["metrics"] = metrics.compute(spec, {which: s["median"] for which, s in timed.items()}, limits)
     if spec.phases and not peer:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
-        total_ms = sum(slowest[which]["median"] for which in work.passes)
+        total_ms = sum(timed[which]["median"] for which in work.passes)
         rows, received = _phases(me, work, _watch(me, me.world > 1), _phase_runs(total_ms / 1e3))
         result["phase_rows"] = rows
         result["phases"] = phases.summarize(rows, me.world)
@@ -233,7 +233,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     else:
 
         def decide(so_far: Samples, seconds: float) -> bool | None:
-            slow = timing.slowest(me.gather(so_far))
+            slow = slowest(me.gather(so_far))
             least, precision, cap_s = (options[key] for key in ("timing_runs", "precision", "time_cap_s"))
             return me.agree(timing.verdict(slow, least, precision, seconds, cap_s))
 
@@ -249,11 +249,9 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         each = [ms / layers for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
         note["back_to_back_ms"] = max(each, default=None)
     by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
-    slow = timing.slowest(by_rank)
+    found = of_ranks(by_rank)
     overhead = timing.overhead_ms(watch) / layers
-    medians = {which: summarize(ms) for which, ms in slow.items()}
-    least = min(s.median for s in medians.values())
-    samples = medians["forward"].n
+    least = min(s["median"] for s in found["passes"].values())
     do_bench = None
     if options["do_bench"]:
         do_bench = _do_bench(work, _watch(me, False), flush, lambda: me.say("timing", iteration_s))
@@ -262,9 +260,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         "timing": {
             "method": method,
             "unit": "ms",
-            "passes": {which: s.plain() for which, s in medians.items()},
-            "by_rank": [{which: summarize(ms).plain() for which, ms in rank.items()} for rank in by_rank],
-            "no_ci95": too_few(samples),
+            **found,
             "overhead_ms": overhead,
             "overhead_share": overhead / least if least else 0.0,
             "flush_l2": options["flush_l2"],
@@ -421,11 +417,8 @@ def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str,
         _baselines[key] = found
     result = dict(found)
     if "passes" in result:
-        result["speedup"] = {}
-        for which, entry in measured["passes"].items():
-            ours = measured["tokens"] / entry["tokens_per_s"] * 1e3
-            result["speedup"][which] = result["passes"][which] / ours
-        result["efficiency"] = {which: x / me.world for which, x in result["speedup"].items()}
+        ours = {which: measured["tokens"] / entry["tokens_per_s"] * 1e3 for which, entry in measured["passes"].items()}
+        result |= metrics.speedup(result["passes"], ours, me.world)
     return result
 
 
@@ -477,7 +470,7 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, 
             once = _seconds_each(piece, watch, spec.timing["warmup_ms"])
         runs = timing.baseline_runs(spec.timing["timing_runs"], once)
         me.say("baseline", max(600.0, 2 * once * runs))
-        samples = timing.slowest([timing.sample(piece, watch, runs, flush)])
+        samples = slowest([timing.sample(piece, watch, runs, flush)])
     return {which: summarize(ms).median / layers for which, ms in samples.items()}, runs, work.plan.kernel.name
 
 

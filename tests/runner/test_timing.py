@@ -12,6 +12,7 @@ from composing import resolved
 
 from attention.phases import Recorder, phase, recording
 from runner import timing, worker
+from runner.statistics import slowest
 from runner.timing import (
     LEAD_MS,
     CpuStopwatch,
@@ -23,7 +24,6 @@ from runner.timing import (
     record,
     sample,
     simple,
-    slowest,
     verdict,
     warm,
 )
