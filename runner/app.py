@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import time
 from functools import lru_cache
@@ -71,8 +72,13 @@ def _note_sweep(folder: Path) -> None:
 
 
 def no_room(where: Path | str, error: OSError) -> str:
-    """What a full disk, or one that refuses to be written, is to the user."""
-    return f"{where}: could not be written ({error.strerror}); free some space or give another folder with output=DIR"
+    """Why a file of a run could not be written, and what helps: a full disk, one that refuses, a folder that is gone."""
+    said = f"{where}: could not be written ({error.strerror})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{said}; free some space or give another folder with output=DIR"
+    if error.errno == errno.ENOENT:
+        return f"{said}; the folder was removed while the run went on"
+    return f"{said}; give another folder with output=DIR"
 
 
 def _relative(folder: Path) -> Path:
@@ -123,12 +129,10 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
     launch = spec.launch
-    world = pool.get(
-        WorldSpec(spec.world_size, spec.device, launch["nodes"], launch["endpoint"], launch["start_timeout_s"]),
-        fresh=launch["fresh"],
-    )
+    world = WorldSpec(spec.world_size, spec.device, launch["nodes"], launch["endpoint"], launch["start_timeout_s"])
     arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
-    return world.call("runner.worker:run", arguments, launch["timeout_s"], folder / "run.log", progress)
+    log = folder / "run.log"
+    return pool.call(world, "runner.worker:run", arguments, launch["timeout_s"], log, progress, fresh=launch["fresh"])
 
 
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -6,17 +6,20 @@ another through a named pipe and reads the replies from a second one. Whatever h
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import resource
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +27,8 @@ from typing import Any, NamedTuple
 POLL_S = 0.02
 STOP_S = 3.0
 STACK_S = 0.1  # a log that does not grow for so long has the stack whole
+AGENT_S = 10.0  # that an agent gets to report how a dead rank ended
+AGENT_FILES, RANK_FILES = 40, 4  # open files that an agent needs, and a rank more for each rank of its world
 PREFIX, OWNED = "attention-world-", "owned"  # a world's folder, and the file in it that its program holds locked
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TAIL_LINES = 20
@@ -52,6 +57,7 @@ class Outcome:
     rank: int | None = None
     phase: str | None = None
     log_tail: list[str] = field(default_factory=list)
+    begun: bool = True  # False: what failed had not begun this job, so this is no outcome of it
 
     @property
     def world_lost(self) -> bool:
@@ -107,12 +113,18 @@ class World:
             env=environment,
             start_new_session=True,  # Ctrl-C is ours to handle
         )
-        self.pipe = os.open(self.folder / "jobs", os.O_RDWR)
+        self.pipe = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
+        self.unsent = b""
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this node, whose states can be read here."""
+        return range(self.spec.world_size // self.spec.nodes)
 
     def states(self) -> list[dict[str, Any]]:
-        """What each rank last said it was doing: rank, pid, job, phase, since, expected_s, note."""
+        """What each rank last said it was doing: rank, pid, job, phase, since, expected_s, waiting, note."""
         found = []
-        for rank in range(self.spec.world_size):
+        for rank in self.local_ranks:
             try:
                 found.append(json.loads((self.folder / f"rank{rank}.state").read_text()))
             except (OSError, ValueError):
@@ -131,12 +143,13 @@ class World:
         progress: Progress | None = None,
     ) -> Outcome:
         """Run `target` ("module:function", called with the rank and the arguments) on every rank; rank 0's return
-        value, which must be plain data, comes back. `timeout_s` is the longest silence of a rank; a rank that says how
-        long its next stretch should take is given ten times that. `log`: where the ranks' output of this job goes."""
+        value, which must be plain data, comes back once all ranks have ended the job. `timeout_s` is the longest silence
+        of a rank; a rank that says how long its next stretch should take is given ten times that. `log`: where the ranks'
+        output of this job goes."""
         assert self.alive, "this world is gone"
         self.jobs += 1
         offsets = self._log_sizes()
-        os.write(self.pipe, json.dumps({"job": self.jobs, "target": target, "arguments": arguments}).encode() + b"\n")
+        self.unsent = json.dumps({"job": self.jobs, "target": target, "arguments": arguments}).encode() + b"\n"
         try:
             outcome = self._await(timeout_s, progress)
         finally:
@@ -148,8 +161,9 @@ class World:
         return outcome
 
     def _await(self, timeout_s: float, progress: Progress | None) -> Outcome:
-        started = time.time()
+        started, died = time.time(), None
         while True:
+            self._send()
             reply = self._read_reply()
             if reply is not None:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
@@ -159,9 +173,21 @@ class World:
             states = self.states()
             if progress is not None:
                 progress(states)
+            dead = next((state for state in states if not _lives(state["pid"])), None)
+            if dead is not None:  # which its agent will soon say, with how it ended
+                died = died or time.monotonic()
+                if time.monotonic() - died > AGENT_S:
+                    return self._died(dead)
+                continue
             silent = self._silent(states, started, timeout_s)
             if silent is not None:
                 return self._timed_out(silent)
+
+    def _send(self) -> None:
+        """As much of the job as the pipe takes: a long one is more than it holds, and rank 0 may never read it."""
+        if self.unsent:
+            with contextlib.suppress(BlockingIOError):
+                self.unsent = self.unsent[os.write(self.pipe, self.unsent) :]
 
     def _read_reply(self) -> dict[str, Any] | None:
         ready, _, _ = select.select([self.replies], [], [], POLL_S)
@@ -176,47 +202,102 @@ class World:
         return None
 
     def _silent(self, states: list[dict[str, Any]], started: float, timeout_s: float) -> _Silence | None:
-        """The rank that has been silent longest, when that is too long."""
+        """The rank that has been silent for too long, the longest where there are several. A rank that waits for others
+        is late only when all wait, and none of them said anything meanwhile."""
         now = time.time()
         here = {state["rank"]: state for state in states if state["job"] == self.jobs}
         first = (self.spec.start_timeout_s, "start_timeout_s")  # a rank's first job imports what it needs
-        if not here:
-            limit, key = first if self.jobs == 1 else (timeout_s, "timeout_s")
-            return _Silence(0, "start", limit, key) if now - started > limit else None
+        usual = (timeout_s, "timeout_s")
         late = []
-        for rank in range(self.spec.world_size):
+        for rank in self.local_ranks:
             state = here.get(rank)
-            since = state["since"] if state else started
-            limit, key = max(timeout_s, 10 * state["expected_s"]) if state else timeout_s, "timeout_s"
-            if self.jobs == 1 and (state is None or state["phase"] == "start"):
-                limit, key = first
+            if state is None:
+                since, phase, (limit, key) = started, "start", first if self.jobs == 1 else usual
+            elif state["waiting"]:
+                continue
+            else:
+                since, phase = state["since"], state["phase"]
+                limit, key = max(timeout_s, 10 * state["expected_s"]), "timeout_s"
+                if self.jobs == 1 and phase == "start":
+                    limit, key = first
             if now - since > limit:
-                late.append((since, _Silence(rank, state["phase"] if state else "start", limit, key)))
-        return min(late)[1] if late else None
+                late.append((since, _Silence(rank, phase, limit, key)))
+        if late:
+            return min(late)[1]
+        all_wait = len(here) == len(self.local_ranks) and all(state["waiting"] for state in here.values())
+        if all_wait and now - max(state["since"] for state in here.values()) > timeout_s:
+            state = min(here.values(), key=lambda s: (s["phase"] == "end", s["since"]))
+            return _Silence(state["rank"], state["phase"], *usual)
+        return None
+
+    def _begun(self, rank: int | None) -> bool:
+        """Whether a rank, or any where it is not known which, has begun the job that was called last."""
+        return any(state["job"] == self.jobs for state in self.states() if rank in (None, state["rank"]))
+
+    def _failed(self, status: str, reason: str, rank: int | None, phase: str | None, log_tail: list[str]) -> Outcome:
+        """The outcome of a world that is lost: whose job it was, and whether the disk under it is full."""
+        return Outcome(status, reason + self._no_room(), None, rank, phase, log_tail, self._begun(rank))
+
+    def _no_room(self) -> str:
+        """A full disk takes the logs and states of the ranks, and with them any other reason."""
+        try:
+            (self.folder / "room").write_bytes(bytes(1 << 14))
+        except OSError as error:
+            return f"; {self.folder.parent} cannot be written ({error.strerror}): free space there or set TMPDIR"
+        return ""
 
     def _timed_out(self, silence: _Silence) -> Outcome:
         stopped = next((state for state in self.states() if _is_stopped(state["pid"])), None)
         if stopped is not None:  # for which the others waited
             rank, phase = stopped["rank"], stopped["phase"]
             reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {silence.limit_s:.0f} s of silence"
-            return Outcome("timeout", reason, None, rank, phase, self._tail(rank))
+            return self._failed("timeout", reason, rank, phase, self._tail(rank))
+        allows = f"launch.{silence.key}=N allows more"
+        if not self.states():
+            tail = self._agent_said()
+            reason = f"no rank had started after {silence.limit_s:.0f} s{f' ({tail[-1]})' if tail else ''}; {allows}"
+            return self._failed("timeout", reason, None, "start", tail)
         self._log_stacks()
-        return Outcome(
-            "timeout",
+        reason = (
             f"rank {silence.rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
-            f"its stack is in run.log; launch.{silence.key}=N allows more",
-            rank=silence.rank,
-            phase=silence.phase,
-            log_tail=self._stack(silence.rank),
+            f"its stack is in run.log; {allows}"
         )
+        return self._failed("timeout", reason, silence.rank, silence.phase, self._stack(silence.rank))
+
+    def _died(self, state: dict[str, Any]) -> Outcome:
+        """A rank is dead, and its agent has not said how it ended."""
+        rank, phase, error = state["rank"], state["phase"], state.get("error")
+        if error:
+            status = "oom" if error["kind"] == "oom" else "crash"
+            return self._failed(
+                status, f"rank {rank} in phase {phase}: {error['message']}", rank, phase, self._tail(rank)
+            )
+        reason = f"rank {rank} died in phase {phase}; its agent did not report how within {AGENT_S:.0f} s"
+        return self._failed("crash", reason, rank, phase, self._tail(rank))
+
+    def _agent_said(self) -> list[str]:
+        """The end of the agent's log."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "agent.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return []
+
+    def _agent_ended(self) -> Outcome:
+        """The agent ended without a word about its ranks."""
+        tail, status = self._agent_said(), self.agent.returncode
+        if status < 0:
+            name = signal.Signals(-status).name
+            reason = f"the agent that had started the ranks was killed by {name}{_oom_hint(name)}"
+        else:
+            said = tail[-1] if tail else f"its agent ended with exit code {status} and no output"
+            reason = f"the world ended: {said}"
+        return self._failed("crash", reason, None, None, tail)
 
     def _lost(self) -> Outcome:
         """The agent ended: find the rank that was first to fail."""
         try:
             failures = json.loads((self.folder / "failures.json").read_text())
         except (OSError, ValueError):
-            tail = (self.folder / "agent.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
-            return Outcome("crash", f"the world ended: {tail[-1] if tail else 'no output'}", log_tail=tail)
+            return self._agent_ended()
         states = {state["rank"]: state for state in self.states()}
         told = {rank: state["error"] for rank, state in states.items() if state.get("error")}
         killed = [f for f in failures if f["exitcode"] < 0 and f["rank"] not in told]
@@ -225,29 +306,29 @@ class World:
             first = min(killed, key=lambda f: f["time"])
             rank = first["rank"]
             name = signal.Signals(-first["exitcode"]).name
-            hint = "; the kernel's out-of-memory killer does that too" if name == "SIGKILL" else ""
             phase = states.get(rank, {}).get("phase")
-            return Outcome("crash", f"rank {rank} was killed by {name} in phase {phase}{hint}", None, rank, phase,
-                           self._tail(rank))  # fmt: skip
+            reason = f"rank {rank} was killed by {name} in phase {phase}{_oom_hint(name)}"
+            return self._failed("crash", reason, rank, phase, self._tail(rank))
         if told:
             rank = min(oom or told, key=lambda r: told[r]["time"])
             phase, error = states[rank]["phase"], told[rank]
             status = "oom" if error["kind"] == "oom" else "crash"
-            return Outcome(status, f"rank {rank} in phase {phase}: {error['message']}", None, rank, phase,
-                           self._tail(rank))  # fmt: skip
+            return self._failed(
+                status, f"rank {rank} in phase {phase}: {error['message']}", rank, phase, self._tail(rank)
+            )
         first = failures[0]
         rank = first["rank"]
         phase = states.get(rank, {}).get("phase", "start")
         if first["exitcode"] == UNKNOWN:
             reason = f"the process that the ranks were forked off was killed in phase {phase}"
             hint = f"the kernel's out-of-memory killer does that (or rank {rank} ended with exit code {UNKNOWN})"
-            return Outcome("crash", f"{reason}; {hint}", None, None, phase)
+            return self._failed("crash", f"{reason}; {hint}", None, phase, [])
         reason = f"rank {rank} ended with exit code {first['exitcode']} in phase {phase}"
-        return Outcome("crash", reason, None, rank, phase, self._tail(rank))
+        return self._failed("crash", reason, rank, phase, self._tail(rank))
 
     def _log_sizes(self) -> dict[int, int]:
         sizes = {}
-        for rank in range(self.spec.world_size):
+        for rank in self.local_ranks:
             path = self.folder / f"rank{rank}.log"
             sizes[rank] = path.stat().st_size if path.exists() else 0
         return sizes
@@ -331,7 +412,7 @@ class World:
     def _idle(self) -> bool:
         """Whether every rank of this node waits for a job; those that are starting do not listen yet."""
         states = self.states()
-        return len(states) == self.spec.world_size // self.spec.nodes and all(s["phase"] == "idle" for s in states)
+        return len(states) == len(self.local_ranks) and all(s["phase"] == "idle" for s in states)
 
     def _kill(self, pids: list[int]) -> None:
         # multiprocessing's tracker ends by itself once the others have, and unlinks their semaphores: not before
@@ -361,15 +442,26 @@ def remove_abandoned() -> None:
     """Remove the folders of worlds whose program did not live to do so: a SIGKILL leaves them. The kernel drops a program's
     locks when it ends, which tells those folders from the ones of the living, whatever their process ids; those that
     another kernel locked, on a shared file system, are left alone."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{OWNED}"):
-        with contextlib.suppress(OSError):  # locked, another user's, or gone meanwhile
-            descriptor = os.open(lock, os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.read(descriptor, 100) == BOOT_ID.read_bytes():
-                    shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), _opened_lock(folder) as descriptor:  # locked, or gone meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.read(descriptor, 100) == BOOT_ID.read_bytes():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened_lock(folder: Path) -> Iterator[int]:
+    """The descriptor of a world's lock. Anyone may put anything into a shared folder for temporary files: what is not this
+    user's own folder with a regular file in it, without symbolic links, raises OSError, and nothing is waited for."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe waits for its other end
+    with contextlib.ExitStack() as opened:
+        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
+        opened.callback(os.close, here)
+        lock = os.open(OWNED, os.O_RDWR | flags, dir_fd=here)
+        opened.callback(os.close, lock)
+        if not stat.S_ISREG(os.fstat(lock).st_mode) or {os.fstat(x).st_uid for x in (here, lock)} != {os.geteuid()}:
+            raise PermissionError(errno.EPERM, "not a world's folder of this user", str(folder))
+        yield lock
 
 
 def _stack_in(lines: list[str]) -> int | None:
@@ -380,11 +472,11 @@ def _stack_in(lines: list[str]) -> int | None:
 def _group(leader: int) -> list[int]:
     """The living processes of a process group."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _, group = process.read_text().rpartition(")")[2].split()[:3]
             if int(group) == leader and state != "Z":
-                found.append(int(stat.parent.name))
+                found.append(int(process.parent.name))
     return found
 
 
@@ -401,10 +493,35 @@ def _belongs(pid: int, folder: Path) -> bool:
     return False
 
 
-def _is_stopped(pid: int) -> bool:
+def _process_state(pid: int) -> str | None:
+    """The kernel's letter for the state of a process; None where there is none."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return None
+
+
+def _is_stopped(pid: int) -> bool:
+    return _process_state(pid) == "T"
+
+
+def _lives(pid: int) -> bool:
+    return _process_state(pid) not in (None, "Z", "X")
+
+
+def _oom_hint(signal_name: str) -> str:
+    return "; the kernel's out-of-memory killer does that too" if signal_name == "SIGKILL" else ""
+
+
+def _too_few_files(spec: WorldSpec) -> str | None:
+    """Why this process may open too few files for a world; its own limit is raised first, where it may be."""
+    needed = AGENT_FILES + RANK_FILES * spec.world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
+        return None
+    if hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return None
+    return f"ulimit -n is {hard}: {spec.world_size} ranks need {needed} open files; raise it with ulimit -n {needed}"
 
 
 def cores() -> int:
@@ -431,6 +548,34 @@ class Pool:
             world = World(spec)
         self.worlds[spec] = world
         return world
+
+    def call(
+        self,
+        spec: WorldSpec,
+        target: str,
+        arguments: dict[str, Any],
+        timeout_s: float = 300.0,
+        log: Path | None = None,
+        progress: Progress | None = None,
+        fresh: bool = False,
+    ) -> Outcome:
+        """`World.call` in a world like `spec`. Where that world had been lost before the job began, as when a rank died
+        between two jobs, the job is called again in a new one."""
+        few = _too_few_files(spec)
+        if few is not None:
+            return Outcome("unsupported", few)
+        for again in (False, True):
+            try:
+                world = self.get(spec, fresh and not again)
+            except OSError as error:
+                where = f"TMPDIR={tempfile.gettempdir()}"
+                return Outcome(
+                    "crash", f"no world could be started in {where} ({error.strerror}): free space there or set TMPDIR"
+                )
+            outcome = world.call(target, arguments, timeout_s, log, progress)
+            if outcome.begun or world.jobs == 1:
+                break
+        return outcome
 
     def close(self) -> None:
         for world in self.worlds.values():

@@ -47,8 +47,11 @@ class Rank:
     stages: dict[str, float] = field(default_factory=dict)  # seconds of the job that each phase took
     entered: float = 0.0
 
-    def say(self, phase: str, expected_s: float = 0.0, note: str | None = None, **facts: Any) -> None:
-        """Announce the phase this rank is in: the launcher shows it, and knows from it what a hang is."""
+    def say(
+        self, phase: str, expected_s: float = 0.0, note: str | None = None, waiting: bool = False, **facts: Any
+    ) -> None:
+        """Announce the phase this rank is in: the launcher shows it, and knows from it what a hang is. `expected_s`: how
+        long the stretch that begins should take. `waiting`: this rank only waits for others in it."""
         self.facts |= facts
         now = time.perf_counter()
         self.stages[self.phase] = self.stages.get(self.phase, 0.0) + now - self.entered
@@ -60,6 +63,7 @@ class Rank:
             "phase": phase,
             "since": time.time(),
             "expected_s": expected_s,
+            "waiting": waiting,
             "note": note,
             **self.facts,
         }
@@ -103,11 +107,13 @@ def live(folder: str, device_type: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         _live(rank, world, local, Path(folder), device_type)
-    except Exception as error:  # of which the elastic launch would leave a file behind
-        if _peer_gone(str(error)):
-            time.sleep(SETTLE_S)
-        traceback.print_exc()
-        _end(1)
+    except BaseException as error:  # of which the elastic launch would leave a file behind
+        try:
+            if _peer_gone(str(error)):
+                time.sleep(SETTLE_S)
+            traceback.print_exc()  # which raises on a full disk
+        finally:
+            _end(1)
     # the agent waits for this function's return; after it, tearing NCCL down in order takes seconds for nothing
     atexit.register(_end)
 
@@ -130,9 +136,11 @@ def _live(rank: int, world: int, local: int, folder: Path, device_type: str) -> 
 
 
 def _end(status: int = 0) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # no orderly end: it could wait for peers
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)  # no orderly end: it could wait for other ranks
 
 
 def _work(me: Rank) -> None:
@@ -144,7 +152,6 @@ def _work(me: Rank) -> None:
             return
         me.job, me.facts, me.stages = message["job"], {}, {}
         reply = _one(me, message["target"], message["arguments"])
-        me.fault = None
         me.say("idle")
         if me.rank == 0:
             with (me.folder / "replies").open("w") as replies:
@@ -152,33 +159,47 @@ def _work(me: Rank) -> None:
 
 
 def _one(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The reply of one job. What the whole world refuses together is an answer; any other exception ends this rank and
-    with it the world, for its peers may be waiting for it."""
-    module, _, name = target.partition(":")
+    """The reply of one job, once every rank has ended it: what happens to a rank until then is that job's outcome. What
+    the whole world refuses together is an answer; any other exception ends this rank and with it the world, for others
+    may be waiting for it."""
     try:
         me.say("start")
+        reply = _reply(me, target, arguments)
+        me.fault = None
+        me.say("end", waiting=True)
+        statuses = me.gather(reply["status"])
+        if len(set(statuses)) > 1:
+            raise RuntimeError(f"the ranks ended the job differently: {statuses}")
+        return reply
+    except BaseException as error:
+        _give_up(me, error)
+        raise AssertionError("unreachable") from error
+
+
+def _reply(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    module, _, name = target.partition(":")
+    try:
         value = getattr(importlib.import_module(module), name)(me, **arguments)
         return {"status": "ok", "result": value}
     except InvalidConfig as error:
         return {"status": "invalid", "reason": str(error)}
     except UnsupportedHere as error:
         return {"status": "unsupported", "reason": str(error)}
-    except BaseException as error:
-        _give_up(me, error)
-        raise AssertionError("unreachable") from error
 
 
 def _give_up(me: Rank, error: BaseException) -> None:
-    out_of_memory = is_out_of_memory(error)
-    message = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {message[0] if message else ''}"
-    if not out_of_memory and _peer_gone(text):
-        time.sleep(SETTLE_S)
-    me.fault = None
-    kind = "oom" if out_of_memory else "raise"
-    me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.time()})
-    traceback.print_exception(error)
-    _end(1)
+    try:
+        out_of_memory = is_out_of_memory(error)
+        message = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {message[0] if message else ''}"
+        if not out_of_memory and _peer_gone(text):
+            time.sleep(SETTLE_S)
+        me.fault = None
+        kind = "oom" if out_of_memory else "raise"
+        me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.time()})
+        traceback.print_exception(error)
+    finally:  # a full disk takes neither the state nor the log
+        _end(1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import Pool, World, WorldSpec, remove_abandoned
+from runner.launch import BOOT_ID, Pool, World, WorldSpec, remove_abandoned
 
 
 @pytest.fixture
@@ -172,6 +172,7 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
             os.kill(pids[0], signal.SIGKILL)
             outcome = world.call("tests.jobs:pids", {})
             assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 0, "idle"), outcome.reason
+            assert not outcome.begun
         world.close()
         assert gone([*pids, world.agent.pid])
         assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == [], how
@@ -215,6 +216,90 @@ def test_a_world_that_was_killed_leaves_no_shared_memory():
     assert world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=1.0).status == "timeout"
     world.close()
     assert not [path for path in shared if Path(path).exists()]
+
+
+@pytest.mark.parametrize("kind", ["kill", "hang"])
+def test_what_happens_in_the_last_phase_is_that_jobs_outcome(world, kind):
+    """Rank 0 replies once all ranks have ended the job."""
+    world.call("tests.jobs:pids", {})  # what jobs need is imported
+    outcome = world.call("tests.jobs:finish", {"fault": f"1:finish:{kind}"}, timeout_s=1.0)
+    status = "timeout" if kind == "hang" else "crash"
+    assert (outcome.status, outcome.rank, outcome.phase) == (status, 1, "finish"), outcome.reason
+    assert outcome.begun
+
+
+def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
+    spec = WorldSpec(2, "cpu")
+    with Pool() as pool:
+        pids = pool.call(spec, "tests.jobs:pids", {}).result
+        os.kill(pids[1], signal.SIGKILL)
+        outcome = pool.call(spec, "tests.jobs:echo", {"value": 1})
+        assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
+
+
+def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch):
+    monkeypatch.setattr("runner.launch.AGENT_S", 0.5)
+    pids = world.call("tests.jobs:pids", {}).result
+    os.kill(world.agent.pid, signal.SIGSTOP)
+    kill_when_working(world, pids[1])
+    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=30.0)
+    assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working"), outcome.reason
+    assert "its agent did not report how" in outcome.reason
+
+
+def test_an_agent_that_was_killed_is_said_to_have_been(world):
+    world.call("tests.jobs:pids", {})
+    kill_when_working(world, world.agent.pid)
+    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60})
+    assert (outcome.status, outcome.rank) == ("crash", None)
+    assert "the agent that had started the ranks was killed by SIGKILL" in outcome.reason
+    assert outcome.begun
+
+
+def test_a_job_longer_than_the_pipe_is_sent(pool):
+    value = "x" * 300_000
+    assert pool.get(WorldSpec(2, "cpu")).call("tests.jobs:echo", {"value": value}).result == [value, value]
+
+
+def test_too_few_open_files_are_said_before_a_world_starts():
+    code = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n"
+        "from runner.launch import Pool, WorldSpec\nprint(Pool().call(WorldSpec(2, 'cpu'), 'tests.jobs:pids', {}))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    assert "unsupported" in said and "raise it with ulimit -n 48" in said
+
+
+def planted(folder, what):
+    """What somebody may put where a world's lock would be."""
+    folder.mkdir()
+    lock = folder / "owned"
+    if what == "fifo":
+        os.mkfifo(lock)
+    elif what == "link":
+        (folder.parent / "target").write_bytes(BOOT_ID.read_bytes())
+        lock.symlink_to(folder.parent / "target")
+    else:
+        lock.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("what", ["fifo", "link", "folder"])
+def test_what_others_put_into_the_folder_for_temporary_files_is_let_be(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = planted(tmp_path / "attention-world-x", what)
+    remove_abandoned()  # a pipe would hang it
+    assert folder.exists()
+
+
+def test_a_link_to_a_folder_is_no_world(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "owned").write_bytes(BOOT_ID.read_bytes())
+    (tmp_path / "attention-world-x").symlink_to(elsewhere)
+    remove_abandoned()
+    assert (elsewhere / "owned").exists()
 
 
 def test_memory_over_the_limit_is_oom(world):
