@@ -28,8 +28,11 @@ def flops(experiment: Experiment) -> dict[str, int]:
     return found
 
 
-def compute(experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None) -> dict[str, Any]:
-    """From the slowest rank's medians (pass to ms) and this machine's ceilings."""
+def compute(
+    experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
+) -> dict[str, Any]:
+    """From the slowest rank's medians (pass to ms) and this machine's ceilings. `pulls`: as `costs.bytes_received` has it, of
+    the transport that the run went over."""
     work = experiment.workload
     chosen = variant(experiment.variant)
     problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, experiment.options, work.q_len)
@@ -50,7 +53,9 @@ def compute(experiment: Experiment, median_ms: dict[str, float], ceilings: dict[
     for which, ms in median_ms.items():
         seconds = ms / 1e3
         # a peer's own exchange is not read off a schedule
-        received = None if chosen.exchange == "peer" else _received(chosen, problem, sizes, which, experiment.options)
+        received = (
+            None if chosen.exchange == "peer" else _received(chosen, problem, sizes, which, experiment.options, pulls)
+        )
         most = max(sum(r.values()) for r in received) if received is not None else None
         entry = {
             "tokens_per_s": work.batch * work.queries / seconds,
@@ -71,10 +76,10 @@ def speedup(single_ms: dict[str, float], ms: dict[str, float], world: int) -> di
 
 
 def _received(
-    chosen: Variant, problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any]
+    chosen: Variant, problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any], pulls: bool
 ) -> list[dict[str, int]]:
     def one(rank: int, backward: bool) -> dict[str, int]:
-        return costs.bytes_received(chosen, problem, sizes, rank, backward, options)
+        return costs.bytes_received(chosen, problem, sizes, rank, backward, options, pulls)
 
     if which != "total":
         return [one(rank, which == "backward") for rank in range(problem.ranks)]

@@ -95,7 +95,8 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     result |= _time(me, spec, work, watch, iteration_s)
     result["memory"] = _memory(me, work)
     timed = result["timing"]["passes"]
-    result["metrics"] = metrics.compute(spec, {which: s["median"] for which, s in timed.items()}, limits)
+    medians = {which: s["median"] for which, s in timed.items()}
+    result["metrics"] = metrics.compute(spec, medians, limits, transport.pulls)
     if spec.phases and not peer:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
         total_ms = sum(timed[which]["median"] for which in work.passes)

@@ -351,6 +351,21 @@ def counted(
     return me.gather({"forward": forward, "backward": dict(counter)})
 
 
+def counted_of_runs(me: Rank, experiments: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each experiment the transport, whether it pulls, and the bytes that it counted into each rank, by pass."""
+    found = []
+    for plain in experiments:
+        spec = Experiment.from_plain(plain)
+        work = AttentionWork(me, spec, build(spec))
+        transport, received = work.plan.transport, {}
+        for which in work.passes:
+            transport.bytes_received.clear()
+            work.run(which)
+            received[which] = dict(transport.bytes_received)
+        found.append({"name": transport.name, "pulls": transport.pulls, "received": me.gather(received)})
+    return found
+
+
 def by_trial(
     me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), graphs: bool | str = False, **given: Any
 ) -> list[dict[str, Any]]:

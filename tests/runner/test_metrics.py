@@ -131,6 +131,47 @@ def test_dense_and_a_world_of_one_receive_nothing():
         assert all(set(r.values()) == {0} for r in received(name, 16, 1, FULL, False))
 
 
+PACKS = {
+    "llama3": ("seqlens=[100,28,128]",),
+    "zigzag_varlen": ("seqlens=[8,24,64]",),
+    "ring_varlen": ("seqlens=[8,24,64]",),
+}
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("transport", ("gloo", "symm"))
+def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, transport, world):
+    specs = []
+    for name in VARIANTS:
+        if name == "grouped":  # of one rank
+            continue
+        sizes = ("batch=1", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=64", "dtype=fp32")
+        specs += [
+            resolved(
+                f"attention={name}", *sizes, f"world_size={world}", f"transport={transport}", "hardware=cpu", *more
+            )
+            for more in ((), PACKS.get(name, ()))
+        ]
+    counted = in_world("counted_of_runs", world, experiments=[spec.plain() for spec in specs])
+    for spec, found in zip(specs, counted, strict=True):
+        assert found["name"] == transport
+        passes = dict.fromkeys(found["received"][0], 1.0)
+        said = metrics.compute(spec, passes, None, found["pulls"])["passes"]
+        for which in passes:
+            by_rank = [{what: n for what, n in each[which].items() if n} for each in found["received"]]
+            expected = [{k: n for k, n in each.items() if n} for each in said[which]["bytes_received_by_rank"]]
+            assert by_rank == expected, (spec.variant, spec.workload.seqlens, which)
+
+
+def test_a_pack_whose_ranks_need_nothing_of_each_other_receives_nothing_over_a_transport_that_pulls():
+    spec = resolved("attention=llama3", *SIZES, "world_size=2", "seqlens=[100,28,128]")
+    sent, pulled = (
+        metrics.compute(spec, {"forward": 1.0}, None, pulls)["passes"]["forward"] for pulls in (False, True)
+    )
+    assert sent["received_gb_s"] > 0
+    assert pulled["bytes_received_by_rank"] == [{"kv": 0}, {"kv": 0}] and pulled["received_gb_s"] == 0
+
+
 def test_rates_follow_from_the_slowest_ranks_median():
     found = metrics.compute(small("zigzag"), {"forward": 2.0, "backward": 5.0, "total": 8.0}, None)
     assert found["tokens"] == 16
