@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.status import Status
 from rich.table import Table
 
-from runner import results
+from runner import environment, results
 
 
 def _console(stderr: bool) -> Console:
@@ -116,7 +116,7 @@ def run_table(value: dict[str, Any]) -> None:
         table.add_row(
             which,
             f"{s['median']:.3f}",
-            f"{s['iqr_over_median']:.1%}{'!' if s['noisy'] else ''}",
+            f"{s['iqr_over_median']:.1%}{'!' if s['noisy'] else ''}{'~' if s['trend'] else ''}",
             f"{m['tokens_per_s']:,.0f}",
             f"{m['tflops_per_device']:.3g}",
             f"{m['sol']:.0%} {m['limited_by'][:4]}" if m.get("sol") else "",
@@ -125,9 +125,16 @@ def run_table(value: dict[str, Any]) -> None:
             f"{baseline['efficiency'][which]:.0%}" if single else "",
         )
     show(table)
-    noisy = "; ! means noisy" if any(s["noisy"] for s in timing["passes"].values()) else ""
+    passes = timing["passes"].values()
+    noisy = "; ! means noisy" if any(s["noisy"] for s in passes) else ""
+    noisy += "; ~ means that samples rose or fell while they were taken" if any(s["trend"] for s in passes) else ""
     n = timing["passes"]["forward"]["n"]
     out.print(f"ms is the median of {n}, TFLOP/s are those of one device{noisy}")
+    if timing["overhead_high"]:
+        out.print(
+            f"timing itself takes {timing['overhead_ms'] * 1e3:.1f} us, {timing['overhead_share']:.1%} of the shortest pass"
+        )
+    out.print(environment.commit_text(value["environment"].get("git")))
     if timing["no_ci95"]:
         out.print(f"no interval: {timing['no_ci95']}")
     if baseline.get("extrapolated"):

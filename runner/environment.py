@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -22,6 +23,7 @@ PACKAGES = (
 VARIABLES = re.compile(r"^(NCCL|TORCH|CUDA|OMP|MKL|GLOO|PYTORCH|TRITON|NVSHMEM|SLURM_(JOB_ID|NNODES|NTASKS|NODELIST))")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 ROOT = Path(__file__).resolve().parent.parent
+STAMP = Path(__file__).with_name("COMMIT")  # in a copy without .git; git ignores it
 
 
 def _output(*command: str, cwd: Path | None = None) -> str | None:
@@ -48,6 +50,8 @@ def host() -> dict[str, Any]:
     )
     return {
         "host": platform.node(),
+        "machine_id": _identity("/etc/machine-id"),
+        "boot_id": _identity("/proc/sys/kernel/random/boot_id"),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cpu": cpu,
@@ -74,13 +78,49 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def _git() -> dict[str, Any] | None:
+def _identity(path: str) -> str | None:
+    """A short hash of the number in a file, which tells machines (or their starts) apart and says nothing else of them."""
+    lines = [line for line in _lines(path) if line.strip()]
+    return hashlib.sha256(lines[0].strip().encode()).hexdigest()[:12] if lines else None
+
+
+def _git() -> dict[str, Any]:
+    """`commit` and `dirty` of this copy of the program, and their `source`: git, or for a copy without its history the
+    variables RUNNER_GIT_COMMIT and RUNNER_GIT_DIRTY, or its file runner/COMMIT; null where they are unknown."""
     top = _output("git", "rev-parse", "--show-toplevel", cwd=ROOT)
     commit = _output("git", "rev-parse", "HEAD", cwd=ROOT) if top and Path(top) == ROOT.resolve() else None
-    if commit is None:  # a copy without its history, in whatever repository it lies, may be told
-        told = os.environ.get("RUNNER_GIT_COMMIT")
-        return {"commit": told, "dirty": None} if told else None
-    return {"commit": commit, "dirty": bool(_output("git", "status", "--porcelain", cwd=ROOT))}
+    if commit is not None:
+        status = _output("git", "status", "--porcelain", cwd=ROOT)
+        return {"commit": commit, "dirty": bool(status) if status is not None else None, "source": "git"}
+    told = os.environ.get("RUNNER_GIT_COMMIT")
+    if told:
+        return {"commit": told, "dirty": _truth(os.environ.get("RUNNER_GIT_DIRTY")), "source": "RUNNER_GIT_COMMIT"}
+    stamp = (*" ".join(_lines(str(STAMP))).split(), "")
+    if stamp[0]:
+        return {"commit": stamp[0], "dirty": {"clean": False, "dirty": True}.get(stamp[1]), "source": "runner/COMMIT"}
+    return {"commit": None, "dirty": None, "source": None}
+
+
+def _truth(text: str | None) -> bool | None:
+    return {"1": True, "true": True, "0": False, "false": False}.get((text or "").strip().lower())
+
+
+def commit_text(git: dict[str, Any] | None) -> str:
+    """A result's commit in a few words. `git` is its field, null in results of earlier versions where it was unknown."""
+    if not git or not git.get("commit"):
+        return "commit unknown"
+    about = {True: "with uncommitted changes", False: ""}.get(git.get("dirty"), "uncommitted changes unknown")
+    return f"commit {git['commit'][:10]}" + (f", {about}" if about else "")
+
+
+def stamp() -> str:
+    """What runner/COMMIT holds in a copy made of this checkout: the commit, and `clean` or `dirty`.
+
+    Raises RuntimeError where the commit, or whether there are uncommitted changes, is unknown."""
+    found = _git()
+    if found["commit"] is None or found["dirty"] is None:
+        raise RuntimeError(f"{commit_text(found)}: only a git checkout can be stamped")
+    return f"{found['commit']} {'dirty' if found['dirty'] else 'clean'}"
 
 
 @lru_cache
@@ -108,7 +148,7 @@ def torch_has_cuda() -> bool:
 def gpu_state() -> list[dict[str, str]]:
     """Clocks, throttle reasons, temperature and power of each GPU now; empty without a GPU."""
     fields = (
-        "index", "name", "driver_version", "clocks.sm", "clocks.mem", "clocks_event_reasons.active", "temperature.gpu",
+        "index", "uuid", "name", "driver_version", "clocks.sm", "clocks.mem", "clocks_event_reasons.active", "temperature.gpu",
         "power.draw", "memory.used",
     )  # fmt: skip
     listed = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
@@ -131,6 +171,7 @@ def of_torch(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         found |= {
             "gpu": properties.name,
+            "gpu_uuid": gpu_uuid(torch.cuda.current_device()),
             "gpu_memory_bytes": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
@@ -139,3 +180,14 @@ def of_torch(device: str) -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),
         }
     return found
+
+
+def gpu_uuid(device: int) -> str:
+    """As nvidia-smi and NVML write it."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+if __name__ == "__main__":  # python -m runner.environment > runner/COMMIT
+    print(stamp())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner import display
+from runner import display, environment
 from runner.report_runs import (
     BACK_TO_BACK,
     FACTS,
@@ -22,6 +22,7 @@ from runner.report_runs import (
     varying_options,
 )
 from runner.results import STATUSES
+from runner.statistics import OVERHEAD
 
 PASSES = ("forward", "backward", "total")
 COMPARED = (*PASSES, BACK_TO_BACK)
@@ -150,7 +151,7 @@ def _spread(run: Run, which: str) -> str:
         return ""
     if found["n"] == 1:  # a mean of many calls, without a spread
         return digits(found["median"])
-    return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''})"
+    return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''}{'~' if found.get('trend') else ''})"
 
 
 def _late(run: Run) -> bool:
@@ -176,6 +177,13 @@ def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
     notes = []
     if any(found["noisy"] for run in runs for found in run.passes.values()):
         notes.append("`!`: noisy, the interquartile range is above 5% of the median.")
+    if any(found.get("trend") for run in runs for found in run.passes.values()):
+        notes.append("`~`: the samples rose or fell while they were taken, by more than 2% between their halves.")
+    if high := [run for run in runs if ((run.result.get("timing") or {}).get("overhead_share") or 0) > OVERHEAD]:
+        most = max(run.result["timing"]["overhead_share"] for run in high)
+        notes.append(
+            f"Timing itself takes above 1% of the shortest pass in {_count(len(high), 'run')}, {most:.1%} at most."
+        )
     if "*" in marks:
         notes.append("`*`: the single device's time is extrapolated by FLOPs from a shorter sequence that fits.")
     if "†" in marks:
@@ -276,7 +284,7 @@ def environment_table(runs: Sequence[Run]) -> Table:
         "CPU": lambda run: f"{run.environment['cpu']}, {run.environment['cores']} cores" if "cpu" in run.environment else None,
         "platform": lambda run: run.environment.get("platform"),
         "variables": lambda run: _pairs(run.environment.get("variables"), "="),
-        "commit": lambda run: _commit(run.environment.get("git")),
+        "commit": lambda run: environment.commit_text(run.environment.get("git")).removeprefix("commit "),
         "command": lambda run: "python " + " ".join(run.environment["argv"]) if run.environment.get("argv") else None,
     }  # fmt: skip
     rows = []
@@ -301,7 +309,3 @@ def _pairs(found: dict[str, Any] | None, sign: str) -> str | None:
 
 def _cudnn(number: int | None) -> str | None:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
-
-
-def _commit(git: dict[str, Any] | None) -> str | None:
-    return git["commit"][:10] + (" and uncommitted changes" if git.get("dirty") else "") if git else None

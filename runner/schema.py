@@ -44,8 +44,8 @@ DEFAULT_SIZES = {
 NEW_PACKS = 1024  # of a run, the first again behind the last; many more than functions have plans of
 
 TIMING_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "timing_runs": 6},
-    "cuda": {"warmup_runs": 3, "warmup_ms": 200.0, "timing_runs": 20},
+    "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "settle_ms": 100.0, "timing_runs": 6},
+    "cuda": {"warmup_runs": 3, "warmup_ms": 200.0, "settle_ms": 2000.0, "timing_runs": 20},
 }
 
 
@@ -78,6 +78,9 @@ class TimingConf:
     method: str = MISSING
     warmup_runs: int | None = None  # iterations before the first sample, at least; null: 3 on a GPU, 1 on a CPU
     warmup_ms: float | None = None  # and this long at least; null: 200 on a GPU, 0 on a CPU
+    settle_ms: float | None = (
+        None  # and then until times no longer rise or fall, so long at most; null: 2000 on a GPU, 100 on a CPU
+    )
     timing_runs: int | None = None  # samples; null: 20 on a GPU, 6 on a CPU, the least that give an interval
     layers: int = 1  # calls that a sample has, one after another as a model's layers; what is reported is a layer's
     new_packs: bool = False  # each sample's pack is new: the same lengths in another order
@@ -354,8 +357,9 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
     for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0), ("layers", 1)):
         _positive(f"timing.{key}", timing[key], least)
-    if not 0 <= timing["warmup_ms"] < math.inf:
-        raise InvalidConfig(f"timing.warmup_ms={timing['warmup_ms']:g}: must be a time of at least 0, or null")
+    for key in ("warmup_ms", "settle_ms"):
+        if not 0 <= timing[key] < math.inf:
+            raise InvalidConfig(f"timing.{key}={timing[key]:g}: must be a time of at least 0, or null")
     for key in ("precision", "time_cap_s"):
         _above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}")
     _check_limits(cfg)

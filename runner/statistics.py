@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 NOISY = 0.05  # IQR over median
+TREND = 0.02  # by which share of the median samples must rise or fall for that to count,
+TREND_CHANCE = 0.01  # and how seldom samples without a trend would rise or fall as steadily
+TREND_SAMPLES = 6  # the least that can say
+TREND_STRETCHES = 100  # more samples than these are looked at as the medians of so many stretches
+OVERHEAD = 0.01  # of the shortest pass, above which what timing itself takes is said
 INTERVAL_SAMPLES = 6  # the least with a 95% interval of the median: 2**-5 of the cases lie outside all of 6
 
 
@@ -26,6 +32,7 @@ class Summary:
     ci95: tuple[float, float] | None  # of the median, by order statistics
     outliers: int  # beyond 1.5 IQR of the quartiles (Tukey)
     noisy: bool
+    trend: bool  # samples rose or fell while they were taken (`trend`)
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,7 +91,32 @@ def summarize(samples: Sequence[float]) -> Summary:
         ci95=median_interval(ordered),
         outliers=sum(x < q1 - 1.5 * iqr or x > q3 + 1.5 * iqr for x in ordered),
         noisy=spread > NOISY,
+        trend=bool(trend(samples)),
     )
+
+
+def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_CHANCE) -> bool | None:
+    """Whether samples, in the order in which they were taken, rise or fall: by Mann and Kendall's test with its normal
+    approximation at significance `chance`, and by more than `least` of the median between the medians of the two halves.
+    None where there are fewer than `TREND_SAMPLES`."""
+    if len(samples) > TREND_STRETCHES:
+        ends = [i * len(samples) // TREND_STRETCHES for i in range(TREND_STRETCHES + 1)]
+        samples = [quantile(sorted(samples[a:b]), 0.5) for a, b in pairwise(ends)]
+    n = len(samples)
+    if n < TREND_SAMPLES:
+        return None
+    ordered = sorted(samples)
+    half = n // 2
+    early, late = (quantile(sorted(x), 0.5) for x in (samples[:half], samples[n - half :]))
+    if abs(late - early) <= least * quantile(ordered, 0.5):
+        return False
+    score = sum((b > a) - (b < a) for i, a in enumerate(samples) for b in samples[i + 1 :])
+    ties = [len(list(same)) for _, same in groupby(ordered)]
+    variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
+    if not variance:
+        return False
+    z = max(0, abs(score) - 1) / math.sqrt(variance)
+    return math.erfc(z / math.sqrt(2)) < chance
 
 
 def settled(samples: Sequence[float], precision: float, least: int) -> bool:

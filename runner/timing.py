@@ -22,6 +22,8 @@ from runner.statistics import Samples
 LEAD_MS = 0.1  # that hosts get ahead of their GPUs, where they do
 LEADING_RUNS = 4  # iterations that leads_ms makes
 CYCLES_A_MS = 2_000_000  # of a GPU's clock, about
+WINDOW = 12  # iterations, the newest of a warm-up, that show whether it has settled,
+WINDOW_CHANCE = 0.05  # taken for a trend where those without one would seldom rise or fall as steadily
 BATCH = 10  # adaptive looks at its samples every so many
 BASELINE_RUNS = 5  # samples of a baseline,
 BASELINE_S = 1.0  # more of short iterations, for so long,
@@ -158,6 +160,49 @@ def warm(
         lacking = math.ceil(done * (at_least_ms - passed_ms) / passed_ms) if passed_ms < at_least_ms else 0
         more = agree(min(lacking, done))
     return Warmed(done, each_ms)
+
+
+@dataclass(frozen=True)
+class Settling:
+    """`iterations` that a warm-up took further. `settled`: whether the newest showed no trend; None where the time was too
+    short for as many as can say."""
+
+    iterations: int
+    settled: bool | None
+
+
+def settle(
+    work: Passes,
+    watch: Stopwatch,
+    cap_ms: float,
+    each_ms: float,
+    gather: Callable[[Samples], list[Samples]],
+    agree: Callable[[int], int],
+    flush: Tensor | None = None,
+    beat: Callable[[], None] | None = None,
+) -> Settling:
+    """Go on with a warm-up, by iterations as `sample` has them, until the newest `WINDOW` show no trend in any pass on the
+    slowest rank, or `cap_ms` are over. All ranks do the same number: `gather` gives every rank's samples, `agree` rank 0's
+    number. `each_ms`: what an iteration is expected to take."""
+    so_far: Samples = {}
+    done = 0
+    start = time.perf_counter()
+    while True:
+        left_ms = cap_ms - (time.perf_counter() - start) * 1e3
+        more = agree(max(0, min(WINDOW, int(left_ms / each_ms))))
+        if not more:
+            return Settling(done, _level(so_far) if done >= statistics.TREND_SAMPLES else None)
+        began = time.perf_counter()
+        for which, ms in statistics.slowest(gather(sample(work, watch, more, flush, beat))).items():
+            so_far[which] = [*so_far.get(which, []), *ms][-WINDOW:]
+        each_ms = (time.perf_counter() - began) * 1e3 / more
+        done += more
+        if done >= WINDOW and _level(so_far):
+            return Settling(done, True)
+
+
+def _level(samples: Samples) -> bool:
+    return not any(statistics.trend(ms, chance=WINDOW_CHANCE) for ms in samples.values())
 
 
 def _iteration(work: Passes) -> None:

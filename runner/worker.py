@@ -25,7 +25,7 @@ from runner.correctness import check, kept_bytes
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
 from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
-from runner.statistics import Samples, of_ranks, slowest, summarize
+from runner.statistics import OVERHEAD, Samples, of_ranks, slowest, summarize
 from runner.timing import CpuStopwatch, CudaStopwatch, Stopwatch
 from runner.workpiece import AttentionWork, Layers, build, decide, other_orders
 
@@ -241,18 +241,23 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         me.say("timing", _silent_s(me, iteration_s, options["warmup_runs"]))
         with timing.undisturbed():
             warmed = timing.warm(piece, watch, options["warmup_runs"], options["warmup_ms"], me.agree, beat)
+            me.say("timing", _silent_s(me, iteration_s, timing.WINDOW))
+            each_ms = warmed.back_to_back_ms or iteration_s * 1e3
+            settling = timing.settle(piece, watch, _settle_ms(options), each_ms, me.gather, me.agree, flush, beat)
             me.say("timing", _silent_s(me, iteration_s, options["timing_runs"]))
             if method == "adaptive":
                 mine, note["precision_met"] = timing.adaptive(piece, watch, options["timing_runs"], decide, flush, beat)
             else:
                 mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
-        note["warmup_iterations"] = warmed.iterations
+        note["warmup_iterations"] = warmed.iterations + settling.iterations
+        note["warmup_settled"] = settling.settled
         each = [ms / layers for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
         note["back_to_back_ms"] = max(each, default=None)
     by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
     found = of_ranks(by_rank)
     overhead = timing.overhead_ms(watch) / layers
     least = min(s["median"] for s in found["passes"].values())
+    share = overhead / least if least else 0.0
     do_bench = None
     if options["do_bench"]:
         do_bench = _do_bench(work, _watch(me, False), flush, lambda: me.say("timing", iteration_s))
@@ -263,7 +268,8 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "unit": "ms",
             **found,
             "overhead_ms": overhead,
-            "overhead_share": overhead / least if least else 0.0,
+            "overhead_share": share,
+            "overhead_high": share > OVERHEAD,
             "flush_l2": options["flush_l2"],
             "layers": layers,
             "new_packs": options["new_packs"],
@@ -271,6 +277,11 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             **note,
         },
     }
+
+
+def _settle_ms(options: dict[str, Any]) -> float:
+    """How long a warm-up may go on until it settles; not at all where none is wanted."""
+    return options["settle_ms"] if options["warmup_runs"] or options["warmup_ms"] else 0.0
 
 
 def _sampled(spec: Experiment, work: AttentionWork) -> timing.Passes:
@@ -469,6 +480,8 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, 
         once = _seconds_each(piece, watch, 0.0)
         if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated
             once = _seconds_each(piece, watch, spec.timing["warmup_ms"])
+            cap_ms = _settle_ms(spec.timing)
+            timing.settle(piece, watch, cap_ms, once * 1e3, lambda mine: [mine], lambda more: more, flush)
         runs = timing.baseline_runs(spec.timing["timing_runs"], once)
         me.say("baseline", max(600.0, 2 * once * runs))
         samples = slowest([timing.sample(piece, watch, runs, flush)])

@@ -1,11 +1,12 @@
 """Statistics: numbers worked out by hand, the median's interval against exact coverage, and that nothing is dropped."""
 
 import math
+import random
 from fractions import Fraction
 
 import pytest
 
-from runner.statistics import median_interval, quantile, settled, summarize, too_few
+from runner.statistics import median_interval, quantile, settled, summarize, too_few, trend
 
 
 def coverage(n: int, k: int) -> Fraction:
@@ -110,6 +111,29 @@ def test_constant_samples_have_no_spread():
 def test_one_sample_has_no_deviation_and_no_interval():
     s = summarize([2.5])
     assert (s.n, s.median, s.std, s.ci95, s.noisy) == (1, 2.5, 0, None, False)
+
+
+def test_samples_that_rise_or_fall_have_a_trend():
+    falling = [5.4 - 0.045 * i for i in range(20)]
+    slow_at_first = [50.0] * 7 + [5.0, 5.01] * 6 + [5.0]
+    assert trend(falling) and trend(falling[::-1]) and trend(slow_at_first)
+    assert summarize(falling).trend and not summarize([5.0] * 20).trend
+
+
+def test_samples_without_a_trend():
+    assert trend([5.0, 5.3] * 10) is False  # noise
+    assert trend([5.0] * 19 + [50.0]) is False  # an outlier
+    assert trend([100 + 0.05 * i for i in range(20)]) is False  # steady, but below 2%
+    assert trend([5.0] * 5) is None  # too few
+    draw = random.Random(3)
+    assert sum(bool(trend([draw.gauss(10, 1) for _ in range(20)])) for _ in range(500)) <= 10  # 1% of them by chance
+
+
+def test_the_trend_of_very_many_samples():
+    draw = random.Random(4)
+    noise = [draw.gauss(10, 1) for _ in range(20_000)]
+    assert not trend(noise)
+    assert trend([x * (1 + i / 100_000) for i, x in enumerate(noise)])
 
 
 def test_settled_when_half_the_interval_is_within_precision():

@@ -17,12 +17,14 @@ from runner.timing import (
     LEAD_MS,
     CpuStopwatch,
     CudaStopwatch,
+    Settling,
     Warmed,
     adaptive,
     leads_ms,
     overhead_ms,
     record,
     sample,
+    settle,
     simple,
     verdict,
     warm,
@@ -188,6 +190,37 @@ def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
 
     assert warmed(clock, runs=2, at_least_ms=0, agree=rank_zero) == [2, 1, 1]
     assert opinions == [0, 0, 0]
+
+
+def settled(clock: Clock, cap_ms: float, others=lambda mine: [], agree=lambda more: more, **durations: list[float]):
+    """What settling says, a window of 12 iterations at a time; aligning takes 1000 ms a pass and a stretch's end as long."""
+    watch = Watch(clock)
+    return settle(Work(clock, **durations), watch, cap_ms, 1.0, lambda mine: [mine, *others(mine)], agree)
+
+
+def test_a_warm_up_goes_on_until_no_pass_rises_or_falls(clock):
+    slow_at_first = [50.0] * 7 + [5.0]
+    assert settled(clock, 1e6, forward=[5.0], backward=[9.0]) == Settling(12, True)
+    assert settled(clock, 1e6, forward=slow_at_first) == Settling(24, True)
+    assert settled(clock, 1e6, forward=[5.0], backward=slow_at_first) == Settling(24, True)
+    falling = [5.4 - 0.045 * i for i in range(20)]
+    assert settled(clock, 1e6, forward=[*falling, 4.5]) == Settling(36, True)
+
+
+def test_a_warm_up_that_does_not_settle_ends_in_time_and_says_so(clock):
+    rising = [1.05**i for i in range(200)]
+    found = settled(clock, 30_000, forward=rising)
+    assert found == Settling(27, False)  # 12, 12, and the 3 that still fit
+    assert settled(clock, 9_000, forward=[5.0]) == Settling(12, True)  # as many as were thought to fit
+    assert settled(clock, 3.5, forward=[5.0]) == Settling(3, None)  # fewer than can say
+    assert settled(clock, 0, forward=[5.0]) == Settling(0, None)
+
+
+def test_a_warm_up_settles_on_the_slowest_rank_and_by_rank_zeros_clock(clock):
+    others = iter([[50.0] * 7 + [5.0] * 5, [5.0] * 12])
+    found = settled(clock, 1e6, lambda mine: [{"forward": next(others)}], forward=[4.0])
+    assert found == Settling(24, True)
+    assert settled(clock, 0, agree=lambda more: 12, forward=[4.0]) == Settling(12, True)
 
 
 def settle_or_cap(least: int, precision: float, cap_s: float):
@@ -432,7 +465,7 @@ def test_other_orders_are_new_packs_of_the_same_lengths():
 
 
 def test_a_models_samples_are_of_one_layer(monkeypatch):
-    spec = resolved("attention=ring", "timing.layers=3", "timing.timing_runs=2", "hardware=cpu")
+    spec = resolved("attention=ring", "timing.layers=3", "timing.timing_runs=2", "timing.settle_ms=0", "hardware=cpu")
     alone = SimpleNamespace(
         device=torch.device("cpu"), world=1, say=lambda *_: None, agree=lambda x: x, gather=lambda x: [x]
     )
