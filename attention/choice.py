@@ -24,7 +24,7 @@ from attention.passes import passes
 from attention.rates import LONG, Rate, Speed
 from attention.schedules import Problem, Step, length, masks, steps, union
 from attention.transfers import Intervals, gather_move, packed_calls, step_route
-from attention.variants import VARIANTS, Variant, check_heads
+from attention.variants import VARIANTS, Variant, check_heads, divisors
 
 AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": None}  # of attention=auto itself
@@ -434,7 +434,7 @@ def _out_of_question(v: Variant, task: Task) -> str | None:
 def _settings(v: Variant, task: Task) -> Iterator[dict[str, Any]]:
     """The options that differ in time."""
     if v.name == "usp":  # groups of one are zigzag or ring, one group is ulysses
-        sizes = [n for n in range(2, task.world) if task.world % n == 0]
+        sizes = divisors(task.world)[1:-1]
         rings = ["zigzag", "contiguous"] if task.mask.causal else ["contiguous"]
         yield from ({"ulysses_size": n, "ring": ring} for n in sizes for ring in rings)
     elif v.name == "ulysses":
@@ -444,7 +444,7 @@ def _settings(v: Variant, task: Task) -> Iterator[dict[str, Any]]:
         yield from ({"reduce": how} for how in ("packed", "two", "three", "fused"))
     elif "heads_k_stride" in v.options:
         kv_heads = task.shapes.kv_heads
-        strides = [None, *(n for n in range(1, kv_heads) if kv_heads % n == 0)]
+        strides = [None, *divisors(kv_heads)[:-1]]
         groupings = ("separate", "packed", "fused") if "grouping" in v.options else (None,)
         for how in groupings:
             for stride in strides:

@@ -4,6 +4,7 @@ command line can list and check variants without torch."""
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -48,11 +49,11 @@ class Variant:
         if self.exchange != "all_to_all" and "ulysses_size" not in self.options:
             return 1
         wanted = options.get("ulysses_size", world if self.name == "ulysses" else None)
-        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        able = divisors(world)
         if wanted is None:  # as near to a square as it goes, the larger half within the groups
-            return next(n for n in divisors if n * n >= world)
-        if wanted not in divisors:
-            raise ValueError(f"ulysses_size={wanted}: must divide world_size={world}; it may be {divisors}")
+            return next(n for n in able if n * n >= world)
+        if wanted not in able:
+            raise ValueError(f"ulysses_size={wanted}: must divide world_size={world}; it may be {able}")
         return wanted
 
     def border(self, world: int, options: Mapping[str, Any]) -> Layout:
@@ -180,7 +181,7 @@ class Variant:
             return heads % n == 0 and (kv_heads % n == 0 or (repeats and n % kv_heads == 0))
 
         if not shared(ulysses):
-            fits = [n for n in range(1, world + 1) if world % n == 0 and shared(n)]
+            fits = [n for n in divisors(world) if shared(n)]
             raise ValueError(
                 f"heads={heads}, kv_heads={kv_heads}: {self.name} gives each of {ulysses} ranks the same number of heads; "
                 f"{'usp' if repeats else self.name} with ulysses_size {' or '.join(map(str, fits))} would work"
@@ -388,10 +389,20 @@ def _grouped_layout(options: Mapping[str, Any], cu_seqlens: CuSeqlens, world: in
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a name that is not known: the nearest ones, else all."""
+    """A hint for a name that is not known: the nearest ones, else all. Of `a` and `a.b` the hint gives `a` alone."""
     known = sorted(set(known))
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
+    close = [one for one in close if one.rpartition(".")[0] not in close]
+    if not close:
+        return f"known are {', '.join(known)}"
+    *others, last = close
+    return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
+
+
+def divisors(n: int) -> list[int]:
+    """Of a whole number of at least 1, in order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def everything() -> dict[str, Variant]:
@@ -428,11 +439,11 @@ def node_size(world: int, options: Mapping[str, Any]) -> int:
     """Ranks of a node for the hierarchical reduction: the option, else the largest divisor of the world up to 8, but
     never the whole world where it divides. Raises ValueError when it doesn't divide."""
     wanted = options.get("node_size")
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    able = divisors(world)
     if wanted is None:
-        return max((n for n in divisors if n <= 8 and n < world), default=1)
-    if wanted not in divisors:
-        raise ValueError(f"node_size={wanted}: must divide world_size={world}; it may be {divisors}")
+        return max((n for n in able if n <= 8 and n < world), default=1)
+    if wanted not in able:
+        raise ValueError(f"node_size={wanted}: must divide world_size={world}; it may be {able}")
     return wanted
 
 
@@ -441,8 +452,7 @@ def check_stride(stride: int | None, kv_heads: int) -> int:
     if stride is None:
         return kv_heads
     if not isinstance(stride, int) or isinstance(stride, bool) or stride < 1 or kv_heads % stride:
-        divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        raise ValueError(f"heads_k_stride={stride}: must divide kv_heads={kv_heads}; it may be {divisors}")
+        raise ValueError(f"heads_k_stride={stride}: must divide kv_heads={kv_heads}; it may be {divisors(kv_heads)}")
     return stride
 
 
@@ -450,14 +460,12 @@ def check_parts(parts: int, kv_heads: int, ulysses: int) -> None:
     """Raises ValueError unless each rank's KV heads can be computed in so many parts."""
     each = max(1, kv_heads // ulysses)
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1 or each % parts:
-        divisors = [n for n in range(1, each + 1) if each % n == 0]
-        raise ValueError(f"head_parts={parts}: must divide a rank's {each} KV heads; it may be {divisors}")
+        raise ValueError(f"head_parts={parts}: must divide a rank's {each} KV heads; it may be {divisors(each)}")
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
     """Raises ValueError unless every KV head serves the same number of query heads."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        divisors = [h for h in range(1, heads + 1) if heads % h == 0]
         raise ValueError(
-            f"heads={heads}, kv_heads={kv_heads}: heads must be a multiple of kv_heads; kv_heads may be {divisors}"
+            f"heads={heads}, kv_heads={kv_heads}: heads must be a multiple of kv_heads; kv_heads may be {divisors(heads)}"
         )

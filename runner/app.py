@@ -16,8 +16,18 @@ from rich.markup import escape
 
 from attention import peers
 from runner import counters, display, environment, metrics, results
-from runner.launch import Outcome, Pool, WorldSpec
-from runner.schema import Experiment, InvalidConfig, UnsupportedHere, experiment, identity, run_name, usable_gpus
+from runner.launch import Outcome, Pool, WorldSpec, cores
+from runner.schema import (
+    Experiment,
+    InvalidConfig,
+    Machine,
+    UnsupportedHere,
+    check_fits,
+    experiment,
+    identity,
+    run_name,
+    usable_gpus,
+)
 
 pool = Pool()
 statuses: list[str] = []  # of this invocation's runs
@@ -94,6 +104,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     try:
         gpus = usable_gpus(cfg)
         spec = experiment(cfg, gpus, fresh_seed())
+        check_fits(spec, _machine(gpus))
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
         if reason := peers.missing(spec.variant, spec.device):
@@ -125,6 +136,11 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     if spec.timing["counters"] and outcome.result.get("timing"):
         outcome.result["timing"]["counters"] = counters.count(Experiment.from_plain(about["experiment"]))
     return _record(outcome.result, folder, about)
+
+
+def _machine(gpus: int) -> Machine:
+    """As far as a run may use it."""
+    return Machine(cores(), environment.memory_bytes(), gpus, environment.gpu_memory_bytes() if gpus else None)
 
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:

@@ -45,9 +45,6 @@ def host() -> dict[str, Any]:
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
     )
-    memory = next(
-        (int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), None
-    )
     return {
         "host": platform.node(),
         "machine_id": _identity("/etc/machine-id"),
@@ -56,12 +53,18 @@ def host() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory,
+        "memory_bytes": memory_bytes(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "git": _git(),
         "argv": ["-m", "runner", *sys.argv[1:]],
         "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k) and not SECRET.search(k)},
     }
+
+
+def memory_bytes() -> int | None:
+    """This machine's memory."""
+    lines = _lines("/proc/meminfo")
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal")), None)
 
 
 def _version(package: str) -> str | None:
@@ -132,6 +135,13 @@ def gpu_count() -> int:
     if visible is None:
         return present
     return min(present, len([x for x in visible.split(",") if x.strip() and x.strip() != "-1"]))
+
+
+@lru_cache
+def gpu_memory_bytes() -> int | None:
+    """Of the smallest GPU of this machine, without touching CUDA."""
+    listed = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    return min((int(line) for line in listed.split() if line.isdigit()), default=0) * 2**20 or None
 
 
 def torch_has_cuda() -> bool:

@@ -7,9 +7,7 @@ from typing import Any
 from attention import costs
 from attention.schedules import Problem
 from attention.variants import Variant, variant
-from runner.schema import Experiment
-
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+from runner.schema import ITEMSIZE, Experiment
 
 
 def shapes(experiment: Experiment) -> costs.Shapes:

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -16,16 +17,26 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from attention import choice, costs
 from attention.masks import Mask
-from attention.variants import Variant, check_heads, everything, nearest, variant
+from attention.variants import Variant, check_heads, everything, variant
 from runner import environment, folders
+from runner.groups import groups
+from runner.values import LARGEST, InvalidConfig, UnsupportedHere, above_zero, one_of, shown, whole
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODELS = ("none",)
 MODES = ("forward", "forward_backward")
 SEEDS = 1 << 31
+MOST_RANKS = 1 << 16
+MOST_SEQUENCES = 1 << 19  # of a pack
+MOST_RUNS = 1_000_000  # timed or not; of one sample each
+MOST_MS = 24 * 3.6e6  # a day
+RANKS_A_CORE = 32  # on a CPU
+FINITE = sys.float_info.max
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
 # where a run may be when a fault is provoked, in this order
 PHASES = (
     "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "phases",
@@ -47,14 +58,6 @@ TIMING_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"warmup_runs": 1, "warmup_ms": 0.0, "settle_ms": 100.0, "timing_runs": 6},
     "cuda": {"warmup_runs": 3, "warmup_ms": 200.0, "settle_ms": 2000.0, "timing_runs": 20},
 }
-
-
-class InvalidConfig(ValueError):
-    """A value that breaks a rule: the message gives the value, the rule and the way out."""
-
-
-class UnsupportedHere(ValueError):
-    """A valid experiment that this machine or these packages cannot run."""
 
 
 @dataclass
@@ -182,6 +185,9 @@ def usable_gpus(cfg: DictConfig) -> int:
     return environment.gpu_count() if environment.torch_has_cuda() else 0
 
 
+LONGEST_PART = 40  # characters, of a folder's name: a file system takes 255
+
+
 def run_name(cfg: DictConfig, gpus: int) -> str:
     """The run folder's name on a machine with `gpus` usable GPUs: variant, config, sizes and the hash. world_size=auto
     is named by what it stands for here."""
@@ -194,7 +200,7 @@ def run_name(cfg: DictConfig, gpus: int) -> str:
         tokens = sum(cfg.seqlens)
     parts += [f"s{tokens}"] if tokens is not None else []
     parts += [f"w{world}", cfg.dtype.name, cfg.timing.method, identity(cfg)]
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(str(p) for p in parts))
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(str(p)[:LONGEST_PART] for p in parts))
 
 
 @dataclass(frozen=True)
@@ -276,125 +282,150 @@ def _plain(node: Any) -> dict[str, Any]:
     return {str(k): v for k, v in OmegaConf.to_container(node, resolve=True).items()}  # type: ignore[union-attr]
 
 
-def _choice(key: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InvalidConfig(f"{key}={value}: {nearest(value, known)}")
+def _require_values(cfg: DictConfig) -> None:
+    """Raises InvalidConfig for a value that is missing, or an interpolation that leads nowhere or to a wrong type."""
+    for key in cfg:
+        if key == "hydra":
+            continue
+        try:
+            node = cfg[key]
+            if OmegaConf.is_config(node):
+                OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+        except MissingMandatoryValue as error:
+            raise InvalidConfig(
+                f"{error.full_key or key}=???: this is the mark of a value that is still missing; give one"
+            ) from None
+        except OmegaConfBaseException as error:
+            raise InvalidConfig(f"{error.full_key or key}: {shown(str(error).splitlines()[0])}; give a value") from None
 
 
-def _positive(key: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidConfig(f"{key}={value}: must be a whole number of at least {least}")
-    return value
+def _check_names(cfg: DictConfig) -> None:
+    one_of("attention", cfg.attention.get("name"), [choice.AUTO, *everything()])
+    for group in ("kernel", "transport", "dtype"):
+        one_of(group, cfg[group].name, groups()[group])
+    one_of("model", cfg.model.name, MODELS)
+    one_of("hardware", cfg.hardware.name, HARDWARE)
+    one_of("timing.method", cfg.timing.method, TIMING_METHODS)
+    one_of("baseline", cfg.baseline, BASELINES)
+    if cfg.mode is not None:
+        one_of("mode", cfg.mode, MODES)
 
 
-def _above_zero(key: str, value: float | None, way_out: str) -> None:
-    if value is not None and not value > 0:
-        raise InvalidConfig(f"{key}={value:g}: must be above 0; {way_out}")
+def _check_dtype(cfg: DictConfig) -> None:
+    way_out = f"leave it out for that of dtype={cfg.dtype.name}"
+    for key in cfg.dtype:
+        if key == "name":
+            continue
+        above_zero(f"dtype.{key}", cfg.dtype[key], way_out, FINITE)
+        if str(key).endswith("rel_l2"):
+            above_zero(f"dtype.{key}", cfg.dtype[key], f"an output of zeros is 1 off; {way_out}", 0.5)
 
 
-def _check_limits(cfg: DictConfig) -> None:
+def _check_check(cfg: DictConfig) -> None:
+    above_zero(
+        "check.max_tflop", cfg.check.max_tflop, "null for what this hardware does, check.enabled=false for no check"
+    )
+
+
+def _check_launch(cfg: DictConfig) -> None:
+    launch = cfg.launch
     for key in ("timeout_s", "start_timeout_s"):
-        way_out = f"the default is {getattr(LaunchConf, key):g}, inf for no limit"
-        _above_zero(f"launch.{key}", cfg.launch[key], way_out)
-    _above_zero("launch.memory_limit_gb", cfg.launch.memory_limit_gb, "launch.memory_limit_gb=null is no limit")
-    if cfg.launch.memory_limit_gb == math.inf:
+        above_zero(f"launch.{key}", launch[key], f"the default is {getattr(LaunchConf, key):g}, inf for no limit")
+    if launch.memory_limit_gb == math.inf:
         raise InvalidConfig(
             "launch.memory_limit_gb=inf: must be a number of GiB; launch.memory_limit_gb=null is no limit"
         )
-    _above_zero(
-        "check.max_tflop", cfg.check.max_tflop, "null for what this hardware does, check.enabled=false for no check"
-    )
-    for key in cfg.dtype:
-        if key != "name":
-            _above_zero(f"dtype.{key}", cfg.dtype[key], f"leave it out for that of dtype={cfg.dtype.name}")
+    above_zero("launch.memory_limit_gb", launch.memory_limit_gb, "launch.memory_limit_gb=null is no limit", 1e9)
+    whole("launch.nodes", launch.nodes, most=MOST_RANKS)
+    if launch.endpoint is not None:
+        _check_endpoint(launch.endpoint)
+    elif launch.nodes > 1:
+        raise InvalidConfig(
+            f"launch.nodes={launch.nodes}: the nodes meet at launch.endpoint=HOST:PORT of the first one; none is given"
+        )
+
+
+def _check_endpoint(endpoint: str) -> None:
+    host, _, port = endpoint.rpartition(":")
+    name = re.fullmatch(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", host)
+    if not name or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise InvalidConfig(
+            f"launch.endpoint={shown(endpoint)}: must be HOST:PORT of the first node, with a port from 1 to 65535; "
+            "for instance launch.endpoint=node0:29500"
+        )
+
+
+def _check_timing(cfg: DictConfig) -> None:
+    timing = cfg.timing
+    for key, least, most in (
+        ("timing_runs", 1, MOST_RUNS), ("profile_runs", 1, MOST_RUNS), ("warmup_runs", 0, MOST_RUNS), ("layers", 1, MOST_RUNS),
+    ):  # fmt: skip
+        if timing[key] is not None:
+            whole(f"timing.{key}", timing[key], least, most)
+    for key in ("warmup_ms", "settle_ms"):
+        if timing[key] is not None and not 0 <= timing[key] <= MOST_MS:
+            raise InvalidConfig(
+                f"timing.{key}={timing[key]:g}: must be a time of at least 0 and at most a day, or null"
+            )
+    for key, most in (("precision", FINITE), ("time_cap_s", MOST_MS / 1e3)):
+        above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}", most)
+
+
+# each of one config group alone
+GROUP_RULES = (_check_names, _check_dtype, _check_check, _check_launch, _check_timing)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the rules across groups look at: a configuration with its open values filled in for a machine."""
+
+    cfg: DictConfig
+    name: str
+    variant: Variant | None  # None: attention=auto
+    options: dict[str, Any]
+    mode: str
+    device: str
+    world: int
+    work: Workload
+    timing: dict[str, Any]
 
 
 def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     """The experiment of a composed configuration on a machine with `gpus` usable GPUs.
 
     Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
-    name = cfg.attention.get("name", "")
-    if name not in {choice.AUTO, *everything()}:
-        raise InvalidConfig(f"attention={name}: not a variant; {nearest(str(name), [choice.AUTO, *everything()])}")
+    _require_values(cfg)
+    for rule in GROUP_RULES:
+        rule(cfg)
+    name = cfg.attention.name
     chosen = None if name == choice.AUTO else variant(name)
-    decode = chosen.decode if chosen is not None else cfg.q_len is not None
-    options = {k: v for k, v in _plain(cfg.attention).items() if k != "name"}
-    for option in options:
-        options_of = choice.OPTIONS if chosen is None else chosen.options
-        if option not in options_of:
-            known = ", ".join(options_of) or "none"
-            raise InvalidConfig(f"attention.{option}: {name} has no such option; its options: {known}")
-    _choice("model", cfg.model.name, MODELS)
-    _choice("timing.method", cfg.timing.method, TIMING_METHODS)
-    mode = cfg.mode or ("forward" if decode else "forward_backward")
-    _choice("mode", mode, MODES)
-    if decode and mode != "forward":
-        raise InvalidConfig(
-            f"mode={mode}: {name if chosen else f'q_len={cfg.q_len}'} is a decode and has no backward; use mode=forward"
-        )
-    _choice("baseline", cfg.baseline, BASELINES)
-    _choice("hardware", cfg.hardware.name, HARDWARE)
+    options = _options(cfg, chosen)
+    mode = _mode(cfg, chosen)
     device = _device(cfg, gpus)
-    chosen_seed = seed if cfg.seed is None else cfg.seed
-    work = workload(cfg, device, chosen, chosen_seed)
-    world = _world_size(cfg, device, gpus)
-    _check_nodes(cfg.launch, world)
-    if cfg.seed is not None and _positive("seed", cfg.seed, 0) >= SEEDS:
-        raise InvalidConfig(f"seed={cfg.seed}: must be below 2**31 = {SEEDS}")
-    try:
-        check_heads(work.heads, work.kv_heads)
-        if chosen is None:
-            _check_automatic(work, world, options, mode)
-        else:
-            chosen.problem(work.cu_seqlens, world, work.mask, options, work.q_len)
-            chosen.check_options(options, work.heads, work.kv_heads, world)
-    except ValueError as error:
-        drawn = work.seqlens is not None and cfg.seqlens == "random"
-        way_out = (
-            "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64" if drawn else ""
-        )
-        raise InvalidConfig(f"{error}{way_out}") from None
-    timing = {**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}}
-    for key, least in (("timing_runs", 1), ("profile_runs", 1), ("warmup_runs", 0), ("layers", 1)):
-        _positive(f"timing.{key}", timing[key], least)
-    for key in ("warmup_ms", "settle_ms"):
-        if not 0 <= timing[key] < math.inf:
-            raise InvalidConfig(f"timing.{key}={timing[key]:g}: must be a time of at least 0, or null")
-    for key in ("precision", "time_cap_s"):
-        _above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}")
-    _check_limits(cfg)
-    _check_layers(cfg, work)
-    if timing["method"] == "cudagraph" and device == "cpu":
-        raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
-    if timing["counters"] and (device != "cuda" or world > 1):
-        raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
-    try:
-        choice.check_graphs(name, cfg.graphs)
-    except ValueError as error:
-        raise InvalidConfig(str(error)) from None
-    if cfg.graphs is True and device == "cpu":
-        raise UnsupportedHere("graphs=true on a CPU: CUDA graphs need a GPU; graphs=false works here")
-    if cfg.graphs and timing["method"] == "cudagraph":
-        raise InvalidConfig(
-            f"graphs={str(cfg.graphs).lower()} timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
-        )
-    if _tried(cfg) and timing["method"] == "cudagraph":
-        raise InvalidConfig(
-            f"attention.trials={cfg.attention.trials} timing=cudagraph: trials are launched by the host; use attention.trials=null"
-        )
-    if timing["do_bench"] and (device != "cuda" or world > 1):
-        raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
-    _check_fault(cfg, world)
+    chosen_seed = seed if cfg.seed is None else whole("seed", cfg.seed, 0)
+    run = Resolved(
+        cfg=cfg,
+        name=name,
+        variant=chosen,
+        options=options,
+        mode=mode,
+        device=device,
+        work=workload(cfg, device, chosen, chosen_seed),
+        world=_world_size(cfg, device, gpus),
+        timing={**TIMING_DEFAULTS[device], **{k: x for k, x in _plain(cfg.timing).items() if x is not None}},
+    )
+    for check in RUN_RULES:
+        check(run)
     return Experiment(
         variant=name,
         options=options,
-        workload=work,
-        world_size=world,
+        workload=run.work,
+        world_size=run.world,
         device=device,
         kernel=cfg.kernel.name,
         transport=cfg.transport.name,
         dtype=_plain(cfg.dtype),
-        timing=timing,
+        timing=run.timing,
         check=_plain(cfg.check),
         launch=_plain(cfg.launch),
         seed=chosen_seed,
@@ -406,8 +437,92 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     )
 
 
-def _check_layers(cfg: DictConfig, work: Workload) -> None:
+def _options(cfg: DictConfig, chosen: Variant | None) -> dict[str, Any]:
+    options = {k: v for k, v in _plain(cfg.attention).items() if k != "name"}
+    known = choice.OPTIONS if chosen is None else chosen.options
+    for option in options:
+        if option not in known:
+            raise InvalidConfig(
+                f"attention.{shown(option)}: {cfg.attention.name} has no such option; its options: "
+                f"{', '.join(known) or 'none'}"
+            )
+    return options
+
+
+def _mode(cfg: DictConfig, chosen: Variant | None) -> str:
+    decode = chosen.decode if chosen is not None else cfg.q_len is not None
+    mode = cfg.mode or ("forward" if decode else "forward_backward")
+    if decode and mode != "forward":
+        name = cfg.attention.name if chosen is not None else f"q_len={cfg.q_len}"
+        raise InvalidConfig(f"mode={mode}: {name} is a decode and has no backward; use mode=forward")
+    return mode
+
+
+def _check_variant(run: Resolved) -> None:
+    """The variant with these heads, lengths, mask and options in this world."""
+    work, world = run.work, run.world
+    if run.cfg.launch.nodes > 1 and world % run.cfg.launch.nodes:
+        raise InvalidConfig(f"world_size={world}: must be a multiple of launch.nodes={run.cfg.launch.nodes}")
+    try:
+        check_heads(work.heads, work.kv_heads)
+        if run.variant is None:
+            _check_automatic(work, world, run.options, run.mode)
+        else:
+            run.variant.problem(work.cu_seqlens, world, work.mask, run.options, work.q_len)
+            run.variant.check_options(run.options, work.heads, work.kv_heads, world)
+    except ValueError as error:
+        drawn = work.seqlens is not None and run.cfg.seqlens == "random"
+        way_out = (
+            "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64" if drawn else ""
+        )
+        raise InvalidConfig(f"{_by_keys(str(error), run)}{way_out}") from None
+
+
+def _by_keys(message: str, run: Resolved) -> str:
+    """A message of the library, which names its arguments, with the command line's keys and values for them."""
+    mask = run.work.mask
+    named = {f"window=({mask.left}, {mask.right})": f"window={shown(run.cfg.window)}"}
+    named |= {f"{key}={value}": f"attention.{key}={shown(value)}" for key, value in run.options.items()}
+    named |= {f"{key}={value!r}": f"attention.{key}={shown(value)}" for key, value in run.options.items()}
+    for argument, key in named.items():
+        if message.startswith(f"{argument}:"):
+            return key + message.removeprefix(argument)
+    return message
+
+
+def _check_graphs(run: Resolved) -> None:
+    graphs, method = run.cfg.graphs, run.timing["method"]
+    if graphs != "auto" and not isinstance(graphs, bool):
+        raise InvalidConfig(f"graphs={shown(graphs)}: must be true or false, or auto with attention=auto")
+    if graphs == "auto" and run.variant is not None:
+        raise InvalidConfig(f"graphs=auto: attention=auto decides that; for {run.name} give true or false")
+    if graphs and method == "cudagraph":
+        raise InvalidConfig(
+            f"graphs={shown(graphs)} timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
+        )
+    if _tried(run.cfg) and method == "cudagraph":
+        raise InvalidConfig(
+            f"attention.trials={run.cfg.attention.trials} timing=cudagraph: trials are launched by the host; use attention.trials=null"
+        )
+
+
+def _check_device(run: Resolved) -> None:
+    """What the ways of timing and of launching need of the hardware. Raises UnsupportedHere."""
+    timing = run.timing
+    if run.cfg.graphs is True and run.device == "cpu":
+        raise UnsupportedHere("graphs=true on a CPU: CUDA graphs need a GPU; graphs=false works here")
+    if timing["method"] == "cudagraph" and run.device == "cpu":
+        raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
+    one_gpu = run.device == "cuda" and run.world == 1
+    if timing["counters"] and not one_gpu:
+        raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
+    if timing["do_bench"] and not one_gpu:
+        raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
+
+
+def _check_layers(run: Resolved) -> None:
     """Raises InvalidConfig where samples of several layers, or of a pack each, can't be."""
+    cfg, work = run.cfg, run.work
     asked = [
         (f"timing.layers={cfg.timing.layers}", cfg.timing.layers > 1),
         ("timing.new_packs=true", cfg.timing.new_packs),
@@ -425,7 +540,7 @@ def _check_layers(cfg: DictConfig, work: Workload) -> None:
         raise InvalidConfig("timing.new_packs=true: this is no pack; give seqlens=random or a list of lengths")
     if cfg.graphs:
         raise InvalidConfig(
-            f"timing.new_packs=true graphs={str(cfg.graphs).lower()}: what is replayed has to come again; use graphs=false"
+            f"timing.new_packs=true graphs={shown(cfg.graphs)}: what is replayed has to come again; use graphs=false"
         )
     orders = factorial(len(work.seqlens)) // prod(factorial(n) for n in Counter(work.seqlens).values())
     if orders <= NEW_PACKS:
@@ -442,9 +557,7 @@ def _tried(cfg: DictConfig) -> bool:
 
 def _check_automatic(work: Workload, world: int, options: dict[str, Any], mode: str) -> None:
     """Raises ValueError where attention=auto has nothing to choose from, or an option of its own is wrong."""
-    memory = options["memory_gb"]
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or memory <= 0):
-        raise ValueError(f"memory_gb={memory}: must be a number above 0, or null for all that the GPU has")
+    above_zero("attention.memory_gb", options["memory_gb"], "null for all that the GPU has", FINITE)
     choice.check_trials(options["trials"])
     shapes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
     backward = mode == "forward_backward"
@@ -458,23 +571,20 @@ def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: 
     """The sizes of a composed configuration; those left open are filled in for `device` and the variant. Raises
     InvalidConfig."""
     sizes = {
-        key: _positive(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
+        key: whole(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
         for key in ("batch", "heads", "kv_heads", "head_dim", "seq_len")
     }
     if cfg.kv_heads is None and cfg.heads is not None:
         sizes["kv_heads"] = sizes["heads"]
-    window = list(cfg.window)
-    if len(window) != 2:
-        raise InvalidConfig(f"window={window}: must be [left,right], for instance window=[512,0]")
+    window = _window(cfg)
     for key in ("seqlens_mean", "seqlens_std"):
         if cfg[key] is not None and cfg.seqlens != "random":
-            given = "null" if cfg.seqlens is None else cfg.seqlens
             raise InvalidConfig(
-                f"{key}={cfg[key]}: describes the lengths that seqlens=random draws, and this is seqlens={given}; "
+                f"{key}={shown(cfg[key])}: describes the lengths that seqlens=random draws, and this is seqlens={shown(cfg.seqlens)}; "
                 f"give seqlens=random or {key}=null"
             )
     decode = chosen.decode if chosen is not None else cfg.q_len is not None
-    q_len = None if cfg.q_len is None else _positive("q_len", cfg.q_len)
+    q_len = None if cfg.q_len is None else whole("q_len", cfg.q_len)
     if q_len is not None and chosen is not None and not decode:
         raise InvalidConfig(
             f"q_len={q_len}: {chosen.name} is self-attention, with as many queries as keys; q_len is for tree and "
@@ -484,19 +594,25 @@ def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: 
         q_len = 1
     if decode and cfg.seqlens is not None:
         name = chosen.name if chosen is not None else f"q_len={q_len}"
-        raise InvalidConfig(f"seqlens={cfg.seqlens}: {name} is a decode of single sequences; use seqlens=null")
+        raise InvalidConfig(f"seqlens={shown(cfg.seqlens)}: {name} is a decode of single sequences; use seqlens=null")
     lengths = None if decode else _lengths(cfg, sizes, chosen is not None and chosen.packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}
     causal = cfg.causal and not (decode and cfg.config == "default")  # the default workload suits every variant
-    found = Workload(
-        **sizes, causal=causal, window=(window[0], window[1]), dtype=cfg.dtype.name, q_len=q_len, seqlens=lengths
-    )
-    try:
-        _ = found.mask
-    except ValueError as error:
-        raise InvalidConfig(str(error)) from None
-    return found
+    return Workload(**sizes, causal=causal, window=window, dtype=cfg.dtype.name, q_len=q_len, seqlens=lengths)
+
+
+def _window(cfg: DictConfig) -> tuple[int, int]:
+    window = list(cfg.window)
+    if len(window) != 2:
+        raise InvalidConfig(f"window={shown(window)}: must be [left,right], for instance window=[512,0]")
+    left, right = window
+    if not all(isinstance(side, int) and -1 <= side <= LARGEST for side in window):
+        raise InvalidConfig(
+            f"window={shown(window)}: each side must be -1 (unbounded) or a number of tokens up to {LARGEST}; "
+            "give for instance window=[512,0]"
+        )
+    return left, right
 
 
 def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) -> tuple[int, ...] | None:
@@ -512,25 +628,35 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
                 f"seq_len={seq_len}: the default pack S/8, S/4, S/2, S/8 needs a multiple of 8; "
                 f"{max(8, round(seq_len / 8) * 8)} would work"
             )
+        _check_sequences(f"batch={batch}", 4 * batch)
         return (eighth, 2 * eighth, 4 * eighth, eighth) * batch
     if given == "random":
         return _random_lengths(cfg, seq_len * batch, seq_len, seed)
-    if (
-        not OmegaConf.is_list(given)
-        or not given
-        or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in given)
-    ):
+    if not OmegaConf.is_list(given) or not given or any(not _is_length(n) for n in given):
         raise InvalidConfig(
-            f"seqlens={given}: must be a list of lengths, for instance seqlens=[512,1024], random or null"
+            f"seqlens={shown(given)}: must be a list of lengths, for instance seqlens=[512,1024], random or null"
         )
+    _check_sequences("seqlens", len(given))
     return tuple(given)
+
+
+def _is_length(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST
+
+
+def _check_sequences(what: str, number: int) -> None:
+    if number > MOST_SEQUENCES:
+        raise InvalidConfig(
+            f"{what}: {number} sequences; a pack has at most {MOST_SEQUENCES}; give fewer or longer ones"
+        )
 
 
 def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tuple[int, ...]:
     """Normal lengths of that mean and spread that add up to the total, from the run's seed: multiples of 64, which any
     layout on up to 32 ranks divides, or of less where the mean is less than two of those."""
-    mean = _positive("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
-    spread = _positive("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
+    mean = whole("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
+    spread = whole("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
+    _check_sequences(f"seqlens=random seqlens_mean={mean}", total // mean)
     draw = random.Random(seed)
     unit = 64
     while unit > 1 and (total % unit or 2 * unit > mean):
@@ -553,7 +679,8 @@ def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:
     if value == "auto":
         return max(gpus, 1) if device == "cuda" else 2
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidConfig(f"world_size={value}: must be auto or a whole number of at least 1")
+        raise InvalidConfig(f"world_size={shown(value)}: must be auto or a whole number of at least 1")
+    whole("world_size", value, most=MOST_RANKS)
     if device == "cuda" and value > gpus * cfg.launch.nodes:
         raise UnsupportedHere(
             f"world_size={value}: each rank needs a GPU of its own and this machine has {gpus}; "
@@ -562,30 +689,20 @@ def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:
     return value
 
 
-def _check_nodes(launch: DictConfig, world: int) -> None:
-    nodes = _positive("launch.nodes", launch.nodes)
-    if world % nodes:
-        raise InvalidConfig(f"world_size={world}: must be a multiple of launch.nodes={nodes}")
-    if nodes > 1 and not launch.endpoint:
-        raise InvalidConfig(
-            f"launch.nodes={nodes}: the nodes meet at launch.endpoint=HOST:PORT of the first one; none is given"
-        )
-
-
 FAULTS = ("raise", "kill", "hang", "oom")
 
 
-def _check_fault(cfg: DictConfig, world: int) -> None:
-    fault = cfg.launch.fault
+def _check_fault(run: Resolved) -> None:
+    cfg, world, fault = run.cfg, run.world, run.cfg.launch.fault
     if fault is None:
         return
     parts = fault.split(":")
-    if len(parts) != 3 or not parts[0].isdigit() or int(parts[0]) >= world or parts[2] not in FAULTS:
+    if len(parts) != 3 or not re.fullmatch("[0-9]{1,6}", parts[0]) or int(parts[0]) >= world or parts[2] not in FAULTS:
         raise InvalidConfig(
-            f"launch.fault={fault}: must be RANK:PHASE:{'|'.join(FAULTS)} with a rank below {world}, "
+            f"launch.fault={shown(fault)}: must be RANK:PHASE:{'|'.join(FAULTS)} with a rank below {world}, "
             "for instance 1:timing:raise"
         )
-    _choice("launch.fault's phase", parts[1], PHASES)
+    one_of("launch.fault's phase", parts[1], PHASES)
     checked = (cfg.check.enabled, "check.enabled=true")
     there = {
         "trials": (_tried(cfg), "attention=auto attention.trials=2"),
@@ -599,3 +716,51 @@ def _check_fault(cfg: DictConfig, world: int) -> None:
     here, way_out = there.get(parts[1], (True, ""))
     if not here:
         raise InvalidConfig(f"launch.fault={fault}: this run has no phase {parts[1]}; {way_out} would give it one")
+
+
+# across groups; what this machine lacks comes last, for a broken rule is one everywhere
+RUN_RULES = (_check_variant, _check_layers, _check_graphs, _check_fault, _check_device)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What bounds a run here. None: not known, and no bound."""
+
+    cores: int
+    memory: int | None = None  # bytes
+    gpus: int = 0
+    gpu_memory: int | None = None  # bytes of the smallest GPU
+
+
+def check_fits(spec: Experiment, machine: Machine) -> None:
+    """Raises InvalidConfig for more ranks than this machine's cores can serve, or inputs that its memory cannot hold."""
+    ranks = -(-spec.world_size // spec.launch["nodes"])  # on this node
+    most = RANKS_A_CORE * machine.cores
+    if spec.device == "cpu" and ranks > most:
+        raise InvalidConfig(
+            f"world_size={spec.world_size}: {ranks} ranks on this machine's {machine.cores} cores; it takes at most {most}"
+        )
+    memory, sharing = machine.memory, ranks
+    if spec.device == "cuda":
+        memory, sharing = machine.gpu_memory, -(-ranks // max(machine.gpus, 1))
+    each = input_bytes(spec)
+    if memory is not None and each * sharing > memory:
+        work = spec.workload
+        keys = ("batch", "seq_len", "heads", "kv_heads", "head_dim")
+        sizes = " ".join(f"{key}={getattr(work, key)}" for key in keys)
+        where = "a GPU" if spec.device == "cuda" else "this machine"
+        raise InvalidConfig(
+            f"{sizes}: the inputs take {each / 2**30:,.1f} GiB a rank and {each * sharing / 2**30:,.1f} GiB for the "
+            f"{sharing} here, and {where} has {memory / 2**30:,.1f} GiB; give smaller sizes"
+        )
+
+
+def input_bytes(spec: Experiment) -> int:
+    """Of a rank's share of q, k, v and, where there is a backward, the output's gradient."""
+    work = spec.workload
+    whole_here = spec.variant != choice.AUTO and variant(spec.variant).layout.replicated
+    world = 1 if whole_here else spec.world_size
+    queries = work.queries if work.q_len is not None else -(-work.seq_len // world)
+    rows = queries * work.heads * (2 if spec.mode == "forward_backward" else 1)
+    rows += 2 * -(-work.seq_len // world) * work.kv_heads
+    return work.batch * rows * work.head_dim * ITEMSIZE[work.dtype]

@@ -13,7 +13,7 @@ from runner.overrides import problem
 BAD = [
     (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
     (["dropout=0.1"], "dropout: not supported"),
-    (["trnsport=nccl"], "trnsport: not a key; did you mean transport or transport.name?"),
+    (["trnsport=nccl"], "trnsport: not a key; did you mean transport?"),
     (["attention=flash"], "attention=flash", "known are auto, dense, grouped, llama3, rfa_llama3, rfa_ring"),
     (["config=qwen3_4"], "config=qwen3_4", "qwen3_4b"),
     (["timing=warmpu"], "timing=warmpu", "warmup"),
@@ -150,7 +150,7 @@ def at_once(*arguments: str, cwd):
         (["attention=zigzga"], ["attention=zigzga", "zigzag"]),
         (["-m", "attention=ring", "seq_len=512,abc"], ["seq_len=abc"]),
         (["seqlen=1024"], ["seqlen", "seq_len"]),
-        (["window=[1,2,3]"], ["window=[1, 2, 3]", "[left,right]"]),
+        (["window=[1,2,3]"], ["window=[1,2,3]", "[left,right]"]),
         (["seq_len=512,1024"], ["seq_len=512,1024", "-m"]),
         (["hydra/launcher=nope"], ["hydra/launcher/nope", "basic"]),
         (["hydra.run.dir=${nothing}"], ["nothing"]),

@@ -9,8 +9,20 @@ import pytest
 from composing import composed, python, resolved
 from omegaconf import OmegaConf
 
+from attention.choice import AUTO
 from attention.variants import VARIANTS
-from runner.schema import PHASES, Experiment, InvalidConfig, UnsupportedHere, identity, run_name
+from runner.groups import groups
+from runner.schema import (
+    PHASES,
+    Experiment,
+    InvalidConfig,
+    Machine,
+    UnsupportedHere,
+    check_fits,
+    identity,
+    input_bytes,
+    run_name,
+)
 
 # overrides, then what the message must say: the value, the rule, the way out
 INVALID = [
@@ -23,21 +35,21 @@ INVALID = [
     (["attention=zigzag", "causal=false"], "causal=false", "zigzag", "ring, ring_allgather, llama3 and ulysses"),
     (["attention=zigzag_varlen", "causal=false"], "causal=false", "zigzag_varlen", "ring, ring_allgather, llama3"),
     (["attention=stripe", "causal=false"], "causal=false", "stripe", "ring, ring_allgather, llama3 and ulysses"),
-    (["attention=stripe", "window=[512,0]"], "window=(512, 0)", "stripe has no sliding window", "zigzag_llama3"),
+    (["attention=stripe", "window=[512,0]"], "window=[512,0]", "stripe has no sliding window", "zigzag_llama3"),
     (["attention=zigzag_llama3", "causal=false"], "causal=false", "zigzag_llama3", "ring_allgather, llama3"),
     (["attention=usp", "causal=false"], "causal=false", "usp", "usp with ring=contiguous"),
-    (["attention=usp", "window=[512,0]"], "window=(512, 0)", "usp has no sliding window", "ring=contiguous"),
-    (["attention=zigzag", "window=[512,0]"], "window=(512, 0)", "zigzag has no sliding window", "ring_allgather"),
-    (["attention=zigzag", "causal=false", "window=[512,0]"], "window=(512, 0)", "zigzag", "ring_allgather"),
+    (["attention=usp", "window=[512,0]"], "window=[512,0]", "usp has no sliding window", "ring=contiguous"),
+    (["attention=zigzag", "window=[512,0]"], "window=[512,0]", "zigzag has no sliding window", "ring_allgather"),
+    (["attention=zigzag", "causal=false", "window=[512,0]"], "window=[512,0]", "zigzag", "ring_allgather"),
     (["world_size=0"], "world_size=0", "auto or a whole number of at least 1"),
     (["world_size=-1"], "world_size=-1", "auto or a whole number of at least 1"),
     (["world_size=abc"], "world_size=abc", "auto or a whole number of at least 1"),
     (["world_size=1.5"], "world_size=1.5", "auto or a whole number of at least 1"),
-    (["world_size=true"], "world_size=True", "auto or a whole number of at least 1"),
+    (["world_size=true"], "world_size=true", "auto or a whole number of at least 1"),
     (["window=[512]"], "window=[512]", "[left,right]", "window=[512,0]"),
-    (["window=[1,2,3]"], "window=[1, 2, 3]", "[left,right]", "window=[512,0]"),
-    (["attention=ring", "window=[-2,0]"], "window=(-2, 0)", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
-    (["attention=ring", "window=[4,-3]"], "window=(4, -3)", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
+    (["window=[1,2,3]"], "window=[1,2,3]", "[left,right]", "window=[512,0]"),
+    (["attention=ring", "window=[-2,0]"], "window=[-2,0]", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
+    (["attention=ring", "window=[4,-3]"], "window=[4,-3]", "-1 (unbounded) or a number of tokens", "window=[512,0]"),
     (["model.name=llama"], "model=llama: ", "known are none"),
     (["mode=foward"], "mode=foward", "did you mean forward"),
     (["mode=train"], "mode=train", "known are forward, forward_backward"),
@@ -61,10 +73,10 @@ INVALID = [
     (["attention=ring_allgather", "+attention.stride=2"], "attention.stride", "its options: heads_k_stride"),
     (["attention=ring_allgather", "attention.heads_k_stride=3"], "heads_k_stride=3", "divide kv_heads=8", "[1, 2, 4, 8]"),
     (["attention=ring_allgather", "attention.heads_k_stride=0"], "heads_k_stride=0", "divide kv_heads=8", "[1, 2, 4, 8]"),
-    (["attention=ring_allgather", "attention.heads_k_stride=two"], "heads_k_stride=two"),
-    (["attention.name=null"], "attention=None", "not a variant"),
-    (["attention=auto", "attention.memory_gb=0"], "memory_gb=0", "above 0", "null for all"),
-    (["attention=auto", "attention.trials=1"], "trials=1", "a whole number of at least 2", "or null for none"),
+    (["attention=ring_allgather", "attention.heads_k_stride=two"], "attention.heads_k_stride=two"),
+    (["attention.name=null"], "attention=null", "known are"),
+    (["attention=auto", "attention.memory_gb=0"], "attention.memory_gb=0", "above 0", "null for all"),
+    (["attention=auto", "attention.trials=1"], "attention.trials=1", "a whole number of at least 2", "or null for none"),
     (["attention=auto", "launch.fault=0:trials:raise"], "no phase trials", "attention.trials=2 would give it one"),
     (["attention=auto", "seq_len=1001"], "attention=auto", "seq_len=1001", "1000 would work"),
     (["attention=auto", "config=tiny", "q_len=1"], "attention=auto", "queries see all keys", "causal=false"),
@@ -91,15 +103,15 @@ INVALID = [
     (["attention=tree", "mode=forward_backward"], "mode=forward_backward", "tree", "no backward", "mode=forward"),
     (["attention=ring_decode", "mode=forward_backward"], "mode=forward_backward", "ring_decode", "mode=forward"),
     (["attention=tree", "config=tiny"], "causal=true", "queries see all keys", "causal=false without a window"),
-    (["attention=tree", "window=[4,4]"], "window=(4, 4)", "queries see all keys", "causal=false without a window"),
-    (["attention=tree", "seqlens=[512,512]"], "seqlens=[512, 512]", "tree", "seqlens=null"),
+    (["attention=tree", "window=[4,4]"], "window=[4,4]", "queries see all keys", "causal=false without a window"),
+    (["attention=tree", "seqlens=[512,512]"], "seqlens=[512,512]", "tree", "seqlens=null"),
     (["attention=ring_decode", "seqlens=random"], "seqlens=random", "ring_decode", "seqlens=null"),
     # packs
     (["attention=llama3", "seqlens=[]"], "seqlens=[]", "list of lengths", "seqlens=[512,1024]"),
-    (["attention=llama3", "seqlens=[512,0]"], "seqlens=[512, 0]", "list of lengths", "seqlens=[512,1024]"),
-    (["attention=llama3", "seqlens=[512,-2]"], "seqlens=[512, -2]", "list of lengths", "seqlens=[512,1024]"),
-    (["attention=llama3", "seqlens=[512,1.5]"], "seqlens=[512, 1.5]", "list of lengths", "seqlens=[512,1024]"),
-    (["attention=llama3", "seqlens=[512,true]"], "seqlens=[512, True]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,0]"], "seqlens=[512,0]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,-2]"], "seqlens=[512,-2]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,1.5]"], "seqlens=[512,1.5]", "list of lengths", "seqlens=[512,1024]"),
+    (["attention=llama3", "seqlens=[512,true]"], "seqlens=[512,true]", "list of lengths", "seqlens=[512,1024]"),
     (["attention=llama3", "seqlens=512"], "seqlens=512", "list of lengths", "seqlens=[512,1024]"),
     (["attention=llama3", "seqlens=rand"], "seqlens=rand", "list of lengths", "random or null"),
     (["attention=llama3", "seqlens=random", "seqlens_mean=0"], "seqlens_mean=0", "whole number of at least 1"),
@@ -110,7 +122,7 @@ INVALID = [
     (["attention=llama3", "seq_len=1001"], "seq_len=1001", "multiple of 8", "1000 would work"),
     (["attention=ring_varlen", "seq_len=4"], "seq_len=4", "multiple of 8", "8 would work"),
     (["attention=llama3", "seqlens_mean=64"], "seqlens_mean=64", "seqlens=null", "seqlens=random or seqlens_mean=null"),
-    (["attention=llama3", "seqlens=[512,512]", "seqlens_std=0"], "seqlens_std=0", "seqlens=[512, 512]", "seqlens=random"),
+    (["attention=llama3", "seqlens=[512,512]", "seqlens_std=0"], "seqlens_std=0", "seqlens=[512,512]", "seqlens=random"),
     (["attention=tree", "seqlens_std=3"], "seqlens_std=3", "seqlens=null", "seqlens_std=null"),
     # options
     (["attention=usp", "world_size=4", "attention.ulysses_size=3"],
@@ -119,7 +131,7 @@ INVALID = [
     (["attention=usp", "attention.ulysses_size=two"], "ulysses_size=two", "divide world_size=2", "[1, 2]"),
     (["attention=usp", "attention.ring=zigzg"], "ring=zigzg", "did you mean zigzag"),
     (["attention=zigzag_llama3", "attention.grouping=fuse"], "grouping=fuse", "did you mean fused"),
-    (["attention=zigzag_llama3", "attention.grouping=null"], "grouping=None", "fused, packed, separate"),
+    (["attention=zigzag_llama3", "attention.grouping=null"], "attention.grouping=null", "fused, packed, separate"),
     (["attention=tree", "attention.reduce=tow"], "reduce=tow", "did you mean two"),
     (["attention=tree", "attention.reduce=hierarchical", "attention.node_size=3", "world_size=4"],
      "node_size=3", "divide world_size=4", "[1, 2, 4]"),
@@ -132,6 +144,43 @@ INVALID = [
     (["attention=grouped", "world_size=1", "attention.n_groups=9"], "n_groups=9", "1 to 8"),
     (["attention=grouped", "world_size=1", "attention.n_groups=3"], "1024", "multiple of n_groups=3"),
     (["seed=99999999999999999"], "seed=99999999999999999"),
+    # names within groups
+    (["dtype.name=abc"], "dtype=abc: known are bf16, fp16, fp32"),
+    (["dtype.name=fp23"], "dtype=fp23: did you mean"),
+    (["kernel.name=sdpa"], "kernel=sdpa: did you mean", "sdpa_flash"),
+    (["transport.name=abc"], "transport=abc: known are auto, gloo, nccl, symm"),
+    (["attention.name=[ring]"], "attention=[ring]: "),
+    # where nodes meet, with one of them too
+    *(([f"launch.endpoint='{text}'"], f"launch.endpoint={text}: must be HOST:PORT", "1 to 65535", "node0:29500")
+      for text in ("garbage", "localhost:99999", "localhost:0", "localhost:abc", "localhost:", ":29500", "a b:1", "::1:80")),
+    # sizes beyond reason
+    (["heads=2147483648"], "heads=2147483648: must be at most 2147483647"),
+    (["seq_len=9223372036854775807"], "seq_len=9223372036854775807: must be at most 2147483647"),
+    (["heads=2147483647", "kv_heads=3"], "may be [1, 2147483647]"),
+    (["world_size=2147483647"], "world_size=2147483647: must be at most 65536"),
+    (["launch.nodes=2147483647"], "launch.nodes=2147483647: must be at most 65536"),
+    (["window=[999999999999999999999,0]", "attention=ring"], "window=[999999999999999999999,0]: each side", "2147483647"),
+    (["attention=llama3", "batch=2147483647"], "batch=2147483647: 8589934588 sequences", "at most 524288"),
+    (["attention=llama3", "seqlens=random", "seq_len=2147483647", "seqlens_mean=1"], "seqlens_mean=1: 4294967294 sequences"),
+    (["timing.warmup_ms=1e308"], "timing.warmup_ms=1e+308", "at most a day"),
+    (["timing.warmup_ms=nan"], "timing.warmup_ms=nan", "at least 0"),
+    (["timing.time_cap_s=inf"], "timing.time_cap_s=inf: must be at most 86400", "the default is 60"),
+    (["timing.precision=inf"], "timing.precision=inf: must be at most"),
+    (["timing.timing_runs=2147483647"], "timing.timing_runs=2147483647: must be at most 1000000"),
+    (["attention=auto", "attention.memory_gb=nan"], "attention.memory_gb=nan: must be above 0", "null for all"),
+    (["attention=auto", "attention.memory_gb=inf"], "attention.memory_gb=inf: must be at most"),
+    (["dtype.rel_l2=inf"], "dtype.rel_l2=inf: must be at most", "dtype=bf16"),
+    (["dtype.rel_l2=1"], "dtype.rel_l2=1: must be at most 0.5", "zeros", "dtype=bf16"),
+    (["dtype.atol=nan"], "dtype.atol=nan: must be above 0"),
+    # what is missing, or leads nowhere
+    (["seqlens=${nothing}"], "seqlens", "nothing"),
+    (["seqlens='???'"], "seqlens=???: this is the mark of a value that is still missing; give one"),
+    (["window=[3,5]", "attention=zigzag"], "window=[3,5]: zigzag has no sliding window"),
+    (["attention.head_parts=3"], "attention.head_parts=3: must divide"),
+    # values are shown on one line, shortened, as they are written
+    (["mode='a\nb'"], "mode=a\\nb: "),
+    ([f"mode={'x' * 5000}"], "mode=xxxx", "...4,920 more characters...", "known are"),
+    (["launch.fault='0:timing:raise:x:'"], "launch.fault=0:timing:raise:x:: must be RANK:PHASE"),
     # layers
     (["timing.layers=0"], "timing.layers=0", "at least 1"),
     (["timing.layers=2", "timing=simple"], "timing.layers=2 timing=simple", "one call", "timing=warmup"),
@@ -151,6 +200,59 @@ def test_a_broken_rule_is_invalid_and_says_value_rule_and_way_out(overrides, par
 
 
 # overrides, GPUs, then the message as above
+SMALL_MACHINE = Machine(cores=2, memory=24 << 30, gpus=2, gpu_memory=80 << 30)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["world_size=128", "seq_len=8192", "hardware=cpu"], ["world_size=128: 128 ranks", "2 cores", "at most 64"]),
+        (
+            ["batch=10000000", "hardware=cpu"],
+            ["batch=10000000 seq_len=1024", "GiB a rank", "this machine has 24.0 GiB"],
+        ),
+        (["heads=2147483646", "hardware=cpu"], ["heads=2147483646", "GiB a rank"]),
+        (["batch=100000"], ["batch=100000 seq_len=32768", "31,250.0 GiB a rank", "a GPU has 80.0 GiB"]),
+        (["attention=dense", "seqlens=random", "batch=1000", "seq_len=2097152"], ["GiB a rank"]),
+        (["attention=auto", "batch=100000"], ["GiB a rank"]),
+        (["attention=tree", "seq_len=2147483647", "batch=64"], ["GiB a rank"]),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_what_cannot_fit_is_refused_with_the_numbers(overrides, parts):
+    spec = resolved(*overrides, gpus=2)
+    with pytest.raises(InvalidConfig) as refusal:
+        check_fits(spec, SMALL_MACHINE)
+    for part in parts:
+        assert part in str(refusal.value)
+    check_fits(spec, Machine(cores=64))  # whose memory is not known
+
+
+@pytest.mark.parametrize("name", sorted({AUTO, *VARIANTS} - {"grouped"}))
+def test_inputs_are_a_ranks_share_of_the_tensors(name):
+    spec = resolved(
+        f"attention={name}",
+        "batch=2",
+        "heads=8",
+        "kv_heads=4",
+        "head_dim=64",
+        "seq_len=512",
+        "world_size=4",
+        "hardware=cpu",
+    )
+    work, share = spec.workload, 1 if name == "dense" else 4
+    kv = 2 * work.batch * work.seq_len // share * 4 * 64 * 2
+    q = work.batch * (1 if spec.workload.q_len else work.seq_len // share) * 8 * 64 * 2
+    assert input_bytes(spec) == kv + q * (2 if spec.mode == "forward_backward" else 1)
+
+
+@pytest.mark.parametrize("name", groups()["config"])
+def test_every_workload_fits_eight_large_gpus(name):
+    decode = composed(f"config={name}").q_len is not None
+    spec = resolved(f"config={name}", f"attention={'tree' if decode else 'ring'}", gpus=8)
+    check_fits(spec, Machine(cores=8, gpus=8, gpu_memory=80 << 30))
+
+
 UNSUPPORTED = [
     (["world_size=4"], 2, "world_size=4", "a GPU of its own and this machine has 2", "world_size=2 or hardware=cpu"),
     (["hardware=cuda", "world_size=3"], 2, "world_size=3", "this machine has 2", "world_size=2 or hardware=cpu"),
@@ -185,7 +287,7 @@ def test_passes_are_not_replayed_within_replays_of_whole_calls():
     with pytest.raises(InvalidConfig, match=r"graphs=auto timing=cudagraph: .* use one of the two"):
         resolved("graphs=auto", "attention=auto", "timing=cudagraph", gpus=2)
     for name, graphs in (("zigzag", "auto"), ("auto", "perhaps"), ("zigzag", 1)):
-        with pytest.raises(InvalidConfig, match=f"graphs='?{graphs}'?: "):
+        with pytest.raises(InvalidConfig, match=f"graphs={graphs}: "):
             resolved(f"graphs={graphs}", f"attention={name}", gpus=2)
 
 
