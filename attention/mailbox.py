@@ -23,7 +23,8 @@ class Mailbox:
     """A rank's fp32 memory, zero at first, that the `world` ranks write up to `capacity` pieces each into: two slots of each
     rank's pieces, then of their LSEs, then of flags (whether a piece is there), and one number a piece, which slot is next
     (read and written by this rank alone). Two slots are enough: a peer is two calls on only when this rank has written its
-    part of the one between. As every piece has its own, calls of any shapes may follow each other."""
+    part of the one between. As every piece has its own, calls of any shapes may follow each other. Behind them each piece has a
+    mark of whether this rank waits for it."""
 
     world: int
     capacity: int
@@ -47,5 +48,13 @@ class Mailbox:
         return self.flags + 2 * self.world * self.capacity
 
     @property
-    def numel(self) -> int:
+    def marks(self) -> int:
         return self.turns + self.capacity
+
+    @property
+    def numel(self) -> int:
+        return self.marks + self.capacity
+
+    def flag(self, turn: int, rank: int, piece: int) -> int:
+        """Whether that rank's piece is there: where it stands."""
+        return self.flags + (turn * self.world + rank) * self.capacity + piece

@@ -219,9 +219,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _peer_gone(text: str) -> bool:
-    return any(
-        sign in text for sign in ("Connection", "onnection reset", "Broken pipe", "closed by peer", "gloo", "NCCL")
-    )
+    signs = ("Connection", "onnection reset", "Broken pipe", "closed by peer", "gloo", "NCCL", "transport=symm: rank")
+    return any(sign in text for sign in signs)
 
 
 @contextlib.contextmanager

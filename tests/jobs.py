@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -945,6 +946,65 @@ def replayed_passes(me: Rank, name: str, kernel: str) -> dict[str, Any]:
     every = [each for plan in plain.plans.values() for each in plan.launches.tapes.items()]
     beside = sum(isinstance(x, Tape) and state[1] for (_, state, *_), x in every)
     return {"difference": max(me.gather(max(differences))), "graphs": graphs, "tapes": beside}
+
+
+def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[str, Any]]:
+    """By rank, what its calls over `symm` raise and after how many seconds, and the same of the call behind that, where rank 1 takes
+    part in a forward, backward or decode (`which`) once, and then `doing`: raises half-way, hangs, or calls something else."""
+    group = dist.new_group(list(range(me.world)), timeout=timedelta(seconds=100))
+    fn = attention.make("ring_decode" if which == "decode" else "zigzag", group=group, transport="symm")
+    other = attention.make("ulysses", group=group, transport="symm")
+    x = [torch.randn(1, 8, 4, 16, device=me.device).requires_grad_(which == "backward") for _ in range(3)]
+    out: list[torch.Tensor] = []
+
+    def prepare() -> None:
+        out[:] = [fn(*x, causal=True)] if which == "backward" else []
+
+    def call() -> None:
+        if which == "backward":
+            torch.autograd.grad(out[0].sum(), x, retain_graph=True)
+        else:
+            fn(*x, causal=which == "forward")
+
+    def mistaken() -> None:
+        if doing == "raises":
+            for plan in fn.plans.values():
+                object.__setattr__(plan, "kernel", None)
+            with suppress(AttributeError):
+                call()
+        elif doing == "calls_another":
+            other(*x)
+
+    def until_told(run: Callable[[], None], times: int = 3) -> tuple[str, float]:
+        start = time.perf_counter()
+        try:
+            for _ in range(times):  # the first may still find all that it needs
+                run()
+        except RuntimeError as error:
+            return str(error), time.perf_counter() - start
+        return "", time.perf_counter() - start
+
+    prepare()
+    call()
+    other(*x)
+    prepare()
+    me.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+    first = until_told(call) if me.rank != 1 else until_told(mistaken, 3 if doing == "calls_another" else 1)
+    again = until_told(call) if me.rank != 1 else ("", 0.0)
+    return me.gather({"first": first, "again": again})
+
+
+def growing_apart(me: Rank) -> list[str]:
+    """What each rank is told where their first calls want different amounts of memory."""
+    group = dist.new_group(list(range(me.world)))
+    fn = attention.make("ring", group=group, transport="symm")
+    x = [torch.randn(1, 8 if me.rank else 4096, 4, 16, device=me.device) for _ in range(3)]
+    try:
+        fn(*x)
+    except RuntimeError as error:
+        return me.gather(str(error))
+    return me.gather("")
 
 
 def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:

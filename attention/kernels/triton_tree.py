@@ -36,6 +36,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     lses,
     flags,
     turns,
+    marks,
     parts_n,
     parts_b,
     parts_t,
@@ -99,11 +100,13 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.atomic_xchg(theirs + flags + sent, ones, mask=others, sem="release", scope="sys")
 
     flag = own_numbers + flags + (turn * WORLD + peers).to(tl.int64) * capacity + piece
+    tl.store(own_numbers + marks + piece, 1)  # for the watchdog, which ends a wait that does not
     arrived = tl.zeros((), tl.int32)
     while arrived < WORLD - 1:
         arrived = tl.sum(tl.load(flag, mask=others, other=0, volatile=True), 0)
     tl.atomic_xchg(flag, ones - 1, mask=others, sem="acquire", scope="sys")  # taken down for the call after the next
     tl.debug_barrier()
+    tl.store(own_numbers + marks + piece, 0)
     tl.store(own_numbers + turns + piece, 1 - turn)
 
     top = tl.full((), float("-inf"), tl.float32)
@@ -159,7 +162,7 @@ def _start(
         grid,
         (
             boxes, n, rank, box.capacity, pieces(1, head_dim), head_dim, queries, heads, box.lses, box.flags, box.turns,
-            *of_parts[:4], *of_lses,
+            box.marks, *of_parts[:4], *of_lses,
         ),
         WORLD=box.world,
         PEERS=max(WARP, triton.next_power_of_2(box.world)),

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,10 +21,14 @@ from torch import Tensor
 from attention import tape
 from attention.driver import function
 from attention.streams import on_device
+from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Waits, Watch, watchdog
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 MEMORY_FILE = "attention"  # as /proc has it, "/memfd:attention"
+WORDS = 2  # int32, of a flag: itself, and the mark of who waits for it
+POLL_S = 20e-6  # between two reads of a flag on a CPU
+LOOK_S = 0.1  # and between two looks at whether it can still come
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Shared:
 
 
 class Fabric(Protocol):
+    remote: Remote
+
     def allocate(self, size: int) -> Shared:
         """`size` zeroed bytes on every rank. Collective. Raises RuntimeError on all ranks if any can't have them."""
 
@@ -56,9 +62,13 @@ class Fabric(Protocol):
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
         """What sets int32 flags to 1, after all that the current stream did so far."""
 
-    def taking(self, flags: Sequence[Tensor]) -> Callable[[], None]:
-        """What makes the current stream (on a CPU the calling thread) wait until its own int32 flags are 1, and sets them to
-        0."""
+    def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
+        """What makes the current stream (on a CPU the calling thread) wait until its own int32 flags are 1, and sets them to 0.
+        flags: by the rank that sets each, which says that it has done `deed`, as in "to publish its kv". Each is followed by a
+        word for the mark of who waits. The wait ends with the process group's timeout (`waits`): on a CPU it raises RuntimeError."""
+
+    def watch(self, flags: Tensor) -> None:
+        """All of this rank's flags and marks: what is waited for there is waited for with a timeout."""
 
 
 def symmetric_buffer(
@@ -104,7 +114,7 @@ def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return found
 
 
-WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+WAIT, WRITE, WRITE_TWO = 1, 2, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_32, _WRITE_VALUE_32, _WRITE_VALUE_64: of two words
 
 
 class _StreamOperation(ctypes.Structure):
@@ -167,6 +177,7 @@ class CudaFabric:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device = weakref.ref(group), device
+        self.remote = Remote(group, device)
         pointer, address, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
         self._copy = function("cuMemcpyAsync", address, address, size, pointer)
         self._copy_rows = function("cuMemcpy2DAsync_v2", pointer, pointer)
@@ -233,14 +244,34 @@ class CudaFabric:
         torch.cuda.synchronize(self.device)
 
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
-        return self._batch([(WRITE, flag, 1) for flag in flags])
+        return self._batch([(WRITE, flag.data_ptr(), 1) for flag in flags])
 
-    def taking(self, flags: Sequence[Tensor]) -> Callable[[], None]:
-        return self._batch([*((WAIT, flag, 1) for flag in flags), *((WRITE, flag, 0) for flag in flags)])
+    def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
+        places = {rank: flag.data_ptr() for rank, flag in flags.items()}
+        first, *others = places.values()
+        mark = first + 4
+        words = {rank: self._word(place) for rank, place in places.items()}
+        self.waits.every.append(Wait(self._word(mark), words, deed))
+        return self._batch([
+            (WRITE, mark, WAITING),
+            *((WAIT, place, 1) for place in places.values()),
+            *((WRITE, place, 0) for place in others),
+            (WRITE_TWO, first, IDLE),  # its flag and its mark
+        ])  # fmt: skip
 
-    def _batch(self, operations: Sequence[tuple[int, Tensor, int]]) -> Callable[[], None]:
+    def _word(self, address: int) -> int:
+        return (address - self.flags.data_ptr()) // 4
+
+    def watch(self, flags: Tensor) -> None:
+        self.flags = flags
+        memory = DeviceMemory(self.device, flags.data_ptr(), flags)
+        self.waits = Waits(memory, flags.nbytes // 4)
+        self.watched = Watch(self.waits.pending, memory, self.remote)
+        watchdog.add(self.watched)
+
+    def _batch(self, operations: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
         # condition 0 of a wait: until it is at least the value; of a write: after all memory operations before it
-        every = [_StreamOperation(operation, flag.data_ptr(), value, 0) for operation, flag, value in operations]
+        every = [_StreamOperation(operation, address, value, 0) for operation, address, value in operations]
         batch = (_StreamOperation * len(every))(*every)
 
         def enqueue() -> None:
@@ -267,6 +298,7 @@ class HostFabric:
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
+        self.remote = Remote(group, torch.device("cpu"))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -306,14 +338,27 @@ class HostFabric:
 
         return signal
 
-    def taking(self, flags: Sequence[Tensor]) -> Callable[[], None]:
+    def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
         def take() -> None:
-            for flag in flags:
-                while int(flag) != 1:
-                    time.sleep(20e-6)
+            self.remote.check()
+            start = time.monotonic()
+            look = start + LOOK_S
+            missing = list(flags)
+            while missing := [rank for rank in missing if int(flags[rank]) != 1]:
+                time.sleep(POLL_S)
+                now = time.monotonic()
+                if now < look:
+                    continue
+                look = now + LOOK_S
+                why = self.remote.overdue(missing, deed, now - start)
+                if why is not None and any(int(flags[rank]) != 1 for rank in missing):
+                    raise self.remote.fail(why)
+            for flag in flags.values():
                 flag.fill_(0)
 
         return take
+
+    def watch(self, flags: Tensor) -> None: ...
 
 
 def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from torch import Tensor
 from attention.kernels.interface import UnsupportedCall
 from attention.mailbox import Mailbox
 from attention.transports.fabric import symmetric_buffer
+from attention.transports.waits import WAITING, DeviceMemory, Memory, Pending, Remote, Watch, watchdog
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,36 @@ class Mailboxes:
     box: Mailbox
     memory: Tensor
     handle: Any = field(repr=False)
+    watch: Watch = field(repr=False)
 
     @property
     def addresses(self) -> int:
         found: int = self.handle.buffer_ptrs_dev
         return found
+
+
+MOST_PENDING = 16  # pieces that are followed at once: of a call that does not end many wait
+
+
+class _PendingPieces:
+    """The pieces that a kernel of this rank waits for."""
+
+    def __init__(self, box: Mailbox, memory: Memory, rank: int):
+        self.box, self.memory = box, memory
+        self.others = [other for other in range(box.world) if other != rank]
+
+    def __call__(self) -> list[Pending]:
+        marks = array("i", self.memory.read(self.box.marks, self.box.capacity))
+        if marks.tobytes().count(0) == marks.itemsize * len(marks):
+            return []
+        waiting = [piece for piece, mark in enumerate(marks) if mark & 0xFF == WAITING]
+        return [self._pending(piece, marks[piece]) for piece in waiting[:MOST_PENDING]]
+
+    def _pending(self, piece: int, mark: int) -> Pending:
+        (turn,) = self.memory.read(self.box.turns + piece, 1)
+        flags = {rank: self.memory.read(self.box.flag(turn, rank, piece), 1)[0] for rank in self.others}
+        missing = tuple(rank for rank, flag in flags.items() if flag != 1)
+        return Pending(self.box.marks + piece, mark, missing, "to write its partial results")
 
 
 @dataclass
@@ -50,13 +77,16 @@ def mailboxes_of(group: dist.ProcessGroup, pieces: int, device: torch.device) ->
         box = Mailbox.holding(dist.get_world_size(group), pieces)
         try:
             with torch.inference_mode(False):  # kept for calls of any mode
-                found = Mailboxes(box, *symmetric_buffer((box.numel,), torch.float32, device, group))
+                memory, handle = symmetric_buffer((box.numel,), torch.float32, device, group)
         except RuntimeError as error:
             raise UnsupportedCall(f"no symmetric memory here: {str(error).splitlines()[0]}") from None
-        found.memory.zero_()
-        found.handle.barrier(channel=0)  # nobody writes before all are zero, and all are done with those of before
+        memory.zero_()
         torch.cuda.current_stream(device).synchronize()
-        ours.current = found
+        remote = Remote(group, device)  # nobody writes before all are zero, and all are done with those of before
+        words = DeviceMemory(device, memory.data_ptr(), memory)
+        pending = _PendingPieces(box, words, remote.rank)
+        found = ours.current = Mailboxes(box, memory, handle, Watch(pending, words, remote))
+        watchdog.add(found.watch)
     if capturing and not any(found is known for known in ours.captured):
         ours.captured.append(found)
     return found

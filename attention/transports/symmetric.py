@@ -27,6 +27,7 @@ from attention.tensors import token_dim
 from attention.transfers import Intervals
 from attention.transports.collective import Collective
 from attention.transports.fabric import (
+    WORDS,
     CudaFabric,
     Fabric,
     HostFabric,
@@ -126,8 +127,9 @@ class Pool:
                 self.front = Inline(apart=True)
         self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
         with torch.inference_mode(False):  # kept for calls of any mode, as all memory and its views here
-            self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * 4)
+            self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * WORDS * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
+        self.fabric.watch(self.flags.by_rank[self.rank])
         self.fabric.settle()
         self.lanes: dict[str, Lane] = {}
         self.captured: dict[int, Shared] = {}  # a CUDA graph knows their addresses
@@ -141,34 +143,37 @@ class Pool:
 
     @torch.inference_mode(False)
     def _flags(self, rank: int) -> Tensor:
-        """By lane, slot, ready or done, and peer."""
-        return self.flags.by_rank[rank].view(torch.int32).view(LANES, MOST_SLOTS, 2, self.world)
+        """By lane, slot, ready or done, and remote rank; each is followed by its mark."""
+        words = self.flags.by_rank[rank].view(torch.int32)
+        return words.view(LANES, MOST_SLOTS, 2, self.world, WORDS)[..., 0]
 
-    def _slot_flags(self, lane: int, slot: int) -> Flags:
+    def _slot_flags(self, what: str, lane: int, slot: int) -> Flags:
         every = [self._flags(rank)[lane][slot] for rank in range(self.world)]
         mine, fabric = every[self.rank], self.fabric
         return Flags(
             fabric.signalling([every[peer][0][self.rank] for peer in self.peers]),
-            {peer: fabric.taking([mine[0][peer]]) for peer in self.peers},
+            {peer: fabric.taking({peer: mine[0][peer]}, f"to publish its {what}") for peer in self.peers},
             fabric.signalling([every[peer][1][self.rank] for peer in self.peers]),
-            fabric.taking([mine[1][peer] for peer in self.peers]),
+            fabric.taking({peer: mine[1][peer] for peer in self.peers}, f"to be done with this rank's {what}"),
         )
 
     def lane(self, what: str, size: int) -> Lane:
-        """The lane for offers of that kind, with slots of at least `size` bytes. Collective where it has to grow."""
+        """The lane for offers of that kind, with slots of at least `size` bytes. Collective where it has to grow; raises
+        RuntimeError where another rank's call wants something else then."""
         if what not in self.lanes:
             n = len(self.lanes)
-            self.lanes[what] = Lane([self._slot_flags(n, slot) for slot in range(DEPTHS.get(what, 1))])
+            self.lanes[what] = Lane([self._slot_flags(what, n, slot) for slot in range(DEPTHS.get(what, 1))])
         lane = self.lanes[what]
         if size > lane.capacity:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
             size = max(size, lane.capacity * 5 // 4)  # what grows by little, as a decode does, does so seldom
             tape.cannot("symmetric memory grew")
+            size = -(-size // ALIGNMENT) * ALIGNMENT
             self.fabric.settle()
+            self.fabric.remote.alike(f"{size:,} bytes for {what}")
             lane.forget()  # before the larger one is made
             self.grown += 1
-            size = -(-size // ALIGNMENT) * ALIGNMENT
             with torch.inference_mode(False):
                 lane.shared = self.fabric.allocate(size * len(lane.flags))
             lane.capacity = size
@@ -198,7 +203,9 @@ class Pool:
 
     def begin(self) -> None:
         """Every pass takes the same slots, and comes behind those that were launched before it, though its caller changed its stream
-        in between. What an exception left of them is made an offer, for which its peers take it."""
+        in between. What an exception left of them is made an offer, for which its peers take it. Raises RuntimeError after a wait
+        that failed, in that one's words."""
+        self.fabric.remote.check()
         tape.did(self.begin)
         for lane in self.lanes.values():
             lane.turn = 0

@@ -72,8 +72,9 @@ def check(number: int, given, results, tolerance: float) -> None:
 def check_taken_down(boxes) -> None:
     memory, _ = boxes
     flags = [x.view(torch.int32)[BOX.flags : BOX.turns] for x in memory]
-    turns = [x.view(torch.int32)[BOX.turns :] for x in memory]
-    assert all((x == 0).all() for x in flags)
+    turns = [x.view(torch.int32)[BOX.turns : BOX.marks] for x in memory]
+    marks = [x.view(torch.int32)[BOX.marks :] for x in memory]
+    assert all((x == 0).all() for x in (*flags, *marks))
     assert all(torch.equal(x, turns[0]) for x in turns)
 
 

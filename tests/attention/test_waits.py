@@ -1,0 +1,176 @@
+"""Waits for ranks that never come end, and say for whom they were."""
+
+import os
+import subprocess
+import sys
+import threading
+from array import array
+from datetime import timedelta
+
+import pytest
+import torch
+
+from attention.mailbox import Mailbox
+from attention.transports.mailboxes import _PendingPieces
+from attention.transports.waits import IDLE, SEEN, WAITING, Process, Remote, Wait, Waits, Watch, Watchdog
+
+LIMIT_S = 1.0
+SOON_S = 60  # a busy machine's seconds; for ever is what it must not be
+
+
+@pytest.mark.parametrize("which", ("forward", "backward", "decode"))
+@pytest.mark.parametrize("doing", ("raises", "hangs", "calls_another"))
+def test_a_rank_that_does_not_come_ends_the_others_by_the_groups_timeout(in_world, doing, which):
+    first, second = in_world("left_waiting", 2, doing=doing, which=which, limit_s=LIMIT_S)
+    told, seconds = first["first"]
+    assert "rank 0 waited 1 s, the process group's timeout, for rank 1 to" in told
+    assert LIMIT_S <= seconds < SOON_S
+    assert first["again"][0] == told, "the next call uses flags that nobody set"
+    assert first["again"][1] < LIMIT_S
+    if doing == "calls_another":
+        assert "rank 1 waited 1 s, the process group's timeout, for rank 0 to" in second["first"][0]
+
+
+def test_calls_that_want_different_memory_are_refused_on_every_rank(in_world):
+    found = in_world("growing_apart", 2)
+    assert found[0] == found[1]
+    assert (
+        "the ranks made different calls, which share rank 0 2,097,152 bytes for kv, rank 1 4,096 bytes for kv"
+        in found[0]
+    )
+
+
+EXITS = """
+import os, sys, torch, torch.distributed as dist, attention
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+fn = attention.make("ring", transport="symm")
+x = [torch.randn(1, 8, 2, 16) for _ in range(3)]
+fn(*x)
+if rank == 1:
+    os._exit(0)
+for _ in range(3):
+    fn(*x)
+"""
+
+
+def test_a_rank_whose_process_is_gone_is_not_waited_for(tmp_path):
+    """Long before the timeout, which is half an hour here, and though nobody has asked for its exit status yet."""
+    command = [sys.executable, "-c", EXITS]
+    gone = subprocess.Popen([*command, "1", str(tmp_path / "store")])
+    left = subprocess.run([*command, "0", str(tmp_path / "store")], capture_output=True, text=True, timeout=SOON_S)
+    assert left.returncode == 1
+    assert f"rank 0 waited for rank 1 to be done with this rank's kv, but its process {gone.pid} is gone" in left.stderr
+    gone.wait()
+
+
+def test_a_pid_that_is_used_again_is_another_process():
+    me = Process.of(os.getpid())
+    assert not me.gone()
+    assert Process(me.pid, me.started - 1).gone()
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert Process.of(child.pid) is None
+
+
+class Words:
+    """Memory that the test writes to as a stream does."""
+
+    def __init__(self, n):
+        self.words = array("i", [0] * n)
+
+    def read(self, first, n):
+        return self.words[first : first + n]
+
+    def see(self, mark):
+        memoryview(self.words).cast("B")[4 * mark + 1] = 1
+
+
+class Slow(Remote):
+    """Rank 0 of three, whose group has a timeout of ten seconds."""
+
+    def __init__(self):
+        self.names, self.processes, self.rank, self.failed = [4, 5, 6], {}, 0, None
+        self.device, self._group = torch.device("cpu"), lambda: self
+
+    def _get_backend(self, device):
+        return self
+
+    options = property(lambda self: self)
+    _timeout = timedelta(seconds=10)
+
+
+@pytest.fixture
+def watched():
+    words = Words(8)
+    waits = Waits(words, 8)
+    waits.every.append(Wait(1, {1: 0, 2: 2}, "to publish its kv"))
+    return words, Watch(waits.pending, words, Slow())
+
+
+def test_a_stream_that_waits_for_too_long_is_told_for_which_ranks(watched):
+    memory, watch = watched
+    memory.words[1] = WAITING
+    assert watch.look(0.0) is None
+    assert watch.look(9.9) is None
+    assert "rank 4 waited 10 s, the process group's timeout, for rank 5, 6 to publish its kv" in watch.look(10.0)
+    memory.words[0] = 1
+    assert "for rank 6 to" in watch.look(11.0)
+    memory.words[2] = 1
+    assert watch.look(12.0) is None, "it just came"
+
+
+def test_waits_that_come_and_go_are_not_one_wait_however_often_one_is_seen(watched):
+    memory, watch = watched
+    for second in range(100):
+        memory.words[1] = WAITING  # another one each time
+        assert watch.look(float(second)) is None
+
+
+def test_a_wait_that_ends_while_it_is_looked_at_is_none(watched):
+    memory, watch = watched
+    memory.words[1] = WAITING
+    seen = memory.see
+
+    def ended_before(mark):
+        memory.words[1] = IDLE
+        seen(mark)
+
+    memory.see = ended_before
+    assert watch.look(0.0) is None
+    assert memory.words[1] == SEEN - WAITING
+    assert watch.look(100.0) is None
+    memory.words[1] = WAITING
+    assert watch.look(200.0) is None
+
+
+def test_a_kernel_that_waits_for_too_long_is_told_for_which_ranks():
+    box = Mailbox(3, 4)
+    memory = Words(box.numel)
+    watch = Watch(_PendingPieces(box, memory, rank=0), memory, Slow())
+    assert watch.look(0.0) is None
+    memory.words[box.turns + 3] = 1
+    memory.words[box.marks + 3] = WAITING
+    memory.words[box.flag(0, 2, 3)] = 1  # of the other slot
+    memory.words[box.flag(1, 1, 3)] = 1
+    assert watch.look(1.0) is None
+    assert "rank 4 waited 10 s, the process group's timeout, for rank 6 to write its partial results" in watch.look(
+        11.0
+    )
+
+
+def test_the_watchdog_looks_at_what_is_still_held(watched):
+    memory, watch = watched
+    memory.words[1] = WAITING
+    Slow._timeout, before = timedelta(0), Slow._timeout
+    told = []
+    ended = threading.Event()
+    try:
+        watchdog = Watchdog(lambda why: (told.append(why), ended.set()), interval_s=0.01)
+        watchdog.add(Watch(watch.pending, memory, Slow()))  # which nobody holds
+        watchdog.add(watch)
+        assert ended.wait(SOON_S)
+    finally:
+        Slow._timeout = before
+    assert "for rank 5, 6 to publish its kv" in told[0]
+    assert [reference() for reference in watchdog.watches] == [watch]
