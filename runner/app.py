@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
 from attention import peers
-from runner import counters, display, environment, metrics, results
+from runner import counters, display, environment, metrics, record, results
 from runner.launch import Outcome, Pool, WorldSpec, cores
+from runner.record import Problem, Result
 from runner.schema import (
     Experiment,
     InvalidConfig,
@@ -48,9 +49,9 @@ def execute(cfg: DictConfig) -> None:
     folder = Path(hydra.runtime.output_dir)
     sweep = hydra.mode == RunMode.MULTIRUN
     if sweep and cfg.resume:
-        earlier = results.read_result(folder)
-        if earlier is not None and earlier["status"] == "ok":
-            display.out.print(f"{earlier['name']}: kept from before")
+        earlier = _earlier(folder, identity(cfg))
+        if earlier is not None and earlier.status == "ok":
+            display.out.print(f"{earlier.name}: kept from before")
             _note_sweep(folder.parent)
             statuses.append("ok")
             return
@@ -63,16 +64,28 @@ def execute(cfg: DictConfig) -> None:
             _note_sweep(folder.parent)
     except OSError as error:
         raise SystemExit(f"error: {no_room(folder, error)}") from None
+    result = Result.of(value, folder)
     if sweep:
-        display.out.print(display.run_line(value), soft_wrap=True)
+        display.out.print(display.run_line(result), soft_wrap=True)
         return
-    if value["status"] == "ok":
-        display.run_table(value)
+    if result.status == "ok":
+        display.run_table(result)
     else:
-        if value["correctness"] and value["correctness"].get("tensors"):
-            display.run_table(value)
-        display.err.print(f"[red]{value['status']}[/]: {escape(value['reason'])}", soft_wrap=True)
+        if result.correctness and result.correctness.tensors:
+            display.run_table(result)
+        display.err.print(f"[red]{result.status}[/]: {escape(result.reason or '')}", soft_wrap=True)
     display.out.print(f"Result: {_relative(folder)}", soft_wrap=True)
+
+
+def _earlier(folder: Path, key: str) -> Result | None:
+    """What the same run came to before. A file that is no result, or that of another run, is named on stderr."""
+    earlier = record.read_result(folder)
+    if isinstance(earlier, Result) and earlier.key != key:
+        earlier = Problem(folder / record.RESULT, f"its key is {earlier.key}, this run's is {key}")
+    if isinstance(earlier, Problem):
+        record.name_problems([earlier])
+        return None
+    return earlier
 
 
 def _note_sweep(folder: Path) -> None:

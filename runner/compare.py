@@ -116,13 +116,13 @@ def _latest(runs: Sequence[Run]) -> dict[tuple[object, ...], Run]:
 
 def _asked(run: Run) -> tuple[object, ...]:
     """From the configuration, which a run that was refused has, too."""
-    config = run.result.get("config") or {}
+    config = run.result.config
     if not run.facts["attention"]:
-        return ("not understood", run.result.get("key"), str(config))
+        return ("not understood", run.result.key, str(config))
     drawn = ("seqlens_mean", "seqlens_std", "seed") if config.get("seqlens") == "random" else ()
     plain = [str(config.get(key)) for key in (*ASKED, *drawn)]
-    groups = [(config.get(key) or {}).get(name) for key, name in GROUPS.items()]
-    options = {k: v for k, v in (config.get("attention") or {}).items() if v is not None}
+    groups = [str(run.result.group(key).get(name)) for key, name in GROUPS.items()]
+    options = {k: v for k, v in run.result.group("attention").items() if v is not None}
     return (run.facts["world_size"], run.facts["graphs"], *plain, *groups, str(sorted(options.items())))
 
 
@@ -166,9 +166,8 @@ def speed(a: Run, b: Run, which: str, tolerance: float) -> str:
 
 
 def _interval(run: Run, which: str) -> tuple[float, float] | None:
-    found = run.passes.get(which) or run.passes.get("forward") or {}
-    ends = found.get("ci95")
-    return (ends[0], ends[1]) if ends else None
+    found = run.passes.get(which) or run.passes.get("forward")
+    return found.ci95 if found else None
 
 
 def table(pairs: Sequence[Pair]) -> Table:

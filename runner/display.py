@@ -12,6 +12,7 @@ from rich.status import Status
 from rich.table import Table
 
 from runner import environment, results
+from runner.record import Baseline, Correctness, Memory, Metrics, PassPhases, Result, Timing
 
 
 def _console(stderr: bool) -> Console:
@@ -92,112 +93,114 @@ class Progress:
             )
 
 
-def run_table(value: dict[str, Any]) -> None:
+def run_table(result: Result) -> None:
     """One run, in full."""
-    timing, metrics, chosen = value["timing"], value["metrics"], value["chosen"] or {}
-    if chosen.get("why"):
-        out.print(f"auto: {escape(chosen['why'])} ({chosen['basis']})", soft_wrap=True)
-    for name, reason in chosen.get("passed_over", {}).items():
-        out.print(f"kernel {chosen['kernel']}, not {name}: {escape(reason)}", soft_wrap=True)
-    if chosen.get("note"):
-        out.print(f"note: {escape(chosen['note'])}", soft_wrap=True)
-    if value["correctness"] and value["correctness"].get("tensors"):
-        _correctness(value["correctness"])
-    if not timing:
+    timing, chosen = result.timing, result.chosen
+    if chosen and chosen.why:
+        out.print(f"auto: {escape(chosen.why)} ({chosen.basis})", soft_wrap=True)
+    for name, reason in chosen.passed_over.items() if chosen else ():
+        out.print(f"kernel {chosen.kernel}, not {name}: {escape(reason)}", soft_wrap=True)
+    if chosen and chosen.note:
+        out.print(f"note: {escape(chosen.note)}", soft_wrap=True)
+    if result.correctness and result.correctness.tensors:
+        _correctness(result.correctness)
+    if not timing or not result.metrics or not result.memory:
         return
-    baseline = value["baseline"] or {}
+    _time_table(timing, result.metrics, result.baseline)
+    out.print(environment.commit_text(result.environment.git_plain))
+    for which, entry in result.phases.items():
+        _phase_table(which, entry)
+    _memory(result.memory)
+    for rank, found in enumerate(result.profile):
+        out.print(
+            f"profile, rank {rank}, an iteration: compute {found.compute_ms:.3f} ms, communication "
+            f"{found.communication_ms:.3f} ms, exposed (waits for peers included) "
+            f"{found.exposed_communication_ms:.3f} ms, idle {found.idle_ms:.3f} ms"
+        )
+
+
+def _time_table(timing: Timing, metrics: Metrics, baseline: Baseline | None) -> None:
     table = new_table("Time, the slowest rank of each iteration")
+    baseline = baseline or Baseline()
     for column in ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single", "speedup", "eff."):
         table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
-    for which, s in timing["passes"].items():
-        m = metrics["passes"][which]
-        single = baseline.get("passes", {}).get(which)
-        mark = "*" if baseline.get("extrapolated") else ""
+    for which, s in timing.passes.items():
+        m = metrics.passes[which]
+        single = baseline.passes.get(which)
         table.add_row(
             which,
-            f"{s['median']:.3f}",
-            f"{s['iqr_over_median']:.1%}{'!' if s['noisy'] else ''}{'~' if s['trend'] else ''}",
-            f"{m['tokens_per_s']:,.0f}",
-            f"{m['tflops_per_device']:.3g}",
-            f"{m['sol']:.0%} {m['limited_by'][:4]}" if m.get("sol") else "",
-            f"{single:.3f}{mark}" if single else "",
-            f"{baseline['speedup'][which]:.2f}" if single else "",
-            f"{baseline['efficiency'][which]:.0%}" if single else "",
+            f"{s.median:.3f}",
+            f"{s.iqr_over_median:.1%}{'!' if s.noisy else ''}{'~' if s.trend else ''}",
+            f"{m.tokens_per_s:,.0f}" if m.tokens_per_s is not None else "",
+            f"{m.tflops_per_device:.3g}",
+            f"{m.sol:.0%} {(m.limited_by or '')[:4]}" if m.sol else "",
+            f"{single:.3f}{'*' if baseline.extrapolated else ''}" if single else "",
+            f"{baseline.speedup[which]:.2f}" if which in baseline.speedup else "",
+            f"{baseline.efficiency[which]:.0%}" if which in baseline.efficiency else "",
         )
     show(table)
-    passes = timing["passes"].values()
-    noisy = "; ! means noisy" if any(s["noisy"] for s in passes) else ""
-    noisy += "; ~ means that samples rose or fell while they were taken" if any(s["trend"] for s in passes) else ""
-    n = timing["passes"]["forward"]["n"]
-    out.print(f"ms is the median of {n}, TFLOP/s are those of one device{noisy}")
-    if timing["overhead_high"]:
+    passes = timing.passes.values()
+    noisy = "; ! means noisy" if any(s.noisy for s in passes) else ""
+    noisy += "; ~ means that samples rose or fell while they were taken" if any(s.trend for s in passes) else ""
+    out.print(f"ms is the median of {timing.passes['forward'].n}, TFLOP/s are those of one device{noisy}")
+    if timing.overhead_high:
         out.print(
-            f"timing itself takes {timing['overhead_ms'] * 1e3:.1f} us, {timing['overhead_share']:.1%} of the shortest pass"
+            f"timing itself takes {timing.overhead_ms * 1e3:.1f} us, {timing.overhead_share:.1%} of the shortest pass"
         )
-    out.print(environment.commit_text(value["environment"].get("git")))
-    if timing["no_ci95"]:
-        out.print(f"no interval: {timing['no_ci95']}")
-    if baseline.get("extrapolated"):
-        out.print(f"* extrapolated by FLOPs from {baseline['measured_seq_len']:,} tokens, which fit one device")
-    if baseline.get("unsupported"):
-        out.print(f"no single-device baseline: {baseline['unsupported']}")
-    for which, entry in (value["phases"] or {}).items():
-        _phase_table(which, entry)
-    _memory(value["memory"])
-    for rank, found in enumerate(value["profile"] or []):
-        out.print(
-            f"profile, rank {rank}, an iteration: compute {found['compute_ms']:.3f} ms, communication "
-            f"{found['communication_ms']:.3f} ms, exposed (waits for peers included) "
-            f"{found['exposed_communication_ms']:.3f} ms, idle {found['idle_ms']:.3f} ms"
-        )
+    if timing.no_ci95:
+        out.print(f"no interval: {timing.no_ci95}")
+    if baseline.extrapolated:
+        out.print(f"* extrapolated by FLOPs from {baseline.measured_seq_len:,} tokens, which fit one device")
+    if baseline.unsupported:
+        out.print(f"no single-device baseline: {baseline.unsupported}")
 
 
-def _correctness(found: dict[str, Any]) -> None:
-    verdict = "[green]passed[/]" if found["passed"] else "[red]failed[/]"
-    table = new_table(f"Correctness {verdict} (against {found['reference']})")
+def _correctness(found: Correctness) -> None:
+    verdict = "[green]passed[/]" if found.passed else "[red]failed[/]"
+    table = new_table(f"Correctness {verdict} (against {found.reference})")
     for column in ("tensor", "rel L2", "max abs", "local call's rel L2", "ratio"):
         table.add_column(column, justify="left" if column == "tensor" else "right")
-    for name, t in found["tensors"].items():
-        ratio = f"{t['ratio_to_local']:.2f}" if t["ratio_to_local"] is not None else ""
-        table.add_row(name, f"{t['rel_l2']:.2e}", f"{t['max_abs']:.2e}", f"{t['local_rel_l2']:.2e}", ratio)
+    for name, t in found.tensors.items():
+        errors = ("" if error is None else f"{error:.2e}" for error in (t.rel_l2, t.max_abs, t.local_rel_l2))
+        table.add_row(name, *errors, f"{t.ratio_to_local:.2f}" if t.ratio_to_local is not None else "")
     show(table)
-    if found["checked_share"] < 1:
-        out.print(f"checked on {found['checked_share']:.1%} of the heads: all of them would take too long")
+    if found.checked_share < 1:
+        out.print(f"checked on {found.checked_share:.1%} of the heads: all of them would take too long")
 
 
-def _phase_table(which: str, entry: dict[str, Any]) -> None:
+def _phase_table(which: str, entry: PassPhases) -> None:
     out.print(
-        f"Phases of {which} on rank {entry['rank']}: {entry['total_ms']:.3f} ms, compute {entry['compute_share']:.0%}, "
-        f"exposed communication {entry['exposed_communication_ms']:.3f} ms ({entry['communication_share']:.0%}), "
-        f"skew {entry['skew']:.0%}",
+        f"Phases of {which} on rank {entry.rank}: {entry.total_ms:.3f} ms, compute {entry.compute_share:.0%}, "
+        f"exposed communication {entry.exposed_communication_ms:.3f} ms ({entry.communication_share:.0%}), "
+        f"skew {entry.skew:.0%}",
         soft_wrap=True,
     )
     table = new_table()
     for column in ("phase", "ms", "share", "medians by rank, ms"):
         table.add_column(column, justify="left" if column == "phase" else "right")
-    for name, p in entry["phases"].items():
-        share = f"{p['share']:.0%}" if not name.startswith("comm_") else "beside"
-        table.add_row(name, f"{p['ms']:.3f}", share, " ".join(f"{ms:.3f}" for ms in p["by_rank_ms"]))
-    table.add_row("other", f"{entry['other_ms']:.3f}", f"{entry['other_share']:.0%}", "")
+    for name, p in entry.phases.items():
+        share = "beside" if name.startswith("comm_") or p.share is None else f"{p.share:.0%}"
+        table.add_row(name, f"{p.ms or 0:.3f}", share, " ".join(f"{ms:.3f}" for ms in p.by_rank_ms))
+    table.add_row("other", f"{entry.other_ms:.3f}", f"{entry.other_share:.0%}", "")
     show(table)
 
 
-def _memory(memory: dict[str, Any]) -> None:
-    ranks = memory["by_rank"]
-    if "peak_allocated" in ranks[0]:
-        parts = [f"{gib(r['peak_allocated'])} ({gib(r['peak_reserved'])} reserved)" for r in ranks]
-    else:
-        parts = [gib(r["peak_resident"]) for r in ranks]
-    out.print(f"Peak memory by rank: {', '.join(parts)}; inputs {gib(ranks[0]['inputs'])} a rank")
+def _memory(memory: Memory) -> None:
+    parts = []
+    for rank in memory.by_rank:
+        if rank.peak_allocated is not None:
+            parts.append(f"{gib(rank.peak_allocated)} ({gib(rank.peak_reserved or 0)} reserved)")
+        else:
+            parts.append(gib(rank.peak_resident or 0))
+    out.print(f"Peak memory by rank: {', '.join(parts)}; inputs {gib(memory.by_rank[0].inputs)} a rank")
 
 
-def run_line(value: dict[str, Any]) -> str:
+def run_line(result: Result) -> str:
     """One run of a sweep, in a line."""
-    if value["status"] != "ok":
-        return escape(f"{value['name']}: {value['status']}: {value['reason']}")
-    passes = value["timing"]["passes"]
-    times = ", ".join(f"{which} {s['median']:.3f}" for which, s in passes.items())
-    return f"{value['name']}: ok, {times} ms"
+    if result.status != "ok" or result.timing is None:
+        return escape(f"{result.name}: {result.status}: {result.reason}")
+    times = ", ".join(f"{which} {s.median:.3f}" for which, s in result.timing.passes.items())
+    return f"{result.name}: ok, {times} ms"
 
 
 # measured, and left out of a sweep's table in this order where the terminal is too narrow

@@ -76,11 +76,12 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
         if not run.ok:
             continue
         panel = [f"{FACTS[key]} {fact(run, key, set()) or 'none'}" for key in axes.panel]
-        found, metrics = run.passes[taken], run.result["metrics"]["passes"][taken]
+        assert run.result.metrics is not None  # a result with times has them
+        found, metrics = run.passes[taken], run.result.metrics.passes[taken]
         rows.append({
             "label": named[run], "whose": PEER if run.peer else OURS, "panel": ", ".join(panel), "pass": taken,
-            "over": run.facts[axes.over] if axes.over else None, "time": found["median"], "p10": found["p10"],
-            "p90": found["p90"], "tflops": metrics["tflops_per_device"],
+            "over": run.facts[axes.over] if axes.over else None, "time": found.median, "p10": found.p10,
+            "p90": found.p90, "tflops": metrics.tflops_per_device,
             "efficiency": against[run].efficiency if run in against else None,
             "kernel": run.facts["kernel"],
         })  # fmt: skip

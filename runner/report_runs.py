@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from attention.masks import Mask
 from attention.peers import PEERS
 from attention.variants import everything
-from runner import results
-from runner.schema import Workload
+from runner import record, results
+from runner.record import Environment, Method, PassTimes, Result
 
 # what may differ between runs, by the title of its column
 FACTS = {
@@ -35,7 +36,7 @@ class Run:
     row: dict[str, Any]
     facts: dict[str, Any]
     options: dict[str, Any]
-    result: dict[str, Any] = field(repr=False)
+    result: Result = field(repr=False)
 
     @property
     def ok(self) -> bool:
@@ -46,13 +47,13 @@ class Run:
         return self.facts["attention"] in PEERS
 
     @property
-    def environment(self) -> dict[str, Any]:
-        return self.result.get("environment") or {}
+    def environment(self) -> Environment:
+        return self.result.environment
 
     @cached_property
-    def passes(self) -> dict[str, dict[str, Any]]:
+    def passes(self) -> dict[str, PassTimes]:
         """The summary of each pass's samples."""
-        return (self.result.get("timing") or {}).get("passes") or {}
+        return self.result.timing.passes if self.result.timing else {}
 
     @cached_property
     def work(self) -> tuple[Any, ...]:
@@ -69,73 +70,92 @@ class Run:
         if which == BACK_TO_BACK:
             return self.back_to_back
         found = self.passes.get(which) or (self.passes.get("forward") if which == "total" else None)
-        return found["median"] if found and self.ok else None
+        return found.median if found and self.ok else None
 
 
 def read(folders: Iterable[Path]) -> list[Run]:
-    """The runs in these folders and all below, in the order of the tables. Raises ValueError where there is none."""
+    """The runs in these folders and all below, packed or not, in the order of the tables; files that are no results are named
+    on stderr. Raises ValueError where there is none."""
     folders = list(folders)
-    found = {path.parent.resolve(): path.parent for folder in folders for path in sorted(folder.rglob("result.json"))}
-    runs = [_run(path, value) for path in found.values() if (value := results.read_result(path)) is not None]
+    found: dict[Path, Result] = {}
+    for folder in folders:
+        values, problems = record.read_results(folder)
+        record.name_problems(problems)
+        found |= {value.folder.resolve(): value for value in values if value.folder.resolve() not in found}
+    runs = [_run(value) for value in found.values()]
     if not runs:
         said = ", ".join(str(folder) for folder in folders)
-        raise ValueError(f"{said}: no result.json there or below; give the folder of a run, a sweep, or several")
+        raise ValueError(
+            f"{said}: no result.json or {record.PACKED} there or below that can be read; give the folder of a run, a sweep, or several"
+        )
     gpus = {run.facts["gpu"] for run in runs} - {None}
     for run in runs:  # a run that was refused at once did not look
         run.facts["gpu"] = run.facts["gpu"] or (next(iter(gpus)) if len(gpus) == 1 else None)
     return in_order(runs)
 
 
-def _run(folder: Path, value: dict[str, Any]) -> Run:
-    row, config = results.row(value), value.get("config") or {}
-    experiment = value.get("experiment") or {}
-    work = experiment.get("workload") or config
-    attention = config.get("attention") or {}
-    timing = experiment.get("timing") or config.get("timing") or {}
-    options = experiment.get("options", {k: v for k, v in attention.items() if k != "name"})
-    world = experiment.get("world_size", config.get("world_size"))
-    if world == "auto" and (named := re.search(r"_w(\d+)_", value["name"])):
+def _run(value: Result) -> Run:
+    row, config, experiment = results.row(value), value.config, value.experiment
+    # of a refused run the row has what is of the right type
+    work: dict[str, Any] = vars(experiment.workload) if experiment else {**row, **_shape(config)}
+    options = experiment.options if experiment else {k: v for k, v in value.group("attention").items() if k != "name"}
+    timing = experiment.timing if experiment else _method(value.group("timing"))
+    world = experiment.world_size if experiment else row["world_size"]
+    if config.get("world_size") == "auto" and world is None and (named := re.search(r"_w(\d+)_", value.name)):
         world = int(named[1])  # a refused run's name has the ranks that auto stands for
     heads, kv_heads = work.get("heads"), work.get("kv_heads") or work.get("heads")
     # the configuration: in the experiment attention=auto has put what it took
-    asked = {key: _name(config.get(key)) or experiment.get(key) for key in ("kernel", "transport")}
-    chosen = value.get("chosen") or asked
+    asked = {
+        key: results.text(value.group(key).get("name")) or (getattr(experiment, key) if experiment else None)
+        for key in ("kernel", "transport")
+    }
+    kernel = value.chosen.kernel if value.chosen else asked["kernel"]
+    transport = value.chosen.transport if value.chosen else asked["transport"]
     took = None
-    if "variant" in chosen:  # by attention=auto, which may take another in each workload
-        took = " ".join([str(chosen["variant"]), *(f"{k}={v}" for k, v in options.items() if v is not None)])
-        if config.get("graphs") == "auto" and chosen["graphs"]:
+    if value.chosen and value.chosen.variant is not None:  # by attention=auto, which may take another in each workload
+        took = " ".join([value.chosen.variant, *(f"{k}={v}" for k, v in options.items() if v is not None)])
+        if config.get("graphs") == "auto" and value.chosen.graphs:
             took += " graphs=true"
         options = {}
     facts = {
         "attention": row["attention"],
-        "config": config.get("config"),
+        "config": row["config"],
         "world_size": world,
-        "gpu": _gpu(value.get("environment") or {}),
+        "gpu": _gpu(value.environment),
         "batch": work.get("batch"),
         "seq_len": work.get("seq_len"),
         "q_len": work.get("q_len"),
         "heads": f"{heads}:{kv_heads}" if heads is not None else None,
         "head_dim": work.get("head_dim"),
-        "mask": _mask(work) if "causal" in work else None,
-        "pack": _pack(work.get("seqlens"), timing.get("new_packs", False)),
-        "dtype": work["dtype"] if isinstance(work.get("dtype"), str) else _name(work.get("dtype")),
-        "mode": experiment.get("mode") or config.get("mode") or _mode(row["attention"]),
+        "mask": _mask(work),
+        "pack": _pack(work.get("seqlens"), bool(timing and timing.new_packs)),
+        "dtype": experiment.workload.dtype if experiment else row["dtype"],
+        "mode": (experiment.mode if experiment else None) or row["mode"] or _mode(row["attention"]),
         "timing": results.timed(timing) if timing else None,
-        "kernel": chosen["kernel"] if chosen["kernel"] != "auto" else None,  # none was chosen
+        "kernel": kernel if kernel != "auto" else None,  # none was chosen
         # a world of one has none, a peer's is its own affair
-        "transport": None
-        if chosen["transport"] in ("none", "auto") or row["attention"] in PEERS
-        else chosen["transport"],
-        "graphs": config.get("graphs") or False,  # results of before there were any don't say
+        "transport": None if transport in ("none", "auto") or row["attention"] in PEERS else transport,
+        # results of before there were any don't say
+        "graphs": graphs if isinstance(graphs := config.get("graphs"), (bool, str)) else False,
         "took": took,
         "asked_kernel": asked["kernel"],
         "asked_transport": asked["transport"],
     }
-    return Run(folder, row, facts, {k: v for k, v in options.items() if v is not None}, value)
+    return Run(value.folder, row, facts, {k: v for k, v in options.items() if v is not None}, value)
 
 
-def _name(group: Any) -> str | None:
-    return group.get("name") if isinstance(group, dict) else None
+def _shape(config: dict[str, Any]) -> dict[str, Any]:
+    seqlens = config.get("seqlens")
+    return {"window": config.get("window"), "seqlens": seqlens if isinstance(seqlens, (str, list)) else None}
+
+
+def _method(group: dict[str, Any]) -> Method | None:
+    """How a refused run was to be timed, as far as that can be read."""
+    known = {
+        key: group.get(key) for key in ("layers", "autograd_thread", "new_packs") if type(group.get(key)) in (int, bool)
+    }
+    method = group.get("method")
+    return Method(method=method, **known) if isinstance(method, str) else None  # type: ignore[arg-type]
 
 
 def _mode(attention: str | None) -> str:
@@ -143,14 +163,18 @@ def _mode(attention: str | None) -> str:
     return "forward" if found and found.decode else "forward_backward"
 
 
-def _gpu(environment: dict[str, Any]) -> str | None:
-    gpus = environment.get("gpus_before") or [{}]
-    return environment.get("gpu") or gpus[0].get("name")
+def _gpu(environment: Environment) -> str | None:
+    return environment.gpu or next((gpu.get("name") for gpu in environment.gpus_before), None)
 
 
-def _mask(work: dict[str, Any]) -> str:
-    fields = {key: work.get(key) for key in Workload.__dataclass_fields__}
-    return Workload(**{**fields, "window": tuple(work["window"])}).mask.describe()  # type: ignore[arg-type]
+def _mask(work: dict[str, Any]) -> str | None:
+    """None where a refused run's configuration does not say it."""
+    window = work.get("window")
+    if not isinstance(work.get("causal"), bool) or not isinstance(window, (list, tuple)) or len(window) != 2:
+        return None
+    if not all(isinstance(side, int) for side in window):
+        return None
+    return Mask.of(work["causal"], (window[0], window[1])).describe()
 
 
 def _pack(seqlens: Any, new: bool) -> str | None:
@@ -273,7 +297,7 @@ def scaling(runs: Sequence[Run]) -> dict[Run, Scaling]:
     many = any(run.ok and run.facts["world_size"] > 1 for run in runs)
     for run in filter(lambda run: run.ok, runs):
         if run.row["efficiency"] is not None:
-            mark = "*" if (run.result["baseline"] or {}).get("extrapolated") else ""
+            mark = "*" if run.result.baseline and run.result.baseline.extrapolated else ""
             found[run] = Scaling(run.row["speedup"], run.row["efficiency"], mark)
         elif many and (rates := _single_rates(run, runs)):
             efficiency = run.row["tflops_per_device"] / max(rates)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner import display, environment
+from runner.record import STATUSES
 from runner.report_runs import (
     BACK_TO_BACK,
     FACTS,
@@ -21,7 +22,6 @@ from runner.report_runs import (
     sortable,
     varying_options,
 )
-from runner.results import STATUSES
 from runner.statistics import OVERHEAD
 
 PASSES = ("forward", "backward", "total")
@@ -109,7 +109,7 @@ def same(runs: Sequence[Run]) -> str:
             said.append(phrase.format(value))
     if "attention" not in shown:
         said.insert(0, f"attention {first.facts['attention']}")
-    counts = {run.passes["forward"]["n"] for run in runs if run.ok}
+    counts = {run.passes["forward"].n for run in runs if run.ok}
     return ", ".join(said) + (f" of {counts.pop()} samples" if len(counts) == 1 and "timing" not in shown else "")
 
 
@@ -149,9 +149,11 @@ def _spread(run: Run, which: str) -> str:
     found = run.passes.get(which)
     if not run.ok or not found:
         return ""
-    if found["n"] == 1:  # a mean of many calls, without a spread
-        return digits(found["median"])
-    return f"{digits(found['median'])} ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''}{'~' if found.get('trend') else ''})"
+    if found.n == 1:  # a mean of many calls, without a spread
+        return digits(found.median)
+    return (
+        f"{digits(found.median)} ({found.iqr_over_median:.1%}{'!' if found.noisy else ''}{'~' if found.trend else ''})"
+    )
 
 
 def _late(run: Run) -> bool:
@@ -169,20 +171,20 @@ def _exposed(run: Run, which: str) -> str:
 
 
 def _do_bench(run: Run, which: str) -> str:
-    found = ((run.result.get("timing") or {}).get("do_bench") or {}).get(which)
-    return f"{digits(found['ours_ms'])} against {digits(found['do_bench_ms'])}" if found else ""
+    found = run.result.timing.do_bench.get(which) if run.result.timing else None
+    return f"{digits(found.ours_ms)} against {digits(found.do_bench_ms)}" if found else ""
 
 
 def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
     notes = []
-    if any(found["noisy"] for run in runs for found in run.passes.values()):
+    if any(found.noisy for run in runs for found in run.passes.values()):
         notes.append("`!`: noisy, the interquartile range is above 5% of the median.")
-    if any(found.get("trend") for run in runs for found in run.passes.values()):
+    if any(found.trend for run in runs for found in run.passes.values()):
         notes.append("`~`: the samples rose or fell while they were taken, by more than 2% between their halves.")
-    if high := [run for run in runs if ((run.result.get("timing") or {}).get("overhead_share") or 0) > OVERHEAD]:
-        most = max(run.result["timing"]["overhead_share"] for run in high)
+    shares = [timing.overhead_share for run in runs if (timing := run.result.timing)]
+    if high := [share for share in shares if share > OVERHEAD]:
         notes.append(
-            f"Timing itself takes above 1% of the shortest pass in {_count(len(high), 'run')}, {most:.1%} at most."
+            f"Timing itself takes above 1% of the shortest pass in {_count(len(high), 'run')}, {max(high):.1%} at most."
         )
     if "*" in marks:
         notes.append("`*`: the single device's time is extrapolated by FLOPs from a shorter sequence that fits.")
@@ -266,26 +268,26 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
 
 
 def begun(run: Run) -> float:
-    return run.environment.get("started_at") or 0.0
+    return run.environment.started_at
 
 
 def environment_table(runs: Sequence[Run]) -> Table:
     """Where the runs were made: each fact with all values that it had."""
     asked: dict[str, Callable[[Run], Any]] = {
         "GPU": lambda run: run.facts["gpu"],
-        "GPUs of the machine": lambda run: len(run.environment.get("gpus_before") or []) or None,
-        "driver": lambda run: next(iter(run.environment.get("gpus_before") or [{}])).get("driver_version"),
-        "torch": lambda run: run.environment.get("torch"),
-        "CUDA": lambda run: run.environment.get("cuda"),
-        "NCCL": lambda run: run.environment.get("nccl"),
-        "cuDNN": lambda run: _cudnn(run.environment.get("cudnn")),
-        "packages": lambda run: _pairs(run.environment.get("packages"), " "),
-        "Python": lambda run: run.environment.get("python"),
-        "CPU": lambda run: f"{run.environment['cpu']}, {run.environment['cores']} cores" if "cpu" in run.environment else None,
-        "platform": lambda run: run.environment.get("platform"),
-        "variables": lambda run: _pairs(run.environment.get("variables"), "="),
-        "commit": lambda run: environment.commit_text(run.environment.get("git")).removeprefix("commit "),
-        "command": lambda run: "python " + " ".join(run.environment["argv"]) if run.environment.get("argv") else None,
+        "GPUs of the machine": lambda run: len(run.environment.gpus_before) or None,
+        "driver": lambda run: next((gpu.get("driver_version") for gpu in run.environment.gpus_before), None),
+        "torch": lambda run: run.environment.torch,
+        "CUDA": lambda run: run.environment.cuda,
+        "NCCL": lambda run: run.environment.nccl,
+        "cuDNN": lambda run: _cudnn(run.environment.cudnn),
+        "packages": lambda run: _pairs(run.environment.packages, " "),
+        "Python": lambda run: run.environment.python,
+        "CPU": lambda run: f"{run.environment.cpu}, {run.environment.cores} cores" if run.environment.cpu else None,
+        "platform": lambda run: run.environment.platform,
+        "variables": lambda run: _pairs(run.environment.variables, "="),
+        "commit": lambda run: environment.commit_text(run.environment.git_plain).removeprefix("commit "),
+        "command": lambda run: "python " + " ".join(run.environment.argv) if run.environment.argv else None,
     }  # fmt: skip
     rows = []
     for title, look in asked.items():

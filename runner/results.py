@@ -1,4 +1,4 @@
-"""A run's folder and a sweep's summary. Every file appears whole or not at all."""
+"""What is written of a run, and a sweep's summary. Every file appears whole or not at all; `runner/record.py` reads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 2
-STATUSES = ("ok", "invalid", "unsupported", "incorrect", "oom", "timeout", "crash")
+from runner.record import RESULT, SCHEMA_VERSION, STATUSES, Method, Result, name_problems, read_results
+
 FIELDS = (
     "schema_version", "key", "name", "status", "reason", "failure", "config", "experiment", "chosen", "environment",
     "correctness", "timing", "metrics", "baseline", "memory", "phases", "comm", "profile", "artifacts",
@@ -53,14 +53,7 @@ def result(**fields: Any) -> dict[str, Any]:
 
 def write_result(folder: Path, value: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "result.json", json.dumps(finite(value), indent=1) + "\n")
-
-
-def read_result(folder: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
-        return None
+    write_atomically(folder / RESULT, json.dumps(finite(value), indent=1) + "\n")
 
 
 def write_samples(path: Path, samples: list[dict[str, list[float]]]) -> None:
@@ -114,70 +107,68 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def row(value: dict[str, Any]) -> dict[str, Any]:
+def row(result: Result) -> dict[str, Any]:
     """One result as a flat row of the summary."""
-    found: dict[str, Any] = {"name": value["name"], "status": value["status"], "reason": value["reason"]}
-    experiment, config = value.get("experiment"), value.get("config") or {}
-    found["config"] = config.get("config")
-    found["attention"] = (config.get("attention") or {}).get("name") if isinstance(config, dict) else None
+    found: dict[str, Any] = {"name": result.name, "status": result.status, "reason": result.reason}
+    experiment, chosen, timing = result.experiment, result.chosen, result.timing
+    found["config"] = text(result.config.get("config"))
+    found["attention"] = text(result.group("attention").get("name"))
     if experiment:
-        work = experiment["workload"]
-        found |= {key: value for key, value in work.items() if key not in ("window", "seqlens")}
-        found["window"] = "{},{}".format(*work["window"])
-        found["seqlens"] = _lengths(work.get("seqlens"))
-        if experiment["timing"].get("new_packs"):
-            found["seqlens"] = f"{len(work['seqlens'])} sequences, in a new order each time"
-        found |= {key: experiment.get(key) for key in ("mode", "seed")}
-        found["options"] = " ".join(f"{k}={v}" for k, v in experiment["options"].items() if v is not None)
-        found |= {"world_size": experiment["world_size"], "device": experiment["device"]}
-        found |= {"kernel": experiment["kernel"], "transport": experiment["transport"]}
-        found["timing"] = timed(experiment["timing"])
+        work = experiment.workload
+        found |= {key: value for key, value in vars(work).items() if key not in ("window", "seqlens")}
+        found["window"] = "{},{}".format(*work.window)
+        found["seqlens"] = _lengths(work.seqlens)
+        if experiment.timing.new_packs:
+            found["seqlens"] = f"{len(work.seqlens or ())} sequences, in a new order each time"
+        found["options"] = " ".join(f"{k}={v}" for k, v in experiment.options.items() if v is not None)
+        for key in ("mode", "seed", "world_size", "device", "kernel", "transport"):
+            found[key] = getattr(experiment, key)
+        found["timing"] = timed(experiment.timing)
     else:
-        found |= _asked(config)
-    if value.get("chosen"):
-        found |= {key: value["chosen"][key] for key in ("kernel", "transport")}
-        if "variant" in value["chosen"]:  # by attention=auto
-            replayed = "graphs=True" if config.get("graphs") == "auto" and value["chosen"]["graphs"] else ""
-            found["options"] = " ".join(filter(None, [value["chosen"]["variant"], found["options"], replayed]))
-    if value.get("timing"):
-        for which, summary in value["timing"]["passes"].items():
-            found[f"{which}_ms"] = summary["median"]
-            found[f"{which}_iqr"] = summary["iqr_over_median"]
-        found["back_to_back_ms"] = value["timing"].get("back_to_back_ms")
-        last = list(value["timing"]["passes"])[-1]
-        entry = value["metrics"]["passes"][last]
-        found |= {key: entry.get(key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
-        counted = (value["timing"].get("counters") or {}).get("passes", {}).get("forward")
+        found |= _asked(result)
+    if chosen:
+        found |= {"kernel": chosen.kernel, "transport": chosen.transport}
+        if chosen.variant is not None:  # by attention=auto
+            replayed = "graphs=True" if result.config.get("graphs") == "auto" and chosen.graphs else ""
+            found["options"] = " ".join(filter(None, [chosen.variant, found.get("options"), replayed]))
+    if timing and result.metrics and result.memory:
+        for which, summary in timing.passes.items():
+            found[f"{which}_ms"] = summary.median
+            found[f"{which}_iqr"] = summary.iqr_over_median
+        found["back_to_back_ms"] = timing.back_to_back_ms
+        last = list(timing.passes)[-1]
+        entry = result.metrics.passes[last]
+        found |= {key: getattr(entry, key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
+        counted = timing.counters.passes.get("forward") if timing.counters else None
         if counted:  # beside what the model says
-            found["kv_read_bytes"] = max(value["metrics"].get("kv_bytes_read_by_rank") or [0]) or None
-            found |= {f"forward_{key}": counted[key] for key in ("memory_read_bytes", "l2_read_bytes")}
-        peaks = value["memory"]["by_rank"]
-        found["peak_bytes"] = max(
-            p.get("peak_allocated", p.get("peak_resident", 0)) + p.get("symmetric", 0) + p.get("graphs", 0)
-            for p in peaks
-        )
-        if (value.get("baseline") or {}).get("speedup"):
-            found["speedup"] = value["baseline"]["speedup"][last]
-            found["efficiency"] = value["baseline"]["efficiency"][last]
-    for which, entry in (value.get("phases") or {}).items():
-        found[f"exposed_{which}_ms"] = entry["exposed_communication_ms"]
-    if (value.get("correctness") or {}).get("tensors"):
-        found["rel_l2_out"] = value["correctness"]["tensors"]["out"]["rel_l2"]
+            found["kv_read_bytes"] = max(result.metrics.kv_bytes_read_by_rank, default=0) or None
+            found |= {f"forward_{key}": getattr(counted, key) for key in ("memory_read_bytes", "l2_read_bytes")}
+        found["peak_bytes"] = max(rank.peak for rank in result.memory.by_rank)
+        if result.baseline and last in result.baseline.speedup:
+            found["speedup"] = result.baseline.speedup[last]
+            found["efficiency"] = result.baseline.efficiency[last]
+    for which, phases in result.phases.items():
+        found[f"exposed_{which}_ms"] = phases.exposed_communication_ms
+    if result.correctness and "out" in result.correctness.tensors:
+        found["rel_l2_out"] = result.correctness.tensors["out"].rel_l2
     return {column: found.get(column) for column in COLUMNS}
 
 
-def timed(timing: Mapping[str, Any]) -> str:
+def text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def timed(timing: Method) -> str:
     """How a run was timed, in a few words."""
-    said = str(timing.get("method"))
-    if timing.get("layers", 1) > 1:
-        said += f" over {timing['layers']} layers"
-    return said + (" with autograd's thread" if timing.get("autograd_thread", False) else "")
+    said = str(timing.method)
+    if timing.layers > 1:
+        said += f" over {timing.layers} layers"
+    return said + (" with autograd's thread" if timing.autograd_thread else "")
 
 
-def _asked(config: Any) -> dict[str, Any]:
+def _asked(result: Result) -> dict[str, Any]:
     """What a refused run's configuration says of it, as far as it is of the right type."""
-    if not isinstance(config, dict):
-        return {}
+    config = result.config
     kinds = {
         int: ("world_size", "batch", "seq_len", "heads", "kv_heads", "head_dim", "q_len", "seed"),
         bool: ("causal",),
@@ -185,11 +176,10 @@ def _asked(config: Any) -> dict[str, Any]:
     }
     found = {key: config[key] for kind, keys in kinds.items() for key in keys if type(config.get(key)) is kind}
     for key, named in (("kernel", "name"), ("transport", "name"), ("dtype", "name"), ("timing", "method")):
-        group = config.get(key)
-        if isinstance(group, dict) and isinstance(group.get(named), str) and group[named] != "auto":
-            found[key] = group[named]
-    options = config.get("attention")
-    if isinstance(options, dict):
+        name = text(result.group(key).get(named))
+        if name is not None and name != "auto":
+            found[key] = name
+    if options := result.group("attention"):
         found["options"] = " ".join(f"{k}={v}" for k, v in options.items() if k != "name" and v is not None)
     return found
 
@@ -204,21 +194,23 @@ def _lengths(seqlens: Sequence[int] | None) -> str | None:
 
 
 def sweep_rows(folder: Path) -> list[dict[str, Any]]:
-    """The results in a sweep's folder as the rows of its summary, in the order in which they were run."""
-    found = [value for path in sorted(folder.glob("*/result.json")) if (value := read_result(path.parent))]
-    found.sort(key=_started)
-    rows = [row(value) for value in found]
+    """The results in a sweep's folder as the rows of its summary, in the order in which they were run. Files that are no
+    results are named on stderr."""
+    found, problems = read_results(folder, below=False)
+    name_problems(problems)
+    found.sort(key=lambda result: result.environment.started_at)
+    rows = [row(result) for result in found]
     for entry, text in zip(rows, _settings(found, rows), strict=True):
         entry["settings"] = text
     return rows
 
 
-def _settings(values: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str | None]:
+def _settings(values: list[Result], rows: list[dict[str, Any]]) -> list[str | None]:
     """Of each run, the overrides in which the runs differ and which no column of its row tells apart."""
     given: list[dict[str, str]] = []
     for value in values:
-        overrides = (value.get("environment") or {}).get("overrides") or []  # none in those of earlier versions
-        pairs = (text.replace("\\:", ":").split("=", 1) for text in overrides if "=" in text)
+        # none in those of earlier versions
+        pairs = (text.replace("\\:", ":").split("=", 1) for text in value.environment.overrides if "=" in text)
         given.append({key.lstrip("+"): text for key, text in pairs})
     known = [(one, entry) for one, entry in zip(given, rows, strict=True) if one]
     swept = []
@@ -234,10 +226,6 @@ def _settings(values: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[
         ):
             swept.append(key)
     return [" ".join(f"{key}={one[key]}" for key in swept if key in one) or None for one in given]
-
-
-def _started(value: Mapping[str, Any]) -> float:
-    return (value.get("environment") or {}).get("started_at") or 0.0
 
 
 def summarize_sweep(folder: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from test_results import unnamed
 from runner import results
 from runner.__main__ import exit_status
 from runner.launch import cores
+from runner.record import Result
 
 SMALL = [
     "seq_len=128",
@@ -457,5 +458,5 @@ def test_auto_records_what_it_chose_and_why(tmp_path):
     assert chosen["left_out"]["dense"] == "nothing is sharded"
     assert "ceilings" in chosen["basis"]
     assert value["correctness"]["passed"]
-    assert results.row(value)["attention"] == "auto"
-    assert results.row(value)["options"].split()[0] == chosen["variant"]
+    assert results.row(Result.of(value))["attention"] == "auto"
+    assert results.row(Result.of(value))["options"].split()[0] == chosen["variant"]

@@ -134,7 +134,7 @@ def test_what_differs_between_the_machines_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["A", "nothing"], "nothing: no result.json there or below"),
+        (["A", "nothing"], "nothing: no result.json or results.parquet there or below"),
         (["A", "B"], "A and B: nothing was asked for in both: attention is zigzag in the one and ring in the other"),
         (["A", "A", "--tolerance", "-1"], "--tolerance -1.0: must be at least 0; 0.02 is 2%"),
         (["A", "A", "--where", "nonsense=1"], "--where nonsense=1: must be KEY=VALUE"),

@@ -1,6 +1,5 @@
 """Reports: numbers are those of the files, no run disappears, sections are replaced and can be made again."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -9,12 +8,13 @@ import pytest
 from composing import python
 
 from runner import report, report_charts, report_runs, report_tables, results
+from runner.record import Result, read_results
 from runner.report_runs import FACTS, labels, read, scaling, where
 from runner.report_tables import comparison_table, digits, runs_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
-SWEEPS = sorted({path.parents[1] for path in RESULTS.glob("*/*/*/result.json")})
+SWEEPS = sorted(path for path in RESULTS.glob("*/*") if path.is_dir())
 needs_charts = pytest.mark.skipif(report_charts.missing() is not None, reason=str(report_charts.missing()))
 
 
@@ -134,13 +134,13 @@ def test_rates_back_to_back_are_compared_and_have_no_chart(tmp_path, capsys):
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda path: str(path.relative_to(RESULTS)))
 def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file(sweep):
-    values = [json.loads(path.read_text()) for path in sweep.glob("*/result.json")]
+    values, problems = read_results(sweep)
     runs = read([sweep])
     table = runs_table(runs)
-    assert len(table.rows) == len(runs) == len(values)
-    assert {run.result["name"] for run in runs} == {value["name"] for value in values}
+    assert len(table.rows) == len(runs) == len(values) > 0 and not problems
+    assert {run.result.name for run in runs} == {value.name for value in values}
     for run, row in zip(runs, table.rows, strict=True):
-        stored = json.loads((run.folder / "result.json").read_text())
+        stored = run.result.plain
         for which, found in ((stored["timing"] or {}).get("passes") or {}).items():
             shown = row[table.titles.index(f"{which} ms (IQR)")]
             assert float(shown.split()[0]) == pytest.approx(found["median"], rel=6e-4, abs=5e-4)
@@ -276,7 +276,8 @@ def test_a_folder_without_results_is_one_clear_line(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2
     assert (
         capsys.readouterr().err
-        == f"error: {tmp_path}: no result.json there or below; give the folder of a run, a sweep, or several\n"
+        == f"error: {tmp_path}: no result.json or results.parquet there or below that can be read; give the folder of a run, a "
+        "sweep, or several\n"
     )
 
 
@@ -408,7 +409,7 @@ def test_the_readme_shows_what_the_results_say(tmp_path, monkeypatch):
     text = (ROOT / "README.md").read_text()
     for made in report.MADE_BY.finditer(text):
         for folder in made["arguments"].split(" --")[0].split():
-            ignore = shutil.ignore_patterns("*.parquet", "*.csv", ".hydra", "*.png", "run.log")
+            ignore = shutil.ignore_patterns("samples.parquet", "phases.parquet", "*.png")
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore, dirs_exist_ok=True)
     (tmp_path / "README.md").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -441,7 +442,7 @@ def test_what_auto_replays_of_itself_is_said(tmp_path):
     runs = report_runs.read([written(tmp_path, *values)])
     assert cells(runs_table(runs), "attention") == ["auto: zigzag graphs=true", "auto: zigzag"]
     assert "graphs=auto" in report_tables.same(runs)
-    assert [results.row(value)["options"] for value in values] == ["zigzag graphs=True", "zigzag"]
+    assert [results.row(Result.of(value))["options"] for value in values] == ["zigzag graphs=True", "zigzag"]
 
 
 def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(tmp_path):

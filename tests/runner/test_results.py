@@ -11,7 +11,8 @@ import pytest
 from composing import python, resolved
 from rich.console import Console
 
-from runner import display, metrics, results
+from runner import app, compare, display, metrics, report_runs, report_tables, results
+from runner.record import Problem, Result, read_result, read_results
 from runner.statistics import summarize
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +95,16 @@ def test_a_result_is_read_back_as_written(tmp_path):
     folder = tmp_path / "deep" / "run"
     value = measured("a")
     results.write_result(folder, value)
-    assert results.read_result(folder) == json.loads(json.dumps(value))
+    found = read_result(folder)
+    assert found.plain == json.loads(json.dumps(value))
+    assert found.timing.passes["backward"].median == 10 and found.experiment.workload.seq_len == 1024
     assert files(folder) == {"result.json"}
 
 
 def test_a_later_result_replaces_an_earlier_one(tmp_path):
     results.write_result(tmp_path, refused("a", "crash", "rank 1"))
     results.write_result(tmp_path, measured("a"))
-    assert results.read_result(tmp_path)["status"] == "ok"
+    assert read_result(tmp_path).status == "ok"
     assert files(tmp_path) == {"result.json"}
 
 
@@ -113,10 +116,134 @@ def test_nan_and_infinity_become_null_at_any_depth(tmp_path):
     assert found["comm"] is None
 
 
-def test_a_missing_or_broken_result_reads_as_none(tmp_path):
-    assert results.read_result(tmp_path) is None
-    (tmp_path / "result.json").write_text('{"status": "ok"')
-    assert results.read_result(tmp_path) is None
+def changed(path: str, new) -> bytes:
+    """A good result with one place changed; without it where `new` is ...; every key but the last one of the path is
+    there."""
+    value = json.loads(json.dumps(measured("odd")))
+    *way, last = path.split(".")
+    at = value
+    for key in way:
+        at = at[key]
+    if new is ...:
+        del at[last]
+    else:
+        at[last] = new
+    return json.dumps(value).encode()
+
+
+ODD = {
+    "empty": (b"", "is empty"),
+    "truncated": (b'{"schema_version": 2, "na', "is no JSON"),
+    "binary": (b"\x80\x02\xff\x00", "is no text"),
+    "null": (b"null", "must be a JSON object, is null"),
+    "object": (b"{}", "schema_version is missing"),
+    "list": (b"[]", r"must be a JSON object, is \[\]"),
+    "number": (b"3", "must be a JSON object, is 3"),
+    "deep": (b"[" * 100_000, "nested too deep"),
+    **{f"no {key}": (changed(key, ...), f"{key} is missing") for key in ("name", "status", "key", "schema_version")},
+    **{
+        f"{path}={new!r}": (changed(path, new), said)
+        for path, new, said in (
+            ("schema_version", 99, "schema_version 99 is newer than 2"),
+            ("schema_version", "2", 'schema_version must be a whole number, is "2"'),
+            ("status", "fine", 'status must be one of ok, invalid, .*, is "fine"'),
+            ("name", 3, "name must be a text, is 3"),
+            ("reason", ["x"], r'reason must be a text, is \["x"\]'),
+            ("config", "x", 'config must be an object, is "x"'),
+            ("experiment", None, "timing is there and experiment is null"),
+            ("experiment.workload", None, "experiment.workload is missing"),
+            ("experiment.workload.window", None, "experiment.workload.window is missing"),
+            ("experiment.workload.window", [1], r"experiment.workload.window must have 2 values, is \[1\]"),
+            ("experiment.workload.seq_len", "x", "experiment.workload.seq_len must be a whole number"),
+            ("experiment.workload.causal", 1, "experiment.workload.causal must be true or false, is 1"),
+            ("experiment.timing", [], r"experiment.timing must be an object, is \[\]"),
+            ("chosen", {}, "chosen.kernel is missing"),
+            ("environment", "x", "environment must be an object"),
+            ("correctness", {"tensors": 3}, "correctness.tensors must be an object, is 3"),
+            ("timing", "x", 'timing must be an object, is "x"'),
+            ("timing", None, "status is ok and timing is null"),
+            ("timing.passes", {}, "timing.passes must have forward"),
+            ("timing.passes.total.median", "x", "timing.passes.total.median must be a number"),
+            ("timing.passes.total.median", True, "timing.passes.total.median must be a number, is true"),
+            ("metrics", None, "timing is there and metrics is null"),
+            ("metrics.passes", {}, "metrics.passes must have backward, forward, total"),
+            ("memory", None, "timing is there and memory is null"),
+            ("memory", {"by_rank": []}, "memory.by_rank must have a rank"),
+            ("memory", {"by_rank": [3]}, r"memory.by_rank\[0\] must be an object"),
+            ("baseline", {"speedup": {"total": 2}}, "of the same passes"),
+            ("phases", {"forward": 1}, "phases.forward must be an object, is 1"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_file_that_is_no_result_is_named_in_a_line_and_the_others_are_kept(tmp_path, capsys, name):
+    content, said = ODD[name]
+    results.write_result(tmp_path / "good", measured("good"))
+    odd = tmp_path / "odd" / "result.json"
+    odd.parent.mkdir()
+    odd.write_bytes(content)
+    assert read_result(tmp_path / "nothing") is None
+    assert isinstance(read_result(tmp_path / "odd"), Problem)
+    found, problems = read_results(tmp_path)
+    assert [result.name for result in found] == ["good"]
+    assert re.search(f"^{re.escape(str(odd))}: left out: .*{said}", str(problems[0])) and len(problems) == 1
+    assert [row["name"] for row in results.summarize_sweep(tmp_path)] == ["good"]
+    assert compare.main([str(tmp_path), str(tmp_path)]) == 0
+    assert [run.result.name for run in report_runs.read([tmp_path])] == ["good"]
+    assert capsys.readouterr().err == f"{problems[0]}\n"
+
+
+@pytest.mark.parametrize("value", [None, 3, [], ["x"], "x", {}, {"name": 3}, {"name": ["x"]}, True])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "attention",
+        "kernel",
+        "timing",
+        "dtype",
+        "seq_len",
+        "window",
+        "causal",
+        "seqlens",
+        "graphs",
+        "world_size",
+        "config",
+    ],
+)
+def test_a_refused_runs_configuration_may_hold_anything(tmp_path, key, value):
+    refusal = refused("odd", "invalid", "why not")
+    refusal["config"] |= {"causal": True, "window": [-1, -1], key: value}
+    results.write_result(tmp_path / "odd", refusal)
+    results.write_result(tmp_path / "good", measured("good"))
+    runs = report_runs.read([tmp_path])
+    assert sorted(run.result.name for run in runs) == ["good", "odd"]
+    assert report_tables.runs_table(runs).rows and report_tables.comparison_table(runs).rows
+    assert len(results.sweep_rows(tmp_path)) == len(compare.compare(runs, runs, "total", 0.02, 0.05)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "said"),
+    [(ODD[name][0], "0", "left out") for name in ("empty", "object", "list", "no status", "schema_version=99")]
+    + [(json.dumps(measured("a")).encode(), "abc", "its key is 0, this run's is abc")],
+)
+def test_resume_runs_again_what_is_no_result_of_this_run_and_names_it(tmp_path, capsys, content, key, said):
+    path = tmp_path / "a" / "result.json"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    assert app._earlier(path.parent, key) is None
+    assert re.fullmatch(f"{re.escape(str(path))}: .*{said}.*\n", capsys.readouterr().err)
+    results.write_result(path.parent, measured("a"))
+    assert app._earlier(path.parent, "0").status == "ok"
+    assert app._earlier(tmp_path / "b", "0") is None
+
+
+def test_an_older_result_is_read(tmp_path):
+    older = measured("a") | {"schema_version": 1}
+    older["timing"] = {"passes": older["timing"]["passes"]}
+    results.write_result(tmp_path, older)
+    assert read_result(tmp_path).schema_version == 1
 
 
 # each writes far more than the 4096 bytes that a file may have
@@ -171,7 +298,7 @@ def test_a_table_is_written_as_csv_with_the_asked_columns(tmp_path):
 
 
 def test_a_row_of_the_summary_is_the_last_pass_of_the_slowest_rank():
-    row = results.row(measured("a", 2048))
+    row = results.row(Result.of(measured("a", 2048)))
     assert tuple(row) == results.COLUMNS
     expected = {
         "name": "a", "status": "ok", "reason": None, "attention": "zigzag", "config": "default", "world_size": 2,
@@ -221,7 +348,7 @@ def test_a_sweeps_table_shows_what_was_swept_and_only_that(capsys, column, title
     for number, values in enumerate(sets):
         value = measured(f"run{number}")
         value["experiment"]["workload"] |= values
-        rows.append(results.row(value))
+        rows.append(results.row(Result.of(value)))
     assert rows[0][column] != rows[1][column]
     headings = results.markdown(rows).splitlines()[0].strip("| ").split(" | ")
     titles = {title for key, title, _ in results.SHOWN if key in results.WHERE_DIFFERENT}
@@ -255,7 +382,7 @@ def test_a_refused_runs_row_says_what_was_asked_as_far_as_it_is_of_the_right_typ
         "heads": True, "batch": "two", "seed": None, "dtype": "bf16",
     }  # fmt: skip
     value = results.result(status="unsupported", reason="no GPU", key="0", name="a", config=config)
-    asked = {key: x for key, x in results.row(value).items() if x is not None}
+    asked = {key: x for key, x in results.row(Result.of(value)).items() if x is not None}
     assert asked == {
         "name": "a", "status": "unsupported", "reason": "no GPU", "attention": "tree", "options": "reduce=fused",
         "timing": "cudagraph", "config": "decode_128k", "seq_len": 1024, "causal": False,
@@ -283,9 +410,9 @@ def test_a_summary_of_failures_only_can_be_written(tmp_path):
 def test_what_was_counted_stands_in_the_summary_beside_the_models_bytes():
     value = measured("grouped")
     value["metrics"]["kv_bytes_read_by_rank"] = [10, 12]
-    assert results.row(value)["kv_read_bytes"] is None
+    assert results.row(Result.of(value))["kv_read_bytes"] is None
     value["timing"]["counters"] = {"passes": {"forward": {"memory_read_bytes": 5, "l2_read_bytes": 7}}}
-    found = results.row(value)
+    found = results.row(Result.of(value))
     assert [found[key] for key in ("kv_read_bytes", "forward_memory_read_bytes", "forward_l2_read_bytes")] == [12, 5, 7]
 
 
@@ -294,13 +421,14 @@ def test_every_column_and_every_key_of_a_result_is_named_in_the_readme_of_the_ou
     assert set(results.FIELDS) <= NAMED
     experiments = sorted(path for path in ROOT.glob("results/*/*") if path.is_dir())
     for folder in experiments:
-        recorded = sorted(folder.rglob("result.json"))
-        for path in recorded[:: max(1, len(recorded) // 4)]:
-            assert not set(unnamed(json.loads(path.read_text()))), path
+        recorded, _ = read_results(folder)
+        for result in recorded[:: max(1, len(recorded) // 4)]:
+            assert not set(unnamed(result.plain)), result.folder
 
 
 def test_a_runs_table_says_what_stood_in_for_another(capsys):
     value = measured("run") | {
+        "status": "incorrect",
         "timing": None,
         "chosen": {
             "kernel": "sdpa_cudnn", "transport": "nccl", "note": "symm: no peer access [here]",
@@ -308,12 +436,12 @@ def test_a_runs_table_says_what_stood_in_for_another(capsys):
         },
     }  # fmt: skip
     value["correctness"] = None
-    display.run_table(value)
+    display.run_table(Result.of(value))
     said = capsys.readouterr().out
     assert "kernel sdpa_cudnn, not flash4: needs the package [flash-attn-4]" in said
     assert "note: symm: no peer access [here]" in said
     value["chosen"] = {"kernel": "flash4", "transport": "symm", "note": None, "passed_over": {}}
-    display.run_table(value)
+    display.run_table(Result.of(value))
     assert capsys.readouterr().out == ""
 
 
@@ -381,7 +509,7 @@ def test_what_auto_took_and_what_a_resumed_sweep_kept_do_not_hide_or_add_setting
 
 
 def test_packs_beside_single_sequences_are_said_to_be_other_work(capsys):
-    rows = [results.row(measured(name)) for name in "ab"]
+    rows = [results.row(Result.of(measured(name))) for name in "ab"]
     rows[1]["seqlens"] = "512,512"
     assert "of packs" in results.markdown(rows) and "| sequences |" in results.markdown(rows)
     display.sweep_table(rows)
@@ -395,7 +523,7 @@ def test_packs_beside_single_sequences_are_said_to_be_other_work(capsys):
 @pytest.mark.parametrize("columns", [30, 60, 400])
 def test_no_figure_is_cut_in_a_narrow_terminal(columns, term, capsys, monkeypatch):
     monkeypatch.setenv("TERM", term)
-    rows = [results.row(measured(f"run{number}", 1024 * (number + 1))) for number in range(2)]
+    rows = [results.row(Result.of(measured(f"run{number}", 1024 * (number + 1)))) for number in range(2)]
     rows[1] |= {
         "total_ms": 123456.789,
         "forward_ms": 3.0,
@@ -411,7 +539,7 @@ def test_no_figure_is_cut_in_a_narrow_terminal(columns, term, capsys, monkeypatc
 
 
 def test_a_run_of_the_forward_alone_keeps_its_time_in_a_narrow_terminal(capsys, monkeypatch):
-    rows = [results.row(measured(name)) for name in "ab"]
+    rows = [results.row(Result.of(measured(name))) for name in "ab"]
     rows[0] |= {"total_ms": None, "backward_ms": None, "forward_ms": 4.321, "mode": "forward"}
     monkeypatch.setattr(display, "out", Console(width=30, height=25, highlight=False, force_terminal=True))
     display.sweep_table(rows)
