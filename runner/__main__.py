@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 CLOSING_S = 30.0  # what was started is ended well within
+LONGEST_MESSAGE = 1000  # characters, of another package's
 
 
 class Stops:
@@ -47,9 +48,10 @@ def refuse(reason: str, arguments: list[str]) -> int:
     from pathlib import Path
 
     from runner import environment, folders, results
+    from runner.values import shown
 
     output = _output(arguments)
-    key = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:8]
+    key = hashlib.sha256(" ".join(arguments).encode(errors="surrogateescape")).hexdigest()[:8]
     try:
         folder = folders.create(Path(output) / "invalid", f"{folders.now()}_{key}")
         value = results.result(
@@ -57,24 +59,27 @@ def refuse(reason: str, arguments: list[str]) -> int:
             environment=environment.host() | environment.period(time.time()),
         )  # fmt: skip
         results.write_result(folder, value)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no path can be that
+        why = getattr(error, "strerror", None) or error
         print(
-            f"error: output={output}: cannot write there ({error.strerror}); give another with output=DIR",
-            file=sys.stderr,
+            f"error: output={shown(output)}: cannot write there ({why}); give another with output=DIR", file=sys.stderr
         )
     print(f"invalid: {reason}", file=sys.stderr)
     return 2
 
 
 def _output(arguments: list[str]) -> str:
-    return next((a.partition("=")[2] for a in arguments if a.startswith("output=")), "outputs")
+    """The folder that the overrides name; where none of them can be one, the default."""
+    given = [a.partition("=")[2] for a in arguments if a.startswith("output=")]
+    return next((text for text in given if text and "${" not in text), "outputs")
 
 
 def message(error: BaseException) -> str:
     """In one line; that of its cause where it has none of its own, as Hydra's while it composes."""
     while not str(error) and error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_MESSAGE])
 
 
 def exit_status(statuses: list[str]) -> int:
@@ -84,34 +89,128 @@ def exit_status(statuses: list[str]) -> int:
     return 2 if set(statuses) == {"invalid"} else 1
 
 
+class Output:
+    """Standard output that may end before the program does, as `| head -1` has it: what comes after is dropped, and the runs
+    go on. `error` is why, where it is not the reader's own choice: a full disk, say."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, call: Any) -> None:
+        try:
+            call()
+        except BrokenPipeError:
+            self._drop()
+        except OSError as error:
+            self.error = error
+            print(f"error: standard output: {error.strerror}; the results are in their folders", file=sys.stderr)
+            self._drop()
+
+    def _drop(self) -> None:
+        """What is still to be written, the stream's buffer included, goes nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)
+        self.stream.flush()
+
+
 def main() -> int:
+    """The program; its exit status."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupted_at_once)
+    sys.stdout = output = Output(sys.stdout)  # type: ignore[assignment]
     try:
-        return _main()
+        os.getcwd()
+    except FileNotFoundError:
+        print("error: the working folder was removed; change to one that is there", file=sys.stderr)
+        return 1
+    try:
+        status = _main()
+        output.flush()
+        return status or (1 if output.error else 0)
     except KeyboardInterrupt:  # another one, after an end that took too long
         return 130
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's own end would die of it
 
 
+def version() -> str:
+    from importlib import metadata
+
+    try:
+        return f"attention-runner {metadata.version('attention-runner')}"
+    except metadata.PackageNotFoundError:
+        return "attention-runner, not installed"
+
+
+def _misread(flags: list[str]) -> str | None:
+    """Why Hydra would not take these flags, or None."""
+    import argparse
+
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+
+    def error(message: str) -> None:
+        raise argparse.ArgumentError(None, message)
+
+    parser.error = error  # type: ignore[method-assign, assignment]
+    try:
+        given = parser.parse_args([f for f in flags if f not in ("-h", "--help", "--version")])
+    except argparse.ArgumentError as wrong:
+        return f"{wrong}; python -m runner --hydra-help lists the flags"
+    commands = (given.run, given.multirun, given.cfg, given.info, given.shell_completion)
+    if sum(map(bool, commands)) > 1:
+        return (
+            f"{' '.join(flags)}: several commands; give one of --run, --multirun, --cfg, --info and --shell-completion"
+        )
+    if given.resolve and not given.cfg and not given.help:
+        return "--resolve: is for --cfg; write --cfg job --resolve"
+    return None
+
+
 def _main() -> int:
+    from runner import overrides, schema
+
+    flags, arguments = overrides.split(sys.argv[1:])
+    if "--version" in flags:
+        print(version())
+        return 0
+    completes = any(flag in ("-sc", "--shell-completion") for flag in flags)
+    # as usage has it; what a shell completes is the installed command
+    installed = completes or sys.argv[0].endswith("attention-runner")
+    sys.argv[0] = "attention-runner" if installed else "python -m runner"
+    schema.register()
+    # Hydra's parser wants all flags together; here they may stand anywhere
+    sys.argv[1:] = flags + arguments
+    multirun = any(f in ("-m", "--multirun") for f in flags)
+    reason = _misread(flags) or (None if completes else overrides.problem(arguments, multirun))
+    if reason is not None:
+        return refuse(message(ValueError(reason)), arguments)
+    return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    """Hydra's program, its errors and signals turned into one line each."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from runner import overrides, schema
-
-    schema.register()
-    # Hydra's parser wants -m before or behind all overrides; here it may stand anywhere
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))
-    arguments = overrides.of(sys.argv[1:])
-    reason = overrides.problem(arguments, multirun=sys.argv[1:2] in (["-m"], ["--multirun"]))
-    if reason is not None:
-        return refuse(reason, arguments)
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
     from runner import app, display, results
+    from runner.values import shown
 
     stops = Stops()
     try:
@@ -123,12 +222,12 @@ def _main() -> int:
             return stops.exit_status
         if traced or isinstance(error, SystemExit):
             raise
-        if isinstance(error, (HydraException, OmegaConfBaseException)):
-            return refuse(message(error), arguments)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, HydraException):
             where = error.filename or next(iter(app.sweeps), _output(arguments))
-            print(f"error: {app.no_room(where, error)}", file=sys.stderr)
+            print(f"error: {app.no_room(shown(str(where)), error)}", file=sys.stderr)
             return 1
+        if isinstance(error, (HydraException, OmegaConfBaseException)) or not _from(app.execute, error):
+            return refuse(message(error), arguments)
         raise
     finally:
         stops.hold()
@@ -137,6 +236,16 @@ def _main() -> int:
             display.sweep_table(results.sweep_rows(folder))
             display.out.print(f"Sweep: {folder}", soft_wrap=True)
     return exit_status(app.statuses)
+
+
+def _from(function: Any, error: BaseException) -> bool:
+    """Whether an error came out of a function of ours; else it is Hydra's, with what it was given as `hydra.*`."""
+    at = error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code is function.__code__:
+            return True
+        at = at.tb_next
+    return False
 
 
 if __name__ == "__main__":

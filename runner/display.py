@@ -16,7 +16,7 @@ from runner.record import Baseline, Correctness, Memory, Metrics, PassPhases, Re
 
 
 def _console(stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    console = Console(stderr=stderr, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 200  # a file has no edge
     return console
@@ -40,7 +40,7 @@ def width(table: Table) -> int:
 def show(table: Table) -> None:
     """No figure is ever cut: what is wider than the terminal goes on in its next line."""
     needed = width(table)
-    (out if needed <= out.width else Console(width=needed, height=25, highlight=False)).print(table)
+    (out if needed <= out.width else Console(width=needed, height=25, highlight=False, emoji=False)).print(table)
 
 
 def seconds(s: float) -> str:

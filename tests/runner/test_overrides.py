@@ -58,10 +58,34 @@ BAD = [
     (["seq_len=[1024"], "seq_len=[1024", "key=value"),
     (["~phases"], "~phases", "phases=VALUE"),
     (["~attention"], "~attention", "attention=VALUE"),
+    (["resume=true"], "resume=true: goes on with a sweep", "hydra.sweep.dir=FOLDER"),
+    (["output="], "output=: must be a folder", "output=DIR"),
+    (["seq_len=range(0)"], "seq_len=range(0): a sweep over no value", "at least one"),
+    (["attention=glob(nothing*)"], "attention=glob(nothing*): a sweep over no value"),
+    (["seed=range(0,1000000000)"], "seed=range(0,1000000000): 1e+09 runs", "at most 10,000"),
+    (["seed=range(0,200)", "batch=range(1,200)"], "39800 runs", "at most 10,000"),
+    (["seq_len=range(0,10,0)"], "seq_len=range(0,10,0): must be range(START,STOP,STEP)"),
+    (["seq_len=interval(0,1)"], "seq_len=interval(0,1): an interval has no separate values", "range(START,STOP,STEP)"),
+    ([f"seqlens=[{','.join(['64'] * 5000)}]"], "15,009 characters and 5,000 values", "at most 10,000 and 1,024", "seqlens=random"),
+    ([f"seed={'9' * 5000}"], "seed=999", "more characters", "not an override"),
+    (["window=[1,[2]]"], "window=[1,[2]]: must be a list of whole numbers"),
+    (["timing.precision='???'"], "timing.precision=???", "still missing"),
+    (["check.enabled='???'"], "check.enabled=???", "still missing"),
+    (["launch=${oc.env:HOME}"], "launch=${oc.env:HOME}: has keys of its own"),
+    (["seq_len=${seq_len}"], "seq_len=${seq_len}", "${KEY}"),
+    (["seq_len=${config}"], "seq_len=${config}", "${KEY}"),
+    (["output=${oc.env:NOT_THERE}"], "output=${oc.env:NOT_THERE}", "NOT_THERE"),
+    (["seq_len=\udcff"], "seq_len=\\xff: not UTF-8"),
+    (["mode='a\nb'", "seqlen=1"], "seqlen: not a key"),
+    (["mode='a\nb',[c]"], "mode=[c]: must be text"),
+    (["batch='a\nb'"], "batch=a\\nb: must be a whole number"),
+    ([f"batch={'x' * 5000}"], "batch=xxx", "...4,920 more characters...", "must be a whole number"),
+    (["batch=:x:"], "batch=:x:"),
+    (["kernel@foo=math"], "@"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD, ids=lambda case: " ".join(case[0]))
+@pytest.mark.parametrize("case", BAD, ids=lambda case: ascii(" ".join(case[0]))[:60])
 def test_a_bad_override_is_one_line_that_names_it_and_helps(case):
     overrides, *parts = case
     found = problem(overrides)
@@ -112,7 +136,7 @@ GOOD = [
     ["world_size=auto,2", "seed=null", "batch=null"],
     ["timing.warmup_ms=50", "timing.precision=0.05", "check.max_tflop=null"],
     ["launch.fault='1:timing:raise'", "launch.memory_limit_gb=0.5"],
-    ["mode=forward", "baseline=none", "phases=false", "resume=true", "output=/some/where"],
+    ["mode=forward", "baseline=none", "phases=false", "resume=true", "hydra.sweep.dir=/some/where", "output=/some/where"],
     ["hydra.sweep.dir=/some/where", "hydra/launcher=basic"],
 ]  # fmt: skip
 
