@@ -121,7 +121,7 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
         local_addr="localhost" if nodes == 1 else None,
     )
     try:
-        elastic_launch(config, live)(str(folder), spec["device"])
+        elastic_launch(config, live)(str(folder), spec["device"], spec.get("share_gpu", False))
     except ChildFailedError as error:
         failures = [
             {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}

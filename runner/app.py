@@ -158,7 +158,8 @@ def _machine(gpus: int) -> Machine:
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
     launch = spec.launch
-    world = WorldSpec(spec.world_size, spec.device, launch["nodes"], launch["endpoint"], launch["start_timeout_s"])
+    where = launch["nodes"], launch["endpoint"], launch["start_timeout_s"], launch["share_gpu"]
+    world = WorldSpec(spec.world_size, spec.device, *where)
     arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
     log = folder / "run.log"
     return pool.call(world, "runner.worker:run", arguments, launch["timeout_s"], log, progress, fresh=launch["fresh"])

@@ -105,6 +105,8 @@ def run_table(result: Result) -> None:
     if result.correctness and result.correctness.tensors:
         _correctness(result.correctness)
     if not timing or not result.metrics or not result.memory:
+        if result.status == "ok" and result.reason:
+            out.print(result.reason)
         return
     _time_table(timing, result.metrics, result.baseline)
     out.print(environment.commit_text(result.environment.git_plain))

@@ -45,6 +45,7 @@ class WorldSpec:
     nodes: int = 1
     endpoint: str | None = None
     start_timeout_s: float = 300.0
+    share_gpu: bool = False  # all ranks on the first GPU
 
 
 @dataclass
@@ -98,6 +99,8 @@ class World:
         if spec.device == "cpu":
             environment["OMP_NUM_THREADS"] = str(max(1, cores() // spec.world_size))
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        if spec.share_gpu:
+            environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         environment["ATTENTION_LAUNCHER"] = str(os.getpid())
         environment["ATTENTION_WORLD"] = str(self.folder)  # marks the ranks as this world's
         environment.setdefault("PYTHONUNBUFFERED", "1")

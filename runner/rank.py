@@ -93,7 +93,7 @@ class Rank:
         dist.barrier(group=self.control)
 
 
-def live(folder: str, device_type: str) -> None:
+def live(folder: str, device_type: str, share_gpu: bool) -> None:
     """The entry point of a rank process."""
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # which end a rank at once
@@ -106,7 +106,7 @@ def live(folder: str, device_type: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
-        _live(rank, world, local, Path(folder), device_type)
+        _live(rank, world, local, Path(folder), device_type, share_gpu)
     except BaseException as error:  # of which the elastic launch would leave a file behind
         try:
             if _peer_gone(str(error)):
@@ -118,8 +118,13 @@ def live(folder: str, device_type: str) -> None:
     atexit.register(_end)
 
 
-def _live(rank: int, world: int, local: int, folder: Path, device_type: str) -> None:
-    if device_type == "cuda":
+def _live(rank: int, world: int, local: int, folder: Path, device_type: str, share_gpu: bool) -> None:
+    if share_gpu:  # NCCL refuses two ranks on one GPU
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        dist.init_process_group("gloo", timeout=FOREVER)
+        control = dist.new_group(backend="gloo", timeout=FOREVER)
+    elif device_type == "cuda":
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=FOREVER, device_id=device)

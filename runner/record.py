@@ -285,8 +285,8 @@ def _check(result: Result) -> None:
     """What a result's fields must be to each other. Raises ValueError."""
     if result.status not in STATUSES:
         raise ValueError(f"status must be one of {', '.join(STATUSES)}, is {_shown(result.status)}")
-    if result.status == "ok" and result.timing is None:
-        raise ValueError("status is ok and timing is null")
+    if result.status == "ok" and result.timing is None and not result.reason:
+        raise ValueError("status is ok and timing is null, without a reason")
     if result.timing is None:
         return
     for name, needed in (("metrics", result.metrics), ("memory", result.memory), ("experiment", result.experiment)):

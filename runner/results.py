@@ -322,6 +322,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(SHOWN[i][1] for i in shown) + " |", "|" + " --- |" * len(shown)]
     lines += ["| " + " | ".join(cells(entry)[i] for i in shown) + " |" for entry in rows]
     lines += [f"\n{remark}" for remark in remarks(rows)]
-    failed = [entry for entry in rows if entry["status"] != "ok"]
+    failed = [entry for entry in rows if entry["status"] != "ok" or entry["reason"]]
     lines += [""] + [f"- `{entry['name']}`: {entry['status']}: {entry['reason']}" for entry in failed] if failed else []
     return "\n".join(lines) + "\n"

@@ -42,6 +42,7 @@ PHASES = (
     "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "phases",
     "profiler", "baseline", "finish",
 )  # fmt: skip
+PHASES_AFTER_CHECK = PHASES[PHASES.index("ceilings") :]
 BASELINES = ("single", "none")
 HARDWARE = ("auto", "cpu", "cuda")
 
@@ -111,6 +112,7 @@ class LaunchConf:
     fault: str | None = None  # provoke one, to see what is recorded: RANK:PHASE:raise|kill|hang|oom
     nodes: int = 1
     endpoint: str | None = None  # HOST:PORT of the first node, for nodes > 1
+    share_gpu: bool = False  # all ranks on the first GPU, to check them where there are fewer: nothing is timed
 
 
 @dataclass
@@ -513,11 +515,35 @@ def _check_device(run: Resolved) -> None:
         raise UnsupportedHere("graphs=true on a CPU: CUDA graphs need a GPU; graphs=false works here")
     if timing["method"] == "cudagraph" and run.device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
+    if run.cfg.launch.share_gpu:
+        _check_shared(run)
     one_gpu = run.device == "cuda" and run.world == 1
     if timing["counters"] and not one_gpu:
         raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
     if timing["do_bench"] and not one_gpu:
         raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")
+
+
+def _check_shared(run: Resolved) -> None:
+    """Of several ranks on one GPU, which exchange over symmetric memory and are checked, not timed."""
+    cfg, asked = run.cfg, "launch.share_gpu=true"
+    if cfg.launch.nodes > 1:
+        raise InvalidConfig(f"{asked} launch.nodes={cfg.launch.nodes}: the ranks share one GPU; use launch.nodes=1")
+    if not cfg.check.enabled:
+        raise InvalidConfig(f"{asked} check.enabled=false: ranks of one GPU are checked only; use check.enabled=true")
+    if run.variant is None:
+        raise InvalidConfig(f"{asked} attention=auto: it chooses by times, which mean nothing here; name a variant")
+    if cfg.transport.name not in ("auto", "symm"):
+        raise InvalidConfig(
+            f"{asked} transport={cfg.transport.name}: NCCL refuses two ranks on one GPU, and gloo has CPU tensors only; "
+            "use transport=symm"
+        )
+    if run.variant.exchange == "peer":
+        raise UnsupportedHere(
+            f"{asked} attention={run.name}: it exchanges over NCCL, which refuses two ranks on one GPU"
+        )
+    if run.device == "cpu":
+        raise UnsupportedHere(f"{asked} on a CPU: no GPU to share; launch.share_gpu=false works here")
 
 
 def _check_layers(run: Resolved) -> None:
@@ -677,14 +703,15 @@ def _device(cfg: DictConfig, gpus: int) -> str:
 def _world_size(cfg: DictConfig, device: str, gpus: int) -> int:
     value = cfg.world_size
     if value == "auto":
-        return max(gpus, 1) if device == "cuda" else 2
+        return max(gpus, 2 if cfg.launch.share_gpu else 1) if device == "cuda" else 2
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidConfig(f"world_size={shown(value)}: must be auto or a whole number of at least 1")
     whole("world_size", value, most=MOST_RANKS)
-    if device == "cuda" and value > gpus * cfg.launch.nodes:
+    if device == "cuda" and value > gpus * cfg.launch.nodes and not (gpus and cfg.launch.share_gpu):
+        others = f"world_size={gpus} or hardware=cpu would work, launch.share_gpu=true would check it without timing it"
         raise UnsupportedHere(
             f"world_size={value}: each rank needs a GPU of its own and this machine has {gpus}; "
-            + (f"world_size={gpus} or hardware=cpu would work" if gpus else "hardware=cpu would work")
+            + (others if gpus else "hardware=cpu would work")
         )
     return value
 
@@ -714,6 +741,8 @@ def _check_fault(run: Resolved) -> None:
         "baseline": (cfg.baseline == "single", "baseline=single"),
     }
     here, way_out = there.get(parts[1], (True, ""))
+    if cfg.launch.share_gpu and parts[1] in PHASES_AFTER_CHECK:
+        here, way_out = False, "launch.share_gpu=false"
     if not here:
         raise InvalidConfig(f"launch.fault={fault}: this run has no phase {parts[1]}; {way_out} would give it one")
 
@@ -743,6 +772,7 @@ def check_fits(spec: Experiment, machine: Machine) -> None:
     memory, sharing = machine.memory, ranks
     if spec.device == "cuda":
         memory, sharing = machine.gpu_memory, -(-ranks // max(machine.gpus, 1))
+        sharing = ranks if spec.launch["share_gpu"] else sharing
     each = input_bytes(spec)
     if memory is not None and each * sharing > memory:
         work = spec.workload

@@ -34,6 +34,7 @@ PHASES_S = 0.2
 SLOW_S = 1.0  # an iteration from which waiting for it costs its timing nothing
 LEADING = 4  # iterations before what is checked, of passes that are captured or recorded first
 TRIAL_RUNS = 3  # of a long iteration, by each candidate of attention.trials
+NOT_TIMED = "not timed: launch.share_gpu=true has all ranks on one GPU"
 L2_BYTES = 256 << 20
 DO_BENCH_TURNS = 5  # of ours, between six of do_bench's
 
@@ -87,6 +88,8 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
             return result | {"status": "incorrect", "reason": result["correctness"]["why"]}
     else:
         result["correctness"] = {"passed": None, "why": "check.enabled=false"}
+    if spec.launch["share_gpu"]:
+        return result | {"reason": NOT_TIMED}
     limits = ceilings.ceilings(me, spec.workload.dtype)
     result["ceilings"] = limits
     watch: Stopwatch = _watch(me, me.world > 1)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from attention.kernels.interface import UnsupportedCall
 from attention.transports.collective import Collective
+from attention.transports.groups import backend, default_group
 from attention.transports.interface import Handle, Message, Messages, Nothing, Offer, Transport
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
@@ -66,16 +67,23 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
     """The transport of that name, or what `auto` is, over a group of several ranks. `symm` becomes NCCL or gloo where the
     ranks can't read each other's memory, and says why as `note`. Collective over the group at its first use.
 
-    Raises ValueError for an unknown name or one that the device can't use."""
+    Raises ValueError for an unknown name or one that the device or the group can't use."""
     name = resolve(name, device)
     cuda = device.type == "cuda"
     note = None
+    found = group or default_group()
     if name == "symm":
-        found = group or dist.distributed_c10d._get_default_group()
         pool = pool_of(found, device)
         if not isinstance(pool, str):
             return Symmetric(found, pool)
         note = f"symm: {pool}"
+    carries = backend(found, device)
+    if cuda and carries != "nccl":
+        why = f" ({note})" if note else ""
+        raise ValueError(
+            f"transport={name}: the process group has {carries} for CUDA tensors, and ranks exchange by nccl or symm{why}; "
+            "make the group with nccl, or use transport=symm on one host"
+        )
     return Collective("nccl" if cuda else "gloo", group, CudaQueue(device) if cuda else HostQueue(), note)
 
 
@@ -83,4 +91,4 @@ def mailboxes(transport: Transport, pieces: int, device: torch.device) -> Mailbo
     """Raises UnsupportedCall without symmetric memory on CUDA."""
     if not isinstance(transport, Collective) or device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
-    return mailboxes_of(transport.group or dist.distributed_c10d._get_default_group(), pieces, device)
+    return mailboxes_of(transport.group or default_group(), pieces, device)

@@ -13,6 +13,7 @@ from attention.front import Front, Inline
 from attention.phases import phase
 from attention.schedules import length
 from attention.tensors import put_, take, token_dim
+from attention.transports.groups import backend, default_group
 from attention.transports.interface import Done, Handle, Message, Messages, Offer
 from attention.transports.queues import Queue
 
@@ -31,10 +32,16 @@ class Collective:
         self.group = group
         self.queue = queue
         self.world = dist.get_world_size(group)
+        self.by_device: dict[torch.device, bool] = {}  # whether the group has gloo for its tensors
         self.bytes_received: dict[str, int] = {}
 
     def counted(self, what: str, size: int) -> None:
         self.bytes_received[what] = self.bytes_received.get(what, 0) + size
+
+    def over_gloo(self, x: Tensor) -> bool:
+        if x.device not in self.by_device:
+            self.by_device[x.device] = backend(self.group or default_group(), x.device) == "gloo"
+        return self.by_device[x.device]
 
     def begin(self) -> None: ...
 
@@ -55,7 +62,7 @@ class Collective:
 
         def run() -> None:
             with phase(f"comm_{what}", step):
-                if x.is_cuda:
+                if x.is_cuda and not self.over_gloo(x):
                     dist.all_gather_into_tensor(into.flatten(0, 1) if x.dim() else into, x, group=self.group)
                 else:
                     dist.all_gather([_bytes(row) for row in into.unbind(0)], _bytes(x), group=self.group)

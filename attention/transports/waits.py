@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from attention.driver import function
+from attention.transports.groups import timeout_s
 
 INTERVAL_S = 1.0  # between two looks of the watchdog
 IDLE, WAITING, SEEN = 0, 1, 0x0101  # of a mark: its second byte is the watchdog's, the rest is written by who waits
@@ -52,14 +53,6 @@ def _stat(pid: int) -> int | None:
     except OSError:
         return None
     return None if state in "ZX" else int(fields[18])
-
-
-def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The process group's timeout for operations on that device. PyTorch tells it by private names only."""
-    try:
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 class Remote:

@@ -12,6 +12,7 @@ from composing import python, resolved
 from rich.console import Console
 
 from runner import app, compare, display, metrics, report_runs, report_tables, results
+from runner.launch import WorldSpec
 from runner.record import Problem, Result, read_result, read_results
 from runner.statistics import summarize
 
@@ -544,3 +545,32 @@ def test_a_run_of_the_forward_alone_keeps_its_time_in_a_narrow_terminal(capsys, 
     monkeypatch.setattr(display, "out", Console(width=30, height=25, highlight=False, force_terminal=True))
     display.sweep_table(rows)
     assert "4.321" in capsys.readouterr().out
+
+
+def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(pool, tmp_path, monkeypatch):
+    """On a CPU, where ranks always share what there is."""
+    spec = resolved(
+        "hardware=cpu", "world_size=2", "seq_len=64", "heads=2", "kv_heads=2", "head_dim=16", "batch=1", "seed=1"
+    )
+    plain = spec.plain() | {"launch": spec.launch | {"share_gpu": True}}
+    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.worker:run", {"experiment": plain, "folder": None})
+    assert outcome.status == "ok", outcome.reason
+    about = {
+        "key": "0",
+        "name": "shared",
+        "config": {"attention": {"name": "zigzag"}},
+        "experiment": plain,
+        "environment": {},
+    }
+    value = app._record(outcome.result, tmp_path, about)
+    assert value["status"] == "ok" and value["correctness"]["passed"]
+    assert value["timing"] is None and value["metrics"] is None
+    assert value["reason"] == "not timed: launch.share_gpu=true has all ranks on one GPU"
+    assert display.run_line(Result.of(value, tmp_path)) == f"shared: ok: {value['reason']}"
+    row = results.row(Result.of(value, tmp_path))
+    assert row["status"] == "ok" and row.get("forward_ms") is None
+    assert f"- `shared`: ok: {value['reason']}" in results.markdown([row])
+    monkeypatch.setattr(display, "out", Console(width=200, record=True))
+    display.run_table(Result.of(value, tmp_path))
+    said = display.out.export_text()
+    assert "Correctness passed" in said and value["reason"] in said

@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from composing import composed, python, resolved
@@ -253,6 +254,32 @@ def test_every_workload_fits_eight_large_gpus(name):
     check_fits(spec, Machine(cores=8, gpus=8, gpu_memory=80 << 30))
 
 
+@pytest.mark.parametrize("world", ("auto", 2, 4))
+def test_ranks_may_share_the_first_gpu(world):
+    spec = resolved("launch.share_gpu=true", f"world_size={world}", gpus=1)
+    assert (spec.device, spec.world_size) == ("cuda", 2 if world == "auto" else world)
+    machine = Machine(cores=8, gpus=4, gpu_memory=spec.world_size * input_bytes(spec))
+    check_fits(spec, machine)
+    with pytest.raises(InvalidConfig, match=f"for the {spec.world_size} here"):
+        check_fits(spec, replace(machine, gpu_memory=machine.gpu_memory - 1))
+
+
+@pytest.mark.parametrize(
+    "overrides, way_out",
+    [
+        (["check.enabled=false"], "use check.enabled=true"),
+        (["attention=auto"], "name a variant"),
+        (["transport=nccl"], "use transport=symm"),
+        (["launch.nodes=2", "launch.endpoint=node0:29500"], "use launch.nodes=1"),
+        (["launch.fault=1:timing:raise"], "launch.share_gpu=false would give it one"),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_gpu_are_checked_over_symmetric_memory_and_no_more(overrides, way_out):
+    with pytest.raises(InvalidConfig, match=way_out):
+        resolved("launch.share_gpu=true", "world_size=2", *overrides, gpus=1)
+
+
 UNSUPPORTED = [
     (["world_size=4"], 2, "world_size=4", "a GPU of its own and this machine has 2", "world_size=2 or hardware=cpu"),
     (["hardware=cuda", "world_size=3"], 2, "world_size=3", "this machine has 2", "world_size=2 or hardware=cpu"),
@@ -264,6 +291,9 @@ UNSUPPORTED = [
     (["timing.counters=true"], 2, "timing.counters=true", "one process", "world_size=1 on CUDA"),
     (["timing.do_bench=true"], 0, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
     (["timing.do_bench=true"], 2, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
+    (["world_size=2"], 1, "world_size=2", "a GPU of its own", "launch.share_gpu=true would check it without timing it"),
+    (["launch.share_gpu=true"], 0, "launch.share_gpu=true", "no GPU to share", "launch.share_gpu=false works"),
+    (["launch.share_gpu=true", "world_size=2", "attention=rfa_ring"], 1, "attention=rfa_ring", "two ranks on one GPU"),
 ]  # fmt: skip
 
 
