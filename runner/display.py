@@ -12,7 +12,7 @@ from rich.status import Status
 from rich.table import Table
 
 from runner import environment, results
-from runner.record import Baseline, Correctness, Memory, Metrics, PassPhases, Result, Timing
+from runner.record import Baseline, Correctness, During, Memory, Metrics, PassPhases, Result, Timing
 
 
 def _console(stderr: bool) -> Console:
@@ -109,6 +109,8 @@ def run_table(result: Result) -> None:
             out.print(result.reason)
         return
     _time_table(timing, result.metrics, result.baseline)
+    if clocks := _clocks(result.environment.during):
+        out.print(clocks, soft_wrap=True)
     out.print(environment.commit_text(result.environment.git_plain))
     for which, entry in result.phases.items():
         _phase_table(which, entry)
@@ -149,12 +151,25 @@ def _time_table(timing: Timing, metrics: Metrics, baseline: Baseline | None) -> 
         out.print(
             f"timing itself takes {timing.overhead_ms * 1e3:.1f} us, {timing.overhead_share:.1%} of the shortest pass"
         )
+    for which, m in metrics.passes.items():
+        if m.no_sol:
+            out.print(f"no limit of {which}: {m.no_sol}", soft_wrap=True)
     if timing.no_ci95:
         out.print(f"no interval: {timing.no_ci95}")
     if baseline.extrapolated:
         out.print(f"* extrapolated by FLOPs from {baseline.measured_seq_len:,} tokens, which fit one device")
     if baseline.unsupported:
         out.print(f"no single-device baseline: {baseline.unsupported}")
+
+
+def _clocks(during: During) -> str | None:
+    """The GPUs' clocks while timing, and what held them down."""
+    ranges = [gpu.sm_mhz for gpu in during.by_device if gpu.sm_mhz]
+    if not ranges:
+        return None
+    why = sorted({reason for gpu in during.by_device for reason in gpu.throttle_reasons} - {"gpu_idle"})
+    text = f"clocks while timing: {min(r.min for r in ranges):,.0f} to {max(r.max for r in ranges):,.0f} MHz"
+    return f"{text}, held down by {', '.join(why)}" if why else text
 
 
 def _correctness(found: Correctness) -> None:

@@ -192,11 +192,11 @@ def of_torch(device: str) -> dict[str, Any]:
     return found
 
 
-def gpu_uuid(device: int) -> str:
+def gpu_uuid(device: Any) -> str:
     """As nvidia-smi and NVML write it."""
     import torch
 
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
 
 if __name__ == "__main__":  # python -m runner.environment > runner/COMMIT

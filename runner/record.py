@@ -77,6 +77,31 @@ class Git:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Range:
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """What a GPU (`device` is its UUID), or a node's CPU, did while timing."""
+
+    device: str
+    samples: int
+    sm_mhz: Range | None = None
+    power_w: Range | None = None
+    temperature_c: Range | None = None
+    throttle_reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class During:
+    by_device: list[Sampled] = field(default_factory=list)
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Environment:
     started_at: float = 0.0  # Unix time
     argv: list[str] = field(default_factory=list)
@@ -90,6 +115,7 @@ class Environment:
     variables: dict[str, Any] = field(default_factory=dict)
     git: Git | None = None
     gpus_before: list[dict[str, Any]] = field(default_factory=list)
+    during: During = field(default_factory=During)
     gpu: str | None = None
     torch: str | None = None
     cuda: str | None = None
@@ -167,6 +193,7 @@ class PassMetrics:
     limit_ms: float | None = None
     limited_by: str | None = None
     sol: float | None = None
+    no_sol: str | None = None  # why there is none
 
 
 @dataclass(frozen=True, kw_only=True)

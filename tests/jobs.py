@@ -29,7 +29,7 @@ import torch.distributed as dist
 import attention
 from attention.kernels import KERNELS, Call
 from attention.masks import Mask
-from runner import correctness
+from runner import ceilings, correctness, worker
 from runner.rank import Rank
 from runner.schema import Experiment, UnsupportedHere
 from runner.workpiece import AttentionWork, build
@@ -365,6 +365,34 @@ def counted_of_runs(me: Rank, experiments: list[dict[str, Any]]) -> list[dict[st
             received[which] = dict(transport.bytes_received)
         found.append({"name": transport.name, "pulls": transport.pulls, "received": me.gather(received)})
     return found
+
+
+def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dict[str, Any]:
+    """What a run says of limits after an earlier world kept ceilings that are a thousandth of what this machine does."""
+    before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), cache
+    try:
+        dtype = experiment["workload"]["dtype"]
+        true = ceilings.ceilings(me, dtype)
+        if me.rank == 0:
+            (path,) = ceilings.cache_folder().glob("ceilings-*.json")
+            kept = json.loads(path.read_text())
+            path.write_text(json.dumps(kept | {name: kept[name] / 1000 for name in ceilings.RATES}))
+        ceilings._known.clear()
+        ceilings._again.clear()
+        me.barrier()
+        found = worker.run(me, experiment, None)
+        again = worker.run(me, experiment, None)
+    finally:
+        ceilings._known.clear()
+        os.environ.pop("XDG_CACHE_HOME")
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
+    kept = json.loads(path.read_text()) if me.rank == 0 else None
+    return {
+        "true": true,
+        "kept": kept,
+        "runs": [{key: x[key] for key in ("ceilings", "metrics")} for x in (found, again)],
+    }
 
 
 def by_trial(

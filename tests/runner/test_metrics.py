@@ -253,6 +253,9 @@ def test_every_variant_has_metrics_in_every_world(name, world):
         assert bool(entry["received_gb_s"]) == (world > 1 and name != "dense")
 
 
+CEILINGS = {"matmul_tflops": 1e-6, "copy_gb_s": 1e9, "link_gb_s": 1e9}
+
+
 def limits(ms: dict[str, float], **ceilings: float) -> dict[str, dict]:
     return metrics.compute(small("ring"), ms, {"matmul_tflops": 1e9, "copy_gb_s": 1e9, "link_gb_s": 1e9, **ceilings})[
         "passes"
@@ -265,6 +268,18 @@ def test_limit_by_compute_is_that_of_the_busiest_rank():
     assert {entry["limited_by"] for entry in found.values()} == {"compute"}
     assert [found[p]["limit_ms"] for p in found] == pytest.approx([13.312, 33.28, 46.592])
     assert [found[p]["sol"] for p in found] == pytest.approx([0.5, 1.0, 0.5])
+
+
+def test_no_share_is_said_of_a_limit_that_a_pass_was_faster_than():
+    # the limit is 13.312 ms: 102% may be an error of measurement, 400% is none
+    found = metrics.compute(small("ring"), {"forward": 13.05, "backward": 8.32}, CEILINGS)
+    assert metrics.exceeds(found)
+    passes = metrics.without_exceeded(found)["passes"]
+    assert passes["forward"]["sol"] == pytest.approx(1.02, abs=1e-3) and "no_sol" not in passes["forward"]
+    assert passes["backward"]["sol"] is None
+    assert passes["backward"]["no_sol"].startswith("400% of what the matrix product measured here allows")
+    assert not metrics.exceeds(metrics.compute(small("ring"), {"forward": 13.05}, CEILINGS))
+    assert not metrics.exceeds(metrics.compute(small("ring"), {"forward": 13.05}, None))
 
 
 def test_limit_by_memory_counts_each_blocks_inputs_and_outputs_once():

@@ -1,0 +1,209 @@
+"""Clocks, power, temperature and what holds clocks down, sampled while something is timed: by a process of its own beside one
+rank of each node, so that no rank's Python is held up. Standard library only: the process starts in some 20 ms."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import select
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+PERIOD_S = {"cuda": 0.1, "cpu": 0.25}
+ANSWER_S = 5.0  # a sampler that takes longer is given up
+REASONS = {  # NVML's bits
+    0x1: "gpu_idle",
+    0x2: "applications_clocks_setting",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+Reading = dict[str, dict[str, Any]]  # by GPU, or of the CPU: what was read at one time
+
+
+def reasons(bits: int) -> list[str]:
+    """The names of what holds a GPU's clocks down."""
+    return [REASONS.get(1 << i, f"bit {i}") for i in range(bits.bit_length()) if bits >> i & 1]
+
+
+def summary(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
+    """Of each GPU or the CPU: how many samples, min, median and max of each number, and every throttle reason that was seen."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for reading in readings for name in reading):
+        taken = [reading[name] for reading in readings if name in reading]
+        entry: dict[str, Any] = {"samples": len(taken)}
+        for key in dict.fromkeys(key for each in taken for key in each):
+            values = [each[key] for each in taken if each.get(key) is not None]
+            if key == "throttle_reasons":
+                entry[key] = sorted({reason for bits in values for reason in reasons(bits)})
+            else:
+                numbers = (
+                    {"min": min(values), "median": statistics.median(values), "max": max(values)} if values else None
+                )
+                entry[key] = numbers
+        found[name] = entry
+    return found
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def read_cpu() -> Reading:
+    """MHz, the mean over the cores, the load average of a minute, and how many threads run just now."""
+    mhz = [float(x) for x in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", _text("/proc/cpuinfo"), re.MULTILINE)]
+    load = _text("/proc/loadavg").split()
+    return {
+        "cpu": {
+            "mhz": statistics.fmean(mhz) if mhz else None,
+            "load": float(load[0]) if load else None,
+            "running": int(load[3].split("/")[0]) if load else None,
+        }
+    }
+
+
+class Nvml:
+    """The few questions to NVIDIA's driver, by its library. Raises OSError without it, or where it can't start."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libnvidia-ml.so.1")
+        if status := self.library.nvmlInit_v2():
+            raise OSError(f"nvmlInit_v2: status {status}")
+        count = self._number(ctypes.c_uint, "nvmlDeviceGetCount_v2") or 0
+        handles = [
+            self._number(ctypes.c_void_p, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(i)) for i in range(count)
+        ]
+        self.gpus = {self._uuid(handle): ctypes.c_void_p(handle) for handle in handles if handle}
+
+    def _number(self, kind: Any, function: str, *arguments: Any) -> int | None:
+        """What the function writes into its last argument; None where this GPU or driver does not say it."""
+        value = kind()
+        call = getattr(self.library, function, None)
+        return value.value if call is not None and call(*arguments, ctypes.byref(value)) == 0 else None
+
+    def _uuid(self, handle: int) -> str:
+        text = ctypes.create_string_buffer(96)
+        self.library.nvmlDeviceGetUUID(ctypes.c_void_p(handle), text, ctypes.c_uint(len(text)))
+        return text.value.decode()
+
+    def read(self) -> Reading:
+        """MHz, W, degrees Celsius and the bits of the throttle reasons of every GPU."""
+        return {uuid: self._of(gpu) for uuid, gpu in self.gpus.items()}
+
+    def _of(self, gpu: ctypes.c_void_p) -> dict[str, Any]:
+        def number(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
+            return self._number(kind, function, gpu, *map(ctypes.c_uint, arguments))
+
+        power = number("nvmlDeviceGetPowerUsage")
+        bits = number("nvmlDeviceGetCurrentClocksEventReasons", kind=ctypes.c_ulonglong)
+        if bits is None:  # as it is called before driver 535
+            bits = number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)
+        return {
+            "sm_mhz": number("nvmlDeviceGetClockInfo", 1),
+            "memory_mhz": number("nvmlDeviceGetClockInfo", 2),
+            "power_w": power / 1000 if power is not None else None,
+            "temperature_c": number("nvmlDeviceGetTemperature", 0),
+            "throttle_reasons": bits,
+        }
+
+
+def serve(device: str) -> None:
+    """The process: between a line `start` and a line `stop` it samples, and then answers with a line of JSON. Ends with its
+    input."""
+    period = PERIOD_S[device]
+    try:
+        read: Callable[[], Reading] = Nvml().read if device == "cuda" else read_cpu
+    except (OSError, AttributeError) as error:
+        print(json.dumps({"unavailable": f"NVML: {error}"}), flush=True)
+        return
+    readings: list[Reading] | None = None
+    while True:
+        ready, _, _ = select.select([sys.stdin], [], [], period if readings is not None else None)
+        if not ready:
+            assert readings is not None
+            readings.append(read())
+            continue
+        words = os.read(sys.stdin.fileno(), 4096).split()
+        if not words:
+            return
+        if words[-1] == b"start":  # what came before it was of a stretch that failed
+            readings = [read()]
+        else:
+            found = [*(readings or ()), read()]
+            readings = None
+            print(json.dumps({"period_ms": period * 1e3, "of": summary(found)}), flush=True)
+
+
+class Sampler:
+    """This side of that process. Where it can't be had, or is lost, it says so instead of samples."""
+
+    def __init__(self, device: str):
+        command = [sys.executable, "-I", "-S", __file__, device, str(os.getpid())]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.input, self.output = self.process.stdin, self.process.stdout
+
+    def ask(self, word: str) -> None:
+        with suppress(OSError):  # where it has ended, what it said last is still there
+            self.input.write(word.encode() + b"\n")
+
+    def answer(self) -> dict[str, Any]:
+        ready, _, _ = select.select([self.output], [], [], ANSWER_S)
+        try:
+            return json.loads(self.output.readline()) if ready else {"unavailable": f"no answer in {ANSWER_S:g} s"}
+        except ValueError:
+            return {"unavailable": "the sampler ended"}
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.input.close()
+        self.output.close()
+
+
+_samplers: dict[str, Sampler] = {}  # by device, as long as the process lives
+
+
+@contextmanager
+def sampling(device: str, here: bool) -> Iterator[dict[str, Any]]:
+    """Samples while within; what was found is in the dict afterwards: `period_ms` and `of`, by GPU or `cpu` as `summary` has it,
+    or `unavailable`, why there is nothing. `here`: whether this is the process that samples for its node."""
+    found: dict[str, Any] = {}
+    if not here:
+        yield found
+        return
+    try:
+        if device not in _samplers:
+            _samplers[device] = Sampler(device)
+    except OSError as error:
+        yield found
+        found["unavailable"] = str(error)
+        return
+    sampler = _samplers[device]
+    sampler.ask("start")
+    yield found
+    sampler.ask("stop")
+    found |= sampler.answer()
+    if "unavailable" in found:
+        _samplers.pop(device).close()
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its rank, however that ends
+    if os.getppid() == int(sys.argv[2]):
+        serve(sys.argv[1])
