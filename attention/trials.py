@@ -4,7 +4,8 @@ fastest is taken. For what no model knows, of which the host's speed of the day 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,16 +52,27 @@ def by_trial(
                 if e.graphs == replayed:
                     variant, options = VARIANTS[e.candidate.variant], dict(e.candidate.options)
                     fn = ContextParallel(variant, group, kernel, e.transport, deterministic, options, replayed)
-                    reason = _refused(fn, inputs)
-                    if reason is not None:
-                        left_out[e.label] = reason
-                    else:
-                        functions[e.label] = fn
-            found |= _timed(functions, inputs)
-            for fn in functions.values():
-                if fn.replays is not None:
-                    fn.replays.forget()
+                    functions[e.label] = fn
+            ms, refused = _tried(functions, inputs)
+            found, left_out = found | ms, left_out | refused
     return replace(choice, left_out=left_out, tried=dict(sorted(found.items(), key=lambda item: item[1])))
+
+
+@dataclass(frozen=True)
+class Tried:
+    """By label the ms of an iteration of what was tried, on the slowest rank, the fastest first; and why the rest could not be
+    run."""
+
+    ms: dict[str, float]
+    left_out: dict[str, str]
+
+
+def fastest(functions: Mapping[str, ContextParallel], task: Task, *, device: torch.device, dtype: torch.dtype) -> Tried:
+    """Which of functions by label, all over one group, is the fastest on random inputs of the task's shapes. Collective; memory
+    and errors as of `by_trial`."""
+    with torch.inference_mode(False), torch.enable_grad(), captures_undone():
+        ms, left_out = _tried(functions, _Inputs(task, device, dtype))
+    return Tried(dict(sorted(ms.items(), key=lambda item: item[1])), left_out)
 
 
 def contenders(choice: Choice, most: int) -> list[Estimate]:
@@ -72,6 +84,16 @@ def contenders(choice: Choice, most: int) -> list[Estimate]:
             first.setdefault((e.candidate.variant, e.graphs), e)
     launched = {name: e for (name, replayed), e in first.items() if not replayed}
     return [e for (name, replayed), e in first.items() if not (replayed and name in launched) or launched[name].late]
+
+
+def _tried(functions: Mapping[str, ContextParallel], inputs: _Inputs) -> tuple[dict[str, float], dict[str, str]]:
+    """The ms of those that can be run, and why the others can't."""
+    reasons = {label: _refused(fn, inputs) for label, fn in functions.items()}
+    found = _timed({label: fn for label, fn in functions.items() if reasons[label] is None}, inputs)
+    for fn in functions.values():
+        if fn.replays is not None:
+            fn.replays.forget()
+    return found, {label: reason for label, reason in reasons.items() if reason is not None}
 
 
 def _timed(functions: dict[str, ContextParallel], inputs: _Inputs) -> dict[str, float]:

@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal
 
 from attention import layouts, schedules
@@ -19,8 +19,16 @@ Exchange = Literal["ring", "gather", "all_to_all", "tree", "peer"]  # peer: a pa
 GROUPINGS = ("separate", "packed", "fused")
 REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical")
 RINGS = ("zigzag", "contiguous")
+BEST = "best"  # of an option on the command line: the fastest of its choices
 ROTATES = ("allgather", "alltoall")
 CP_COMM_TYPES = ("p2p", "all_gather")
+LISTED = {  # options by name, and their values
+    "grouping": GROUPINGS,
+    "reduce": REDUCTIONS,
+    "ring": RINGS,
+    "rotate": ROTATES,
+    "cp_comm_type": CP_COMM_TYPES,
+}
 
 
 @dataclass(frozen=True)
@@ -150,17 +158,54 @@ class Variant:
             return dict(options)
         return {**options, "reduce": "fused" if writable else "packed"}
 
+    def choices(self, option: str, kv_heads: int, world: int) -> list[Any]:
+        """The values of an option among which "best" decides. Raises ValueError for an option that has no list of them."""
+        if option in self.options:
+            if option in ("ulysses_size", "node_size"):
+                return divisors(world)
+            if option in ("heads_k_stride", "head_parts"):
+                return divisors(kv_heads)
+            if option in LISTED:
+                return list(LISTED[option])
+            if option == "own_first":
+                return [True, False]
+        able = [name for name in self.options if name != "n_groups"]
+        raise ValueError(
+            f"{option}={BEST}: {self.name} has no list of its values; best may be {', '.join(able) or 'none'}"
+        )
+
+    def settings(
+        self,
+        options: Mapping[str, Any],
+        heads: int,
+        kv_heads: int,
+        cu_seqlens: CuSeqlens,
+        world: int,
+        mask: Mask,
+        q_tokens: int | None = None,
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The options with each combination of choices in place of "best" that this variant can do, and of the others, by
+        `setting_label`, why not. Raises ValueError where none can be done."""
+        open_ = [name for name, value in options.items() if value == BEST]
+        able: list[dict[str, Any]] = []
+        left_out: dict[str, str] = {}
+        for values in product(*(self.choices(name, kv_heads, world) for name in open_)):
+            setting = {**options, **dict(zip(open_, values, strict=True))}
+            try:
+                self.problem(cu_seqlens, world, mask, setting, q_tokens)
+                self.check_options(setting, heads, kv_heads, world)
+                able.append(setting)
+            except ValueError as error:
+                left_out[setting_label(setting, open_)] = str(error)
+        if not able:
+            raise ValueError(next(iter(left_out.values())))
+        return able, left_out
+
     def check_options(self, options: Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
         """Raises ValueError for an option's value that does not go with these heads in this world."""
         if "heads_k_stride" in options:
             check_stride(options["heads_k_stride"], kv_heads)
-        for name, known in (
-            ("grouping", GROUPINGS),
-            ("reduce", REDUCTIONS),
-            ("ring", RINGS),
-            ("rotate", ROTATES),
-            ("cp_comm_type", CP_COMM_TYPES),
-        ):
+        for name, known in LISTED.items():
             open_to = (None, *known) if name == "reduce" else known
             if name in options and options[name] not in open_to:
                 raise ValueError(f"{name}={options[name]}: {nearest(str(options[name]), known)}")
@@ -386,6 +431,10 @@ def _grouped_layout(options: Mapping[str, Any], cu_seqlens: CuSeqlens, world: in
         near = max(n, round(lengths[0] / n) * n)
         raise ValueError(f"seq_len={lengths[0]}: must be a multiple of n_groups={n}; {near} would work")
     return layouts.chunked(n)
+
+
+def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:
+    return " ".join(f"{name}={options[name]}" for name in names)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -58,12 +58,14 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What `auto` took. `variant` and what follows it only with attention=auto."""
+    """What `auto` took, or the settings of options that were best. `variant` and what follows it only with attention=auto."""
 
     kernel: str
     transport: str
     note: str | None = None
     passed_over: dict[str, str] = field(default_factory=dict)
+    settings_ms: dict[str, float] = field(default_factory=dict)  # the fastest first
+    settings_left_out: dict[str, str] = field(default_factory=dict)
     variant: str | None = None
     graphs: bool = False
     why: str | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from attention.masks import Mask
 from attention.peers import PEERS
-from attention.variants import everything
+from attention.variants import BEST, everything, setting_label
 from runner import record, results
 from runner.record import Environment, Method, PassTimes, Result
 
@@ -117,6 +117,10 @@ def _run(value: Result) -> Run:
         if config.get("graphs") == "auto" and value.chosen.graphs:
             took += " graphs=true"
         options = {}
+    best = [name for name, asked_for in value.group("attention").items() if asked_for == BEST and name in options]
+    if value.chosen and best:  # which may be another in each workload
+        took = setting_label(options, best)
+        options = options | dict.fromkeys(best, BEST)
     facts = {
         "attention": row["attention"],
         "config": row["config"],

@@ -21,7 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from attention import choice, costs
 from attention.masks import Mask
-from attention.variants import Variant, check_heads, everything, variant
+from attention.variants import BEST, Variant, check_heads, everything, variant
 from runner import environment, folders
 from runner.groups import groups
 from runner.values import LARGEST, InvalidConfig, UnsupportedHere, above_zero, one_of, shown, whole
@@ -470,8 +470,8 @@ def _check_variant(run: Resolved) -> None:
         if run.variant is None:
             _check_automatic(work, world, run.options, run.mode)
         else:
-            run.variant.problem(work.cu_seqlens, world, work.mask, run.options, work.q_len)
-            run.variant.check_options(run.options, work.heads, work.kv_heads, world)
+            about = work.heads, work.kv_heads, work.cu_seqlens, world, work.mask, work.q_len
+            run.variant.settings(run.options, *about)
     except ValueError as error:
         drawn = work.seqlens is not None and run.cfg.seqlens == "random"
         way_out = (
@@ -503,9 +503,11 @@ def _check_graphs(run: Resolved) -> None:
             f"graphs={shown(graphs)} timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
         )
     if _tried(run.cfg) and method == "cudagraph":
-        raise InvalidConfig(
-            f"attention.trials={run.cfg.attention.trials} timing=cudagraph: trials are launched by the host; use attention.trials=null"
-        )
+        asked, way_out = f"attention.trials={run.cfg.attention.get('trials')}", "attention.trials=null"
+        if run.variant is not None:
+            option = next(name for name, value in run.options.items() if value == BEST)
+            asked, way_out = f"attention.{option}={BEST}", "one of its values"
+        raise InvalidConfig(f"{asked} timing=cudagraph: trials are launched by the host; use {way_out}")
 
 
 def _check_device(run: Resolved) -> None:
@@ -577,8 +579,10 @@ def _check_layers(run: Resolved) -> None:
 
 
 def _tried(cfg: DictConfig) -> bool:
-    """Whether candidates of attention=auto are run before one is taken."""
-    return bool(cfg.attention.name == choice.AUTO and cfg.attention.trials is not None)
+    """Whether candidates are run before one is taken: of attention=auto, or of options that are best."""
+    if cfg.attention.name == choice.AUTO:
+        return cfg.attention.trials is not None
+    return BEST in cfg.attention.values()
 
 
 def _check_automatic(work: Workload, world: int, options: dict[str, Any], mode: str) -> None:
@@ -732,7 +736,7 @@ def _check_fault(run: Resolved) -> None:
     one_of("launch.fault's phase", parts[1], PHASES)
     checked = (cfg.check.enabled, "check.enabled=true")
     there = {
-        "trials": (_tried(cfg), "attention=auto attention.trials=2"),
+        "trials": (_tried(cfg), "attention=auto attention.trials=2, or an option that is best,"),
         "check_variant": checked,
         "check_reference": checked,
         "check_compare": checked,

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from attention import automatic, costs, graphs, transports
-from attention.choice import AUTO, Choice
+from attention.choice import AUTO, Choice, Task
 from attention.choice import ceilings as choose_ceilings
 from attention.kernels import Shape, passed_over
 from attention.peers.calls import served
 from attention.phases import Recorder, recording
 from attention.schedules import masks
+from attention.trials import Tried, fastest
+from attention.variants import BEST, setting_label, variant
 from runner import ceilings, environment, metrics, phases, profile, sampler, timing
 from runner.correctness import check, kept_bytes
 from runner.rank import Rank, memory_limit
@@ -28,7 +30,7 @@ from runner.rank import is_out_of_memory as _oom
 from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
 from runner.statistics import OVERHEAD, Samples, of_ranks, slowest, summarize
 from runner.timing import CpuStopwatch, CudaStopwatch, Stopwatch
-from runner.workpiece import AttentionWork, Layers, build, decide, other_orders
+from runner.workpiece import DTYPES, AttentionWork, Layers, build, decide, other_orders
 
 PHASE_RUNS = 15  # at most; a slow run records fewer
 PHASES_S = 0.2
@@ -65,6 +67,11 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         spec = _decided(spec, choice)
         result["experiment"] = spec.plain()
         me.say("prepare")
+    tried: Tried | None = None
+    if BEST in spec.options.values():
+        spec, tried = _best(me, spec)
+        result["experiment"] = spec.plain()
+        me.say("prepare")
     work = _together(me, lambda: AttentionWork(me, spec, build(spec)))
     if work.plan.options != spec.options:  # some were left open
         spec = replace(spec, options=work.plan.options)
@@ -72,6 +79,8 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     transport = work.plan.transport
     result["chosen"] = {"kernel": work.plan.kernel.name, "transport": transport.name, "note": transport.note}
     result["chosen"] |= choice.plain() if choice else {}
+    if tried is not None:
+        result["chosen"] |= {"settings_ms": tried.ms, "settings_left_out": tried.left_out}
     peer = work.fn.variant.exchange == "peer"
     if peer:
         result["chosen"]["note"] = served(spec.variant, work.plan.kernel.name)
@@ -155,6 +164,34 @@ def _decided(spec: Experiment, choice: Choice) -> Experiment:
     transport = best.transport if spec.world_size > 1 else spec.transport
     options = dict(best.candidate.options)
     return replace(spec, variant=best.candidate.variant, options=options, transport=transport, graphs=best.graphs)
+
+
+def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
+    """The experiment with the fastest of the settings in question, on every rank the same, and what was tried. Raises
+    UnsupportedHere where none can be run."""
+    work, chosen = spec.workload, variant(spec.variant)
+    about = work.heads, work.kv_heads, work.cu_seqlens, spec.world_size, work.mask, work.q_len
+    settings, left_out = chosen.settings(spec.options, *about)
+    names = [name for name, value in spec.options.items() if value == BEST]
+    shapes, backward = metrics.shapes(spec), spec.mode == "forward_backward"
+    each_s = _rough_s(me, spec, max(costs.rank_flops(chosen.problem(*about[2:5], settings[0], work.q_len), shapes)))
+    me.say("trials", each_s * len(settings) * (LEADING + TRIAL_RUNS))
+    specs = {setting_label(setting, names): replace(spec, options=setting) for setting in settings}
+    functions = _together(me, lambda: {label: build(each) for label, each in specs.items()})
+    task = Task(work.cu_seqlens, me.world, work.mask, shapes, bool(work.seqlens), backward, work.q_len)
+    found = fastest(functions, task, device=me.device, dtype=DTYPES[work.dtype])
+    found = me.agree(Tried(found.ms, left_out | found.left_out))
+    if not found.ms:
+        raise UnsupportedHere("; ".join(f"{label}: {why}" for label, why in found.left_out.items()))
+    transports.release()  # so that what others exchanged through is not counted as what the chosen one holds
+    _empty_caches(me)
+    return specs[next(iter(found.ms))], found
+
+
+def _rough_s(me: Rank, spec: Experiment, forward_flops: float) -> float:
+    """Seconds of an iteration, by the matrix product's rate, of which a kernel does a third at least."""
+    flops = forward_flops * (1 + costs.BACKWARD if spec.mode == "forward_backward" else 1)
+    return 3 * flops / ceilings.ceilings(me, spec.workload.dtype)["matmul_tflops"] / 1e12
 
 
 def _together(me: Rank, make: Any) -> Any:
@@ -493,7 +530,6 @@ def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
 
 def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, str]:
     from attention.function import ContextParallel
-    from attention.variants import variant
 
     chosen = variant(spec.variant)
     fn = ContextParallel(chosen, None, spec.kernel, "auto", spec.deterministic, dict(chosen.options))

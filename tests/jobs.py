@@ -367,6 +367,13 @@ def counted_of_runs(me: Rank, experiments: list[dict[str, Any]]) -> list[dict[st
     return found
 
 
+def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
+    """A run as the program does it, what every rank says of the settings, and how it is on the others."""
+    found = worker.run(me, experiment, None)
+    found["everyone"] = me.gather([found["experiment"]["options"], found["chosen"]])
+    return found
+
+
 def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dict[str, Any]:
     """What a run says of limits after an earlier world kept ceilings that are a thousandth of what this machine does."""
     before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), cache

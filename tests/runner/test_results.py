@@ -24,7 +24,7 @@ BEGUN = tuple({start for span in SPANS for start in re.findall(r"(\w+_)<", span)
 # under these stand names that are not ours, or the configuration's
 OPEN = {
     "config", "experiment", "options", "variables", "packages", "stage_seconds", "estimates_ms", "tried_ms", "left_out",
-    "gpus_before", "gpus_after", "passed_over",
+    "gpus_before", "gpus_after", "passed_over", "settings_ms", "settings_left_out",
 }  # fmt: skip
 
 NAN, INF = float("nan"), float("inf")
