@@ -19,7 +19,7 @@ from pathlib import Path
 
 from runner import report_charts, report_page, report_runs, report_tables
 from runner.report_runs import Run
-from runner.results import write_atomically
+from runner.results import escaped, write_atomically
 
 PROGRAM = "python -m runner.report"
 MADE_BY = re.compile(r"^Made by `python -m runner\.report (?P<arguments>[^`]*)`", re.MULTILINE)
@@ -73,7 +73,7 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
     sweeps: dict[Path, list[Run]] = {}
     for run in runs:
         sweeps.setdefault(out if options.together else run.folder.parent, []).append(run)
-    parts, lines = [], [f"# {out.resolve().name}", ""]
+    parts, lines = [], [f"# {escaped(out.resolve().name)}", ""]
     for number, (folder, found) in enumerate(sorted(sweeps.items())):
         title = str(folder) if len(sweeps) > 1 else "Runs"
         prefix = f"{_file_name(folder, sweeps)}_" if len(sweeps) > 1 else ""
@@ -87,7 +87,7 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
         environment = report_tables.environment_table(found)
         specs = {kind: chart.to_dict() for kind, chart in charts.items()}
         parts.append(report_page.Part(title, summary, tables, environment, specs, lacking if number == 0 else None))
-        lines += [f"## {title}", "", *(f"{line}  " for line in summary.splitlines()), ""]
+        lines += [f"## {escaped(title)}", "", *(f"{escaped(line)}  " for line in summary.splitlines()), ""]
         for heading, table in tables.items():
             lines += [f"### {heading}", "", table.markdown()]
         for kind, chart in charts.items():
@@ -123,7 +123,7 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
         table.notes += report_tables.failures(runs)
     picture = "" if options.chart == "none" else _picture(runs, options)
     unit = f" Times in ms ({options.which.replace('_', ' ')})." if options.table == "comparison" else ""
-    said = f"{report_tables.machine(runs)}; {report_tables.same(runs)}.{unit}"
+    said = escaped(f"{report_tables.machine(runs)}; {report_tables.same(runs)}.{unit}")
     made = f"Made by `{PROGRAM} {shlex.join(arguments)}`."
     body = "\n".join([said, "", table.markdown(), *([picture, ""] if picture else []), made])
     write_atomically(file, pattern.sub(lambda found: f"{found[1]}\n{body}\n{found[3]}", text))

@@ -63,5 +63,5 @@ def page(title: str, parts: Sequence[Part]) -> str:
 
 
 def _embed(specs: list[dict[str, Any]]) -> str:
-    safe = json.dumps(specs).replace("</", "<\\/")  # a script ends at </script>, wherever it stands
+    safe = json.dumps(specs).replace("<", "\\u003c")  # neither </script> nor <!--<script> may stand in a script
     return f"{safe}.forEach((spec, i) => vegaEmbed('#chart' + i, spec, {{actions: false, renderer: 'svg'}}));"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from runner.report_runs import (
     sortable,
     varying_options,
 )
+from runner.results import escaped, markdown_row
 from runner.statistics import OVERHEAD
 
 PASSES = ("forward", "backward", "total")
@@ -41,8 +42,9 @@ class Table:
 
     def markdown(self) -> str:
         rule = ["---" if title in self.left else "---:" for title in self.titles]
-        lines = [_line(self.titles), "|" + "|".join(rule) + "|", *(_line(row) for row in self.rows)]
-        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)]) + "\n"
+        lines = [markdown_row(self.titles), "|" + "|".join(rule) + "|", *(markdown_row(row) for row in self.rows)]
+        notes = ("\n".join(escaped(line) for line in note.split("\n")) for note in self.notes)
+        return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
     def html(self) -> str:
         def cell(tag: str, title: str, text: str) -> str:
@@ -57,10 +59,6 @@ class Table:
         body = "\n".join(f"<tr>{row}</tr>" for row in rows)
         notes = "".join(f"<p>{html.escape(note).replace('`', '')}</p>" for note in self.notes)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{notes}'
-
-
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def digits(value: float | None) -> str:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,16 @@ def cells(entry: dict[str, Any]) -> list[str]:
     return [template.format(entry[key]) if entry.get(key) is not None else "" for key, _, template in SHOWN]
 
 
+def escaped(text: str) -> str:
+    """One line of Markdown that shows the text, whatever HTML is in it."""
+    return re.sub(r"[\r\n]+", " ", text).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def markdown_row(texts: Iterable[str]) -> str:
+    """A row of a Markdown table; what is in a cell stays in it."""
+    return "| " + " | ".join(escaped(text).replace("|", "\\|") for text in texts) + " |"
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The columns in which any run has something, and of some those in which the runs differ."""
     shown = [
@@ -319,9 +330,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         for i, (key, *_) in enumerate(SHOWN)
         if (differ(rows, key) if key in WHERE_DIFFERENT else any(entry.get(key) is not None for entry in rows))
     ]
-    lines = ["| " + " | ".join(SHOWN[i][1] for i in shown) + " |", "|" + " --- |" * len(shown)]
-    lines += ["| " + " | ".join(cells(entry)[i] for i in shown) + " |" for entry in rows]
+    lines = [markdown_row(SHOWN[i][1] for i in shown), "|" + " --- |" * len(shown)]
+    lines += [markdown_row(cells(entry)[i] for i in shown) for entry in rows]
     lines += [f"\n{remark}" for remark in remarks(rows)]
-    failed = [entry for entry in rows if entry["status"] != "ok" or entry["reason"]]
-    lines += [""] + [f"- `{entry['name']}`: {entry['status']}: {entry['reason']}" for entry in failed] if failed else []
+    told = [entry for entry in rows if entry["status"] != "ok" or entry["reason"]]
+    said = [f"- `{entry['name']}`: {entry['status']}: {escaped(entry['reason'] or '')}" for entry in told]
+    lines += ["", *said] if said else []
     return "\n".join(lines) + "\n"

@@ -1,0 +1,160 @@
+"""A packed sweep: a few files in place of a folder a run, with every number, read as the folders are."""
+
+import csv
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from test_report import result, written
+
+from runner import app, compare, pack, record, report, report_runs, results
+
+ROOT = Path(__file__).parents[2]
+PACKS = sorted(path.parent for path in ROOT.glob("results/*/*/results.parquet"))
+KERNELS = ["rank", "kernel", "calls", "total_ms", "mean_us"]
+
+
+def swept(folder: Path) -> Path:
+    """Four runs, one refused; two have samples and phases, one a table of kernels."""
+    written(folder, *(result(name, ms) for name, ms in (("zigzag", 2.0), ("ring", 3.1), ("ulysses", 1 / 3))))
+    written(folder, result("usp", None, status="unsupported", reason="no <GPU> | here"))
+    for number, path in enumerate(sorted(folder.glob("*/result.json"))[:2]):
+        samples = [{"forward": [(i + number) / 7 for i in range(9)], "backward": [1e-7, 123456.789]}] * 2
+        results.write_samples(path.parent / "samples.parquet", samples)
+        rows = [
+            {"iteration": i, "rank": 1, "pass": "forward", "phase": "comm_kv", "step": -1, "ms": (i + 1) / 3}
+            for i in range(5)
+        ]
+        results.write_csv(path.parent / "phases.csv", rows, app.PHASE_COLUMNS)
+    kernels = [{"rank": 0, "kernel": 'a, "b" <c>', "calls": 3, "total_ms": 0.1, "mean_us": 1e3 / 3}]
+    results.write_csv(path.parent / "kernels.csv", kernels, KERNELS)
+    return folder
+
+
+def read_back(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def assert_same(run: Path, packed: Path) -> None:
+    """Every value of the run's files stands in the pack; the files are read here by other means than the pack's."""
+    frames = {
+        kind: pq.read_table(packed / f"{kind}.parquet")
+        for kind in ("results", *pack.TABLES)
+        if (packed / f"{kind}.parquet").exists()
+    }
+    stored = dict(zip(frames["results"]["name"].to_pylist(), frames["results"]["result"].to_pylist(), strict=True))
+    assert json.loads(stored[run.name]) == json.loads((run / "result.json").read_text())
+    for kind, name in pack.TABLES.items():
+        if not (run / name).exists():
+            continue
+        if name.endswith(".csv"):
+            with (run / name).open(newline="") as file:
+                expected = [{key: read_back(x) for key, x in row.items()} for row in csv.DictReader(file)]
+        else:
+            expected = pq.read_table(run / name).to_pylist()
+        found = [row for row in frames[kind].to_pylist() if row.pop("run") == run.name]
+        assert found == expected and [list(row) for row in found[:1]] == [list(row) for row in expected[:1]]
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    return swept(tmp_path / "sweep")
+
+
+def test_every_number_is_in_the_pack(sweep, tmp_path, capsys):
+    assert pack.main([str(sweep), "--into", str(tmp_path / "packed")]) == 0
+    assert "4 runs packed, read back and the same" in capsys.readouterr().out
+    packed = tmp_path / "packed" / "sweep"
+    for path in sweep.glob("*/result.json"):
+        assert_same(path.parent, packed)
+    assert {path.name for path in packed.iterdir()} == {
+        "results.parquet", "samples.parquet", "phases.parquet", "kernels.parquet", "summary.md",
+    }  # fmt: skip
+    assert pq.read_table(packed / "results.parquet").column("total_ms").to_pylist().count(None) == 1
+
+
+def test_a_pack_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_path, capsys):
+    def tables() -> list[str]:
+        runs = report_runs.read([sweep])
+        return [
+            report.report_tables.runs_table(runs).markdown(),
+            report.report_tables.comparison_table(runs).markdown(),
+        ]
+
+    folders, before = sorted(path.parent for path in sweep.glob("*/result.json")), tables()
+    rows = results.sweep_rows(sweep)
+    samples = {run.name: pack.table_of(run, "samples") for run in record.read_results(sweep)[0]}
+    assert pack.main([str(sweep), "--remove"]) == 0
+    assert not any(folder.exists() for folder in folders)
+    assert tables() == before and results.sweep_rows(sweep) == rows
+    assert {run.name: pack.table_of(run, "samples") for run in record.read_results(sweep)[0]} == samples
+    assert compare.main([str(sweep), str(sweep)]) == 0
+    assert [app._earlier(folder, "0").status for folder in folders].count("ok") == 3
+    assert app._earlier(folders[0], "another") is None and "this run's is another" in capsys.readouterr().err
+    # a run that was done again goes before the packed one, and is packed in its place
+    again = app._earlier(folders[0], "0").plain | {"status": "crash", "reason": "again", "timing": None}
+    results.write_result(folders[0], again)
+    assert [run.status for run in record.read_results(sweep)[0]].count("crash") == 1
+    assert pack.main([str(sweep), "--remove"]) == 0
+    found = {run.name: run.status for run in record.read_results(sweep)[0]}
+    assert len(found) == 4 and found[folders[0].name] == "crash"
+    packed = pq.read_table(sweep / "samples.parquet")
+    assert set(packed["run"].to_pylist()) == {folders[1].name}  # of the run that was done again there are none
+
+
+def test_a_pack_that_is_damaged_is_named_and_what_lies_beside_it_is_read(sweep, tmp_path, capsys):
+    assert pack.main([str(sweep), "--into", str(tmp_path / "packs")]) == 0
+    written(tmp_path / "packs" / "other", result("zigzag", 2.0))
+    path = tmp_path / "packs" / "sweep" / "results.parquet"
+    for content in (b"", b"PAR1 and no more", path.read_bytes()[:-9]):
+        path.write_bytes(content)
+        found, problems = record.read_results(tmp_path / "packs")
+        assert len(found) == 1
+        assert str(problems[0]).startswith(f"{path}: left out: is no pack of results") and len(problems) == 1
+        assert len(report_runs.read([tmp_path / "packs"])) == 1
+    assert f"{path}: left out: is no pack of results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda folder: folder.mkdir(), "no run's folder with a result.json in it"),
+        (lambda folder: results.write_result(folder / "renamed", result("ring", 2)), "holds the run ring_w4_"),
+        (
+            lambda folder: written(folder, result("ring", 2) | {"status": "fine"}),
+            'is "fine"; remove it, or run it again',
+        ),
+    ],
+)
+def test_what_cannot_be_packed_is_one_clear_line_and_nothing_is_removed(tmp_path, capsys, made, said):
+    folder = tmp_path / "s"
+    made(folder)
+    before = sorted(folder.rglob("*"))
+    assert pack.main([str(folder), "--remove"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("folder", PACKS, ids=lambda path: str(path.relative_to(ROOT / "results")))
+def test_the_packs_of_the_results_are_whole(folder):
+    """Each run is a result, and the medians of the samples packed beside it are those that it states."""
+    from runner.statistics import quantile
+
+    found, problems = record.read_results(folder)
+    assert found and not problems
+    for run in [run for run in found if run.status == "ok"][:2]:
+        slowest: dict[tuple[str, int], float] = {}
+        for sample in pack.table_of(run, "samples"):
+            at = (sample["pass"], sample["iteration"])
+            slowest[at] = max(slowest.get(at, 0.0), sample["ms"])
+        for which, summary in run.timing.passes.items():
+            if which != "total":
+                ms = sorted(x for (name, _), x in slowest.items() if name == which)
+                assert (len(ms), quantile(ms, 0.5)) == (summary.n, summary.median)
