@@ -210,7 +210,7 @@ def _run(arguments: list[str]) -> int:
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
     from runner import app, display, results
-    from runner.values import shown
+    from runner.values import Refused, shown
 
     stops = Stops()
     try:
@@ -220,6 +220,8 @@ def _run(arguments: list[str]) -> int:
             how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
             display.err.print(f"{how}; what was finished is recorded")
             return stops.exit_status
+        if isinstance(error, Refused):
+            return refuse(message(error), arguments)
         if traced or isinstance(error, SystemExit):
             raise
         if isinstance(error, OSError) and not isinstance(error, HydraException):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import secrets
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
 from attention import peers
-from runner import counters, display, environment, metrics, record, results
+from runner import counters, display, environment, metrics, record, results, sweep
 from runner.launch import Outcome, Pool, WorldSpec, cores
 from runner.record import Problem, Result
 from runner.schema import (
@@ -37,36 +35,35 @@ sweeps: list[Path] = []
 PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]
 
 
-@lru_cache
-def fresh_seed() -> int:
-    """One for all runs of an invocation, so that every variant gets the same inputs."""
-    return secrets.randbelow(1 << 31)
-
-
 def execute(cfg: DictConfig) -> None:
     """One job of Hydra's. Never raises for what can happen to a run: every outcome is a result."""
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    sweep = hydra.mode == RunMode.MULTIRUN
-    if sweep and cfg.resume:
+    sweeping = hydra.mode == RunMode.MULTIRUN
+    place = f"run {sweep.place(hydra.job.num)}" if sweeping else ""
+    if sweeping and cfg.resume:
         earlier = _earlier(folder, identity(cfg))
         if earlier is not None and earlier.status == "ok":
             display.out.print(f"{earlier.name}: kept from before")
             _note_sweep(folder.parent)
             statuses.append("ok")
             return
-    value = run(cfg, folder)
+    try:
+        seed = sweep.seed_of(folder.parent) if sweeping and cfg.seed is None else sweep.fresh_seed()
+    except OSError as error:
+        raise SystemExit(f"error: {no_room(folder.parent, error)}") from None
+    value = run(cfg, folder, seed, place)
     value["environment"]["overrides"] = list(hydra.overrides.task)
     statuses.append(value["status"])
     try:
         results.write_result(folder, value)
-        if sweep:
+        if sweeping:
             _note_sweep(folder.parent)
     except OSError as error:
         raise SystemExit(f"error: {no_room(folder, error)}") from None
     result = Result.of(value, folder)
-    if sweep:
-        display.out.print(display.run_line(result), soft_wrap=True)
+    if sweeping:
+        display.out.print(f"{display.run_line(result)} ({sweep.place(hydra.job.num)})", soft_wrap=True)
         return
     if result.status == "ok":
         display.run_table(result)
@@ -108,15 +105,16 @@ def _relative(folder: Path) -> Path:
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
-def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
-    """Run the experiment and return its result, whatever became of it; writes the run's other files."""
+def run(cfg: DictConfig, folder: Path, seed: int, place: str = "") -> dict[str, Any]:
+    """Run the experiment and return its result, whatever became of it; writes the run's other files. `seed`: where the
+    configuration has none. `place`: of the run in its sweep, for the user."""
     started = time.time()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
     about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": plain}
     try:
         gpus = usable_gpus(cfg)
-        spec = experiment(cfg, gpus, fresh_seed())
+        spec = experiment(cfg, gpus, seed)
         check_fits(spec, _machine(gpus))
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
@@ -132,7 +130,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     flops = metrics.flops(spec)
     title = f"{spec.variant}, {spec.world_size} rank{'s' if spec.world_size > 1 else ''}, {spec.workload.describe()}"
     folder.mkdir(parents=True, exist_ok=True)
-    with display.Progress(title, flops.get("total", flops["forward"])) as progress:
+    with display.Progress(title, flops.get("total", flops["forward"]), place) as progress:
         outcome = _in_world(spec, folder, progress)
     about["environment"] |= environment.period(started)
     if spec.device == "cuda":

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from runner.launch import search_path
 from runner.schema import Experiment
 
 SECTOR = 32  # bytes
@@ -36,10 +37,9 @@ def count(spec: Experiment) -> dict[str, Any]:
     metrics = ",".join(metric for metric, _ in COUNTERS.values())
     command = [
         tool, "--profile-from-start", "off", "--csv", "--print-units", "base", "--metrics", metrics,
-        sys.executable, "-m", "runner.counted", json.dumps(spec.plain()),
+        sys.executable, "-P", "-m", "runner.counted", json.dumps(spec.plain()),
     ]  # fmt: skip
-    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"PYTHONPATH": search_path()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:

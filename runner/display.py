@@ -63,11 +63,16 @@ def gib(n: float) -> str:
 
 
 class Progress:
-    """A spinner with the phase that the ranks are in; on no terminal only the lines that matter."""
+    """A spinner with the phase that the ranks are in; on no terminal only the lines that matter, in a sweep one when a run
+    starts. `place`: of the run in its sweep."""
 
-    def __init__(self, title: str, flops: float):
+    def __init__(self, title: str, flops: float, place: str = ""):
         self.title, self.flops = title, flops
-        self.status = Status(f"{title}: starting the world", console=err)
+        number = place.partition(",")[0]
+        self.shown = f"{number}: {title}" if place else title
+        self.status = Status(f"{self.shown}: starting the world", console=err)
+        if place and not out.is_terminal:
+            out.print(f"{place}: {title}", soft_wrap=True)
         self.warned = False
 
     def __enter__(self) -> Progress:
@@ -83,7 +88,7 @@ class Progress:
         first = states[0]
         phases = dict.fromkeys(state["phase"] for state in states)
         note = f" ({first['note']})" if first.get("note") else ""
-        self.status.update(f"{self.title}: {', '.join(phases).replace('_', ' ')}{note}")
+        self.status.update(f"{self.shown}: {', '.join(phases).replace('_', ' ')}{note}")
         estimate = first.get("estimate_s", 0)
         if estimate > LONG_S and not self.warned:
             self.warned = True

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runner import ROOT
+
 POLL_S = 0.02
 STOP_S = 3.0
 STACK_S = 0.1  # a log that does not grow for so long has the stack whole
@@ -106,10 +108,10 @@ class World:
         environment.setdefault("PYTHONUNBUFFERED", "1")
         # what FlashAttention-4 compiled serves later worlds too
         environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *filter(None, [environment.get("PYTHONPATH")])])
+        environment["PYTHONPATH"] = search_path()
         self.log = (self.folder / "agent.log").open("wb")
         self.agent = subprocess.Popen(
-            [sys.executable, "-m", "runner.agent", str(self.folder), json.dumps(asdict(spec))],
+            [sys.executable, "-P", "-m", "runner.agent", str(self.folder), json.dumps(asdict(spec))],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
@@ -525,6 +527,12 @@ def _too_few_files(spec: WorldSpec) -> str | None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         return None
     return f"ulimit -n is {hard}: {spec.world_size} ranks need {needed} open files; raise it with ulimit -n {needed}"
+
+
+def search_path() -> str:
+    """PYTHONPATH of a process of ours, for `python -P`: this program's packages, then the working folder with what a user has
+    there, whatever its files are called, then what was searched before."""
+    return os.pathsep.join([ROOT, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def cores() -> int:

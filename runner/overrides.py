@@ -151,6 +151,11 @@ def check_sweep(parsed: list[Override], known: dict[str, list[str]]) -> int:
     return prod(counts.values())
 
 
+def count(texts: list[str]) -> int:
+    """How many runs a sweep of these overrides is. Raises InvalidConfig."""
+    return check_sweep([_parse(text) for text in texts], groups())
+
+
 def _count(override: Override, choices: list[str]) -> float:
     """The values that an override stands for, without making them."""
     if not override.is_sweep_override():

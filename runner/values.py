@@ -22,6 +22,10 @@ class UnsupportedHere(ValueError):
     """A valid experiment that this machine or these packages cannot run."""
 
 
+class Refused(SystemExit):
+    """What Hydra's callbacks raise for a command line that cannot work: they swallow other exceptions."""
+
+
 def written(value: Any) -> str:
     """A value as one writes it on the command line."""
     if OmegaConf.is_config(value):

@@ -1,0 +1,145 @@
+"""What the runs of a sweep share, and a program that is run from any folder."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from test_cli import SMALL, only, results_in, run
+
+from runner import overrides, sweep
+from runner.values import InvalidConfig, Refused
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["phases=false", "baseline=none", "mode=forward", "check.enabled=false"]
+
+
+def seeds(folder):
+    return {value["experiment"]["seed"] for value in results_in(folder).values()}
+
+
+def test_a_sweep_that_is_resumed_keeps_its_seed_and_says_where_it_is(tmp_path):
+    folder = tmp_path / "s"
+    arguments = ["-m", "attention=llama3,ring_varlen", "seqlens=random", "seqlens_mean=16", f"hydra.sweep.dir={folder}"]
+    done = run(tmp_path, *arguments, *QUICK)
+    assert done.returncode == 0, done.stderr
+    for part in ("1 of 2, ", "2 of 2, ", "s: llama3, 2 ranks", "s: ring_varlen, 2 ranks"):
+        assert part in done.stdout
+    (before,) = seeds(folder)
+    lengths = {tuple(value["experiment"]["workload"]["seqlens"]) for value in results_in(folder).values()}
+    assert len(lengths) == 1
+    interrupted = next(p for p in folder.glob("ring_varlen*/result.json"))
+    interrupted.unlink()
+    done = run(tmp_path, *arguments, *QUICK, "resume=true")
+    assert done.stdout.count("kept from before") == 1 and interrupted.exists()
+    assert seeds(folder) == {before}
+    assert {tuple(value["experiment"]["workload"]["seqlens"]) for value in results_in(folder).values()} == lengths
+    assert "seed" not in (folder / "summary.md").read_text().splitlines()[0]
+
+
+def recorded(folder, seed, given=None):
+    folder.mkdir(parents=True)
+    value = {"schema_version": 2, "key": "k", "name": folder.name, "status": "crash", "config": {"seed": given}}
+    work = {
+        "batch": 1,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "seq_len": 64,
+        "causal": True,
+        "window": [-1, -1],
+        "dtype": "bf16",
+    }
+    value["experiment"] = {
+        "workload": work, "options": {}, "world_size": 2, "device": "cpu", "kernel": "auto", "transport": "auto",
+        "timing": {"method": "warmup"}, "mode": "forward", "seed": seed,
+    }  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(value))
+
+
+def test_a_folder_without_a_recorded_seed_has_that_of_its_earlier_runs(tmp_path):
+    recorded(tmp_path / "a", 5, given=5)
+    recorded(tmp_path / "b", 1234)
+    assert sweep.seed_of(tmp_path) == 1234
+    (tmp_path / "b" / "result.json").unlink()
+    assert sweep.seed_of(tmp_path) == 1234  # recorded now
+    for damaged in ("", "x", "-1", "9" * 30):
+        (tmp_path / "seed").write_text(damaged)
+        assert 0 <= sweep.seed_of(tmp_path) < 1 << 31
+    assert sweep.seed_of(tmp_path / "new") == sweep.seed_of(tmp_path / "other")  # of one invocation
+
+
+def test_runs_are_counted_without_being_made():
+    assert overrides.count(["a=1,2,3", "b=range(0,10,3)", "c=choice(1,2)", "d=5"]) == 3 * 4 * 2
+    assert overrides.count(["a=1,2,3", "a=4,5"]) == 2  # the last one of a key
+    assert overrides.count(["attention=glob(zigzag*)"]) == 3
+    with pytest.raises(InvalidConfig, match="at most 10,000"):
+        overrides.count(["a=range(0,101)", "b=range(0,100)"])
+
+
+def test_an_experiments_own_sweep_is_counted_too():
+    def started(**params):
+        hydra = {"sweeper": {"params": params}, "overrides": {"task": ["batch=1,2"]}}
+        sweep.Count().on_multirun_start(OmegaConf.create({"hydra": hydra}))
+
+    started(seq_len="64,128")
+    assert sweep.place(2).startswith("3 of 4, ")
+    with pytest.raises(Refused, match="20000 runs; a sweep has at most 10,000"):
+        started(seed="range(0,10000)")
+
+
+def own_files(folder):
+    """A training repository's: names that this program's packages have."""
+    for name in ("attention.py", "runner.py", "conf.py"):
+        (folder / name).write_text("raise RuntimeError('a file of the user was imported')\n")
+    return folder
+
+
+@pytest.mark.parametrize("how", ["module", "command"])
+def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_path, how):
+    own_files(tmp_path)
+    if how == "module":
+        (tmp_path / "runner.py").unlink()  # that is what `python -m runner` would run
+        (tmp_path / "attention.py").unlink()
+        (tmp_path / "attention").mkdir()
+        (tmp_path / "attention" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+        command = [sys.executable, "-m", "runner"]
+    else:
+        module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][
+            "attention-runner"
+        ].partition(":")
+        program = f"import sys; from {module} import {function}; sys.exit({function}())"
+        command = [sys.executable, "-P", "-c", program]  # as the installed command searches
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [*command, *SMALL, *QUICK, f"output={out}"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert only(out)["status"] == "ok"
+
+
+def test_output_that_ends_early_ends_no_run(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "-m", "seed=1,2", *SMALL, *QUICK, f"output={tmp_path}"],
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [value["status"] for value in results_in(tmp_path).values()] == ["ok", "ok"]
+
+
+def test_output_that_cannot_be_written_is_one_line(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "runner", "-m", "seed=1,2", "seq_len=1001", f"output={tmp_path}"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+        )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert "standard output: No space left on device" in line
+    assert done.returncode == 2 and len(results_in(tmp_path)) == 2
