@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from runner.launch import Outcome, Pool, WorldSpec, cores  # noqa: E402
+from tests.gpus import shared  # noqa: E402
+
+GPU_S = 120  # that a test on a GPU may take, so that one which hangs leaves the machine to others
+GPU_WORLD_S = 240  # and one with worlds, which start and compile first
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -45,6 +49,14 @@ def pytest_report_header(config):
     return f"--fuzz-seed {config.option.fuzz_seed}"
 
 
+def pytest_collection_modifyitems(items):
+    """What hangs in a call of CUDA's ends by a thread: no signal's handler is run there. It takes the session with it."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
+            limit_s = GPU_WORLD_S if "pool" in item.fixturenames else GPU_S
+            item.add_marker(pytest.mark.timeout(limit_s, method="thread"))
+
+
 @pytest.fixture(scope="session")
 def pool():
     with Pool(limit=5) as pool:
@@ -53,10 +65,15 @@ def pool():
 
 @pytest.fixture
 def in_world(pool):
-    """Run a job of tests/jobs.py in a living world; its result comes back."""
+    """Run a job of tests/jobs.py in a living world, on CUDA with all ranks on one GPU where there are fewer; its result comes
+    back."""
 
     def call(job, world_size, device="cpu", timeout_s=120.0, **arguments):
-        outcome: Outcome = pool.get(WorldSpec(world_size, device)).call(f"tests.jobs:{job}", arguments, timeout_s)
+        share = device == "cuda" and shared(world_size)
+        if share and arguments.get("transport") == "nccl":
+            pytest.skip("NCCL refuses two ranks on one GPU")
+        world = pool.get(WorldSpec(world_size, device, share_gpu=share))
+        outcome: Outcome = world.call(f"tests.jobs:{job}", arguments, timeout_s)
         assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
         return outcome.result
 

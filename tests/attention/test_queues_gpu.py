@@ -9,9 +9,9 @@ import torch
 from attention.driver import function, zeros
 from attention.transports.fabric import CudaFabric
 from attention.transports.queues import CudaQueue
-from runner.environment import gpu_count
+from tests.gpus import own_gpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu_count() < 2, reason="needs 2 CUDA GPUs")]
+pytestmark = [pytest.mark.gpu, own_gpus(2)]
 DEVICE = torch.device("cuda", 1)
 CYCLES = 200_000_000  # some 0.1 s
 

@@ -1,17 +1,16 @@
-"""The variants on real GPUs over NCCL, in bf16: at most twice the error of one GPU's kernel."""
+"""The variants on real GPUs, in bf16: at most twice the error of one GPU's kernel."""
 
 from itertools import accumulate
 
 import geometry
 import pytest
-import torch
 
 from attention.masks import Mask
 from attention.variants import VARIANTS
-from runner.environment import gpu_count
+from tests.gpus import need_one, worlds
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
-WORLDS = [pytest.param(w, marks=pytest.mark.skipif(gpu_count() < w, reason=f"needs {w} GPUs")) for w in (1, 2, 4, 8)]
+pytestmark = [pytest.mark.gpu, need_one]
+WORLDS = worlds(1, 2, 4, 8)
 
 
 SELF_ATTENTION = [name for name, v in VARIANTS.items() if not v.decode and name != "grouped"]

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from runner.environment import gpu_count
+from tests.gpus import need_one, own_gpus
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
+pytestmark = [pytest.mark.gpu, need_one]
 SMALL = ["seq_len=2048", "heads=8", "kv_heads=2", "head_dim=128", "timing.timing_runs=3"]
 
 
@@ -40,7 +40,7 @@ def test_every_timing_method_runs(tmp_path):
     )
 
 
-@pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
+@own_gpus(2)
 @pytest.mark.parametrize("transport", ["symm", "nccl"])
 def test_a_profile_shows_whom_a_causal_ring_keeps_waiting(tmp_path, transport):
     done, (value,) = run(tmp_path, "attention=ring", "world_size=2", "timing=profiler", f"transport={transport}",
@@ -60,6 +60,17 @@ def test_more_ranks_than_gpus_is_unsupported(tmp_path):
     assert done.returncode == 1
     assert value["status"] == "unsupported"
     assert str(gpu_count()) in value["reason"]
+
+
+@pytest.mark.gpu_smoke
+def test_ranks_that_share_a_gpu_are_checked_and_not_timed(tmp_path):
+    names = ("ring", "zigzag_llama3", "ulysses", "tree")
+    done, values = run(tmp_path, "-m", *SMALL, f"attention={','.join(names)}", "world_size=2", "launch.share_gpu=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {v["experiment"]["variant"]: v["status"] for v in values} == dict.fromkeys(names, "ok")
+    for value in values:
+        assert value["correctness"]["passed"] and value["chosen"]["transport"] == "symm"
+        assert value["timing"] is None and "launch.share_gpu=true" in value["reason"]
 
 
 def test_too_little_memory_is_oom_and_the_sweep_goes_on(tmp_path):
