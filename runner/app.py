@@ -125,6 +125,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "") -> dict[str, 
         about["environment"] = environment.host() | environment.period(started)
         return results.result(status=status, reason=str(error), **about)
     about |= {"experiment": spec.plain(), "environment": dict(environment.host())}
+    about["environment"]["variables"] = about["environment"]["variables"] | _variables(spec)
     if spec.device == "cuda":
         about["environment"] |= {"topology": environment.topology(), "gpus_before": environment.gpu_state()}
     flops = metrics.flops(spec)
@@ -149,6 +150,11 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "") -> dict[str, 
     return _record(outcome.result, folder, about)
 
 
+def _variables(spec: Experiment) -> dict[str, str]:
+    """Of the ranks' environment, those that the run asks for."""
+    return {name: str(value) for name, value in (spec.launch["env"] or {}).items()}
+
+
 def _machine(gpus: int) -> Machine:
     """As far as a run may use it."""
     return Machine(cores(), environment.memory_bytes(), gpus, environment.gpu_memory_bytes() if gpus else None)
@@ -157,7 +163,8 @@ def _machine(gpus: int) -> Machine:
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
     launch = spec.launch
     where = launch["nodes"], launch["endpoint"], launch["start_timeout_s"], launch["share_gpu"]
-    world = WorldSpec(spec.world_size, spec.device, *where)
+    variables = tuple(sorted(_variables(spec).items()))
+    world = WorldSpec(spec.world_size, spec.device, *where, variables)
     arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
     log = folder / "run.log"
     return pool.call(world, "runner.worker:run", arguments, launch["timeout_s"], log, progress, fresh=launch["fresh"])

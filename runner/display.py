@@ -117,8 +117,8 @@ def run_table(result: Result) -> None:
             out.print(result.reason)
         return
     _time_table(timing, result.metrics, result.baseline)
-    if clocks := _clocks(result.environment.during):
-        out.print(clocks, soft_wrap=True)
+    if text := clocks(result.environment.during):
+        out.print(f"clocks while timing: {text}", soft_wrap=True)
     out.print(environment.commit_text(result.environment.git_plain))
     for which, entry in result.phases.items():
         _phase_table(which, entry)
@@ -170,13 +170,13 @@ def _time_table(timing: Timing, metrics: Metrics, baseline: Baseline | None) -> 
         out.print(f"no single-device baseline: {baseline.unsupported}")
 
 
-def _clocks(during: During) -> str | None:
+def clocks(during: During) -> str | None:
     """The GPUs' clocks while timing, and what held them down."""
     ranges = [gpu.sm_mhz for gpu in during.by_device if gpu.sm_mhz]
     if not ranges:
         return None
     why = sorted({reason for gpu in during.by_device for reason in gpu.throttle_reasons} - {"gpu_idle"})
-    text = f"clocks while timing: {min(r.min for r in ranges):,.0f} to {max(r.max for r in ranges):,.0f} MHz"
+    text = f"{min(r.min for r in ranges):,.0f} to {max(r.max for r in ranges):,.0f} MHz"
     return f"{text}, held down by {', '.join(why)}" if why else text
 
 

@@ -48,6 +48,7 @@ class WorldSpec:
     endpoint: str | None = None
     start_timeout_s: float = 300.0
     share_gpu: bool = False  # all ranks on the first GPU
+    env: tuple[tuple[str, str], ...] = ()  # more variables of the ranks' environment on this node, and their values
 
 
 @dataclass
@@ -103,6 +104,7 @@ class World:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if spec.share_gpu:
             environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        environment |= dict(spec.env)
         environment["ATTENTION_LAUNCHER"] = str(os.getpid())
         environment["ATTENTION_WORLD"] = str(self.folder)  # marks the ranks as this world's
         environment.setdefault("PYTHONUNBUFFERED", "1")

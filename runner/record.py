@@ -109,6 +109,7 @@ class Environment:
     argv: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     host: str | None = None
+    machine_id: str | None = None
     platform: str | None = None
     python: str | None = None
     cpu: str | None = None
@@ -123,6 +124,11 @@ class Environment:
     cuda: str | None = None
     nccl: str | None = None
     cudnn: int | None = None
+
+    @property
+    def uuids(self) -> list[str]:
+        """Of the GPUs that the ranks were on; of results before there were any, none."""
+        return [gpu.device for gpu in self.during.by_device if gpu.device != "cpu"]
 
     @property
     def git_plain(self) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner import display, environment
-from runner.record import STATUSES
+from runner.record import STATUSES, Environment
 from runner.report_runs import (
     BACK_TO_BACK,
     FACTS,
@@ -282,6 +282,8 @@ def environment_table(runs: Sequence[Run]) -> Table:
         "packages": lambda run: _pairs(run.environment.packages, " "),
         "Python": lambda run: run.environment.python,
         "CPU": lambda run: f"{run.environment.cpu}, {run.environment.cores} cores" if run.environment.cpu else None,
+        "machine": lambda run: _machine_id(run.environment),
+        "GPU UUIDs": lambda run: ", ".join(run.environment.uuids) or None,
         "platform": lambda run: run.environment.platform,
         "variables": lambda run: _pairs(run.environment.variables, "="),
         "commit": lambda run: environment.commit_text(run.environment.git_plain).removeprefix("commit "),
@@ -292,6 +294,12 @@ def environment_table(runs: Sequence[Run]) -> Table:
         values = dict.fromkeys(str(found) for run in runs if (found := look(run)) is not None)
         rows += [[title, "; ".join(values)]] if values else []
     return Table(["", "of these runs"], rows, {"", "of these runs"})
+
+
+def _machine_id(environment: Environment) -> str | None:
+    """The name of a machine, which several may have, and the hash that only one has."""
+    found = [environment.host, environment.machine_id]
+    return " ".join(filter(None, found)) or None
 
 
 def machine(runs: Sequence[Run]) -> str:

@@ -112,6 +112,8 @@ class LaunchConf:
     fault: str | None = None  # provoke one, to see what is recorded: RANK:PHASE:raise|kill|hang|oom
     nodes: int = 1
     endpoint: str | None = None  # HOST:PORT of the first node, for nodes > 1
+    # variables of the ranks' environment, {NAME:value,..} or null; those of the program's own environment reach them, too
+    env: Any = None
     share_gpu: bool = False  # all ranks on the first GPU, to check them where there are fewer: nothing is timed
 
 
@@ -329,6 +331,10 @@ def _check_check(cfg: DictConfig) -> None:
     )
 
 
+# of the ranks' environment, which the launcher sets
+OWN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ATTENTION_", "PYTHON")
+
+
 def _check_launch(cfg: DictConfig) -> None:
     launch = cfg.launch
     for key in ("timeout_s", "start_timeout_s"):
@@ -339,12 +345,29 @@ def _check_launch(cfg: DictConfig) -> None:
         )
     above_zero("launch.memory_limit_gb", launch.memory_limit_gb, "launch.memory_limit_gb=null is no limit", 1e9)
     whole("launch.nodes", launch.nodes, most=MOST_RANKS)
+    _check_env(launch.env)
     if launch.endpoint is not None:
         _check_endpoint(launch.endpoint)
     elif launch.nodes > 1:
         raise InvalidConfig(
             f"launch.nodes={launch.nodes}: the nodes meet at launch.endpoint=HOST:PORT of the first one; none is given"
         )
+
+
+def _check_env(variables: Any) -> None:
+    if variables is None:
+        return
+    if not isinstance(variables, DictConfig):
+        raise InvalidConfig(f"launch.env={shown(variables)}: must be null or {{NAME:value,..}}")
+    for name, value in variables.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            raise InvalidConfig(f"launch.env: {shown(name)} is no variable's name; use letters, digits and _")
+        if environment.SECRET.search(str(name)):
+            raise InvalidConfig(f"launch.env.{name}: results record what stands here; set what is secret outside")
+        if value is None or OmegaConf.is_config(value):
+            raise InvalidConfig(f"launch.env.{name}={shown(value)}: must be a text or a number")
+        if str(name).startswith(OWN_VARIABLES):
+            raise InvalidConfig(f"launch.env.{name}={shown(value)}: is the launcher's own; leave it out")
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -367,6 +367,10 @@ def counted_of_runs(me: Rank, experiments: list[dict[str, Any]]) -> list[dict[st
     return found
 
 
+def variables(me: Rank, names: list[str]) -> list[list[str | None]]:
+    return me.gather([os.environ.get(name) for name in names])
+
+
 def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     """A run as the program does it, what every rank says of the settings, and how it is on the others."""
     found = worker.run(me, experiment, None)

@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from composing import resolved
 
-from runner import environment
+from runner import app, environment
 from runner.environment import commit_text
+from runner.launch import WorldSpec
+from runner.schema import InvalidConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +79,27 @@ def test_a_checkouts_stamp_goes_with_a_copy_of_it(copied):
 )
 def test_tables_say_what_is_known_of_the_commit(git, text):
     assert commit_text(git) == text
+
+
+def test_a_worlds_ranks_get_the_variables_of_launch_env(pool):
+    given = (("CUDA_DEVICE_MAX_CONNECTIONS", "8"), ("TORCH_NCCL_HIGH_PRIORITY", "1"))
+    outcome = pool.get(WorldSpec(1, "cpu", env=given)).call("tests.jobs:variables", {"names": [n for n, _ in given]})
+    assert outcome.result == [["8", "1"]]
+
+
+def test_variables_of_launch_env_are_texts_and_neither_secret_nor_the_launchers():
+    spec = resolved("launch.env={NCCL_CGA_CLUSTER_SIZE:1,TORCH_NCCL_HIGH_PRIORITY:1}")
+    assert app._variables(spec) == {"NCCL_CGA_CLUSTER_SIZE": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    assert app._variables(resolved("launch.env=null")) == {}
+    for given, said in (
+        ("{RANK:1}", "launcher's own"),
+        ("{MY_TOKEN:1}", "secret outside"),
+        ("{1a:1}", "variable's name"),
+        ("{A:[1]}", "a text"),
+        ("3", "null or {NAME:value,..}"),
+    ):
+        with pytest.raises(InvalidConfig, match=said):
+            resolved(f"launch.env={given}")
 
 
 def test_machines_are_told_apart_without_saying_which_they_are():
