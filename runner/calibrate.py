@@ -32,6 +32,7 @@ CHOICES = {
 }
 TOLERANCES = (5e-3, 1e-2)  # relative L2 of out and lse, and of gradients, for bf16
 SAMPLES = 15
+SETTLE_MS = 500.0  # that a warm-up goes on at most, until times neither rise nor fall
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash-attn-3")
 
 
@@ -170,7 +171,9 @@ def measure(
         else:
             watch, flush = timing.CpuStopwatch(None), None
         with timing.undisturbed():
-            timing.warm(work, watch, 3, 0 if tiny else 50, lambda more: more)
+            each_ms = timing.warm(work, watch, 3, 0 if tiny else 50, lambda more: more).back_to_back_ms
+            cap_ms = 0 if tiny else SETTLE_MS
+            timing.settle(work, watch, cap_ms, each_ms or 1.0, lambda mine: [mine], lambda more: more, flush)
             taken = timing.sample(work, watch, samples, flush)
     except Exception as error:  # one kernel that fails must not end the rest
         if device == "cuda":

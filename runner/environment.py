@@ -112,8 +112,10 @@ def commit_text(git: dict[str, Any] | None) -> str:
     """A result's commit in a few words. `git` is its field, null in results of earlier versions where it was unknown."""
     if not git or not git.get("commit"):
         return "commit unknown"
-    about = {True: "with uncommitted changes", False: ""}.get(git.get("dirty"), "uncommitted changes unknown")
-    return f"commit {git['commit'][:10]}" + (f", {about}" if about else "")
+    dirty, text = git.get("dirty"), f"commit {git['commit'][:10]}"
+    if dirty is None:
+        return f"{text}, uncommitted changes unknown"
+    return f"{text}, with uncommitted changes" if dirty else text
 
 
 def stamp() -> str:

@@ -359,14 +359,14 @@ def _check_env(variables: Any) -> None:
         return
     if not isinstance(variables, DictConfig):
         raise InvalidConfig(f"launch.env={shown(variables)}: must be null or {{NAME:value,..}}")
-    for name, value in variables.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+    for name, value in ((str(name), value) for name, value in variables.items()):
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise InvalidConfig(f"launch.env: {shown(name)} is no variable's name; use letters, digits and _")
-        if environment.SECRET.search(str(name)):
+        if environment.SECRET.search(name):
             raise InvalidConfig(f"launch.env.{name}: results record what stands here; set what is secret outside")
         if value is None or OmegaConf.is_config(value):
             raise InvalidConfig(f"launch.env.{name}={shown(value)}: must be a text or a number")
-        if str(name).startswith(OWN_VARIABLES):
+        if name.startswith(OWN_VARIABLES):
             raise InvalidConfig(f"launch.env.{name}={shown(value)}: is the launcher's own; leave it out")
 
 

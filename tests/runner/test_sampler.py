@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from runner import sampler
+from runner import sampler, timing
 from runner.sampler import Sampler, reasons, sampling, summary
+from runner.statistics import summarize
 
 
 def test_throttle_reasons_have_the_drivers_names():
@@ -70,6 +71,32 @@ def test_a_sampler_ends_with_its_input():
     lonely.input.close()
     assert lonely.process.wait(20) == 0
     lonely.output.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_sampling_costs_what_is_timed_less_than_a_percent(forgotten):
+    q = torch.randn(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16)
+    sizes = {"long": q, "short": q[:, :, :1024].contiguous()}
+
+    class Work:
+        passes = ("forward",)
+
+        def __init__(self, x):
+            self.x = x
+
+        def run(self, which: str) -> None:
+            torch.nn.functional.scaled_dot_product_attention(self.x, self.x, self.x, is_causal=True)
+
+    watch = timing.CudaStopwatch(torch.device("cuda", torch.cuda.current_device()), together=False)
+    for name, x in sizes.items():
+        work, medians = Work(x), {True: [], False: []}
+        timing.warm(work, watch, 3, 1000, lambda more: more)
+        for turn in range(10):  # of half a second each, with and without
+            runs = 100 if name == "long" else 4000
+            with sampling("cuda", here=bool(turn % 2)):
+                medians[bool(turn % 2)].append(summarize(timing.sample(work, watch, runs)["forward"]).median)
+        assert min(medians[True]) < 1.01 * min(medians[False]), name
 
 
 @pytest.mark.gpu
