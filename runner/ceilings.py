@@ -39,8 +39,8 @@ def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
     measured_at (Unix time), and `source`: measured, cached, or cached and checked. On a GPU, where that takes some ms, what is
     cached is checked once a world. Collective."""
     key = dtype, me.world
+    me.say("ceilings")
     if key not in _known:
-        me.say("ceilings")
         cached = me.agree(_read(_path(me, dtype)) if me.rank == 0 else None)
         if cached is None:
             _known[key] = _write(me, dtype, _measured(me, dtype) | {"source": "measured"})
