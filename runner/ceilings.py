@@ -37,14 +37,14 @@ def cache_folder() -> Path:
 def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
     """matmul_tflops (in `dtype`, one rank), copy_gb_s (read plus written), link_gb_s (received, in a world of several),
     measured_at (Unix time), and `source`: measured, cached, or cached and checked. On a GPU, where that takes some ms, what is
-    cached is checked once a world. Collective."""
+    cached is checked once a world, where beside what the run holds there is memory for it. Collective."""
     key = dtype, me.world
     me.say("ceilings")
     if key not in _known:
         cached = me.agree(_read(_path(me, dtype)) if me.rank == 0 else None)
         if cached is None:
             _known[key] = _write(me, dtype, _measured(me, dtype) | {"source": "measured"})
-        elif me.device.type == "cuda":
+        elif me.device.type == "cuda" and _room(me):
             _known[key] = _write(me, dtype, highest(cached, _measured(me, dtype)) | {"source": "cached and checked"})
         else:
             _known[key] = cached | {"source": "cached"}
@@ -52,10 +52,11 @@ def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
 
 
 def again(me: Rank, dtype: str) -> dict[str, Any]:
-    """The ceilings after a run that went above them: measured again, once a world, and `before`, what they were. Collective."""
+    """The ceilings after a run that went above them: measured again, once a world, and `before`, what they were; as they were
+    where there is no memory for it. Collective."""
     key = dtype, me.world
     before = ceilings(me, dtype)
-    if key not in _again:
+    if key not in _again and _room(me):
         _again.add(key)
         me.say("ceilings")
         found = highest(before, _measured(me, dtype)) | {"source": "measured again"}
@@ -109,6 +110,26 @@ def _measured(me: Rank, dtype: str) -> dict[str, Any]:
     if me.world > 1:
         found["link_gb_s"] = steady(lambda: min(me.gather(_link_gb_s(me))))
     return found
+
+
+def _room(me: Rank) -> bool:
+    """Whether every rank has the memory that measuring takes."""
+    try:
+        torch.empty(2 * _copied(me) + (me.world + 1) * _sent(me), dtype=torch.uint8, device=me.device)
+        room = True
+    except (RuntimeError, MemoryError):
+        room = False
+    return all(me.gather(room))
+
+
+def _copied(me: Rank) -> int:
+    """Bytes."""
+    return 1 << 30 if me.device.type == "cuda" else 1 << 26
+
+
+def _sent(me: Rank) -> int:
+    """Bytes of a rank."""
+    return 1 << 27 if me.device.type == "cuda" else 1 << 22
 
 
 def steady(rate: Callable[[], float]) -> float:
@@ -166,14 +187,14 @@ def _matmul_tflops(me: Rank, dtype: torch.dtype) -> float:
 
 
 def _copy_gb_s(me: Rank) -> float:
-    n = 1 << 30 if me.device.type == "cuda" else 1 << 26
+    n = _copied(me)
     a = torch.ones(n, dtype=torch.uint8, device=me.device)
     b = torch.empty_like(a)
     return 2 * n / _best_s(me, lambda: b.copy_(a), 2) / 1e9
 
 
 def _link_gb_s(me: Rank) -> float:
-    n = 1 << 27 if me.device.type == "cuda" else 1 << 22
+    n = _sent(me)
     mine = torch.ones(n, dtype=torch.uint8, device=me.device)
     everything = torch.empty(n * me.world, dtype=torch.uint8, device=me.device)
     seconds = _best_s(me, lambda: dist.all_gather_into_tensor(everything, mine), 2)
