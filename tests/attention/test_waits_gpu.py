@@ -100,7 +100,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_groups_timeout(tmp_path, which
 
 def test_a_rank_whose_process_is_gone_ends_the_others_at_once(tmp_path):
     status, told = ended(tmp_path, "forward", "exits", 1000)
-    assert "rank 0 waited for rank 1 to be done with this rank's kv, but its process" in told, told
+    assert "rank 0 waited for rank 1 to publish its kv, but its process" in told, told
     assert status == -signal.SIGABRT
 
 
