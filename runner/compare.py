@@ -4,9 +4,14 @@
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
 
 Runs belong together when the same was asked of them: variant, options (defaults written out, so that a default that changed sets runs
-apart), workload, ranks, kernel, transport, graphs and timing; of one that was repeated in a set the latest counts. A pass is slower (or faster) when its median is off by more than the tolerance and the 95% intervals
-of the two medians, where there are any, lie apart. Exit status: 0 when nothing is worse, 1 when a run is slower, larger, not ok any more,
-not timed or missing in B, 2 for sets that can't be compared; what is new in B is never worse. No torch."""
+apart), workload, ranks, kernel, transport, graphs and timing; of one that was repeated in a set the latest counts.
+
+The verdict on a pass is by the 95% interval of the ratio of medians, B over A: slower or faster when all of it is beyond the
+tolerance, even when all of it is within, inconclusive when it is neither, or when there are fewer than 6 samples. The interval
+is of the samples in these two runs; what changes from one start of a program to the next is not in it.
+
+Exit status: 0 when nothing is worse, 1 when a run is slower, larger, not ok any more, not timed or missing in B, 2 for sets that
+can't be compared; what is inconclusive, or new in B, is not worse. No torch."""
 
 from __future__ import annotations
 
@@ -18,12 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner import display, report_runs, report_tables
+from runner import display, pack, report_runs, report_tables
 from runner.report_runs import FACTS, MADE, WORKLOAD, Run, varying_options
 from runner.report_tables import PASSES, Table, differing, digits, fact
+from runner.statistics import quantile, ratio_interval
 
 PROGRAM = "python -m runner.compare"
-SAME, FASTER, SLOWER = "same", "faster", "slower"
+EVEN, FASTER, SLOWER, INCONCLUSIVE = "even", "faster", "slower", "inconclusive"
 LARGER, BROKEN, MENDED, MISSING, NEW, FAILED = (
     "larger",
     "broken",
@@ -40,6 +46,9 @@ ASKED = (
 GROUPS = {"kernel": "name", "transport": "name", "dtype": "name", "timing": "method"}
 
 
+Interval = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Pair:
     """The runs of both sets of which the same was asked, None where a set has none, and what came of it."""
@@ -47,6 +56,7 @@ class Pair:
     a: Run | None
     b: Run | None
     verdicts: tuple[str, ...]
+    ratio: Interval | None = None  # of the medians, B over A
 
     @property
     def either(self) -> Run:
@@ -101,7 +111,7 @@ def compare(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float, me
     pairs = []
     for key in [*now, *(key for key in before if key not in now)]:
         old, new = before.get(key), now.get(key)
-        pairs.append(Pair(old, new, _verdicts(old, new, which, tolerance, memory_tolerance)))
+        pairs.append(_pair(old, new, which, tolerance, memory_tolerance))
     return pairs
 
 
@@ -138,36 +148,62 @@ def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:
     return f": {'; '.join(found)}" if found else ""
 
 
-def _verdicts(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> tuple[str, ...]:
+def _pair(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> Pair:
     if b is None:
-        return (MISSING if a is None or a.ok else GONE,)
+        return Pair(a, b, (MISSING if a is None or a.ok else GONE,))
     if a is None:
-        return (NEW,)
+        return Pair(a, b, (NEW,))
     if not a.ok or not b.ok:
-        return (MENDED if b.ok else BROKEN if a.ok else FAILED,)
-    found = [speed(a, b, which, tolerance)]
+        return Pair(a, b, (MENDED if b.ok else BROKEN if a.ok else FAILED,))
+    said, ratio = speed(a, b, which, tolerance)
     held = [run.row["peak_bytes"] for run in (a, b)]
     if all(held) and held[1] > (1 + memory_tolerance) * held[0]:
-        found = [*(x for x in found if x != SAME), LARGER]
-    return tuple(found)
+        return Pair(a, b, (*((said,) if said != EVEN else ()), LARGER), ratio)
+    return Pair(a, b, (said,), ratio)
 
 
-def speed(a: Run, b: Run, which: str, tolerance: float) -> str:
-    """Of a pass; a run that has a forward only, by that."""
-    old, new = a.ms(which), b.ms(which)
-    if old is not None and new is None:
-        return UNTIMED
-    if old is None or new is None or abs(new / old - 1) <= tolerance:
-        return SAME
-    ends = [_interval(run, which) for run in ((a, b) if new > old else (b, a))]
-    if ends[0] and ends[1] and ends[0][1] >= ends[1][0]:
-        return SAME
-    return SLOWER if new > old else FASTER
+def speed(a: Run, b: Run, which: str, tolerance: float) -> tuple[str, Interval | None]:
+    """The verdict on a pass, and the interval of the ratio of its medians; a run that has a forward only, by that."""
+    if a.ms(which) is None:
+        return EVEN, None  # neither has it, or it is new
+    if b.ms(which) is None:
+        return UNTIMED, None
+    ratio = _of_intervals(a, b, which)
+    said = verdict(ratio, tolerance)
+    if ratio is not None and said == INCONCLUSIVE:  # the samples themselves say more than the two intervals
+        ratio = _of_samples(a, b, which) or ratio
+        said = verdict(ratio, tolerance)
+    return said, ratio
 
 
-def _interval(run: Run, which: str) -> tuple[float, float] | None:
-    found = run.passes.get(which) or run.passes.get("forward")
-    return found.ci95 if found else None
+def verdict(ratio: Interval | None, tolerance: float) -> str:
+    if ratio is None:
+        return INCONCLUSIVE
+    if ratio[0] > 1 + tolerance:
+        return SLOWER
+    if ratio[1] < 1 / (1 + tolerance):
+        return FASTER
+    return EVEN if 1 / (1 + tolerance) <= ratio[0] and ratio[1] <= 1 + tolerance else INCONCLUSIVE
+
+
+def _of_intervals(a: Run, b: Run, which: str) -> Interval | None:
+    """From the 95% intervals of the two medians, by order statistics: wider than that of their ratio needs to be."""
+    ends = [(run.passes.get(which) or run.passes["forward"]).ci95 for run in (a, b)]
+    if ends[0] is None or ends[1] is None or not ends[0][0] > 0:
+        return None
+    return ends[1][0] / ends[0][1], ends[1][1] / ends[0][0]
+
+
+def _of_samples(a: Run, b: Run, which: str) -> Interval | None:
+    """By bootstrap of the samples; None where a run's are not there, or are not those of its result."""
+    found = []
+    for run in (a, b):
+        taken = which if which in run.passes else "forward"
+        ms = (pack.samples(run.result) or {}).get(taken)
+        if not ms or quantile(sorted(ms), 0.5) != run.passes[taken].median:
+            return None
+        found.append(ms)
+    return ratio_interval(*found)
 
 
 def table(pairs: Sequence[Pair]) -> Table:
@@ -210,6 +246,8 @@ def _change(a: float | None, b: float | None, said: Callable[[float], str]) -> s
 
 def _said(pair: Pair) -> str:
     text = ", ".join(pair.verdicts)
+    if pair.ratio is not None and set(pair.verdicts) & {SLOWER, FASTER, INCONCLUSIVE}:
+        text += f" (B/A {pair.ratio[0]:.3f} to {pair.ratio[1]:.3f})"
     failed = next((run for run in (pair.b, pair.a) if run is not None and not run.ok), None)
     if failed is not None:
         text += ": " + ", ".join(

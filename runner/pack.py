@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner import record, results
 from runner.record import Result
+from runner.statistics import Samples, slowest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -226,6 +227,21 @@ def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:
             f"{own if own.exists() else packed}: no table ({' '.join(str(error).split())[:100]})"
         ) from None
     return None
+
+
+def samples(run: Result) -> Samples | None:
+    """A run's samples in ms, those of the slowest rank in each iteration, by pass; None where there are none that can be read."""
+    try:
+        rows = table_of(run, "samples")
+    except ValueError:
+        return None
+    by_rank: dict[int, Samples] = {}
+    for row in sorted(rows or (), key=lambda row: row["iteration"]):
+        by_rank.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
+    try:
+        return slowest(list(by_rank.values())) if by_rank else None
+    except (KeyError, ValueError):  # ranks of other passes, or of another number of samples
+        return None
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def missing() -> str | None:
     """Why there can be no charts here, and the way out, in a line; or None."""
     names = {"altair": "altair", "vl_convert": "vl-convert-python"}
     absent = [package for module, package in names.items() if importlib.util.find_spec(module) is None]
-    return f"no charts without {' and '.join(absent)}: pip install '.[report]'" if absent else None
+    return f"no charts without {' and '.join(absent)}: pip install -e '.[report]' in a checkout" if absent else None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
@@ -128,6 +129,22 @@ def settled(samples: Sequence[float], precision: float, least: int) -> bool:
         return False
     median = quantile(sorted(samples), 0.5)
     return (interval[1] - interval[0]) / 2 <= precision * median
+
+
+BOOTSTRAP = 2000  # resamples,
+BOOTSTRAP_MOST = 1000  # of at most so many samples
+
+
+def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """The interval of median(b) / median(a): the percentiles of the ratio over resamples with replacement, from a fixed seed,
+    so that the same samples always get the same. None with fewer than `INTERVAL_SAMPLES` on a side, more than
+    `BOOTSTRAP_MOST`, or one that is not above zero."""
+    if not all(INTERVAL_SAMPLES <= len(x) <= BOOTSTRAP_MOST and min(x) > 0 for x in (a, b)):
+        return None
+    draw = random.Random(0)
+    medians = [[quantile(sorted(draw.choices(x, k=len(x))), 0.5) for _ in range(BOOTSTRAP)] for x in (a, b)]
+    ratios = sorted(y / x for x, y in zip(*medians, strict=True))
+    return quantile(ratios, (1 - confidence) / 2), quantile(ratios, (1 + confidence) / 2)
 
 
 def slowest(by_rank: Sequence[Samples]) -> Samples:

@@ -1,13 +1,16 @@
 """Two result sets, run by run: what counts as worse, and what the exit status says."""
 
 import json
+import random
+from pathlib import Path
 
 import pytest
 from composing import python
 from test_report import result, written
 
-from runner import compare, results
+from runner import compare, pack, results
 from runner.report_runs import read
+from runner.statistics import of_ranks
 
 
 def with_interval(value: dict, width: float, n: int = 20) -> dict:
@@ -29,13 +32,15 @@ def compared(capsys, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("before", "after", "width", "arguments", "verdict"),
     [
-        (10, 10.1, 0.01, [], "same"),  # within the tolerance
+        (10, 10.1, 0.01, [], "even"),  # within the tolerance
         (10, 10.1, 0.01, ["--tolerance", "0.005"], "slower"),
         (10, 11, 0.01, [], "slower"),
         (10, 9, 0.01, [], "faster"),
-        (10, 11, 2, [], "same"),  # the totals, 30 and 33, are known to 2 only
-        (10, 11, None, [], "slower"),  # too few samples for an interval: by the medians
-        (10, 11, 0.01, ["--tolerance", "0.2"], "same"),
+        (10, 11, 2, [], "inconclusive"),  # the totals, 30 and 33, are known to 2 only
+        (10, 18.2, 20, [], "inconclusive"),
+        (10, 10, 2, [], "inconclusive"),
+        (10, 11, None, [], "inconclusive"),  # too few samples for an interval
+        (10, 11, 0.01, ["--tolerance", "0.2"], "even"),
     ],
 )
 def test_a_pass_is_slower_beyond_the_tolerance_and_the_noise(
@@ -47,6 +52,64 @@ def test_a_pass_is_slower_beyond_the_tolerance_and_the_noise(
     assert f"1 runs: 1 {verdict};" in said
     assert f"{before:.2f} → {after:.2f}" in said or "→ 9.000 (-10.0%)" in said
     assert f"total in B over A: {after / before:.3f} (geometric mean of 1)" in said
+
+
+def sampled(folder: Path, ms: float, noise: float, seed: int, n: int = 40) -> Path:
+    """A run whose forward takes about `ms`, with samples; backward takes twice that."""
+    draw = random.Random(seed)
+    ranks = [
+        {
+            which: [t * ms * (1 + noise * draw.gauss(0, 1)) for _ in range(n)]
+            for which, t in (("forward", 1), ("backward", 2))
+        }
+        for _ in range(2)
+    ]
+    value = result("zigzag", ms)
+    value["timing"] |= of_ranks(ranks)
+    results.write_result(folder / value["name"], value)
+    results.write_samples(folder / value["name"] / "samples.parquet", ranks)
+    return folder
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("factor", "noise", "expected"),
+    [
+        (1.2, 0.03, "slower"),
+        (0.8, 0.03, "faster"),
+        (1.005, 0.005, "even"),
+        (1.005, 0.15, "inconclusive"),
+        (1.82, 0.9, "inconclusive"),
+    ],
+)
+def test_a_planted_change_is_found_and_noise_is_not_called_one(tmp_path, capsys, factor, noise, expected, packed):
+    a = sampled(tmp_path / "a", 10, noise, 1)
+    b = sampled(tmp_path / "b", 10 * factor, noise, 2, n=40 if noise < 0.9 else 7)
+    if packed:
+        assert pack.main([str(b), "--remove"]) == 0
+        capsys.readouterr()
+    status, said = compared(capsys, str(a), str(b))
+    assert f"1 runs: 1 {expected};" in said and status == (expected == "slower")
+    assert compared(capsys, str(a), str(b)) == (status, said)  # from a fixed seed
+    assert ("(B/A " in said) == (expected != "even")
+
+
+def test_equal_runs_are_never_called_slower_or_faster(tmp_path):
+    for seed in range(20):
+        a, b = (
+            read([sampled(tmp_path / f"{seed}{name}", 10, 0.02, 100 * k + seed, 20)])[0] for k, name in enumerate("ab")
+        )
+        assert compare.speed(a, b, "total", 0.02)[0] in ("even", "inconclusive")
+
+
+def test_samples_that_are_not_those_of_the_result_are_not_used(tmp_path):
+    a, b = (sampled(tmp_path / name, ms, 0.02, 3, 7) for name, ms in (("a", 10), ("b", 10.25)))
+    assert compare._of_samples(*(read([x])[0] for x in (a, b)), "total") is not None
+    path = next(b.glob("*/samples.parquet"))
+    path.write_bytes(next(a.glob("*/samples.parquet")).read_bytes())
+    assert compare._of_samples(*(read([x])[0] for x in (a, b)), "total") is None
+    path.write_bytes(b"none")
+    assert compare._of_samples(*(read([x])[0] for x in (a, b)), "total") is None
 
 
 def test_what_failed_was_mended_is_missing_or_new_is_said(tmp_path, capsys):
@@ -61,8 +124,8 @@ def test_what_failed_was_mended_is_missing_or_new_is_said(tmp_path, capsys):
     assert "**missing in B**" in rows["ulysses"]
     assert "mended: oom, rank 1: stripe" in rows["stripe"] and "**" not in rows["stripe"]
     assert "not ok in both: oom, rank 1: usp" in rows["usp"] and "new in B" in rows["zigzag_llama3"]
-    assert "same" in rows["zigzag"]
-    assert "7 runs: 2 same, 1 broken, 1 mended" in said.splitlines()[-1]
+    assert "even" in rows["zigzag"]
+    assert "7 runs: 2 even, 1 broken, 1 mended" in said.splitlines()[-1]
 
 
 def test_what_is_mended_or_new_alone_is_no_fault(tmp_path, capsys):
@@ -112,12 +175,12 @@ def test_the_latest_of_repeated_runs_counts_and_other_workloads_are_apart(tmp_pa
     before = [result("zigzag", 2, started_at=1.0), result("zigzag", 9, started_at=0.5)]
     after = [result("zigzag", 2, started_at=9.0), result("zigzag", 7, seq_len=8192)]
     status, said = compared(capsys, *sets(tmp_path, before, after))
-    assert status == 0 and "2.000 → 2.000 (+0.0%)" in said and "1 same" in said and "1 new in B" in said
+    assert status == 0 and "2.000 → 2.000 (+0.0%)" in said and "1 even" in said and "1 new in B" in said
 
 
 def test_a_pass_may_be_chosen_and_runs_left_out(tmp_path, capsys):
     before, after = result("zigzag", 2), result("zigzag", 2)
-    after["timing"]["passes"]["forward"]["median"] = 4
+    after["timing"]["passes"]["forward"] |= {"median": 4, "ci95": [3.9, 4.1]}
     folders = sets(tmp_path, [before, result("ring", 1)], [after, result("ring", 9)])
     assert compared(capsys, *folders, "--where", "attention=zigzag")[0] == 0
     assert compared(capsys, *folders, "--where", "attention=zigzag", "--pass", "forward")[0] == 1

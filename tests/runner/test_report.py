@@ -19,7 +19,8 @@ needs_charts = pytest.mark.skipif(report_charts.missing() is not None, reason=st
 
 
 def summary(ms: float) -> dict:
-    return {"n": 20, "median": ms, "p10": ms, "p90": ms, "iqr_over_median": 0.01, "noisy": False}
+    ends = {"p10": ms, "p90": ms, "ci95": [0.999 * ms, 1.001 * ms]}
+    return {"n": 20, "median": ms, "iqr_over_median": 0.01, "noisy": False, **ends}
 
 
 def result(attention: str, ms: float | None, **changes) -> dict:
@@ -314,7 +315,7 @@ def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts
     speed(tmp_path / "speed")
     program = "import sys; sys.modules['altair'] = None; from runner.report import main; sys.exit(main(['speed']))"
     done = python("-c", program, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "no charts without altair: pip install '.[report]'\n")
+    assert (done.returncode, done.stderr) == (0, "no charts without altair: pip install -e '.[report]' in a checkout\n")
     assert "**4.500**" in (tmp_path / "speed" / "report.md").read_text()
     assert "<b>4.500</b>" in (tmp_path / "speed" / "report.html").read_text()
     (tmp_path / "N.md").write_text("<!-- report:x -->\n<!-- /report:x -->\n")
