@@ -209,9 +209,10 @@ def _run(arguments: list[str]) -> int:
 
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
-    from runner import app, display, results
+    from runner import app, display, interleave, results
     from runner.values import Refused, shown
 
+    interleave.register()
     stops = Stops()
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(app.execute)()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
 from attention import peers
-from runner import counters, display, environment, metrics, record, results, sweep
+from runner import counters, display, environment, metrics, record, results, rounds, sweep
 from runner.launch import Outcome, Pool, WorldSpec, cores
 from runner.record import Problem, Result
 from runner.schema import (
@@ -35,8 +36,26 @@ sweeps: list[Path] = []
 PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]
 
 
-def execute(cfg: DictConfig) -> None:
-    """One job of Hydra's. Never raises for what can happen to a run: every outcome is a result."""
+@dataclass(frozen=True)
+class Unfinished:
+    """A run that has not all its rounds yet: its number in the sweep, its folder, and its result so far."""
+
+    number: int
+    folder: Path
+    value: dict[str, Any]
+
+    @property
+    def done(self) -> int:
+        return int(self.value["timing"]["rounds"]["done"])
+
+    @property
+    def rounds(self) -> int:
+        return int(self.value["timing"]["rounds"]["of"])
+
+
+def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
+    """One job of Hydra's: a run, or where it is one of several `compared` runs its first round. Never raises for what can
+    happen to a run: every outcome is a result."""
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
@@ -44,27 +63,26 @@ def execute(cfg: DictConfig) -> None:
     if sweeping and cfg.resume:
         earlier = _earlier(folder, identity(cfg))
         if earlier is not None and earlier.status == "ok":
-            display.out.print(f"{earlier.name}: kept from before")
             _note_sweep(folder.parent)
+            if (rest := _resumed(cfg, folder, earlier.plain, hydra.job.num)) is not None:
+                return rest
+            display.out.print(f"{earlier.name}: kept from before")
             statuses.append("ok")
-            return
+            return None
     try:
         seed = sweep.seed_of(folder.parent) if sweeping and cfg.seed is None else sweep.fresh_seed()
     except OSError as error:
         raise SystemExit(f"error: {no_room(folder.parent, error)}") from None
-    value = run(cfg, folder, seed, place)
+    value = run(cfg, folder, seed, place, compared)
     value["environment"]["overrides"] = list(hydra.overrides.task)
+    if sweeping:
+        return _recorded(value, folder, hydra.job.num)
     statuses.append(value["status"])
     try:
         results.write_result(folder, value)
-        if sweeping:
-            _note_sweep(folder.parent)
     except OSError as error:
         raise SystemExit(f"error: {no_room(folder, error)}") from None
     result = Result.of(value, folder)
-    if sweeping:
-        display.out.print(f"{display.run_line(result)} ({sweep.place(hydra.job.num)})", soft_wrap=True)
-        return
     if result.status == "ok":
         display.run_table(result)
     else:
@@ -72,6 +90,60 @@ def execute(cfg: DictConfig) -> None:
             display.run_table(result)
         display.err.print(f"[red]{result.status}[/]: {escape(result.reason or '')}", soft_wrap=True)
     display.out.print(f"Result: {_relative(folder)}", soft_wrap=True)
+    return None
+
+
+def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | None:
+    """A run that was interrupted between its rounds, with the limits of now; None where it is finished, or can't go on."""
+    if not rounds.unfinished(earlier) or not (folder / "samples.parquet").exists():
+        return None
+    try:
+        now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
+    except (InvalidConfig, UnsupportedHere):
+        return None
+    earlier["experiment"] |= {"launch": now.launch, "timing": now.timing}
+    return Unfinished(number, folder, earlier)
+
+
+def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
+    """Write a sweep's run and say so. Returns it where it lacks rounds."""
+    more = rounds.unfinished(value)
+    if not more:
+        statuses.append(value["status"])
+    try:
+        results.write_result(folder, value)
+        _note_sweep(folder.parent)
+    except OSError as error:
+        raise SystemExit(f"error: {no_room(folder, error)}") from None
+    display.out.print(f"{display.run_line(Result.of(value, folder))} ({sweep.place(number)})", soft_wrap=True)
+    return Unfinished(number, folder, value) if more else None
+
+
+def further(earlier: Unfinished) -> Unfinished | None:
+    """The next round of a run; None when it has no more, or failed."""
+    folder, value, this = earlier.folder, earlier.value, earlier.done
+    spec = Experiment.from_plain(value["experiment"])
+    about = {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
+    started = time.time()
+    place = f"run {sweep.place(earlier.number)}"
+    with _progress(spec, place, f", round {this + 1} of {earlier.rounds}") as progress:
+        outcome = _in_world(rounds.part(spec, this, earlier.rounds), folder, progress)
+    try:
+        if outcome.status != "ok" or outcome.result["status"] != "ok":
+            for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # no number without its proof
+                (folder / name).unlink(missing_ok=True)
+            failed = _failed(outcome, folder, about)
+            failed["reason"] = f"in round {this + 1} of {earlier.rounds}: {failed['reason']}"
+            return _recorded(failed, folder, earlier.number)
+        samples = results.read_samples(folder / "samples.parquet")
+        for rank, later in zip(samples, outcome.result["samples"], strict=True):
+            for which, ms in later.items():
+                rank[which] += ms
+        value = rounds.joined(value, samples, outcome.result, started)
+        results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
+    except OSError as error:
+        raise SystemExit(f"error: {no_room(folder, error)}") from None
+    return _recorded(value, folder, earlier.number)
 
 
 def _earlier(folder: Path, key: str) -> Result | None:
@@ -105,9 +177,10 @@ def _relative(folder: Path) -> Path:
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
-def run(cfg: DictConfig, folder: Path, seed: int, place: str = "") -> dict[str, Any]:
-    """Run the experiment and return its result, whatever became of it; writes the run's other files. `seed`: where the
-    configuration has none. `place`: of the run in its sweep, for the user."""
+def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> dict[str, Any]:
+    """Run the experiment, or its first round where it is one of several `compared` ones, and return its result, whatever
+    became of it; writes the run's other files. `seed`: where the configuration has none. `place`: of the run in its sweep,
+    for the user."""
     started = time.time()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
@@ -128,25 +201,21 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "") -> dict[str, 
     about["environment"]["variables"] = about["environment"]["variables"] | _variables(spec)
     if spec.device == "cuda":
         about["environment"] |= {"topology": environment.topology(), "gpus_before": environment.gpu_state()}
-    flops = metrics.flops(spec)
-    title = f"{spec.variant}, {spec.world_size} rank{'s' if spec.world_size > 1 else ''}, {spec.workload.describe()}"
     folder.mkdir(parents=True, exist_ok=True)
-    with display.Progress(title, flops.get("total", flops["forward"]), place) as progress:
-        outcome = _in_world(spec, folder, progress)
+    of = rounds.number(cfg.order, spec, compared)
+    with _progress(spec, place) as progress:
+        outcome = _in_world(rounds.part(spec, 0, of), folder, progress)
     about["environment"] |= environment.period(started)
     if spec.device == "cuda":
         about["environment"]["gpus_after"] = environment.gpu_state()
     if outcome.status != "ok":
-        failure = None
-        if outcome.world_lost:
-            failure = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
-        artifacts = {"log": "run.log"} if (folder / "run.log").exists() else None
-        return results.result(
-            status=outcome.status, reason=outcome.reason, failure=failure, artifacts=artifacts, **about
-        )
-    about["experiment"] = outcome.result.pop("experiment", about["experiment"])  # what attention=auto became
-    if spec.timing["counters"] and outcome.result.get("timing"):
-        outcome.result["timing"]["counters"] = counters.count(Experiment.from_plain(about["experiment"]))
+        return _failed(outcome, folder, about)
+    taken = outcome.result.pop("experiment", about["experiment"])  # what attention=auto became
+    about["experiment"] = {**taken, "timing": spec.timing}
+    if outcome.result.get("timing"):
+        outcome.result["timing"]["rounds"] = rounds.begun(outcome.result["timing"], of, started)
+        if spec.timing["counters"]:
+            outcome.result["timing"]["counters"] = counters.count(Experiment.from_plain(about["experiment"]))
     return _record(outcome.result, folder, about)
 
 
@@ -158,6 +227,26 @@ def _variables(spec: Experiment) -> dict[str, str]:
 def _machine(gpus: int) -> Machine:
     """As far as a run may use it."""
     return Machine(cores(), environment.memory_bytes(), gpus, environment.gpu_memory_bytes() if gpus else None)
+
+
+def _progress(spec: Experiment, place: str, note: str = "") -> display.Progress:
+    flops = metrics.flops(spec)
+    ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+    title = f"{spec.variant}, {ranks}, {spec.workload.describe()}{note}"
+    return display.Progress(title, flops.get("total", flops["forward"]), place)
+
+
+def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The result of a run that has no times."""
+    artifacts = {"log": "run.log"} if (folder / "run.log").exists() else None
+    if outcome.status == "ok":  # a later round that is incorrect
+        found = outcome.result
+        about |= {"correctness": found["correctness"]}
+        return results.result(status=found["status"], reason=found["reason"], artifacts=artifacts, **about)
+    failure = None
+    if outcome.world_lost:
+        failure = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
+    return results.result(status=outcome.status, reason=outcome.reason, failure=failure, artifacts=artifacts, **about)
 
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:

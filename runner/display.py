@@ -225,7 +225,7 @@ def run_line(result: Result) -> str:
     if result.status != "ok" or result.timing is None:
         return escape(f"{result.name}: {result.status}: {result.reason}")
     times = ", ".join(f"{which} {s.median:.3f}" for which, s in result.timing.passes.items())
-    return f"{result.name}: ok, {times} ms"
+    return f"{result.name}: {result.timing.rounds.unfinished or 'ok'}, {times} ms"
 
 
 # measured, and left out of a sweep's table in this order where the terminal is too narrow

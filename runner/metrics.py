@@ -50,23 +50,37 @@ def compute(
         found["kv_bytes_read_by_rank"] = [
             costs.kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)
         ]
-    for which, ms in median_ms.items():
-        seconds = ms / 1e3
+    for which in median_ms:
         # a peer's own exchange is not read off a schedule
         received = (
             None if chosen.exchange == "peer" else _received(chosen, problem, sizes, which, experiment.options, pulls)
         )
-        most = max(sum(r.values()) for r in received) if received is not None else None
-        entry = {
-            "tokens_per_s": work.batch * work.queries / seconds,
-            "tflops_per_device": whole[which] / seconds / experiment.world_size / 1e12,
-            "bytes_received_by_rank": received,
+        entry: dict[str, Any] = {"bytes_received_by_rank": received}
+        if ceilings:
+            entry |= _limit(problem, sizes, which, max(by_rank), _most(received), ceilings)
+        found["passes"][which] = entry
+    return at(found, median_ms, experiment.world_size)
+
+
+def at(found: dict[str, Any], median_ms: dict[str, float], world: int) -> dict[str, Any]:
+    """What `compute` found of a run on `world` ranks, with other medians (pass to ms)."""
+    passes = {}
+    for which, ms in median_ms.items():
+        seconds = ms / 1e3
+        entry = {key: x for key, x in found["passes"][which].items() if key != "no_sol"}
+        most = _most(entry["bytes_received_by_rank"])
+        entry |= {
+            "tokens_per_s": found["tokens"] / seconds,
+            "tflops_per_device": found["flops"][which] / seconds / world / 1e12,
             "received_gb_s": most / seconds / 1e9 if most is not None else None,
         }
-        if ceilings:
-            entry |= _limit(problem, sizes, which, max(by_rank), most, ceilings, ms)
-        found["passes"][which] = entry
-    return found
+        passes[which] = entry | ({"sol": entry["limit_ms"] / ms} if "limit_ms" in entry else {})
+    return {**found, "passes": passes}
+
+
+def _most(received: list[dict[str, int]] | None) -> int | None:
+    """Bytes of the rank that receives most."""
+    return max(sum(r.values()) for r in received) if received is not None else None
 
 
 def speedup(single_ms: dict[str, float], ms: dict[str, float], world: int) -> dict[str, dict[str, float]]:
@@ -119,9 +133,8 @@ def _limit(
     most_flops: int,
     most_bytes: int | None,
     ceilings: dict[str, float],
-    ms: float,
 ) -> dict[str, Any]:
-    """The least time that this machine's ceilings allow the slowest rank, by what binds it, and how near we are."""
+    """The least time that this machine's ceilings allow the slowest rank, and what binds it."""
     times = {"forward": 1.0, "backward": costs.BACKWARD, "total": 1 + costs.BACKWARD}[which]
     passes = {"forward": [False], "backward": [True], "total": [False, True]}[which]
     moved = max(
@@ -133,4 +146,4 @@ def _limit(
         "communication": most_bytes / ceilings["link_gb_s"] / 1e6 if most_bytes and ceilings.get("link_gb_s") else 0.0,
     }
     binding = max(terms, key=lambda term: terms[term])
-    return {"limit_ms": terms[binding], "limited_by": binding, "sol": terms[binding] / ms}
+    return {"limit_ms": terms[binding], "limited_by": binding}

@@ -183,6 +183,18 @@ class Counters:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """In how many rounds the samples were taken, and are to be."""
+
+    done: int = 1
+    of: int = 1
+
+    @property
+    def unfinished(self) -> str | None:
+        return f"round {self.done} of {self.of}" if self.done < self.of else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timing:
     passes: dict[str, PassTimes]
     back_to_back_ms: float | None = None
@@ -192,6 +204,7 @@ class Timing:
     overhead_high: bool = False
     do_bench: dict[str, DoBench] = field(default_factory=dict)
     counters: Counters | None = None
+    rounds: Rounds = field(default_factory=Rounds)  # null in results of earlier versions
 
 
 @dataclass(frozen=True, kw_only=True)

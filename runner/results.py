@@ -57,20 +57,23 @@ def write_result(folder: Path, value: dict[str, Any]) -> None:
     write_atomically(folder / RESULT, json.dumps(finite(value), indent=1) + "\n")
 
 
-def write_samples(path: Path, samples: list[dict[str, list[float]]]) -> None:
-    """samples.parquet: iteration, rank, pass, ms."""
+def write_samples(path: Path, samples: list[dict[str, list[float]]], rounds: Sequence[int] | None = None) -> None:
+    """samples.parquet: iteration, round, rank, pass, ms. `samples` are each rank's by pass; `rounds` says how many of them
+    each round has, null: one has all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    numbers = [number for number, n in enumerate(rounds or ()) for _ in range(n)]
     rows = [
-        (iteration, rank, which, ms)
+        (iteration, numbers[iteration] if numbers else 0, rank, which, ms)
         for rank, passes in enumerate(samples)
         for which, values in passes.items()
         for iteration, ms in enumerate(values)
     ]
-    iteration, rank, which, ms = zip(*rows, strict=True)
+    iteration, number, rank, which, ms = zip(*rows, strict=True)
     table = pa.table({
         "iteration": pa.array(iteration, pa.int32()),
+        "round": pa.array(number, pa.int32()),
         "rank": pa.array(rank, pa.int32()),
         "pass": pa.array(which, pa.string()),
         "ms": pa.array(ms, pa.float64()),
@@ -82,6 +85,17 @@ def write_samples(path: Path, samples: list[dict[str, list[float]]]) -> None:
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def read_samples(path: Path) -> list[dict[str, list[float]]]:
+    """Each rank's samples by pass. Raises OSError."""
+    import pyarrow.parquet as pq
+
+    columns = pq.read_table(path).to_pydict()
+    found: list[dict[str, list[float]]] = [{} for _ in range(max(columns["rank"]) + 1)]
+    for rank, which, ms in zip(columns["rank"], columns["pass"], columns["ms"], strict=True):
+        found[rank].setdefault(which, []).append(ms)  # rows are in the order of iterations
+    return found
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: list[str]) -> None:
@@ -101,7 +115,7 @@ TOLD_BY = {"timing.layers": "timing", "timing.autograd_thread": "timing", "timin
 MOST_LENGTHS = 8  # of a pack that are written out
 COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
-    "kv_heads", "head_dim", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings", "forward_ms", "forward_iqr", "backward_ms",
+    "kv_heads", "head_dim", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings", "rounds", "forward_ms", "forward_iqr", "backward_ms",
     "backward_iqr", "total_ms", "back_to_back_ms", "tokens_per_s", "tflops_per_device", "sol", "speedup", "efficiency",
     "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
@@ -137,6 +151,7 @@ def row(result: Result) -> dict[str, Any]:
             found[f"{which}_ms"] = summary.median
             found[f"{which}_iqr"] = summary.iqr_over_median
         found["back_to_back_ms"] = timing.back_to_back_ms
+        found["rounds"] = timing.rounds.unfinished and f"{timing.rounds.done} of {timing.rounds.of}"
         last = list(timing.passes)[-1]
         entry = result.metrics.passes[last]
         found |= {key: getattr(entry, key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
@@ -223,7 +238,7 @@ def _settings(values: list[Result], rows: list[dict[str, Any]]) -> list[str | No
         if (
             len(texts) > told
             and not key.startswith(("attention.", "seqlens_", "hydra."))
-            and key not in ("output", "resume")
+            and key not in ("order", "output", "resume")
         ):
             swept.append(key)
     return [" ".join(f"{key}={one[key]}" for key in swept if key in one) or None for one in given]
@@ -274,6 +289,7 @@ SHOWN = (
     ("transport", "transport", "{}"),
     ("timing", "timing", "{}"),
     ("settings", "settings", "{}"),
+    ("rounds", "rounds", "{}"),
     ("status", "status", "{}"),
     ("forward_ms", "fwd ms", "{:.3f}"),
     ("backward_ms", "bwd ms", "{:.3f}"),

@@ -44,6 +44,7 @@ PHASES = (
 )  # fmt: skip
 PHASES_AFTER_CHECK = PHASES[PHASES.index("ceilings") :]
 BASELINES = ("single", "none")
+ORDERS = ("auto", "interleaved", "sequential")
 HARDWARE = ("auto", "cpu", "cuda")
 
 # what config=default stands for on each kind of hardware
@@ -149,6 +150,7 @@ class RunConf:
     deterministic: bool = False
     # passes are replayed from CUDA graphs, inputs and results copied: for few tokens a GPU; auto: where attention=auto says so
     graphs: Any = False
+    order: str = "auto"  # of a sweep's samples: interleaved, sequential; auto: interleaved where it compares runs
     resume: bool = False
     output: str = "outputs"
 
@@ -172,7 +174,7 @@ def per_rank(cfg: DictConfig, n: int) -> int:
 
 
 # what does not change what is measured, and so is not part of a run's identity
-_NOT_IDENTITY = ("hydra", "output", "resume")
+_NOT_IDENTITY = ("hydra", "order", "output", "resume")
 
 
 def identity(cfg: DictConfig) -> str:
@@ -311,6 +313,7 @@ def _check_names(cfg: DictConfig) -> None:
     one_of("hardware", cfg.hardware.name, HARDWARE)
     one_of("timing.method", cfg.timing.method, TIMING_METHODS)
     one_of("baseline", cfg.baseline, BASELINES)
+    one_of("order", cfg.order, ORDERS)
     if cfg.mode is not None:
         one_of("mode", cfg.mode, MODES)
 
@@ -392,6 +395,10 @@ def _check_timing(cfg: DictConfig) -> None:
             raise InvalidConfig(
                 f"timing.{key}={timing[key]:g}: must be a time of at least 0 and at most a day, or null"
             )
+    if cfg.order == "interleaved" and timing.method == "simple":
+        raise InvalidConfig(
+            "order=interleaved timing=simple: one mean can't be taken in rounds; use timing=warmup or order=auto"
+        )
     for key, most in (("precision", FINITE), ("time_cap_s", MOST_MS / 1e3)):
         above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}", most)
 

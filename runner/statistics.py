@@ -165,3 +165,10 @@ def of_ranks(by_rank: Sequence[Samples]) -> dict[str, Any]:
         "by_rank": [{which: summarize(ms).plain() for which, ms in rank.items()} for rank in by_rank],
         "no_ci95": too_few(passes["forward"]["n"]),
     }
+
+
+def overhead(empty_ms: float, passes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What a result says of the time that timing itself takes, `empty_ms`, beside the shortest of its passes."""
+    least = min(summary["median"] for summary in passes.values())
+    share = empty_ms / least if least else 0.0
+    return {"overhead_ms": empty_ms, "overhead_share": share, "overhead_high": share > OVERHEAD}

@@ -28,7 +28,7 @@ from runner.correctness import check, kept_bytes
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
 from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
-from runner.statistics import OVERHEAD, Samples, of_ranks, slowest, summarize
+from runner.statistics import Samples, of_ranks, overhead, slowest, summarize
 from runner.timing import CpuStopwatch, CudaStopwatch, Stopwatch
 from runner.workpiece import DTYPES, AttentionWork, Layers, build, decide, other_orders
 
@@ -302,9 +302,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
         note["back_to_back_ms"] = max(each, default=None)
     by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
     found = of_ranks(by_rank)
-    overhead = timing.overhead_ms(watch) / layers
-    least = min(s["median"] for s in found["passes"].values())
-    share = overhead / least if least else 0.0
+    empty_ms = timing.overhead_ms(watch) / layers
     do_bench = None
     if options["do_bench"]:
         do_bench = _do_bench(work, _watch(me, False), flush, lambda: me.say("timing", iteration_s))
@@ -314,9 +312,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             "method": method,
             "unit": "ms",
             **found,
-            "overhead_ms": overhead,
-            "overhead_share": share,
-            "overhead_high": share > OVERHEAD,
+            **overhead(empty_ms, found["passes"]),
             "flush_l2": options["flush_l2"],
             "layers": layers,
             "new_packs": options["new_packs"],

@@ -281,7 +281,7 @@ def test_samples_have_a_row_for_every_iteration_of_every_rank_and_pass(tmp_path)
     by_rank = [{"forward": [1.5, 2.5, 3.5], "backward": [7, 8, 9]}, {"forward": [4, 5, 6], "backward": [1, 1, 2.25]}]
     results.write_samples(tmp_path / "samples.parquet", by_rank)
     found = pd.read_parquet(tmp_path / "samples.parquet")
-    assert list(found.columns) == ["iteration", "rank", "pass", "ms"]
+    assert list(found.columns) == ["iteration", "round", "rank", "pass", "ms"]
     assert found["ms"].dtype == "float64"
     for rank, passes in enumerate(by_rank):
         for which, ms in passes.items():

@@ -1,0 +1,63 @@
+"""Hydra's launcher of this program: it hands a sweep's jobs out so that runs that are compared take turns. See
+`runner.rounds` for the design."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+
+from runner import app, rounds
+
+
+class Interleaving(BasicLauncher):
+    """As Hydra's own launcher, job after job in this process, but for the order."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        found: dict[int, JobReturn] = {}
+        for group in self._groups(job_overrides):
+            unfinished: dict[int, app.Unfinished] = {}
+            for index in group:
+                returned = self._job(job_overrides[index], initial_job_idx + len(found), len(group))
+                found[index] = returned
+                if returned.status == JobStatus.COMPLETED and returned.return_value is not None:
+                    unfinished[index] = returned.return_value
+            _further(list(unfinished.values()))
+        return [found[index] for index in sorted(found)]
+
+    def _groups(self, jobs: Sequence[Sequence[str]]) -> list[list[int]]:
+        assert self.hydra_context is not None and self.config is not None
+        first = self.hydra_context.config_loader.load_sweep_config(self.config, list(jobs[0]))
+        if first.get("order") == "sequential":
+            return [[index] for index in range(len(jobs))]
+        return rounds.groups(jobs)
+
+    def _job(self, overrides: Sequence[str], index: int, compared: int) -> JobReturn:
+        task = self.task_function
+        assert task is not None
+        self.task_function = partial(task, compared=compared)
+        try:
+            (returned,) = super().launch([overrides], index)
+        finally:
+            self.task_function = task
+        return returned
+
+
+def _further(runs: Sequence[app.Unfinished]) -> None:
+    """The rounds that runs of one group lack. Of a run that another command began some are done already."""
+    left: list[app.Unfinished | None] = list(runs)
+    most = max((run.rounds for run in runs), default=1)
+    for this in range(1, most):
+        for index in rounds.turns(len(left), this, most):
+            run = left[index]
+            if run is not None and run.done == this:
+                left[index] = app.further(run)
+
+
+def register() -> None:
+    """Put our launcher in the place of Hydra's `hydra/launcher=basic`: Hydra finds launchers by the name of a class in its own
+    packages, which an installed plugin adds to, and this is none."""
+    Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = Interleaving

@@ -1,0 +1,155 @@
+"""Sweeps that compare runs take their samples in rounds, so that a drift of the machine hits all of them alike.
+
+A sweep that runs job after job compares the first minutes of a machine with its last ones: its GPUs get warmer, a
+neighbour's job starts. So runs that are compared take turns. Two runs are compared when their overrides differ in nothing
+but the attention variant, its options, the kernel, the transport and the replay (`COMPARED`): same workload, world size,
+hardware and timing. Three of them, in three rounds, run as
+
+    A B C   B C A   C A B
+
+and each turn takes a third of a run's samples.
+
+- A turn is a job of its own in the warm world: inputs from the same seed, the correctness check, a warm-up, then this
+  round's share of `timing_runs`. So no number is without its check, and the inputs of one run alone are in memory.
+- What is done once is done in the first turn: phases, profile, baseline, memory, do_bench, counters. `attention=auto`
+  chooses there, and later turns run its choice.
+- After each turn `result.json` and `samples.parquet` are written anew, whole. The statistics are of all samples so far;
+  `timing.rounds` says how many rounds are done, of how many, with each round's medians and their drift. So a sweep that is
+  interrupted leaves valid results of fewer samples, and `resume=true` goes on with the rounds that they lack.
+- A run that fails in a later turn is a failed run, without times, as one that fails in the middle of its samples. Its
+  other turns are left out; the other runs go on, in a new world where it took the old one along.
+
+`order=auto` interleaves where a sweep compares runs and each turn gets `LEAST_SAMPLES` samples: 20 samples are three rounds,
+the 6 of a CPU are two, and runs of less, as `timing=simple` with its one mean, are done at once. So does `launch.fresh=true`,
+where each turn would start a world. `order=interleaved` makes turns of single samples, too; `order=sequential` is one job
+after the other in the order of the command line. Runs that are compared with none have one round.
+
+This module holds what needs no world: who is compared, who has how many samples when, and how rounds are joined.
+`runner.interleave` hands Hydra's jobs out in that order, `runner.app` does a turn. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+from runner import metrics, statistics
+from runner.schema import Experiment
+from runner.statistics import Samples
+
+ROUNDS = 3
+LEAST_SAMPLES = 3  # of a turn, under order=auto
+METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # whose samples are one a call: `simple` has one mean
+COMPARED = ("attention", "kernel", "transport", "graphs", "launch.fault")
+
+
+def groups(jobs: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The jobs of a sweep, each a list of overrides, by what they compare: indices of jobs that differ in `COMPARED` alone,
+    in the order of the first of each."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for index, overrides in enumerate(jobs):
+        found.setdefault(tuple(text for text in overrides if not _compared(text)), []).append(index)
+    return list(found.values())
+
+
+def _compared(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    return any(key == name or key.startswith(f"{name}.") for name in COMPARED)
+
+
+def number(order: str, spec: Experiment, compared: int) -> int:
+    """The rounds of a run that is one of `compared`."""
+    samples = spec.timing["timing_runs"]
+    if order == "sequential" or compared < 2 or spec.timing["method"] not in METHODS:
+        return 1
+    if order == "interleaved":
+        return min(ROUNDS, samples)
+    return 1 if spec.launch["fresh"] else max(1, min(ROUNDS, samples // LEAST_SAMPLES))
+
+
+def turns(runs: int, this: int, rounds: int) -> list[int]:
+    """The order of `runs` compared runs in round `this` of `rounds`, counted from 0: each round starts further on."""
+    start = this * runs // rounds
+    return [*range(start, runs), *range(start)]
+
+
+def part(spec: Experiment, this: int, rounds: int) -> Experiment:
+    """What a run does in round `this` of `rounds`, counted from 0: its share of the samples, and what is done once only in
+    the first. Adaptive needs sqrt(rounds) times less precision of a round, as its samples are that share of all."""
+    timing = dict(spec.timing)
+    if rounds > 1:
+        every, more = divmod(timing["timing_runs"], rounds)
+        timing["timing_runs"] = every + (this < more)
+        timing["precision"] *= sqrt(rounds)
+        timing["time_cap_s"] /= rounds
+    if this == 0:
+        return replace(spec, timing=timing)
+    timing |= {"do_bench": False, "counters": False}
+    if timing["method"] == "profiler":
+        timing["method"] = "warmup"
+    return replace(spec, timing=timing, phases=False, baseline="none")
+
+
+def begun(timing: Mapping[str, Any], rounds: int, started_at: float) -> dict[str, Any]:
+    """`timing.rounds` of a run's first round; `started_at` in seconds since the epoch."""
+    return _rounds([_one(timing, started_at)], rounds)
+
+
+def _one(timing: Mapping[str, Any], started_at: float) -> dict[str, Any]:
+    return {
+        "samples": timing["passes"]["forward"]["n"],
+        "median_ms": {which: summary["median"] for which, summary in timing["passes"].items()},
+        **{
+            key: timing.get(key) for key in ("warmup_iterations", "warmup_settled", "back_to_back_ms")
+        },  # none of simple
+        "started_at": started_at,
+    }
+
+
+def _rounds(by_round: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
+    medians = [one["median_ms"] for one in by_round]
+    slow = {which: [each[which] for each in medians] for which in medians[0]}
+    drift = {which: max(ms) / min(ms) - 1 if min(ms) else 0.0 for which, ms in slow.items()}
+    return {"done": len(by_round), "of": rounds, "drift": drift, "by_round": by_round}
+
+
+def unfinished(value: Mapping[str, Any]) -> bool:
+    """Whether a result is one of fewer rounds than its run has."""
+    rounds = (value.get("timing") or {}).get("rounds")  # none in results of earlier versions
+    return value["status"] == "ok" and rounds is not None and rounds["done"] < rounds["of"]
+
+
+def joined(
+    value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], started_at: float
+) -> dict[str, Any]:
+    """A result with one more round: `samples` are all ranks' of all rounds, `later` is what that round's job returned."""
+    spec = Experiment.from_plain(value["experiment"])
+    before = value["timing"]
+    found = statistics.of_ranks(samples)
+    medians = {which: summary["median"] for which, summary in found["passes"].items()}
+    by_round = [*before["rounds"]["by_round"], _one(later["timing"], started_at)]
+    timing = {**before, **found, "rounds": _rounds(by_round, before["rounds"]["of"])}
+    timing |= statistics.overhead(before["overhead_ms"], found["passes"])
+    timing["warmup_iterations"] = sum(one["warmup_iterations"] for one in by_round)
+    settled = [one["warmup_settled"] for one in by_round]
+    timing["warmup_settled"] = False if False in settled else None if None in settled else True
+    back_to_back = [one["back_to_back_ms"] for one in by_round if one["back_to_back_ms"] is not None]
+    if back_to_back:
+        timing["back_to_back_ms"] = statistics.summarize(back_to_back).median
+    if "precision_met" in timing:
+        precision, runs = spec.timing["precision"], spec.timing["timing_runs"]
+        slow = statistics.slowest(samples)
+        timing["precision_met"] = all(statistics.settled(ms, precision, runs) for ms in slow.values())
+    limited = metrics.without_exceeded(metrics.at(later["metrics"], medians, spec.world_size))  # by the newest ceilings
+    environment = {**value["environment"], "ceilings": later["ceilings"]}
+    whole = {**value, "timing": timing, "metrics": limited, "environment": environment}
+    if (value.get("baseline") or {}).get("passes"):
+        baseline = value["baseline"]
+        whole["baseline"] = {**baseline, **metrics.speedup(baseline["passes"], medians, spec.world_size)}
+    return whole
+
+
+def of_samples(value: Mapping[str, Any]) -> list[int]:
+    """How many samples each round of a result has."""
+    return [one["samples"] for one in value["timing"]["rounds"]["by_round"]]
