@@ -183,14 +183,20 @@ def clocks(during: During) -> str | None:
 def _correctness(found: Correctness) -> None:
     verdict = "[green]passed[/]" if found.passed else "[red]failed[/]"
     table = new_table(f"Correctness {verdict} (against {found.reference})")
-    for column in ("tensor", "rel L2", "max abs", "local call's rel L2", "ratio"):
+    for column in ("tensor", "rel L2", "max abs", "worst row", "local call's rel L2", "ratio"):
         table.add_column(column, justify="left" if column == "tensor" else "right")
     for name, t in found.tensors.items():
-        errors = ("" if error is None else f"{error:.2e}" for error in (t.rel_l2, t.max_abs, t.local_rel_l2))
+        errors = (
+            "" if error is None else f"{error:.2e}" for error in (t.rel_l2, t.max_abs, t.worst_row, t.local_rel_l2)
+        )
         table.add_row(name, *errors, f"{t.ratio_to_local:.2f}" if t.ratio_to_local is not None else "")
     show(table)
     if found.checked_share < 1:
         out.print(f"checked on {found.checked_share:.1%} of the heads: all of them would take too long")
+    if found.lse.checked is False:
+        out.print(f"the LSE was not checked: {found.lse.why}")
+    if found.timed.passed is None and found.timed.why:
+        out.print(f"the timed outputs were not checked: {found.timed.why}")
 
 
 def _phase_table(which: str, entry: PassPhases) -> None:

@@ -141,12 +141,29 @@ class TensorError:
     max_abs: float | None = None
     local_rel_l2: float | None = None
     ratio_to_local: float | None = None
+    worst_row: float | None = None  # in units of the row's scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class LseError:
+    checked: bool | None = None
+    why: str | None = None  # not
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedCheck:
+    """Of what the timed iterations left."""
+
+    passed: bool | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correctness:
     passed: bool | None = None
     tensors: dict[str, TensorError] = field(default_factory=dict)
+    lse: LseError = field(default_factory=LseError)
+    timed: TimedCheck = field(default_factory=TimedCheck)
     reference: str | None = None
     checked_share: float = 1.0
 

@@ -73,6 +73,9 @@ class DtypeConf:
     atol: float = MISSING
     gqa_atol: float = MISSING
     grad_atol: float = MISSING
+    row: float = MISSING
+    gain: float = MISSING
+    lse: float = MISSING
     rel_l2: float = MISSING
     grad_rel_l2: float = MISSING
     error_ratio: float | None = None
@@ -324,7 +327,7 @@ def _check_dtype(cfg: DictConfig) -> None:
         if key == "name":
             continue
         above_zero(f"dtype.{key}", cfg.dtype[key], way_out, FINITE)
-        if str(key).endswith("rel_l2"):
+        if str(key).endswith("rel_l2") or key in ("row", "gain", "lse"):
             above_zero(f"dtype.{key}", cfg.dtype[key], f"an output of zeros is 1 off; {way_out}", 0.5)
 
 

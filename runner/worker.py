@@ -24,7 +24,7 @@ from attention.schedules import masks
 from attention.trials import Tried, fastest
 from attention.variants import BEST, setting_label, variant
 from runner import ceilings, environment, metrics, phases, profile, sampler, timing
-from runner.correctness import check, kept_bytes
+from runner.correctness import Checked, check, check_timed, kept_bytes
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
 from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
@@ -92,10 +92,12 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         for which in work.passes * LEADING:
             work.run(which)
         work.release()
+    checked: Checked | None = None
     if spec.check["enabled"]:
-        result["correctness"] = check(me, spec, work)
-        if not result["correctness"]["passed"]:
-            return result | {"status": "incorrect", "reason": result["correctness"]["why"]}
+        checked = check(me, spec, work)
+        result["correctness"] = checked.found
+        if not checked.found["passed"]:
+            return result | {"status": "incorrect", "reason": checked.found["why"]}
     else:
         result["correctness"] = {"passed": None, "why": "check.enabled=false"}
     if spec.launch["share_gpu"]:
@@ -106,9 +108,15 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     _reset_peak(me)
     me.say("timing", iteration_s)
     with sampler.sampling(me.device.type, os.environ.get("LOCAL_RANK", "0") == "0") as sampled:
-        result |= _time(me, spec, work, watch, iteration_s)
+        measured, passes = _time(me, spec, work, watch, iteration_s)
+    measured["memory"] = _memory(me, work, kept_bytes() + (checked.nbytes if checked else 0))
+    if checked:
+        checked.found["timed"] = again = check_timed(me, spec, work, passes, checked.kept)
+        if again["passed"] is False:
+            checked.found |= {"passed": False, "why": again["why"]}
+            return result | {"status": "incorrect", "reason": again["why"]}
+    result |= measured
     result["environment"]["during"] = _during(me, sampled)
-    result["memory"] = _memory(me, work)
     timed = result["timing"]["passes"]
     medians = {which: s["median"] for which, s in timed.items()}
     found = metrics.compute(spec, medians, limits, transport.pulls)
@@ -255,7 +263,10 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
     return seconds_each
 
 
-def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, iteration_s: float) -> dict[str, Any]:
+def _time(
+    me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, iteration_s: float
+) -> tuple[dict[str, Any], timing.Passes]:
+    """What was measured, and what a sample was of."""
     options = spec.timing
     method = options["method"]
     piece: timing.Passes = work
@@ -306,7 +317,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
     do_bench = None
     if options["do_bench"]:
         do_bench = _do_bench(work, _watch(me, False), flush, lambda: me.say("timing", iteration_s))
-    return {
+    found = {
         "samples": by_rank,
         "timing": {
             "method": method,
@@ -320,6 +331,7 @@ def _time(me: Rank, spec: Experiment, work: AttentionWork, watch: Stopwatch, ite
             **note,
         },
     }
+    return found, piece
 
 
 def _during(me: Rank, sampled: dict[str, Any]) -> dict[str, Any]:
@@ -563,8 +575,9 @@ def _reset_peak(me: Rank) -> None:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def _memory(me: Rank, work: AttentionWork) -> dict[str, Any]:
-    """Peak of the timed stretch on each rank, in bytes, beside what the inputs alone take."""
+def _memory(me: Rank, work: AttentionWork, kept: int) -> dict[str, Any]:
+    """Peak of the timed stretch on each rank, in bytes, beside what the inputs alone take, and without the host's memory that the
+    gate has `kept`."""
     inputs = sum(x.numel() * x.element_size() for x in work.inputs)
     if me.device.type == "cuda":
         mine = {
@@ -576,7 +589,7 @@ def _memory(me: Rank, work: AttentionWork) -> dict[str, Any]:
         }
     else:
         peak = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-        mine = {"peak_resident": int(peak.split()[1]) * 1024 - kept_bytes(), "inputs": inputs}
+        mine = {"peak_resident": int(peak.split()[1]) * 1024 - kept, "inputs": inputs}
     return {"by_rank": me.gather(mine)}
 
 

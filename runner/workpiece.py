@@ -73,7 +73,7 @@ class AttentionWork:
     """Sharded inputs and the two passes. Raises UnsupportedHere when the kernel cannot do the call."""
 
     def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel):
-        work = experiment.workload
+        work = self.spec = experiment.workload
         self.fn = fn
         self.autograd_thread: bool = experiment.timing["autograd_thread"]
         self.backward = experiment.mode == "forward_backward"
@@ -95,10 +95,11 @@ class AttentionWork:
             raise UnsupportedHere(str(error)) from None
         self.out: Tensor | None = None
         self.gradients: tuple[Tensor, ...] = ()
+        self.last: Tensor | None = None  # the out that the last backward was of
 
     def run(self, which: str) -> None:
         if which == "forward":
-            self.out = None  # as are the last iteration's gradients: none of this one's memory
+            self.out = self.last = None  # as are the last iteration's gradients: none of this one's memory
             self.out = self.fn(self.q, self.k, self.v, **self.options)
         else:
             self._backward(keep=False)
@@ -110,7 +111,7 @@ class AttentionWork:
         else:
             for _ in range(times):
                 self.again()
-            self.release()
+            self.out = None
 
     def again(self) -> None:
         """The last forward's backward, which can then be had again."""
@@ -121,12 +122,28 @@ class AttentionWork:
         self.gradients = ()
         with torch.autograd.set_multithreading_enabled(self.autograd_thread):
             self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
+        self.last = self.out
         if not keep:
             self.out = None
 
+    def outputs(self) -> dict[str, Tensor]:
+        """What the last iteration left: this rank's out and gradients; fewer where they were let go."""
+        if not self.backward:
+            return {} if self.out is None else {"out": self.out.detach()}
+        if self.last is None or not self.gradients:
+            return {}
+        return {"out": self.last.detach(), **dict(zip(("dq", "dk", "dv"), self.gradients, strict=True))}
+
+    def negate(self) -> None:
+        """Change the sign of all inputs, in place. Scores stay, and out and the gradients change their sign."""
+        with torch.no_grad():
+            for x in self.inputs:
+                x.neg_()
+
     def release(self) -> None:
         """Let go of results, so that they do not count as the next stretch's memory."""
-        self.out, self.gradients = None, ()
+        self.out = self.last = None
+        self.gradients = ()
 
 
 def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:

@@ -1165,11 +1165,13 @@ def shared_reference(me: Rank, experiment: dict[str, Any], pieces: int) -> list[
     correctness._share_reference(me, spec, mine, shared, torch.float64)
     found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
     for piece in mine:
-        inputs = correctness._piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
+        inputs = correctness.piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
         alone = correctness._reference(inputs, spec, torch.float64)
         found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows or () for token in range(a, b)]
-        assert piece.reference.keys() == alone.keys()
-        found["errors"] = {name: rel(x, piece.mine(alone[name])) for name, x in piece.reference.items()}
+        shared = piece.reference
+        assert shared is not None and shared.values.keys() == alone.values.keys()
+        for kind, mine, whole in (("", shared.values, alone.values), (" squared scale", shared.squares, alone.squares)):
+            found["errors"] |= {name + kind: rel(x, piece.mine(whole[name])) for name, x in mine.items()}
     return me.gather(found)
 
 
@@ -1198,27 +1200,24 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
     many references this rank computed for it."""
     spec = Experiment.from_plain(experiment)
     work = AttentionWork(me, spec, build(spec))
-    plain, counted = (correctness._reference, correctness._share_reference), [0]
+    plain, counted = correctness._reference, [0]
 
-    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
-        def inner(*args: Any) -> Any:
-            counted[0] += 1
-            return call(*args)
-
-        return inner
+    def counting(*args: Any) -> Any:
+        counted[0] += 1
+        return plain(*args)
 
     correctness._references.clear()
-    correctness._reference, correctness._share_reference = map(counting, plain)
+    correctness._reference = counting
     found = []
     try:
         for last in (False, False, True):
             if last and me.rank == 1:
                 correctness._references.clear()
             counted[0] = 0
-            checked = correctness.check(me, spec, work)
+            checked = correctness.check(me, spec, work).found
             found.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], counted[0]])
     finally:
-        correctness._reference, correctness._share_reference = plain
+        correctness._reference = plain
     return me.gather(found)
 
 

@@ -6,6 +6,7 @@ from composing import resolved
 
 from runner import correctness
 from runner.correctness import pieces_of
+from runner.reference import Reference
 
 MASKS = {
     "causal": ["attention=ring", "causal=true"],
@@ -28,7 +29,8 @@ def test_ranks_share_what_is_fewer_than_they(in_world, world, kv_heads, wanted, 
     errors = [rank["errors"] for rank in ranks if rank["tokens"]]
     assert len(errors) == world // wanted * wanted
     for found in errors:
-        assert set(found) == ({"out"} if mask == "forward" else {"out", "dq", "dk", "dv"})
+        rows = ["out"] if mask == "forward" else ["out", "dq", "dk", "dv"]
+        assert set(found) == {"lse", *rows, *(f"{name} squared scale" for name in rows)}
         assert max(found.values()) < 1e-13
 
 
@@ -51,14 +53,14 @@ def test_short_sequences_and_packs_are_not_shared(size):
 
 def test_references_are_kept_until_others_need_their_room(monkeypatch):
     monkeypatch.setattr(correctness, "_references", {})
-    of_100_bytes = {"out": torch.zeros(100, dtype=torch.uint8)}
+    of_100_bytes = Reference({"out": torch.zeros(100, dtype=torch.uint8)}, {})
     for name in "abc":
-        correctness._keep(name, [correctness._Piece(0, 0, reference=of_100_bytes)], 300)
+        correctness._keep(name, [correctness.Piece(0, 0, reference=of_100_bytes)], 300)
     correctness._keep("a", correctness._references.pop("a"), 300)  # needed again, so b is the oldest
-    correctness._keep("d", [correctness._Piece(0, 0, reference=of_100_bytes)], 300)
+    correctness._keep("d", [correctness.Piece(0, 0, reference=of_100_bytes)], 300)
     assert list(correctness._references) == ["c", "a", "d"]
     assert correctness.kept_bytes() == 300
-    correctness._keep("e", [correctness._Piece(0, 0, reference=of_100_bytes)], 0)
+    correctness._keep("e", [correctness.Piece(0, 0, reference=of_100_bytes)], 0)
     assert correctness.kept_bytes() == 0
 
 

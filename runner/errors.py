@@ -1,0 +1,135 @@
+"""How far results lie from what is expected, in numbers that add up over pieces and ranks, and what is too far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHANCE = 5.0  # standard errors of a gain that chance may give
+
+Place = tuple[int, int, int]  # batch element, token, head
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What one tensor's error may be. rel_l2: of the whole; absolute: of each element, with as much relative to it; row: of each
+    token row of a head, in units of its scale (`reference.Reference.scales`); gain: of the factor that is common to all rows;
+    ratio: to the error of a local call, None for any."""
+
+    rel_l2: float
+    absolute: float
+    row: float
+    gain: float
+    ratio: float | None = None
+
+
+@dataclass
+class Error:
+    """Running sums of one tensor's comparison."""
+
+    difference: float = 0.0
+    reference: float = 0.0
+    worst: float = 0.0
+    excess: float = -math.inf  # the largest |x - ref| - rtol |ref|
+    finite: bool = True
+    row: float = 0.0  # the largest error of a row in units of its scale
+    row_at: Place | None = None
+    along: float = 0.0  # sum over rows of <x - ref, ref> / scale^2,
+    along_square: float = 0.0  # of its squares
+    weight: float = 0.0  # and of <ref, ref> / scale^2
+
+    def add(
+        self, x: Tensor, reference: Tensor, scales: Tensor, rtol: float, place: Callable[[int, int], Place]
+    ) -> None:
+        """x, reference: `[tokens, heads, D]`; scales: `[tokens, heads]`; place: where a row of them lies in the whole."""
+        delta = x.to(reference.dtype) - reference
+        self.finite &= bool(torch.isfinite(x).all())
+        self.difference += float(delta.double().square().sum())
+        self.reference += float(reference.double().square().sum())
+        if not x.numel():
+            return
+        self.worst = max(self.worst, float(delta.abs().max()))
+        self.excess = max(self.excess, float((delta.abs() - rtol * reference.abs()).max()))
+        norms = delta.norm(dim=-1)
+        rows = (norms / scales).masked_fill_(norms == 0, 0.0).nan_to_num_(math.inf, math.inf)
+        worst = int(rows.argmax())
+        if float(rows.flatten()[worst]) > self.row or self.row_at is None:
+            self.row, self.row_at = float(rows.flatten()[worst]), place(*divmod(worst, rows.shape[1]))
+        scaled = reference / scales.masked_fill(scales == 0, math.inf).unsqueeze(-1)
+        along = ((delta / scales.masked_fill(scales == 0, math.inf).unsqueeze(-1)) * scaled).sum(-1).double()
+        self.along += float(along.sum())
+        self.along_square += float(along.square().sum())
+        self.weight += float(scaled.double().square().sum())
+
+    def plus(self, other: Error) -> Error:
+        worse = max(self, other, key=lambda each: (each.row_at is not None, each.row))
+        return Error(
+            self.difference + other.difference,
+            self.reference + other.reference,
+            max(self.worst, other.worst),
+            max(self.excess, other.excess),
+            self.finite and other.finite,
+            worse.row,
+            worse.row_at,
+            self.along + other.along,
+            self.along_square + other.along_square,
+            self.weight + other.weight,
+        )
+
+    @property
+    def rel_l2(self) -> float:
+        return (self.difference / self.reference) ** 0.5 if self.reference else self.difference**0.5
+
+    @property
+    def gain(self) -> float:
+        """x is about 1 + gain times the reference: the projection of the error, each row in units of its scale. Rounding has none."""
+        return self.along / self.weight if self.weight else 0.0
+
+    @property
+    def sure_gain(self) -> float:
+        """The part of the gain that chance does not explain."""
+        chance = CHANCE * self.along_square**0.5 / self.weight if self.weight else 0.0
+        return max(0.0, abs(self.gain) - chance)
+
+    def faults(self, name: str, tolerance: Tolerance, local: Error | None = None) -> list[str]:
+        """What is too far, in words."""
+        found = []
+        if not self.finite:
+            found.append(f"{name} is not finite")
+        if not self.rel_l2 <= tolerance.rel_l2:
+            found.append(f"{name} rel L2 {self.rel_l2:.2e} > {tolerance.rel_l2:.0e}")
+        if not self.excess <= tolerance.absolute:
+            found.append(f"{name} max abs {self.worst:.2e} > {tolerance.absolute:.1e} + {tolerance.absolute:.1e} |ref|")
+        if not self.row <= tolerance.row:
+            found.append(
+                f"{name} row error {self.row:.2e} of its scale > {tolerance.row:.1e} at {described(self.row_at)}"
+            )
+        if not self.sure_gain <= tolerance.gain:
+            found.append(f"{name} is {1 + self.gain:.6f} times the reference, > {tolerance.gain:.1e} off")
+        ratio = self.ratio_to(local)
+        if tolerance.ratio and ratio is not None and ratio > tolerance.ratio:
+            found.append(f"{name} has {ratio:.2f} times the error of a local call, > {tolerance.ratio}")
+        return found
+
+    def ratio_to(self, local: Error | None) -> float | None:
+        return self.rel_l2 / local.rel_l2 if local is not None and local.rel_l2 else None
+
+    def plain(self) -> dict[str, Any]:
+        """As it stands in a result. worst_row is in units of the row's scale; worst_row_at is null where there is no row."""
+        at = None if self.row_at is None else dict(zip(("batch", "token", "head"), self.row_at, strict=True))
+        return {
+            "rel_l2": self.rel_l2,
+            "max_abs": self.worst,
+            "worst_row": self.row,
+            "worst_row_at": at,
+            "gain": self.gain,
+        }
+
+
+def described(place: Place | None) -> str:
+    return "no row" if place is None else "batch {}, token {}, head {}".format(*place)

@@ -1,0 +1,136 @@
+"""How much of the gate's tolerances the right results of each kernel use: `python -m tests.gate.margins [cuda] [kernel ...]`.
+
+One line a kernel and dtype: over all cases the worst row in units of its scale, the worst gain and the worst LSE, each over
+the tolerance of that dtype. The tolerances are made so that they stay below a half."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import yaml
+
+from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal
+from attention.masks import Mask
+from runner.correctness import without_keys
+from runner.errors import Error
+from runner.reference import Words, attend
+from runner.workpiece import DTYPES
+from tests.conftest import ROOT
+
+TENSORS = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    large: float = 1.0  # times the usual scale of the scores
+
+
+CASES = [
+    *(Case((n,), causal=causal) for n in (64, 512, 2048) for causal in (True, False)),
+    Case((4096,)),
+    *(Case((512,), head_dim=n) for n in (8, 32, 64, 128, 256)),
+    Case((512,), heads=4, kv_heads=4, head_dim=64),
+    Case((512,), heads=8, kv_heads=1, head_dim=64),
+    *(Case((512,), large=x) for x in (0.1, 4.0, 16.0)),
+    Case((1024,), window=(100, 0)),
+    Case((1024,), window=(70, 30), causal=False),
+    Case((100, 1, 300, 29, 594)),
+]
+SMALL = [Case((64,)), Case((96,), causal=False, head_dim=32), Case((33, 1, 60)), Case((64,), window=(20, 0))]
+
+
+@dataclass
+class Margin:
+    """The largest part of each tolerance that was used, and where."""
+
+    row: float = 0.0
+    gain: float = 0.0
+    lse: float = 0.0
+    at: str = ""
+
+    def used(self, of: str, part: float, at: str) -> None:
+        if part > getattr(self, of):
+            setattr(self, of, part)
+            if of == "row":
+                self.at = at
+
+
+def margin(name: str, dtype: str, cases: list[Case], device: str = "cpu") -> Margin | None:
+    """Of a kernel over those of the cases that it does; None where it does none."""
+    limits = yaml.safe_load((ROOT / f"conf/dtype/{dtype}.yaml").read_text())
+    found, done = Margin(), False
+    for number, case in enumerate(cases):
+        errors = errors_of(name, dtype, case, device, number)
+        for tensor, error in (errors or {}).items():
+            done = True
+            if tensor == "lse":
+                found.used("lse", error.row / float(limits["lse"]), "")
+                continue
+            found.used("row", error.row / float(limits["row"]), f"{tensor} {case}")
+            found.used("gain", error.sure_gain / float(limits["gain"]), "")
+    return found if done else None
+
+
+def errors_of(name: str, dtype: str, case: Case, device: str, seed: int = 0) -> dict[str, Error] | None:
+    """Of out, dq, dk, dv and the LSE of one call; None where the kernel refuses it."""
+    total, packed = sum(case.lengths), len(case.lengths) > 1
+    draw = torch.Generator().manual_seed(seed)
+    sizes = [(total, h, case.head_dim) for h in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
+    given = [torch.randn(n, generator=draw).clamp_(-1, 1).to(device, DTYPES[dtype]) for n in sizes]
+    q, k, v, dout = given if packed else [x.unsqueeze(0) for x in given]
+    mask, scale = Mask.of(case.causal, case.window), case.large * case.head_dim**-0.5
+    kernel = KERNELS[name]
+    if refusal(kernel, Shape.of(q, k, backward=True), mask) or kernel.missing(device):
+        return None
+    call = Call.of_packed(scale, mask, case.lengths, case.lengths, q.device) if packed else Call(scale, mask)
+    try:
+        out, lse = kernel.forward(q, k, v, call)
+        gradients = kernel.backward(dout, q, k, v, out, lse, call)
+    except UnsupportedCall:
+        return None
+    words = Words(case.lengths, case.lengths, scale, case.causal, case.window)
+    q, k, v, dout = given
+    expected = attend(q, k, v, dout, words)
+    errors = {}
+    for tensor, x in zip(TENSORS, (out, *gradients), strict=True):
+        errors[tensor] = Error()
+        x = x if packed else x[0]
+        errors[tensor].add(x, expected.values[tensor], expected.scales(tensor), 0.0, lambda *at: (0, *at))
+    rows = (lse if packed else lse[0]).T.unsqueeze(-1)
+    both = without_keys(rows, expected.values["lse"].unsqueeze(-1))
+    errors["lse"] = Error()
+    errors["lse"].add(*both, expected.scales("lse"), 0.0, lambda *at: (0, *at))
+    return errors
+
+
+def main(device: str, names: list[str]) -> None:
+    for name in names:
+        interpreted = device == "cpu" and "triton" in name
+        for dtype in ("fp32", "bf16", "fp16"):
+            try:
+                found = margin(name, dtype, SMALL if interpreted else CASES, device)
+            except Exception as error:  # of one kernel; the others' margins are wanted all the same
+                print(f"{name:14} {dtype}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+                continue
+            if found is not None:
+                parts = f"row {found.row:5.2f}, gain {found.gain:5.2f}, LSE {found.lse:5.2f}"
+                print(f"{name:14} {dtype}: of the tolerances {parts}; worst row: {found.at}", flush=True)
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    on = "cuda" if "cuda" in given else "cpu"
+    main(on, [x for x in given if x != "cuda"] or [x for x in KERNELS if x != "flex"])
