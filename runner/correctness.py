@@ -149,9 +149,10 @@ def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
     """Of out, dq, dk and dv."""
     given, spec = experiment.dtype, experiment.workload
     atol = given["gqa_atol"] if spec.heads != spec.kv_heads else given["atol"]
-    more = {"row": given["row"], "gain": given["gain"], "ratio": given["error_ratio"]}
-    of_gradients = Tolerance(given["grad_rel_l2"], max(given["grad_atol"], atol), **more)
-    return {"out": Tolerance(given["rel_l2"], atol, **more), **dict.fromkeys(("dq", "dk", "dv"), of_gradients)}
+    more = {"gain": given["gain"], "ratio": given["error_ratio"]}
+    of_gradients = Tolerance(given["grad_rel_l2"], max(given["grad_atol"], atol), given["grad_row"], **more)
+    of_out = Tolerance(given["rel_l2"], atol, given["row"], **more)
+    return {"out": of_out, **dict.fromkeys(("dq", "dk", "dv"), of_gradients)}
 
 
 def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
@@ -383,7 +384,7 @@ class _Comparison:
                 why.append(f"lse error {found.row:.2e} of 1 + |lse| > {most_lse:.0e} at {described(found.row_at)}")
         out, gradient = self.limits["out"], self.limits["dq"]
         tolerance = {"atol": out.absolute, "grad_atol": gradient.absolute}
-        names = ("rel_l2", "grad_rel_l2", "row", "gain", "lse", "error_ratio")
+        names = ("rel_l2", "grad_rel_l2", "row", "grad_row", "gain", "lse", "error_ratio")
         tolerance |= {name: self.experiment.dtype[name] for name in names}
         return {
             "passed": not why,

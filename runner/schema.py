@@ -74,6 +74,7 @@ class DtypeConf:
     gqa_atol: float = MISSING
     grad_atol: float = MISSING
     row: float = MISSING
+    grad_row: float = MISSING
     gain: float = MISSING
     lse: float = MISSING
     rel_l2: float = MISSING
@@ -327,7 +328,7 @@ def _check_dtype(cfg: DictConfig) -> None:
         if key == "name":
             continue
         above_zero(f"dtype.{key}", cfg.dtype[key], way_out, FINITE)
-        if str(key).endswith("rel_l2") or key in ("row", "gain", "lse"):
+        if str(key).endswith("rel_l2") or key in ("row", "grad_row", "gain", "lse"):
             above_zero(f"dtype.{key}", cfg.dtype[key], f"an output of zeros is 1 off; {way_out}", 0.5)
 
 

@@ -79,7 +79,8 @@ def margin(name: str, dtype: str, cases: list[Case], device: str = "cpu") -> Mar
             if tensor == "lse":
                 found.used("lse", error.row / float(limits["lse"]), "")
                 continue
-            found.used("row", error.row / float(limits["row"]), f"{tensor} {case}")
+            limit = float(limits["row" if tensor == "out" else "grad_row"])
+            found.used("row", error.row / limit, f"{tensor} {case}")
             found.used("gain", error.sure_gain / float(limits["gain"]), "")
     return found if done else None
 
