@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PERIOD_S = {"cuda": 0.1, "cpu": 0.25}
-ANSWER_S = 5.0  # a sampler that takes longer is given up
+ANSWER_S = 10.0  # a sampler that takes longer is given up
 REASONS = {  # NVML's bits
     0x1: "gpu_idle",
     0x2: "applications_clocks_setting",
