@@ -116,7 +116,7 @@ def run_table(result: Result) -> None:
         if result.status == "ok" and result.reason:
             out.print(result.reason)
         return
-    _time_table(timing, result.metrics, result.baseline)
+    _time_table(timing, result.metrics, result.baseline, scales=len(result.memory.by_rank) > 1)
     if text := clocks(result.environment.during):
         out.print(f"clocks while timing: {text}", soft_wrap=True)
     out.print(environment.commit_text(result.environment.git_plain))
@@ -131,7 +131,8 @@ def run_table(result: Result) -> None:
         )
 
 
-def _time_table(timing: Timing, metrics: Metrics, baseline: Baseline | None) -> None:
+def _time_table(timing: Timing, metrics: Metrics, baseline: Baseline | None, scales: bool) -> None:
+    """`scales`: whether there is more than one rank, so that speedup and efficiency say something."""
     table = new_table("Time, the slowest rank of each iteration")
     baseline = baseline or Baseline()
     for column in ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single", "speedup", "eff."):
@@ -147,8 +148,8 @@ def _time_table(timing: Timing, metrics: Metrics, baseline: Baseline | None) -> 
             f"{m.tflops_per_device:.3g}",
             f"{m.sol:.0%} {(m.limited_by or '')[:4]}" if m.sol else "",
             f"{single:.3f}{'*' if baseline.extrapolated else ''}" if single else "",
-            f"{baseline.speedup[which]:.2f}" if which in baseline.speedup else "",
-            f"{baseline.efficiency[which]:.0%}" if which in baseline.efficiency else "",
+            f"{baseline.speedup[which]:.2f}" if scales and which in baseline.speedup else "",
+            f"{baseline.efficiency[which]:.0%}" if scales and which in baseline.efficiency else "",
         )
     show(table)
     passes = timing.passes.values()

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from runner import report_charts, report_page, report_runs, report_tables
+from runner import folders, report_charts, report_headline, report_page, report_runs, report_tables
 from runner.report_runs import Run
 from runner.results import escaped, write_atomically
 
@@ -57,18 +57,27 @@ def _parser() -> argparse.ArgumentParser:
         "--pass", dest="which", choices=report_tables.COMPARED, default="total", help="what is compared"
     )
     parser.add_argument("--together", action="store_true", help="one part for all runs, instead of one a sweep")
-    parser.add_argument("--out", type=Path, help="where the files go (default: the first FOLDER)")
+    parser.add_argument(
+        "--out", type=Path, help="where the files go (default: FOLDER; of several folders outputs/report-<time>)"
+    )
     parser.add_argument("--into", type=Path, metavar="FILE", help="only put a table and a picture into this file")
     parser.add_argument("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
-    parser.add_argument("--table", choices=("runs", "comparison"), default="runs", help="of the section")
+    parser.add_argument(
+        "--table",
+        choices=("runs", "comparison", "headline"),
+        default="runs",
+        help="of the section; headline: auto beside each external package",
+    )
     parser.add_argument("--chart", choices=(*report_charts.KINDS, "none"), default="time", help="of the section")
+    parser.add_argument(
+        "--mixed", action="store_true", help="a headline's row may be of several commits or machines, and is marked"
+    )
     parser.add_argument("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")
     return parser
 
 
 def _report(runs: list[Run], options: argparse.Namespace) -> int:
-    out: Path = options.out or options.folders[0]
-    out.mkdir(parents=True, exist_ok=True)
+    out = _out(options)
     lacking = report_charts.missing()
     sweeps: dict[Path, list[Run]] = {}
     for run in runs:
@@ -102,6 +111,15 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
     return 0
 
 
+def _out(options: argparse.Namespace) -> Path:
+    """Where the report goes: never into one of several folders unasked. Raises OSError."""
+    if options.out is None and len(options.folders) > 1:
+        return folders.create(Path("outputs"), f"report-{folders.now()}")
+    out: Path = options.out or options.folders[0]
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
 def _file_name(folder: Path, among: Iterable[Path]) -> str:
     """The sweep's folder below what all have in common, as part of a file's name."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", os.path.relpath(folder, os.path.commonpath(among))).strip("._")
@@ -121,8 +139,10 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
     if options.table == "comparison":
         table = report_tables.comparison_table(runs, options.which)
         table.notes += report_tables.failures(runs)
+    elif options.table == "headline":
+        table = report_headline.headline_table(runs, options.which, options.mixed)
     picture = "" if options.chart == "none" else _picture(runs, options)
-    unit = f" Times in ms ({options.which.replace('_', ' ')})." if options.table == "comparison" else ""
+    unit = f" Times in ms ({options.which.replace('_', ' ')})." if options.table != "runs" else ""
     said = escaped(f"{report_tables.machine(runs)}; {report_tables.same(runs)}.{unit}")
     made = f"Made by `{PROGRAM} {shlex.join(arguments)}`."
     body = "\n".join([said, "", table.markdown(), *([picture, ""] if picture else []), made])

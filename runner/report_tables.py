@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner import display, environment
 from runner.record import STATUSES, Environment
+from runner.report_fair import MIXED, mixed, mixed_note, noise, ratio
 from runner.report_runs import (
     BACK_TO_BACK,
     FACTS,
@@ -29,6 +30,8 @@ PASSES = ("forward", "backward", "total")
 COMPARED = (*PASSES, BACK_TO_BACK)
 LATE = 0.05  # a step's share from which it says something that samples, which the ranks begin together, are not the rate back to back
 BEST = "**{}**"
+RATIO = "fastest external / fastest of ours"
+NOISY = "`!`: noisy, the interquartile range is above 5% of the median."
 
 
 @dataclass
@@ -176,7 +179,7 @@ def _do_bench(run: Run, which: str) -> str:
 def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
     notes = []
     if any(found.noisy for run in runs for found in run.passes.values()):
-        notes.append("`!`: noisy, the interquartile range is above 5% of the median.")
+        notes.append(NOISY)
     if any(found.trend for run in runs for found in run.passes.values()):
         notes.append("`~`: the samples rose or fell while they were taken, by more than 2% between their halves.")
     shares = [timing.overhead_share for run in runs if (timing := run.result.timing)]
@@ -218,8 +221,8 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
 
 def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     """A row a workload, a column a way to do it, in ms of what is `COMPARED`; the best of a row in bold. Variants that are each over
-    several local kernels have a row a kernel. Where there are peers, how many times the fastest peer's time is that of
-    the fastest of ours."""
+    several local kernels have a row a kernel. Where there are external packages, the ratio of the fastest of theirs to the
+    fastest of ours."""
     runs = comparable(runs)
     by_kernel = each_over_several_kernels(runs)
     named = labels(runs, without={"asked_kernel"} if by_kernel else ())
@@ -235,10 +238,8 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     shown = [i for i in range(len(key)) if len({work[i] for work in works}) > 1]
     shown = shown or [WORKLOAD.index("seq_len")]
     both = any(run.peer for run in runs) and not all(run.peer for run in runs)
-    titles = (
-        [FACTS[key[i].removeprefix("asked_")] for i in shown] + columns + (["best peer / best of ours"] if both else [])
-    )
-    rows, doubles = [], 0
+    titles = [FACTS[key[i].removeprefix("asked_")] for i in shown] + columns + ([RATIO] if both else [])
+    rows, used, doubles = [], [], 0
     for work in works:
         cells: dict[str, list[Run]] = {}
         for run in runs:
@@ -248,21 +249,29 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
         latest = {label: max(found, key=begun) for label, found in cells.items()}
         times = {label: t for label, run in latest.items() if (t := run.ms(which)) is not None}
         best = digits(min(times.values(), default=None))
+        used.append([latest[label] for label in times])
         row = [fact(next(r for r in runs if of(r) == work), key[i], set()) for i in shown]
+        row[-1] += MIXED if mixed(used[-1]) else ""
         for label in columns:
-            time = times.get(label)
-            text = digits(time)
-            if label in latest and not latest[label].ok:
-                text = latest[label].row["status"]
-            row.append(BEST.format(text) if text and text == best else text)
+            text = digits(times.get(label))
+            fastest = text and text == best
+            if label in latest:
+                text = text + noise(latest[label], which) if latest[label].ok else latest[label].row["status"]
+            row.append(BEST.format(text) if fastest else text)
         if both:
-            ours = min((t for label, t in times.items() if not latest[label].peer), default=None)
-            peers = min((t for label, t in times.items() if latest[label].peer), default=None)
-            row.append(f"{peers / ours:.2f}" if ours and peers else "")
+            sides = [[label for label in times if latest[label].peer == peer] for peer in (True, False)]
+            least = [min(side, key=lambda label, times=times: times[label], default=None) for side in sides]
+            row.append(_ratio(latest, least[0], least[1], which))
         rows.append(row)
     left = {FACTS[name] for name in ("mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
     notes = [f"Where a run was repeated, its latest: {_count(doubles, 'earlier run')} left out."] if doubles else []
-    return Table(titles, rows, left, notes)
+    if any(noise(run, which) for found in used for run in found):
+        notes.append(NOISY)
+    return Table(titles, rows, left, notes + mixed_note(used))
+
+
+def _ratio(latest: Mapping[str, Run], theirs: str | None, ours: str | None, which: str) -> str:
+    return ratio(latest[theirs], latest[ours], which, (theirs, ours)) if theirs and ours else ""
 
 
 def begun(run: Run) -> float:

@@ -160,7 +160,8 @@ def row(result: Result) -> dict[str, Any]:
             found["kv_read_bytes"] = max(result.metrics.kv_bytes_read_by_rank, default=0) or None
             found |= {f"forward_{key}": getattr(counted, key) for key in ("memory_read_bytes", "l2_read_bytes")}
         found["peak_bytes"] = max(rank.peak for rank in result.memory.by_rank)
-        if result.baseline and last in result.baseline.speedup:
+        several = experiment is not None and experiment.world_size > 1  # one rank against one device says nothing
+        if several and result.baseline and last in result.baseline.speedup:
             found["speedup"] = result.baseline.speedup[last]
             found["efficiency"] = result.baseline.efficiency[last]
     for which, phases in result.phases.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from composing import python
 
-from runner import report, report_charts, report_runs, report_tables, results
+from runner import report, report_charts, report_headline, report_runs, report_tables, results
 from runner.record import Result, read_results
 from runner.report_runs import FACTS, labels, read, scaling, where
 from runner.report_tables import comparison_table, digits, runs_table
@@ -119,7 +119,7 @@ def test_rates_back_to_back_are_compared_and_have_no_chart(tmp_path, capsys):
         tmp_path / "runs", result("zigzag", 1.0, back_to_back_ms=2.0), result("torch_cp", 0.5, back_to_back_ms=2.5)
     )
     table = comparison_table(read([folder]), "back_to_back")
-    assert table.rows == [["32,768", "**2.000**", "2.500", "1.25"]]
+    assert table.rows == [["32,768", "**2.000**", "2.500", "1.25 (torch_cp / zigzag)"]]
     without = written(
         tmp_path / "without", result("zigzag", 1.0), result("rfa_zigzag", None, status="oom", reason="rank 2")
     )
@@ -152,7 +152,7 @@ def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file(sw
     compared = comparison_table(runs)
     medians = {digits(run.ms("total")) for run in runs if run.ok}
     width = sum(title in FACTS.values() for title in compared.titles)
-    assert {cell.strip("*") for row in compared.rows for cell in row[width:] if cell.strip("*")[:1].isdigit()} <= {
+    assert {cell.strip("*!") for row in compared.rows for cell in row[width:] if cell.strip("*")[:1].isdigit()} <= {
         *medians,
         *(row[-1] for row in compared.rows),
     }
@@ -184,13 +184,115 @@ def test_a_comparison_has_a_row_a_workload_the_best_marked_and_ours_against_the_
     table = comparison_table(read([speed(tmp_path)]))
     assert table.titles == [
         "S", "zigzag flash4", "ulysses flash4", "torch_cp sdpa_cudnn", "rfa_zigzag flash4", "transformer_engine",
-        "best peer / best of ours",
+        "fastest external / fastest of ours",
     ]  # fmt: skip
     assert table.rows == [
-        ["8,192", "6.000", "**4.500**", "9.000", "12.00", "unsupported", "2.00"],
-        ["131,072", "1536.0", "**1152.0**", "2304.0", "oom", "unsupported", "2.00"],
+        ["8,192", "6.000", "**4.500**", "9.000", "12.00", "unsupported", "2.00 (torch_cp sdpa_cudnn / ulysses flash4)"],
+        [
+            "131,072",
+            "1536.0",
+            "**1152.0**",
+            "2304.0",
+            "oom",
+            "unsupported",
+            "2.00 (torch_cp sdpa_cudnn / ulysses flash4)",
+        ],
     ]
     assert comparison_table(read([tmp_path]), "forward").rows[0][2] == "**1.500**"
+
+
+def noisy(value: dict, low: float, high: float) -> dict:
+    """The total's median is known to lie between these, and its samples are spread widely."""
+    value["timing"]["passes"]["total"] |= {"ci95": [low, high], "noisy": True}
+    return value
+
+
+def test_a_comparison_marks_noise_and_calls_even_what_the_spreads_do_not_tell_apart(tmp_path):
+    values = [noisy(result("zigzag", 2), 5.5, 6.5), result("torch_cp", 2.1)]
+    table = comparison_table(read([written(tmp_path, *values)]))
+    assert table.rows == [["32,768", "**6.000!**", "6.300", "even (torch_cp / zigzag)"]]
+    assert table.notes == [report_tables.NOISY] and "<b>6.000!</b>" in table.html()
+
+
+def on(value: dict, commit: str, cores: int = 64) -> dict:
+    value["environment"] |= {"git": {"commit": commit, "dirty": False}, "host": "vm", "cores": cores}
+    return value
+
+
+def test_a_row_of_several_commits_or_machines_is_marked(tmp_path):
+    values = [
+        on(result(name, 2, seq_len=s), c)
+        for name, s, c in (
+            ("zigzag", 8192, "a" * 40),
+            ("ring", 8192, "b" * 40),
+            ("zigzag", 4096, "a" * 40),
+            ("ring", 4096, "a" * 40),
+        )
+    ]
+    table = comparison_table(read([written(tmp_path / "a", *values)]))
+    assert [row[0] for row in table.rows] == ["4,096", "8,192‡"]
+    assert table.notes == [
+        "`‡`: runs of several commits or machines in a row: aaaaaaa on vm of 64 cores, bbbbbbb on vm of 64 cores."
+    ]
+    machines = [on(result(name, 2), "a" * 40, cores) for name, cores in (("zigzag", 16), ("ring", 32))]
+    assert comparison_table(read([written(tmp_path / "b", *machines)])).rows[0][0] == "32,768‡"
+
+
+def test_a_headline_is_auto_beside_each_package_at_its_best_of_one_commit_and_machine(tmp_path, monkeypatch, capsys):
+    ways = [("usp_yunchang", 4, {"ulysses_size": n}) for n in (1, 2)]
+    values = [on(result(name, ms * (1 + 0.1 * (options.get("ulysses_size", 2) == 1)), options=options), "a" * 40)
+              for name, ms, options in (("auto", 2, {}), ("zigzag", 1, {}), ("torch_cp", 3, {}), ("rfa_zigzag", 3.5, {}), ("rfa_llama3", 5, {}), *ways)]  # fmt: skip
+    values[0]["chosen"]["variant"] = "ulysses"
+    values.append(result("transformer_engine", None, status="unsupported", reason="not installed"))
+    folder = written(tmp_path / "runs", *values)
+    table = report_headline.headline_table(read([folder]))
+    assert dict(zip(table.titles, table.rows[0], strict=True)) == {
+        "S": "32,768",
+        "auto": "**6.000 (ulysses)**",
+        "PyTorch": "9.000 (torch_cp)",
+        "ring-flash-attn": "10.50 (rfa_zigzag)",
+        "yunchang": "12.00 (usp_yunchang ulysses_size=2)",
+        "transformer-engine": "unsupported",
+        "fastest external / auto": "1.50 (PyTorch / auto)",
+    }
+    with pytest.raises(ValueError, match="needs runs of attention=auto and of an external package"):
+        report_headline.headline_table([run for run in read([folder]) if not run.peer])
+    written(tmp_path / "runs", on(result("torch_cp", 2.9), "b" * 40))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "N.md").write_text("<!-- report:x -->\n<!-- /report:x -->\n")
+    command = ["runs", "--table", "headline", "--chart", "none", "--into", "N.md", "--section", "x"]
+    assert report.main(command) == 2
+    assert "the row 32,768 is of several commits or machines (aaaaaaa on vm" in capsys.readouterr().err
+    assert report.main([*command, "--mixed"]) == 0
+    assert "| 32,768‡ | **6.000 (ulysses)** | 8.700" in (tmp_path / "N.md").read_text()
+
+
+def test_one_rank_has_no_efficiency_against_its_own_baseline(tmp_path):
+    own = {"passes": {"total": 6.0}, "speedup": {"total": 2.71}, "efficiency": {"total": 2.71}}
+    (run,) = read([written(tmp_path, result("dense", 1, world_size=1, baseline=own))])
+    assert (run.row["speedup"], run.row["efficiency"]) == (None, None)
+    assert "efficiency" not in runs_table([run]).titles
+
+
+def test_what_stands_in_a_result_can_not_leave_its_place_in_a_report(tmp_path):
+    odd = "<!--<script> a|b </script>"
+    values = [result(name, ms, options={"note": odd + name}) for name, ms in (("zigzag", 2), ("usp", 3))] * 2
+    values += [
+        result("zigzag", 2, options={"note": "other"}),
+        result("ring", None, status="oom", reason=f"{odd}\n# title"),
+    ]
+    folder = written(tmp_path / "runs", *values)
+    assert report.main([str(folder)]) == 0
+    text = (folder / "report.md").read_text()
+    assert "<script" not in text and "\n# title" not in text and "&lt;script" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert all(re.search(r"(?<!\\)\|", line) for line in rows)
+    page = (folder / "report.html").read_text()
+    assert "<!--<script>" not in page and page.count("</script>") == page.count("<script>")
+    assert "<script" not in results.markdown(results.sweep_rows(folder))
+    header, _, *body = results.markdown(results.sweep_rows(folder)).splitlines()
+    cells = {len(re.findall(r"(?<!\\)\|", line)) for line in (header, *body) if line.startswith("| ")}
+    assert len(cells) == 1
 
 
 def test_kernels_and_options_that_were_asked_for_are_columns(tmp_path):
@@ -209,10 +311,10 @@ def test_variants_over_several_kernels_have_a_row_a_kernel(tmp_path):
     ]
     values.append(result("torch_cp", 2, kernel="sdpa_cudnn", chosen="sdpa_cudnn"))
     table = comparison_table(read([written(tmp_path, *values)]))
-    assert table.titles == ["kernel", "zigzag", "torch_cp", "rfa_zigzag", "best peer / best of ours"]
+    assert table.titles == ["kernel", "zigzag", "torch_cp", "rfa_zigzag", "fastest external / fastest of ours"]
     assert table.rows == [
-        ["flash2", "**9.000**", "", "18.00", "2.00"],
-        ["flash4", "**3.000**", "", "4.500", "1.50"],
+        ["flash2", "**9.000**", "", "18.00", "2.00 (rfa_zigzag / zigzag)"],
+        ["flash4", "**3.000**", "", "4.500", "1.50 (rfa_zigzag / zigzag)"],
         ["sdpa_cudnn", "", "**6.000**", "", ""],
     ]
 
@@ -300,15 +402,21 @@ def test_a_report_is_markdown_pictures_and_a_page_that_needs_no_network(tmp_path
 
 
 @needs_charts
-def test_a_tree_of_sweeps_has_a_part_for_each_or_one_for_all(tmp_path):
+def test_a_tree_of_sweeps_has_a_part_for_each_or_one_for_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     written(tmp_path / "a", result("ring", 3), result("zigzag", 2))
     written(tmp_path / "b", result("torch_cp", 4))
     assert report.main([str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text()
-    assert f"## {tmp_path / 'a'}\n" in text and f"## {tmp_path / 'b'}\n" in text and "best peer" not in text
+    assert f"## {tmp_path / 'a'}\n" in text and f"## {tmp_path / 'b'}\n" in text and "fastest external" not in text
     assert (tmp_path / "a_time.png").exists() and (tmp_path / "b_time.png").exists()
+    assert report.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert [
+        path.name for path in (tmp_path / "a").iterdir() if path.is_file()
+    ] == []  # of several, none is the report's
+    assert len(list(tmp_path.glob("outputs/report-*/report.html"))) == 1
     assert report.main([str(tmp_path), "--together", "--out", str(tmp_path / "c")]) == 0
-    assert "best peer / best of ours" in (tmp_path / "c" / "report.md").read_text()
+    assert "fastest external / fastest of ours" in (tmp_path / "c" / "report.md").read_text()
 
 
 def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts(tmp_path):
@@ -428,8 +536,8 @@ def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
     assert cells(runs_table(runs), "graphs") == ["", "true", ""]
     assert report_runs.where(runs, ["graphs=true"]) == [runs[1]]
     compared = comparison_table(runs)
-    assert compared.titles == ["S", "zigzag", "zigzag graphs=true", "rfa_zigzag", "best peer / best of ours"]
-    assert compared.rows[0][-1] == "3.00" and not compared.notes
+    assert compared.titles == ["S", "zigzag", "zigzag graphs=true", "rfa_zigzag", "fastest external / fastest of ours"]
+    assert compared.rows[0][-1] == "3.00 (rfa_zigzag / zigzag graphs=true)" and not compared.notes
     assert "graphs=true" in report_tables.same([runs[1]])
     assert "graphs" not in report_tables.same([runs[0]])
 
