@@ -145,7 +145,9 @@ def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file(sw
         for which, found in ((stored["timing"] or {}).get("passes") or {}).items():
             shown = row[table.titles.index(f"{which} ms (IQR)")]
             assert float(shown.split()[0]) == pytest.approx(found["median"], rel=6e-4, abs=5e-4)
-            spread = f" ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''})"
+            spread = (
+                f" ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''}{'~' if found.get('trend') else ''})"
+            )
             assert shown.endswith(spread) if found["n"] > 1 else " " not in shown
         if stored["status"] != "ok":
             assert stored["status"] in row

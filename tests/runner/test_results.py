@@ -446,6 +446,30 @@ def test_a_runs_table_says_what_stood_in_for_another(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_runs_table_says_what_makes_its_times_doubtful(capsys):
+    value = measured("run")
+    value["timing"] |= {"overhead_ms": 0.1, "overhead_share": 0.025, "overhead_high": True}
+    value["timing"]["passes"]["forward"]["trend"] = True
+    value["metrics"]["passes"]["forward"]["no_sol"] = "283% of what the matrix product measured here allows"
+    ran = {"device": "GPU-1", "samples": 9, "throttle_reasons": ["gpu_idle", "sw_power_cap"]}
+    gpus = [ran | {"sm_mhz": {"min": low, "median": 1800, "max": 1980}} for low in (1755, 1620)]
+    value["environment"] = {"during": {"by_device": gpus}, "git": None}
+    value["chosen"] |= {"settings_ms": {"ulysses_size=4": 1.5, "ulysses_size=2": 2.0}}
+    display.run_table(Result.of(value))
+    said = capsys.readouterr().out
+    for text in (
+        "0.0%~", "~ means that samples rose or fell", "timing itself takes 100.0 us, 2.5% of the shortest pass",
+        "no limit of forward: 283% of what", "clocks while timing: 1,620 to 1,980 MHz, held down by sw_power_cap",
+        "commit unknown", "at its best: ulysses_size=4 (tried: ulysses_size=4 1.500 ms; ulysses_size=2 2.000 ms)",
+    ):  # fmt: skip
+        assert text in said
+    value["timing"]["passes"]["forward"]["trend"] = value["timing"]["overhead_high"] = False
+    value["environment"] = {}
+    display.run_table(Result.of(value))
+    said = capsys.readouterr().out
+    assert not any(text in said for text in ("~", "timing itself", "clocks"))
+
+
 def swept(folder, *overrides: list[str] | None) -> list[dict]:
     for number, given in enumerate(overrides):
         value = measured(f"run{number}")
