@@ -1,8 +1,13 @@
 """Attention, local and context-parallel, as differentiable functions over process groups.
 
-    fn = attention.make("zigzag")
-    q, k, v = (fn.shard(x) for x in (q, k, v))
+    fn = attention.make("zigzag")                # any of attention.names(), over the default process group
+    q, k, v = (fn.shard(x) for x in (q, k, v))   # global [B, S, H, D] to this rank's part
     out = fn.unshard(fn(q, k, v, causal=True))
+
+make             a variant as a function over a process group
+names            every variant, with a line of what it is
+ContextParallel  what make gives: shard, the call, unshard
+UnsupportedCall  the ValueError of a call that this variant, kernel or machine can't do
 
 The layouts, schedules and masks are pure Python and import without torch."""
 
@@ -15,6 +20,10 @@ if TYPE_CHECKING:
     from attention.kernels.interface import UnsupportedCall
 
 __all__ = ["ContextParallel", "UnsupportedCall", "make", "names"]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, wraps
-from itertools import pairwise
+from collections.abc import Callable, Hashable
+from functools import wraps
+from pickle import PicklingError
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attention import automatic, kernels, transports
+from attention.arguments import (
+    Packs,
+    check_cu_seqlens,
+    check_scale,
+    check_tensors,
+    check_window,
+    positive,
+    rank_and_world,
+    signed,
+    token_dim_of,
+)
+from attention.autograd import Unshard, attend, stretch, wants_gradient
 from attention.choice import AUTO, SUMMARY, Choice, check_graphs
-from attention.executors import EXECUTORS, grouping
+from attention.executors import grouping
 from attention.executors.plan import Plan, plan_steps, resized
 from attention.graphs import Replays
 from attention.kernels import Shape, UnsupportedCall
+from attention.kernels.fit import fit
 from attention.layouts import CuSeqlens, Shard, sizes_of
 from attention.masks import Mask
 from attention.peers import calls
 from attention.schedules import masks
-from attention.tape import Run
-from attention.tensors import on_host, token_dim
+from attention.tensors import token_dim
 from attention.transports import Transport
-from attention.variants import Variant, check_heads, everything, nearest, variant
+from attention.variants import Variant, everything, nearest, variant
 
 __all__ = ["ContextParallel", "make", "names"]
 
 MOST_PLANS = 256
 MOST_PACKS = 64  # plans of packs, which hold a lot, and their tapes the numbers of tokens that copies are by
-
-Packs = Tensor | list[int] | tuple[int, ...] | None
 
 
 def names() -> dict[str, str]:
@@ -60,6 +69,7 @@ def make(
     fastest, the problem's shapes (`automatic.decide`), and the function's `choice` then says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
+    rank_and_world(group)
     check_graphs(name, graphs)
     if name == AUTO:
         _check_names(kernel, transport)
@@ -105,7 +115,8 @@ def _outside_graphs(call: Method) -> Method:
 
 
 class ContextParallel:
-    """A context-parallel attention function; `make` builds it.
+    """A context-parallel attention function; `make` builds it. It can be copied and, over the default group, pickled, so that a
+    module that holds it can.
 
     Dense tensors are `[B, S, H, D]`, packed ones `[T, H, D]` with the global `cu_seqlens`; k and v have Hk heads,
     `H % Hk == 0`."""
@@ -127,25 +138,60 @@ class ContextParallel:
         self.deterministic = deterministic
         self.options = options
         self.choice: Choice | None = None  # of auto: what was estimated
-        self.world = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.graphs = graphs
+        self.rank, self.world = rank_and_world(group)
         self.layout = variant.border(self.world, options)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing planned, connected or captured yet."""
         self.transports: dict[torch.device, Transport] = {}
         self.plans: dict[Any, Plan] = {}
         self.packs: OrderedDict[Any, None] = OrderedDict()  # of which there are plans, those used last at the end
         self.known: set[Hashable] = set()  # forms of passes that there are tapes of
-        self.replays = Replays(asked=graphs is True) if graphs else None
+        self.replays = Replays(asked=self.graphs is True) if self.graphs else None
+
+    def __copy__(self) -> ContextParallel:
+        """The same function over the same group, which plans and connects anew; so is a deep copy."""
+        other = object.__new__(type(self))
+        other.__dict__ = {**self.__dict__, "options": dict(self.options)}
+        other._begin()
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled is what `make` was given: unpickled, it is a function over the default group there. Raises PicklingError for a
+        function over a group that was given."""
+        if self.group is not None:
+            raise PicklingError(
+                f"{self!r}: its process group can't be pickled; make it with group=None, over the default group, or again "
+                "where it is unpickled"
+            )
+        name, options = self.variant.name, dict(self.options)
+        return _again, (
+            name,
+            self.kernel_name,
+            self.transport_name,
+            self.deterministic,
+            options,
+            self.graphs,
+            self.choice,
+        )
 
     def __repr__(self) -> str:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
 
     @_outside_graphs
     def shard(self, x: Tensor, cu_seqlens: Packs = None, role: str | None = None) -> Tensor:
-        """This rank's part of a global `[B, S, H, D]` or packed `[T, H, D]`, in the variant's layout; differentiable. A copy
-        that keeps nothing of the rest alive, or x itself where the part is all of it.
+        """This rank's part of a global `[B, S, H, D]`, `[B, S]` (token ids, labels, positions), or with cu_seqlens of a packed
+        `[T, H, D]` or `[T]`, of any dtype, in the variant's layout; differentiable. A copy that keeps nothing of the rest alive,
+        or x itself where the part is all of it. Hidden states `[B, S, C]` are to be given as `[B, S, 1, C]`.
 
         role: "q" or "kv", needed for a decode, where every rank has all queries.
-        Raises ValueError when the sequences do not divide."""
+        Raises ValueError for other shapes, and when the sequences do not divide."""
+        dim = token_dim_of(x, cu_seqlens is not None)
         if self.variant.decode:
             if role not in ("q", "kv"):
                 raise ValueError(
@@ -153,9 +199,8 @@ class ContextParallel:
                 )
             if role == "q":
                 return x
-        mine = self._shards(_host(cu_seqlens, x))[self.rank]
-        dim = token_dim(x)
-        parts = [_stretch(x, dim, r) for r in mine]
+        mine = self._shards(check_cu_seqlens(cu_seqlens, x.shape[dim]))[self.rank]
+        parts = [stretch(x, dim, r) for r in mine]
         if len(parts) > 1:
             return torch.cat(parts, dim)
         whole = parts[0].shape == x.shape
@@ -163,13 +208,15 @@ class ContextParallel:
 
     @_outside_graphs
     def unshard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
-        """The global tensor from every rank's part, on every rank; for out and the gradients of q, k and v (a decode's
-        out is whole already). Differentiable: the gradient of a rank's part is its part of the gradient, so each rank
-        should compute the same loss."""
+        """The global tensor from every rank's part, on every rank; for out, the gradients of q, k and v, and whatever else `shard`
+        takes (a decode's out is whole already). Differentiable once: the gradient of a rank's part is its part of the gradient, so
+        each rank should compute the same loss. Raises ValueError for shapes that `shard` does not take."""
+        dim = token_dim_of(x, cu_seqlens is not None)
         if self.layout.replicated or self.variant.decode or self.world == 1:
             return x
-        total = x.shape[token_dim(x)] * self.world
-        return _Unshard.apply(x, self, self._shards(_host(cu_seqlens, x, total)))
+        shards = self._shards(check_cu_seqlens(cu_seqlens, x.shape[dim] * self.world))
+        whole, _ = Unshard.apply(x, shards, self.rank, dim, self._transport(x.device))
+        return whole
 
     def _shards(self, cu_seqlens: CuSeqlens) -> tuple[Shard, ...]:
         return self.layout.shards(cu_seqlens, self.world)
@@ -191,11 +238,17 @@ class ContextParallel:
     ) -> Any:
         """Attention of this rank's queries over the global keys.
 
-        q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads. `cu_seqlens`: the global ones,
-        for packed tensors; a list or a CPU tensor never synchronises, a GPU tensor does when it is new or was written
-        (`tensors.on_host`). `scale` defaults to D^-0.5. `window` (left, right) in tokens, -1 unbounded. `kv_tokens`: of a
-        decode, how many keys there are on all ranks; by default this rank's times the world size.
-        Returns out like q; with `return_lse` also the fp32 log-sum-exp `[B, H, s]` or `[H, t]`, not differentiable.
+        q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads; bf16, fp16, fp32 or fp64, which is
+        computed in under autocast, too. A tensor is copied if its last dim is strided, its rows overlap (as those of `expand`) or,
+        with most kernels, they do not lie on multiples of 16 bytes. `cu_seqlens`: the global ones, integers, for packed tensors;
+        a list or a CPU tensor never synchronises, a GPU tensor does when it is new or was written (`tensors.on_host`). `scale`:
+        any finite number, by default D^-0.5. `window` (left, right) in tokens, -1 unbounded. `kv_tokens`: of a decode, how many
+        keys there are on all ranks; by default this rank's times the world size.
+        All ranks must give the same causal, scale, window, cu_seqlens, kv_tokens and return_lse: with another on one rank the
+        call may fail, wait for ever or be wrong.
+        Returns out like q; with `return_lse` also the fp32 log-sum-exp `[B, H, s]` or `[H, t]` (fp64 for fp64), not
+        differentiable. Out is differentiable once (a second derivative raises UnsupportedCall), and its backward needs it:
+        write `out = out + x`, not `out += x`.
         Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
         when the kernel can't."""
         if dropout:
@@ -204,13 +257,10 @@ class ContextParallel:
             q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, kv_tokens=kv_tokens,
             return_lse=return_lse,
         )  # fmt: skip
+        q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
         if self.variant.exchange == "peer":
             return calls.attend(q, k, v, plan, self.group)
-        if _trained(q, k, v) or _transformed():
-            out, lse = _Attention.apply(q, k, v, plan, self.replays)
-        else:
-            with torch.no_grad():
-                out, lse, *_ = _forward(q, k, v, plan, self.replays, False)
+        out, lse = attend(q, k, v, plan, self.replays)
         return (out, lse) if return_lse else out
 
     def plan(
@@ -227,13 +277,14 @@ class ContextParallel:
         return_lse: bool = False,
     ) -> Plan:
         """What a call with these arguments will do: the schedule bound to this rank, its kernel and its transport."""
-        _check_shapes(q, k, v, cu_seqlens, self.variant.decode)
+        check_tensors(q, k, v, cu_seqlens is not None, self.variant.decode)
+        scale, window = check_scale(scale), check_window(window)
         held = k.shape[token_dim(k)]
         total = kv_tokens if kv_tokens is not None else held * (1 if self.layout.replicated else self.world)
-        cu = _host(cu_seqlens, k, total)
-        shape = Shape.of(q, k, _trained(q, k, v))
+        cu = check_cu_seqlens(cu_seqlens, total)
+        shape = Shape.of(q, k, wants_gradient(q, k, v))
+        scale = positive(scale, shape.head_dim)
         q_tokens = q.shape[token_dim(q)]
-        window = (window[0], window[1])
         # a decode's plan is one for all lengths at which the same ranks hold keys, and follows them as they grow
         sizes = sizes_of(self.layout, cu, self.world) if self.variant.decode else ()
         lengths = tuple(n > 0 for n in sizes) if self.variant.decode else cu
@@ -253,7 +304,6 @@ class ContextParallel:
                 kernel = calls.kernel(self.variant.name, self.kernel_name, shape, masks(problem))
             else:
                 kernel = kernels.select(self.kernel_name, shape, masks(problem), self.variant.decode)
-            scale = shape.head_dim**-0.5 if scale is None else scale
             transport = self._transport(q.device)
             if self.replays is not None:
                 _check_graphs(self.variant, self.options, transport, q.device, self.world)
@@ -309,6 +359,20 @@ class ContextParallel:
         return self.transports[device]
 
 
+def _again(
+    name: str,
+    kernel: str,
+    transport: str,
+    deterministic: bool,
+    options: dict[str, Any],
+    graphs: bool | str,
+    choice: Choice | None,
+) -> ContextParallel:
+    fn = ContextParallel(variant(name), None, kernel, transport, deterministic, options, graphs)
+    fn.choice = choice
+    return fn
+
+
 def _check_graphs(
     variant: Variant, options: dict[str, Any], transport: Transport, device: torch.device, world: int
 ) -> None:
@@ -327,146 +391,3 @@ def _check_graphs(
         reason += f" ({transport.note})" if transport.note else ""
     if reason is not None:
         raise UnsupportedCall(f"graphs=True: {reason}")
-
-
-def _trained(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
-def _transformed() -> bool:
-    """Within forward-mode differentiation or a function transform, which autograd refuses for a call of ours."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Packs, decode: bool) -> None:
-    if decode and cu_seqlens is not None:
-        raise ValueError("cu_seqlens: a decode takes a batch of single sequences, [B, Sq, H, D] and [B, N, Hk, D]")
-    expected = 3 if cu_seqlens is not None else 4
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != expected:
-            form = "[T, H, D] with cu_seqlens" if expected == 3 else "[B, S, H, D] without cu_seqlens"
-            raise ValueError(f"{name} has shape {list(x.shape)}: it must be {form}")
-    if k.shape != v.shape:
-        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: must have the same shape")
-    same = (
-        (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1])
-        if decode
-        else ((*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1]))
-    )
-    if not same:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)}: may differ in the number of heads only")
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k, v are {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: "
-            "one dtype and one device are needed"
-        )
-    if not q.dtype.is_floating_point:  # neither whole numbers nor complex ones
-        raise ValueError(
-            f"q, k, v are {q.dtype}: attention needs a floating-point dtype; give q.to(torch.bfloat16), ..."
-        )
-    check_heads(q.shape[-2], k.shape[-2])
-
-
-def _host(cu_seqlens: Packs, x: Tensor, total: int | None = None) -> CuSeqlens:
-    total = x.shape[token_dim(x)] if total is None else total
-    if cu_seqlens is None:
-        return (0, total)
-    cu = on_host(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)
-    return _checked(cu if cu and type(cu[0]) is int else tuple(map(int, cu)), total)
-
-
-@lru_cache(maxsize=MOST_PLANS)
-def _checked(cu_seqlens: CuSeqlens, total: int) -> CuSeqlens:
-    """A model's layers all come with the same."""
-    cu = tuple(map(int, cu_seqlens))
-    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)) or cu[-1] != total:
-        shown = cu if len(cu) < 9 else (*cu[:4], "...", *cu[-3:])
-        raise ValueError(f"cu_seqlens={shown}: must rise from 0 to the global number of tokens, {total}")
-    return cu
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: ContextParallel, shards: tuple[Shard, ...]) -> Tensor:
-        ctx.shard, ctx.dim = shards[fn.rank], token_dim(x)
-        transport = fn._transport(x.device)
-        gathered = x.new_empty((fn.world, *x.shape))
-        transport.all_gather(gathered, x.contiguous(), "out", 0).wait()
-        shape = list(x.shape)
-        shape[ctx.dim] *= fn.world
-        out = x.new_empty(shape)
-        for rank, shard in enumerate(shards):
-            at = 0
-            for r in shard:
-                _stretch(out, ctx.dim, r).copy_(gathered[rank].narrow(ctx.dim, at, len(r)))
-                at += len(r)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return torch.cat([_stretch(grad, ctx.dim, r) for r in ctx.shard], ctx.dim), None, None
-
-
-def _stretch(x: Tensor, dim: int, r: range) -> Tensor:
-    index: list[Any] = [slice(None)] * x.dim()
-    index[dim] = slice(r.start, r.stop, r.step)
-    return x[tuple(index)]
-
-
-def _passed(
-    name: Hashable, run: Run, inputs: Sequence[Tensor], plan: Plan, replays: Replays | None
-) -> tuple[Tensor, ...]:
-    if replays is not None:
-        plan.transport.begin()  # of a replay, which does not do it itself
-        return replays((plan, name), run, inputs)
-    return plan.launches(name, plan.state, run, inputs)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None, keep: bool) -> tuple[Tensor, ...]:
-    """(out, lse) and, to keep for a backward, what that needs."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        plan.transport.begin()
-        out, lse, saved = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
-        plan.transport.join()
-        return (out, lse, *saved) if keep else (out, lse)
-
-    return _passed(keep, run, (q, k, v), plan, replays)
-
-
-def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replays | None) -> tuple[Tensor, ...]:
-    def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        plan.transport.begin()
-        grads = EXECUTORS[plan.variant.exchange].backward(dout, saved, plan)
-        plan.transport.join()
-        return grads
-
-    if torch.is_grad_enabled():  # of which a gradient may be wanted
-        return run(dout, *saved)
-    return _passed("backward", run, (dout, *saved), plan, replays)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *saved = _forward(q, k, v, plan, replays, True)
-        ctx.save_for_backward(*saved)
-        ctx.plan, ctx.replays = plan, replays
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # zeros for the LSE's would be made each time
-        ctx.like = out.shape, out.dtype, out.device
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if dout is None:  # peers may have one, and exchange with this rank
-            shape, dtype, device = ctx.like
-            dout = torch.zeros(shape, dtype=dtype, device=device)
-        replays = ctx.replays
-        if replays is not None and replays.asked and torch.is_grad_enabled():
-            raise UnsupportedCall(
-                "graphs=True: create_graph=True: a replay has no gradient of its own; use graphs=False"
-            )
-        return *_backward(dout.contiguous(), ctx.saved_tensors, ctx.plan, replays), None, None

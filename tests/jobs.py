@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import gc
 import json
@@ -9,6 +10,7 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -29,6 +31,7 @@ import torch.distributed as dist
 import attention
 from attention.kernels import KERNELS, Call
 from attention.masks import Mask
+from attention.variants import VARIANTS
 from runner import ceilings, correctness, worker
 from runner.rank import Rank, memory_limit
 from runner.schema import Experiment, UnsupportedHere
@@ -1231,3 +1234,129 @@ def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:
         work.run(which)
     assert len(threads) == 1
     return threads == [threading.get_ident()]
+
+
+def _self_attention(fn: Any, name: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """(out, lse, dq, dk, dv) of a causal call, or of a decode (out, lse). tensors: q, k, v and dout, or none of it."""
+    *qkv, dout = tensors
+    if VARIANTS[name].decode:
+        return list(fn(*qkv, return_lse=True))
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    out, lse = fn(*qkv, causal=True, return_lse=True)
+    return [out, lse, *torch.autograd.grad(out, qkv, dout)]
+
+
+def in_strides(me: Rank, names: list[str], forms: list[str], transport: str) -> list[list[Any]]:
+    """For each variant and way to lie in memory, the largest difference of its results from those of dense tensors of the
+    same values."""
+    sys.path.insert(0, os.path.join(os.path.dirname(__file__), "attention"))
+    from strides import STRIDES
+
+    found = []
+    for name in names:
+        fn = attention.make(name, transport=transport)
+        for how in forms:
+            torch.manual_seed(0)  # the queries of a decode are the same on every rank
+            strided = [STRIDES[how](torch.randn(2, 16, h, 16)) for h in (4, 2, 2, 4)]
+            dense = [x.clone(memory_format=torch.contiguous_format) for x in strided]
+            ours = [_self_attention(fn, name, *xs) for xs in (strided, dense)]
+            errors = [float((a.detach() - b.detach()).abs().max()) for a, b in zip(*ours, strict=True)]
+            found.append([name, how, max(me.gather(max(errors)))])
+    return found
+
+
+def under_autocast(me: Rank, names: list[str]) -> list[list[Any]]:
+    """Whether each variant gives the same bits under autocast."""
+    found = []
+    for name in names:
+        fn = attention.make(name, kernel="math")
+        torch.manual_seed(0)
+        tensors = [torch.randn(2, 16, h, 16) for h in (4, 2, 2, 4)]
+        plain = _self_attention(fn, name, *tensors)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = _self_attention(fn, name, *tensors)
+        found.append([name, all(me.gather(all(map(torch.equal, plain, cast))))])
+    return found
+
+
+def ids_round_trip(me: Rank, names: list[str], transport: str) -> bool:
+    """unshard(shard(x)) == x of token ids, batches' and a packed batch's."""
+    ids = torch.arange(2 * 16, device=me.device).view(2, 16)
+    same = True
+    for name in names:
+        fn = attention.make(name, transport=transport)
+        same &= bool(torch.equal(fn.unshard(fn.shard(ids)), ids))
+        packs = [0, 4, 16]
+        same &= bool(torch.equal(fn.unshard(fn.shard(ids[0], packs), packs), ids[0]))
+    return all(me.gather(same))
+
+
+def outside(me: Rank, kinds: list[str]) -> list[str]:
+    """What `make` says on rank 1 of a group of rank 0 alone."""
+    group = dist.new_group([0])
+    said = []
+    for name in kinds:
+        given = {"tokens": 8, "heads": 2, "head_dim": 16} if name == "auto" else {}
+        try:
+            attention.make(name, group=group, **given)
+        except ValueError as error:
+            said.append(str(error))
+    return me.gather(said)[1]
+
+
+def second_derivatives(me: Rank, names: list[str]) -> list[list[Any]]:
+    """For each variant, whether the first gradients are the same with create_graph=True, and how others are refused: of each
+    input, and of what unshard gathers."""
+    found = []
+    for name in names:
+        fn = attention.make(name, kernel="math")
+        torch.manual_seed(0)
+        qkv = [fn.shard(torch.randn(1, 8 * me.world, 4, 8)).requires_grad_() for _ in range(3)]
+        first = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv)
+        again = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv, create_graph=True)
+        said = [_refusal(sum(x.square().sum() for x in again), x) for x in qkv]  # type: ignore[arg-type]
+        if fn.layout.replicated:
+            said.append("create_graph=True: unshard has no second derivative")
+        else:
+            (grad,) = torch.autograd.grad(fn.unshard(qkv[0]).sum() ** 3, qkv[0], create_graph=True)
+            said.append(_refusal(grad.sum(), qkv[0]))
+        found.append([name, all(map(torch.equal, first, again)), said])
+    return found
+
+
+def _refusal(loss: torch.Tensor, x: torch.Tensor) -> str:
+    try:
+        torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)
+    except attention.UnsupportedCall as error:
+        return str(error).split(";")[0]
+    return "not refused"
+
+
+def copied(me: Rank, transport: str) -> dict[str, Any]:
+    """Differences of what copies of a function give before and after its first call, what group a deep copy has, and how one
+    over a given group refuses to be pickled."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 16, 4, 8) for _ in range(3)]
+    group = dist.new_group(list(range(me.world)))
+    errors, said = [], ""
+    for given in (None, group):
+        fn = attention.make("ring", group=given, transport=transport)
+        layer = torch.nn.Module()
+        layer.fn = fn  # type: ignore[assignment]
+        qkv = [fn.shard(x).requires_grad_() for x in whole]
+        others = [copy.deepcopy(layer).fn]
+        expected = fn(*qkv, causal=True)
+        others.append(copy.deepcopy(layer).fn)
+        same_group = all(other.group is given for other in others)
+        if given is None:
+            others.append(pickle.loads(pickle.dumps(layer)).fn)
+        else:
+            try:
+                pickle.dumps(layer)
+            except pickle.PicklingError as error:
+                said = str(error)
+        for other in others:
+            found = other(*qkv, causal=True)
+            torch.autograd.grad(found, qkv, torch.ones_like(found))
+            errors.append(float((found - expected).abs().max()))
+    return {"errors": [max(x) for x in zip(*me.gather(errors), strict=True)], "same_group": same_group, "said": said}

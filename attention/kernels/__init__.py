@@ -24,6 +24,8 @@ __all__ = ["KERNELS", "Call", "Kernel", "Shape", "UnsupportedCall", "name_of", "
 class Absent:
     """A kernel whose package is not installed."""
 
+    align = 1
+
     def __init__(self, name: str, summary: str, reason: str):
         self.name, self.summary, self.reason = name, summary, reason
 

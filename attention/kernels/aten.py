@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels import decompose
+from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.math import PlainRectangles
 from attention.masks import Mask
@@ -42,7 +43,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 class _CpuRectangles:
     """PyTorch's CPU flash attention: causal is top-left, so squares only; a band goes in as an explicit mask. Its
-    backward has no GQA: there, keys are repeated and their gradients summed."""
+    backward has no GQA: there, keys are repeated and their gradients summed. A NaN in q or k may be lost where a call has fewer
+    than 16 keys: PyTorch's maximum over a short row passes it over."""
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -99,9 +101,11 @@ class _CudnnRectangles:
         return _bhsd(*grads)  # type: ignore[return-value]
 
 
+@fitted
 class SdpaFlash:
     name = "sdpa_flash"
     summary = "PyTorch's own flash attention: FlashAttention-2 on CUDA, its CPU flash attention on a CPU"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         return None
@@ -134,9 +138,11 @@ class SdpaFlash:
         return decompose.backward(_CpuRectangles(), dout, q, k, v, out, lse, call, into)
 
 
+@fitted
 class SdpaCudnn:
     name = "sdpa_cudnn"
     summary = "cuDNN's fused attention through PyTorch; packs go sequence by sequence"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":
@@ -207,9 +213,11 @@ class _EfficientRectangles:
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
+@fitted
 class SdpaEfficient:
     name = "sdpa_efficient"
     summary = "PyTorch's memory-efficient attention; also fp32; packs go sequence by sequence"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         return cuda_missing(device)
@@ -238,9 +246,11 @@ class SdpaEfficient:
         return decompose.backward(_EfficientRectangles(), dout, q, k, v, out, lse, call, into)
 
 
+@fitted
 class Flash2:
     name = "flash2"
     summary = "FlashAttention-2: the flash-attn package where it is built, else the same kernels inside PyTorch"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         return cuda_missing(device)

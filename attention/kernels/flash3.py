@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, some_row_without_keys
+from attention.kernels.fit import fitted
 from attention.kernels.flash4 import dense_like, pack_lengths
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
@@ -18,9 +19,11 @@ from attention.masks import Mask
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
 
 
+@fitted
 class Flash3:
     name = "flash3"
     summary = "FlashAttention-3 for Hopper, where its package is installed"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":

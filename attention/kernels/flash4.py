@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention.kernels import flash4_direct as direct
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
+from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
 
@@ -24,9 +25,11 @@ INSTALL = f"pip install flash-attn-4=={direct.VERSION}"
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims on sm90; at 80 dq is wrong (4.0.0b36)
 
 
+@fitted
 class Flash4:
     name = "flash4"
     summary = "FlashAttention-4 (flash_attn.cute), for Hopper and newer"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":

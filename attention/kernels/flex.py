@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
+from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
 from attention.tensors import held, wide
@@ -38,9 +39,11 @@ except ImportError:  # a PyTorch built without it
 BLOCK = 128
 
 
+@fitted
 class Flex:
     name = "flex"
     summary = "PyTorch's flex attention, compiled for each shape; its backward runs the forward again"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         if flex_attention is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,6 +37,10 @@ class Call:
     cu_q: Tensor | None = None  # int32 [n + 1], on the device
     cu_k: Tensor | None = None
     deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale={self.scale}: a kernel's must be positive and finite; negate q for a negative one")
 
     @property
     def packed(self) -> bool:
@@ -92,12 +97,18 @@ class Kernel(Protocol):
     `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
 
     `into` are tensors to be written instead of new ones, and then are what is returned: of the shapes and dtypes that
-    the call gives, out also in the wide dtype, not overlapping its inputs. All but lse have a contiguous last dim; any
-    other stride will do. A kernel that can't write there copies (`settle`), so that a caller always gets what it asked for
-    and at best pays nothing (and a wide out may have been rounded)."""
+    the call gives, out also in the wide dtype, not overlapping its inputs, in any strides. A kernel that can't write there
+    copies (`settle`), so that a caller always gets what it asked for and at best pays nothing (and a wide out may have been
+    rounded).
+
+    A caller may give tensors of any strides, which `fit.fitted`, around each kernel's class, copies where they do not lie as the
+    kernel declares that it needs them: inside, all but lse have a contiguous last dim, and `align` holds."""
 
     name: str
     summary: str
+    align: (
+        int  # bytes: the first element and the rows of q, k, v, dout, out and of what is written are at multiples of it
+    )
 
     def missing(self, device: str) -> str | None:
         """Why the kernel cannot run on this machine's `device` ("cpu" or "cuda"), or None."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels import decompose
+from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple
 from attention.masks import Interval, Mask, tile
 from attention.tensors import wide
@@ -14,9 +15,11 @@ from attention.tensors import wide
 SCORES = 1 << 26  # the most scores held at once: 256 MiB in fp32
 
 
+@fitted
 class Math:
     name = "math"
     summary = "plain softmax in fp32 or fp64, in chunks of queries: the reference"
+    align = 1
 
     def __init__(self, scores: int | None = None):
         """`scores`: the most of them held at once; the more, the fewer launches."""

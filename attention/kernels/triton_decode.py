@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.kernels.aten import HALF, name_of
+from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.kernels.start import MOST, Start
 from attention.kernels.triton_merge_n import merge_n_triton
@@ -133,9 +134,11 @@ def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
     )
 
 
+@fitted
 class Decode:
     name = "decode"
     summary = "flash-decoding in Triton: KV split among programs, for few queries; forward only"
+    align = 1
 
     def missing(self, device: str) -> str | None:
         return missing(device)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attention.kernels import decompose
 from attention.kernels.aten import HALF, flash2_backward
+from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall
 from attention.kernels.math import PlainRectangles
 from attention.kernels.triton_decode import dtype_rule, missing
@@ -14,9 +15,11 @@ from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
 from attention.masks import Mask
 
 
+@fitted
 class TritonFlash:
     name = "triton"
     summary = "our own flash forward in Triton, FlashAttention-2's backward; packs go sequence by sequence"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         return missing(device)

@@ -23,6 +23,7 @@ from attention.kernels.aten import (
     some_row_without_keys,
     sum_groups,
 )
+from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks import Mask
 from attention.tensors import held
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
 INSTALL = "pip install xformers==0.0.35"
 
 
+@fitted
 class Xformers:
     name = "xformers"
     summary = "the package xformers, by its FlashAttention operators; odd windows of packs go sequence by sequence"
+    align = 16
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":

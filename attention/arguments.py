@@ -1,0 +1,160 @@
+"""Checks of the arguments of `make`, `shard` and a call. Pure functions: each gives the argument in its one canonical form, or
+raises a ValueError of one line with the received value, the rule and the way out."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import pairwise
+from numbers import Real
+from operator import index
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention.layouts import CuSeqlens
+from attention.tensors import on_host
+from attention.variants import check_heads
+
+Packs = Tensor | list[int] | tuple[int, ...] | None
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+MOST = 256  # packed batches whose check is kept
+
+
+def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number in the group and the group's size; (0, 1) without torch.distributed.
+
+    Raises ValueError for a rank outside the group."""
+    if not dist.is_initialized():
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"group={group}: rank {dist.get_rank()} is not in the group; call make on the group's ranks only"
+        )
+    return rank, dist.get_world_size(group)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -> None:
+    """Shapes, dtype and device of q, k and v. Raises ValueError."""
+    if decode and packed:
+        raise ValueError("cu_seqlens: a decode takes a batch of single sequences, [B, Sq, H, D] and [B, N, Hk, D]")
+    dims = 3 if packed else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != dims:
+            form = "[T, H, D] with cu_seqlens" if packed else "[B, S, H, D] without cu_seqlens"
+            raise ValueError(f"{name} has shape {list(x.shape)}: it must be {form}")
+    if k.shape != v.shape:
+        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: must have the same shape")
+    same = (
+        (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1])
+        if decode
+        else ((*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1]))
+    )
+    if not same:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)}: may differ in the number of heads only")
+    needed = q.shape[-2:] if decode else q.shape  # a decode may have no queries or no keys yet
+    if not all(needed):
+        raise ValueError(f"q has shape {list(q.shape)}: no dimension may be 0; leave out the call for an empty input")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k, v are {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: "
+            "one dtype and one device are needed"
+        )
+    if q.dtype not in DTYPES:  # neither whole numbers, nor complex ones, nor those of 8 bits
+        raise ValueError(
+            f"q, k, v are {q.dtype}: attention needs a bf16, fp16, fp32 or fp64 floating-point dtype; "
+            "give q.to(torch.bfloat16), ..."
+        )
+    check_heads(q.shape[-2], k.shape[-2])
+
+
+def check_scale(scale: float | None) -> float | None:
+    """The scale as a float, or None. Raises ValueError for what is no finite number."""
+    if scale is None or (type(scale) is float and math.isfinite(scale)):
+        return scale
+    if not isinstance(scale, Real) or not math.isfinite(scale):
+        raise ValueError(
+            f"scale={scale!r}: must be a finite number; leave it out for head_dim ** -0.5, or give a float"
+        )
+    return float(scale)
+
+
+def positive(scale: float | None, head_dim: int) -> float:
+    """The scale that a kernel gets, > 0, for queries that `signed` gave."""
+    return abs(scale) if scale else head_dim**-0.5
+
+
+def signed(q: Tensor, scale: float | None) -> Tensor:
+    """The queries for which the scale is positive: kernels take the largest score for that of the largest q·k. Differentiable."""
+    if scale is None or scale > 0:
+        return q
+    return -q if scale < 0 else q * 0
+
+
+def check_window(window: tuple[int, int]) -> tuple[int, int]:
+    """(left, right). Raises ValueError for anything but two integers; their range is checked by `Mask.of`."""
+    try:
+        left, right = window
+        return index(left), index(right)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window={window!r}: must be two integers (left, right), -1 for unbounded; for instance window=(512, 0)"
+        ) from None
+
+
+def check_cu_seqlens(cu_seqlens: Packs, total: int) -> CuSeqlens:
+    """The cumulative lengths as integers on the CPU; (0, total) for None. total: the global number of tokens.
+
+    Raises ValueError for what is not integer, or does not rise from 0 to total."""
+    if cu_seqlens is None:
+        return 0, total
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}: must be an integer tensor [n + 1]; "
+                "give cu_seqlens.to(torch.int32)"
+            )
+        return _rising(on_host(cu_seqlens), total)
+    cu = tuple(cu_seqlens)
+    if {*map(type, cu)} != {int}:  # NumPy's integers are fine
+        try:
+            cu = tuple(map(index, cu))
+        except TypeError:
+            raise ValueError(f"cu_seqlens={_shown(cu)}: must be integers; give numbers of tokens") from None
+    return _rising(cu, total)
+
+
+@lru_cache(maxsize=MOST)
+def _rising(cu: CuSeqlens, total: int) -> CuSeqlens:
+    """A model's layers all come with the same."""
+    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)) or cu[-1] != total:
+        raise ValueError(f"cu_seqlens={_shown(cu)}: must rise from 0 to the global number of tokens, {total}")
+    return cu
+
+
+def _shown(cu: tuple[object, ...]) -> str:
+    shown = cu if len(cu) < 9 else (*cu[:4], "...", *cu[-3:])
+    return f"({', '.join(map(str, shown))})"
+
+
+def token_dim_of(x: Tensor, packed: bool) -> int:
+    """The dim of the tokens of a tensor to shard: 0 of a packed `[T]` or `[T, H, D]`, 1 of `[B, S]` or `[B, S, H, D]`.
+
+    Raises ValueError where the tokens could be either dim."""
+    dims = x.dim()
+    if dims in (2, 4):
+        return 1
+    if packed and dims in (1, 3):
+        return 0
+    shape = list(x.shape)
+    if dims == 3:
+        raise ValueError(
+            f"x has shape {shape}: three dims without cu_seqlens may be [B, S, C] or a packed [T, H, D]; give x.unsqueeze(2), "
+            "which is [B, S, 1, C], or cu_seqlens"
+        )
+    raise ValueError(
+        f"x has shape {shape}: must be [B, S] or [B, S, H, D], or with cu_seqlens [T] or [T, H, D]; reshape it"
+    )

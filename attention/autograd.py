@@ -1,0 +1,158 @@
+"""The differentiable functions: attention by a plan's executor, and the gathering of shards. Their gradients are first-order
+only: another derivative is refused, since what ranks exchange in a backward has no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attention.executors import EXECUTORS
+from attention.executors.plan import Plan
+from attention.graphs import Replays
+from attention.kernels import UnsupportedCall
+from attention.kernels.fit import fit
+from attention.layouts import Shard
+from attention.tape import Run
+from attention.transports import Transport
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's shards, which lie as the plan's kernel needs them."""
+    if wants_gradient(q, k, v) or _transformed():
+        out, lse, _ = _Attention.apply(q, k, v, plan, replays)
+        return out, lse
+    with torch.no_grad():
+        out, lse, *_ = _forward(q, k, v, plan, replays, False)
+    # autograd forbids changes in place of a view that was made without gradients
+    return (out.data if out._is_view() and not out.is_inference() else out), lse
+
+
+def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _transformed() -> bool:
+    """Within forward-mode differentiation or a function transform, which autograd refuses for a call of ours."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _launched(
+    name: object, run: Run, inputs: Sequence[Tensor], plan: Plan, replays: Replays | None
+) -> tuple[Tensor, ...]:
+    if replays is not None:
+        plan.transport.begin()  # of a replay, which does not do it itself
+        return replays((plan, name), run, inputs)
+    return plan.launches(name, plan.state, run, inputs)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None, keep: bool) -> tuple[Tensor, ...]:
+    """(out, lse) and, to keep for a backward, what that needs."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        plan.transport.begin()
+        out, lse, saved = EXECUTORS[plan.variant.exchange].forward(q, k, v, plan)
+        plan.transport.join()
+        return (out, lse, *saved) if keep else (out, lse)
+
+    return _launched(keep, run, (q, k, v), plan, replays)
+
+
+def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replays | None) -> tuple[Tensor, ...]:
+    def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        plan.transport.begin()
+        grads = EXECUTORS[plan.variant.exchange].backward(dout, saved, plan)
+        plan.transport.join()
+        return grads
+
+    return _launched("backward", run, (dout, *saved), plan, replays)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, *saved = _forward(q, k, v, plan, replays, True)
+        node = q.new_empty(0)
+        ctx.save_for_backward(*saved, node)
+        ctx.plan, ctx.replays = plan, replays
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # zeros for the LSE's would be made each time
+        ctx.like = out.shape, out.dtype, out.device
+        return out, lse, node
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, node = ctx.saved_tensors
+        if dout is None:  # other ranks may have one, and exchange with this rank
+            shape, dtype, device = ctx.like
+            dout = torch.zeros(shape, dtype=dtype, device=device)
+        with torch.no_grad():
+            (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
+            grads = _backward(given, saved, ctx.plan, ctx.replays)
+        return *_first_order(grads, dout, node, ctx.plan.variant.name), None, None
+
+
+class Unshard(torch.autograd.Function):
+    """The global tensor from every rank's shard, whose tokens are `dim`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, shards: tuple[Shard, ...], rank: int, dim: int, transport: Transport
+    ) -> tuple[Tensor, Tensor]:
+        ctx.shard, ctx.dim = shards[rank], dim
+        node = x.new_empty(0)
+        ctx.save_for_backward(node)
+        ctx.set_materialize_grads(False)
+        gathered = x.new_empty((len(shards), *x.shape))
+        transport.all_gather(gathered, x.contiguous(), "out", 0).wait()
+        shape = list(x.shape)
+        shape[dim] *= len(shards)
+        out = x.new_empty(shape)
+        for each, shard in enumerate(shards):
+            at = 0
+            for r in shard:
+                stretch(out, dim, r).copy_(gathered[each].narrow(dim, at, len(r)))
+                at += len(r)
+        return out, node
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None, None
+        (node,) = ctx.saved_tensors
+        with torch.no_grad():
+            mine = torch.cat([stretch(grad, ctx.dim, r) for r in ctx.shard], ctx.dim)
+        return *_first_order((mine,), grad, node, "unshard"), None, None, None, None
+
+
+def stretch(x: Tensor, dim: int, r: range) -> Tensor:
+    """The tokens `r` of x, whose tokens are `dim`: a view."""
+    at: list[Any] = [slice(None)] * x.dim()
+    at[dim] = slice(r.start, r.stop, r.step)
+    return x[tuple(at)]
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, what: str, dout: Tensor, node: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.what = what
+        return tuple(x.view_as(x) for x in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[None, ...]:  # type: ignore[override]
+        raise UnsupportedCall(
+            f"create_graph=True: {ctx.what} has no second derivative; detach the first, or use "
+            "torch.nn.functional.scaled_dot_product_attention with torch's math backend on whole sequences"
+        )
+
+
+def _first_order(grads: Sequence[Tensor], dout: Tensor, node: Tensor, what: str) -> Sequence[Tensor]:
+    """The gradients that a function gives, of which another is refused: to dout, and to all that the function was given.
+
+    node: an empty result of the function, which leads to its inputs in autograd's graph without holding their memory."""
+    return _FirstOrder.apply(what, dout, node, *grads) if torch.is_grad_enabled() else grads

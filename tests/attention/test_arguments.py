@@ -1,0 +1,303 @@
+"""What a caller may give: right, or refused in one line with the value, the rule and the way out."""
+
+import copy
+import pickle
+import pydoc
+import re
+from importlib import resources
+
+import numpy as np
+import pytest
+import torch
+from naive import attention as plain
+from naive import kept
+
+import attention
+from attention.arguments import token_dim_of
+from attention.executors.plan import Plan
+from attention.function import ContextParallel
+from attention.kernels import Call
+from attention.masks import Mask
+from attention.variants import VARIANTS
+
+torch.set_num_threads(1)
+
+SELF_ATTENTION = [name for name, variant in VARIANTS.items() if not variant.decode]
+
+
+def qkv(dtype=torch.float64, tokens=8, heads=2, head_dim=8) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, tokens, heads, head_dim).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def refused(message: str, fn: ContextParallel, *tensors: torch.Tensor, **given: object) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        fn(*tensors, **given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kernel", ("math", "auto"))
+@pytest.mark.parametrize("scale", (0, 0.0, -0.2, -3, np.float32(0.7)))
+@pytest.mark.parametrize(("causal", "window"), ((True, (-1, -1)), (False, (-1, -1)), (False, (3, 2)), (True, (2, 0))))
+def test_any_finite_scale_is_right(kernel, scale, causal, window):
+    ours, exact = qkv(), qkv()
+    out = attention.make("ring", kernel=kernel)(*ours, scale=scale, causal=causal, window=window)
+    expected, _ = plain(*exact, float(scale), kept(Mask.of(causal, window), 8, 8))
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    grads, exact_grads = torch.autograd.grad(out, ours, dout), torch.autograd.grad(expected, exact, dout)
+    for found, wanted in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_every_variant_takes_a_negative_scale(name):
+    ours = qkv()
+    out = attention.make(name)(*ours, causal=True, scale=-0.3)
+    torch.testing.assert_close(out, plain(*ours, -0.3, kept(Mask(-1, 0), 8, 8))[0])
+
+
+@pytest.mark.parametrize("scale", (float("nan"), float("inf"), -float("inf"), "0.1", torch.tensor(0.1)), ids=str)
+def test_a_scale_that_is_no_finite_number_is_refused(scale):
+    refused(r"scale=.*: must be a finite number; leave it out", attention.make("ring"), *qkv(), scale=scale)
+
+
+@pytest.mark.parametrize("scale", (0.0, -1.0, float("nan"), float("inf")))
+def test_a_kernels_call_has_a_positive_scale(scale):
+    with pytest.raises(ValueError, match=r"scale=.*: a kernel's must be positive and finite; negate q"):
+        Call(scale)
+
+
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+@pytest.mark.parametrize("shape", ((1, 0, 2, 8), (1, 8, 2, 0), (1, 8, 0, 8), (0, 8, 2, 8)), ids=str)
+def test_an_empty_input_is_refused(name, shape):
+    x = torch.zeros(shape)
+    message = rf"q has shape {re.escape(str(list(shape)))}: no dimension may be 0"
+    refused(message, attention.make(name), x, x, x, causal=True)
+
+
+def test_an_empty_packed_batch_is_refused():
+    x = torch.zeros(0, 2, 8)
+    refused(r"q has shape \[0, 2, 8\]: no dimension may be 0", attention.make("llama3"), x, x, x, cu_seqlens=[0, 0])
+
+
+def test_a_decode_over_no_keys_gives_zero_and_minus_infinity():
+    q, k = torch.randn(1, 1, 2, 8), torch.zeros(1, 0, 2, 8)
+    out, lse = attention.make("tree")(q, k, k, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.complex64), ids=str)
+def test_other_dtypes_are_refused(dtype):
+    x = torch.ones(1, 8, 2, 8).to(dtype)
+    for kernel in ("math", "auto"):
+        refused(rf"{dtype}: attention needs a bf16, fp16, fp32 or fp64", attention.make("ring", kernel=kernel), x, x, x)
+
+
+@pytest.mark.parametrize("window", (3, 3.0, (3.0, 0), (3,), (1, 2, 3), None, "33", (None, 0)), ids=str)
+def test_a_window_that_is_not_two_integers_is_refused(window):
+    refused(
+        r"window=.*: must be two integers \(left, right\).*window=\(512, 0\)",
+        attention.make("ring"),
+        *qkv(),
+        window=window,
+    )
+
+
+def test_a_window_may_be_a_list_or_of_numpys_integers():
+    fn, tensors = attention.make("ring"), qkv()
+    expected = fn(*tensors, window=(3, 0))
+    for window in ([3, 0], np.array([3, 0]), (np.int64(3), np.int32(0))):
+        assert torch.equal(fn(*tensors, window=window), expected)
+
+
+@pytest.mark.parametrize(
+    "packs", ([0, 2.5, 8], [0, 2.0, 8], (0.0, 8.0), torch.tensor([0.0, 8.0]), np.array([0, 8.0]), [0, None, 8])
+)
+def test_lengths_that_are_not_integers_are_refused(packs):
+    x = torch.randn(8, 2, 8)
+    fn = attention.make("llama3")
+    fn(x, x, x, cu_seqlens=[0, 2, 8])  # a check that is kept must not stand for 2.0
+    refused(r"cu_seqlens.*: must be .*integer", fn, x, x, x, cu_seqlens=packs)
+    with pytest.raises(ValueError, match=r"cu_seqlens.*: must be .*integer"):
+        fn.shard(x, packs)
+
+
+@pytest.mark.parametrize(
+    "packs",
+    (
+        [0, 2, 8],
+        (0, 2, 8),
+        np.array([0, 2, 8], np.int32),
+        torch.tensor([0, 2, 8]),
+        torch.tensor([0, 2, 8], dtype=torch.int32),
+    ),
+)
+def test_lengths_may_be_any_integers(packs):
+    x = torch.randn(8, 2, 8)
+    fn = attention.make("llama3")
+    assert torch.equal(fn(x, x, x, cu_seqlens=packs), fn(x, x, x, cu_seqlens=[0, 2, 8]))
+
+
+def test_lengths_of_two_dims_are_refused():
+    x = torch.randn(8, 2, 8)
+    refused(r"of shape \[1, 3\]: must be", attention.make("llama3"), x, x, x, cu_seqlens=torch.tensor([[0, 2, 8]]))
+
+
+def of_two(name: str, rank: int) -> ContextParallel:
+    """The function as a rank of a world of two has it: sharding talks to nobody."""
+    fn = attention.make(name)
+    fn.world, fn.rank, fn.layout = 2, rank, fn.variant.border(2, fn.options)
+    return fn
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"grouped"}))
+def test_hidden_states_are_refused_and_their_way_out_works(name):
+    x = torch.randn(4, 16, 6)
+    for rank in range(2):
+        fn = of_two(name, rank)
+        for sharded in (lambda: fn.shard(x, role="kv"), lambda: fn.shard(x, role="q"), lambda: fn.unshard(x)):  # noqa: B023
+            with pytest.raises(ValueError, match=r"x has shape \[4, 16, 6\]: three dims .* give x.unsqueeze\(2\)"):
+                sharded()
+        mine = fn.shard(x.unsqueeze(2), role="kv")
+        assert mine.shape == (4, 16 if name == "dense" else 8, 1, 6)
+
+
+@pytest.mark.parametrize("shape", ((), (16,), (1, 16, 2, 2, 8)), ids=str)
+def test_other_shapes_are_not_sharded(shape):
+    for fn in (of_two("ring", 0), attention.make("ring")):
+        for call in (fn.shard, fn.unshard):
+            with pytest.raises(ValueError, match=r"x has shape .*: must be \[B, S\] or \[B, S, H, D\]"):
+                call(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", ("ring", "zigzag", "stripe"))
+def test_token_ids_are_sharded_as_their_tokens_are(name):
+    ids = torch.arange(2 * 16).view(2, 16)
+    for rank in range(2):
+        fn = of_two(name, rank)
+        assert torch.equal(fn.shard(ids), fn.shard(ids[..., None, None])[..., 0, 0])
+        packs = [0, 4, 16]
+        assert torch.equal(fn.shard(ids[0], packs), fn.shard(ids[0][:, None, None], packs)[:, 0, 0])
+        assert torch.equal(fn.shard(ids[:1], packs)[0], fn.shard(ids[0], packs))
+
+
+def test_the_dim_of_the_tokens():
+    for shape, packed, dim in (((2, 8), False, 1), ((2, 8, 3, 4), False, 1), ((8,), True, 0), ((8, 3, 4), True, 0)):
+        assert token_dim_of(torch.zeros(shape), packed) == dim
+
+
+@pytest.mark.parametrize("transport", ("gloo", "symm"))
+def test_token_ids_come_back_whole(in_world, transport):
+    assert in_world("ids_round_trip", 2, names=["ring", "zigzag", "stripe", "llama3"], transport=transport)
+
+
+def test_a_rank_outside_the_group_is_refused(in_world):
+    for said in in_world("outside", 2, kinds=["ring", "auto"]):
+        assert re.fullmatch(r"group=.*: rank 1 is not in the group; call make on the group's ranks only", said)
+
+
+def assert_first_order(fn: ContextParallel, **given: object) -> None:
+    """The first gradient with create_graph=True is the plain one; another is refused, whichever inputs it is of."""
+    inputs = qkv()
+    for wanted in ((0, 1, 2), (0,), (1,), (2,)):
+        q, k, v = (x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs))
+        xs = [x for x in (q, k, v) if x.requires_grad]
+        first = torch.autograd.grad(fn(q, k, v, **given).square().sum(), xs)
+        out, lse = fn(q, k, v, **given, return_lse=True)
+        assert not lse.requires_grad
+        grads = torch.autograd.grad(out.square().sum(), xs, create_graph=True)
+        for a, b in zip(first, grads, strict=True):
+            assert torch.equal(a, b)
+        linear = torch.autograd.grad(fn(q, k, v, **given).sum(), xs, create_graph=True)  # of which dout is a constant
+        for second in (grads, linear):
+            message = rf"create_graph=True: {fn.variant.name} has no second derivative; detach the first"
+            with pytest.raises(attention.UnsupportedCall, match=message):
+                torch.autograd.grad(sum(x.square().sum() for x in second), xs, allow_unused=True, retain_graph=True)
+            with pytest.raises(attention.UnsupportedCall, match=message):
+                (sum(x.square().sum() for x in second) + sum(x.sum() for x in xs)).backward()
+
+
+@pytest.mark.parametrize("kernel", ("math", "auto"))
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_a_second_derivative_is_refused_and_the_first_is_right(name, kernel):
+    assert_first_order(attention.make(name, kernel=kernel), causal=True)
+
+
+def test_a_second_derivative_is_refused_in_a_world(in_world):
+    names = [name for name in SELF_ATTENTION if name not in ("grouped", "ring_varlen", "zigzag_varlen")]
+    for name, same, refusals in in_world("second_derivatives", 2, names=names):
+        assert same, name
+        assert refusals == [f"create_graph=True: {name} has no second derivative"] * 3 + [
+            "create_graph=True: unshard has no second derivative"
+        ]
+
+
+def test_an_output_without_a_gradient_can_be_changed_in_place():
+    bias = torch.randn(8, requires_grad=True)
+    for name in SELF_ATTENTION:
+        out = attention.make(name)(*(x.detach() for x in qkv()), causal=True)
+        out += bias
+        assert torch.autograd.grad(out.sum(), bias)[0].eq(16).all()
+        with torch.inference_mode():
+            attention.make(name)(*qkv(), causal=True).add_(1)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, fn: ContextParallel):
+        super().__init__()
+        self.fn, self.weight = fn, torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+        return self.fn(*(x * self.weight.to(x.dtype) for x in xs), causal=True)
+
+
+@pytest.mark.parametrize("called", (False, True))
+def test_a_module_that_holds_a_function_can_be_copied_and_pickled(called):
+    layer, xs = Layer(attention.make("zigzag_llama3", kernel="math", deterministic=True, heads_k_stride=1)), qkv()
+    if called:
+        layer(*xs).sum().backward()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer.fn)):
+        fn = other if isinstance(other, ContextParallel) else other.fn
+        assert fn is not layer.fn and fn.variant is layer.fn.variant and not fn.plans and not fn.transports
+        for kept_one in ("options", "kernel_name", "transport_name", "deterministic", "group", "world", "rank"):
+            assert getattr(fn, kept_one) == getattr(layer.fn, kept_one)
+        assert fn.options is not layer.fn.options
+        assert torch.equal(fn(*xs, causal=True), layer.fn(*xs, causal=True))
+
+
+def test_a_copy_keeps_the_choice_and_the_graphs_that_were_asked_for():
+    given = {"tokens": 8, "heads": 2, "head_dim": 16, "dtype": torch.float32}
+    fn = attention.make("auto", **given)
+    assert fn.choice is not None
+    for other in (copy.deepcopy(fn), pickle.loads(pickle.dumps(fn))):
+        assert other.choice.best == fn.choice.best
+    fn = attention.make("dense", graphs=True)
+    for other in (copy.deepcopy(fn), pickle.loads(pickle.dumps(fn))):
+        assert other.replays is not None and other.replays is not fn.replays and other.replays.asked
+
+
+@pytest.mark.parametrize("transport", ("gloo", "symm"))
+def test_functions_over_groups_can_be_copied_and_over_the_default_one_pickled(in_world, transport):
+    found = in_world("copied", 2, transport=transport)
+    assert max(found["errors"]) == 0
+    assert found["same_group"]
+    assert re.match(r"ring\(rank 0 of 2, kernel=auto\): its process group can't be pickled; make it", found["said"])
+
+
+def test_help_shows_what_the_package_is_for():
+    text = pydoc.plain(pydoc.render_doc(attention))
+    for name in attention.__all__:
+        assert name in attention.__doc__ and name in dir(attention)
+    assert "make(name: 'str'" in text and "names() -> " in text
+
+
+def test_both_packages_say_that_they_are_typed():
+    for package in ("attention", "runner"):
+        assert resources.files(package).joinpath("py.typed").is_file()
+
+
+def test_a_plan_for_a_scale_that_is_not_positive_is_its_calls():
+    q, k, v = qkv()
+    plan = attention.make("ring").plan(q, k, v, scale=-0.5)
+    assert isinstance(plan, Plan) and plan.scale == 0.5
