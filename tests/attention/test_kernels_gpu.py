@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from naive import assert_matches, assert_split_matches, inputs, merge_case, normal
+from strides import STRIDES, WRITABLE
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
 from attention.kernels.flash4 import remembered as flash4_remembered
@@ -153,6 +154,28 @@ def within(x: torch.Tensor) -> torch.Tensor:
     tokens, heads, head_dim = x.shape[-3:]
     larger = torch.full((*x.shape[:-3], tokens + 5, heads + 2, head_dim), torch.nan, dtype=x.dtype, device=x.device)
     return larger[..., 3:-2, 1:-1, :]
+
+
+@every_kernel
+@pytest.mark.parametrize("how", STRIDES)
+@pytest.mark.parametrize("sizes", [(300, 515), PACK], ids=str)
+def test_a_kernel_takes_and_writes_tensors_of_any_strides(name, how, sizes):
+    *tensors, call = case(CAUSAL, sizes, torch.bfloat16)
+    kernel = able(name, tensors[0], tensors[1], CAUSAL)
+    every = [[STRIDES[how](x) if i == j else x for j, x in enumerate(tensors)] for i in range(4)]
+    for given in (*every, [STRIDES[how](x) for x in tensors]):
+        assert_matches(kernel, *given, call)
+    if how in WRITABLE:
+        q, k, v, dout = tensors
+        out, lse = kernel.forward(q, k, v, call)
+        into = STRIDES[how](torch.full_like(out, torch.nan)), torch.full_like(lse, torch.nan)
+        assert torch.equal(kernel.forward(q, k, v, call, into=into)[0], out)
+        grads = kernel.backward(dout, q, k, v, out, lse, call)
+        into_grads = tuple(STRIDES[how](torch.full_like(x, torch.nan)) for x in grads)
+        found = kernel.backward(dout, q, k, v, STRIDES[how](out), lse, call, into=into_grads)
+        for x, target, exact in zip(found, into_grads, grads, strict=True):
+            assert x is target
+            torch.testing.assert_close(x, exact, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "sdpa_flash"])
