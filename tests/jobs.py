@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import attention
-from attention.kernels import KERNELS, Call
+from attention.kernels import KERNELS, Absent, Call
 from attention.masks import Mask
 from attention.variants import VARIANTS
 from runner import ceilings, correctness, worker
@@ -608,6 +608,8 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
     kernel = fn.plan(*local, causal=True).kernel
 
     class Failing:
+        align = 1
+
         def forward(self, *args: Any, **options: Any) -> Any:
             raise RuntimeError("half-way")
 
@@ -866,6 +868,8 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
     kernel = launched.plan(*inputs, causal=True).kernel
 
     class Breaking:
+        align = 1
+
         name = kernel.name
 
         def forward(self, *args: Any, **options: Any) -> Any:
@@ -1015,8 +1019,8 @@ def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[
     def mistaken() -> None:
         if doing == "raises":
             for plan in fn.plans.values():
-                object.__setattr__(plan, "kernel", None)
-            with suppress(AttributeError):
+                object.__setattr__(plan, "kernel", Absent("absent", "", "gone half-way"))
+            with suppress(attention.UnsupportedCall):
                 call()
         elif doing == "calls_another":
             other(*x)
