@@ -569,6 +569,11 @@ def _check_shared(run: Resolved) -> None:
         raise InvalidConfig(f"{asked} check.enabled=false: ranks of one GPU are checked only; use check.enabled=true")
     if run.variant is None:
         raise InvalidConfig(f"{asked} attention=auto: it chooses by times, which mean nothing here; name a variant")
+    for option, value in run.options.items():
+        if value == BEST:
+            raise InvalidConfig(
+                f"{asked} attention.{option}={BEST}: it is chosen by times, which mean nothing here; give a value"
+            )
     if cfg.transport.name not in ("auto", "symm"):
         raise InvalidConfig(
             f"{asked} transport={cfg.transport.name}: NCCL refuses two ranks on one GPU, and gloo has CPU tensors only; "

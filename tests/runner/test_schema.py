@@ -269,6 +269,7 @@ def test_ranks_may_share_the_first_gpu(world):
     [
         (["check.enabled=false"], "use check.enabled=true"),
         (["attention=auto"], "name a variant"),
+        (["attention=llama3", "attention.heads_k_stride=best"], "give a value"),
         (["transport=nccl"], "use transport=symm"),
         (["launch.nodes=2", "launch.endpoint=node0:29500"], "use launch.nodes=1"),
         (["launch.fault=1:timing:raise"], "launch.share_gpu=false would give it one"),
