@@ -470,7 +470,7 @@ def test_a_models_samples_are_of_one_layer(monkeypatch):
         device=torch.device("cpu"), world=1, say=lambda *_: None, agree=lambda x: x, gather=lambda x: [x]
     )
     work = Attention()
-    found = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    found, _ = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
     assert len(work.log) == 2 * 3 * (1 + 2)  # passes, layers, a warm-up and samples
     for which in work.passes:
         seconds = [ms / 1e3 for ms in found["samples"][0][which]]
@@ -479,7 +479,7 @@ def test_a_models_samples_are_of_one_layer(monkeypatch):
     monkeypatch.setattr(
         timing, "overhead_ms", lambda watch: 6.0
     )  # of a pair of marks, which a sample of three layers has one of
-    found = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    found, _ = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
     least = min(passed["median"] for passed in found["timing"]["passes"].values())
     assert found["timing"]["overhead_ms"] == 2.0 and found["timing"]["overhead_share"] == pytest.approx(2.0 / least)
 
