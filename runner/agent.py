@@ -1,155 +1,161 @@
-"""The agent of a world on one node: starts this node's ranks through torch.distributed's elastic launch and writes down
-who failed. `python -m runner.agent FOLDER SPEC`; on a further node of a larger world the same with the first node's
-endpoint in SPEC.
+"""Joins a further node to a world over several nodes: `python -m runner.agent HOST:PORT`, on each node but the program's.
 
-The ranks are forked off a server that has imported what they need (runner.forked). Not off the agent: the elastic launch has
-threads, and of what a thread holds at a fork the child never gets hold (a rank then waited for ever in getaddrinfo, in one
-world of eight out of some thirty); and it asks the driver for GPUs, after which no fork may use them. For ranks on a CPU the
-server is itself a fork of the agent, so that a world costs one import of torch; for ranks on GPUs a new process, which imports
-beside the agent."""
+The program's node is the first one, whichever starts earlier. This one learns from it what world it is, starts its share of
+the ranks (runner.node) and ends with the world."""
 
 from __future__ import annotations
 
-import ctypes
+import argparse
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
-import threading
-import traceback
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload, util
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from runner import endpoint
+from runner.launch import WorldSpec, node_environment, own_folder, remove_abandoned
+from runner.node import JOINED, SPEC
 
-def die_with_parent() -> None:
-    """Linux: this process gets SIGKILL when the one that started it ends, however it ends."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _serve_forks(folder: Path, device: str) -> None:
-    """Start multiprocessing's server of forks; on a CPU as a fork of this process instead of as a new one, which would have to
-    import all again. Before any thread of this process holds anything."""
-    if device == "cuda":
-        set_forkserver_preload(["runner.forked"])
-        with _socket_in(folder):
-            forkserver.ensure_running()
-        return
-    import runner.forked  # noqa: F401
-
-    agent, usual = os.getpid(), util.spawnv_passfds
-
-    def fork(path: Any, arguments: list[Any], descriptors: Any) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        status = 0
-        try:
-            die_with_parent()
-            if os.getppid() == agent:  # else it ended before this process could ask to be told
-                _be_new(descriptors)
-                util.spawnv_passfds = usual
-                exec(arguments[-1], {})  # python -c
-        except SystemExit:
-            pass
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        finally:
-            os._exit(status)
-
-    resource_tracker.ensure_running()  # which is started alike, and stays a process of its own
-    util.spawnv_passfds = fork  # type: ignore[assignment]
-    try:
-        with _socket_in(folder):
-            forkserver.ensure_running()
-    finally:
-        util.spawnv_passfds = usual
+TRY_S = 0.5
+TAIL_LINES = 20
 
 
-def _be_new(descriptors: Sequence[int]) -> None:
-    """A fork's descriptors, and what multiprocessing knows, as a new process has them."""
-    for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number not in descriptors:
-            with suppress(OSError):  # the listing's own
-                os.close(number)
-    tracker = resource_tracker._resource_tracker
-    tracker._fd = tracker._pid = None  # type: ignore[attr-defined]
-    forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # held at the fork
+@dataclass(frozen=True)
+class Joined:
+    """This node's place in a world."""
+
+    spec: WorldSpec
+    node: int
+
+    @property
+    def ranks(self) -> range:
+        each = self.spec.world_size // self.spec.nodes
+        return range(self.node * each, (self.node + 1) * each)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self.spec) | {"node": self.node}
 
 
-@contextmanager
-def _socket_in(folder: Path) -> Iterator[None]:
-    """The socket of a server of forks lies in `folder`, gone with it, and by a short name, as a socket's must be; while this
-    process lives. What ranks make, who inherit the setting, lies where it usually does."""
-    config = current_process()._config  # type: ignore[attr-defined]
-    config["tempdir"] = f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}"
-    try:
-        yield
-    finally:
-        del config["tempdir"]
-
-
-def main(folder: Path, spec: dict[str, Any]) -> int:
-    die_with_parent()
-    if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
-        return 1  # it ended before this process could ask to be told
-    _serve_forks(folder, spec["device"])
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from runner.rank import live
-
-    nodes = spec["nodes"]
-    config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=spec["world_size"] // nodes,
-        run_id=spec["endpoint"] or uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=spec["endpoint"] or "localhost:0",
-        max_restarts=0,
-        monitor_interval=0.25,
-        start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),  # else in a folder of its own, which it leaves
-        local_addr="localhost" if nodes == 1 else None,
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m runner.agent",
+        description="Join this node to a world over several nodes. Run it on every node but the program's, which is started "
+        "with launch.nodes=N launch.endpoint=HOST:PORT; which of them starts first does not matter. It serves one world, as "
+        "a whole sweep of one world size is, and ends with it.",
     )
+    parser.add_argument("endpoint", metavar="HOST:PORT", help="the program's launch.endpoint, as this node reaches it")
+    parser.add_argument("--folder", type=Path, help="where the ranks' logs stay (default: a temporary folder, removed)")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="how long to wait for the program (%(default)g)")
+    return parser
+
+
+def join(where: str, timeout_s: float) -> Joined:
+    """Wait for the program's store and take a number there. Raises Unusable with the reason, TimeoutError."""
+    host, port = endpoint.parse(where)
+    address, _ = endpoint.resolve(where)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), max(TRY_S, 2.0)).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no program had listened at {where} after {timeout_s:g} s ({error})") from None
+            time.sleep(TRY_S)
+    from torch.distributed import TCPStore
+
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
-        elastic_launch(config, live)(str(folder), spec["device"], spec.get("share_gpu", False))
-    except ChildFailedError as error:
-        failures = [
-            {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
-            for rank, failure in error.failures.items()
-        ]
-        path = folder / "failures.json"
-        path.with_suffix(".tmp").write_text(json.dumps(sorted(failures, key=lambda f: f["time"])))
-        path.with_suffix(".tmp").replace(path)
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
+        spec = json.loads(store.get(SPEC))
+        node = store.add(JOINED, 1)
+    except RuntimeError as error:
+        raise endpoint.Unusable(f"{where}: what listens there is no world ({str(error).splitlines()[0]})") from None
+    if node >= spec["nodes"]:
+        raise endpoint.Unusable(f"{where}: the world there has its {spec['nodes']} nodes already")
+    return Joined(WorldSpec(**spec | {"endpoint": where}), node)
+
+
+def serve(joined: Joined, folder: Path) -> int:
+    """Run this node's ranks in `folder` until the world ends; the exit status."""
+    command = [sys.executable, "-P", "-m", "runner.node", str(folder), json.dumps(joined.plain())]
+    with (folder / "node.log").open("wb") as log:
+        node = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=node_environment(joined.spec, folder),
+            start_new_session=True,
+        )
+        try:
+            return node.wait()
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+def _failed_log(folder: Path) -> list[str]:
+    """The end of the log of the rank that failed first, or of what started the ranks."""
+    with contextlib.suppress(OSError, ValueError):
+        first = json.loads((folder / "failures.json").read_text())[0]["rank"]
+        return (folder / f"rank{first}.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    return (folder / "node.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    given = arguments().parse_args()
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        endpoint.parse(given.endpoint)
+        print(f"waiting for the program at {given.endpoint}", flush=True)
+        joined = join(given.endpoint, given.timeout_s)
+        spec, ranks = joined.spec, joined.ranks
+        print(f"joined as node {joined.node} of {spec.nodes}: ranks {ranks[0]} to {ranks[-1]} of {spec.world_size}, "
+              f"{spec.device}", flush=True)  # fmt: skip
+        remove_abandoned()
+        folder, owned = (given.folder, None) if given.folder else own_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            status = serve(joined, folder)
+            if status:
+                print(*_failed_log(folder), sep="\n", file=sys.stderr)
+        finally:
+            _tidy(folder, keep=owned is None)
+        print("the world ended" if status == 0 else "the world failed; above is the end of a log", flush=True)
+        return int(status != 0)
+    except (endpoint.Unusable, TimeoutError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    except KeyboardInterrupt:
+        print("interrupted; this node's ranks were ended", file=sys.stderr)
+        return 130
 
 
-def _tidy(folder: Path) -> None:
-    """What the server of forks and the elastic launch leave there, which on a further node is the user's."""
+def _tidy(folder: Path, keep: bool) -> None:
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
     shutil.rmtree(folder / "elastic", ignore_errors=True)
     for path in folder.glob("listener-*"):
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             path.unlink()
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    try:
-        status = main(folder, json.loads(sys.argv[2]))
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    _tidy(folder)
+    status = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # taking torch down in order takes half a second for nothing

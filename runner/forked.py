@@ -5,7 +5,7 @@ import torch.fx.experimental.symbolic_shapes  # the first gradient imports it, a
 
 import runner.rank
 import runner.worker
-from runner.agent import die_with_parent
+from runner.node import die_with_parent
 
 __all__ = ["runner", "torch"]
 

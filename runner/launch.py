@@ -1,5 +1,5 @@
 """Worlds: groups of rank processes that stay warm between runs. This side never imports torch: it starts an agent
-process (runner.agent), which starts the ranks through torch.distributed's elastic launch, hands rank 0 one job after
+process (runner.node), which starts the ranks through torch.distributed's elastic launch, hands rank 0 one job after
 another through a named pipe and reads the replies from a second one. Whatever happens to a rank comes back as an
 `Outcome`."""
 
@@ -81,7 +81,7 @@ class World:
     def __init__(self, spec: WorldSpec):
         self.spec = spec
         remove_abandoned()
-        self.folder, self.owned = _own_folder()
+        self.folder, self.owned = own_folder()
         self.jobs = 0
         self.alive = True
         try:
@@ -98,26 +98,13 @@ class World:
         # both ends are opened for reading and writing so that neither side's opening waits for the other's
         self.replies = os.open(self.folder / "replies", os.O_RDWR | os.O_NONBLOCK)
         self.buffer = b""
-        environment = dict(os.environ)
-        if spec.device == "cpu":
-            environment["OMP_NUM_THREADS"] = str(max(1, cores() // spec.world_size))
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        if spec.share_gpu:
-            environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        environment |= dict(spec.env)
-        environment["ATTENTION_LAUNCHER"] = str(os.getpid())
-        environment["ATTENTION_WORLD"] = str(self.folder)  # marks the ranks as this world's
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        # what FlashAttention-4 compiled serves later worlds too
-        environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        environment["PYTHONPATH"] = search_path()
         self.log = (self.folder / "agent.log").open("wb")
         self.agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "runner.agent", str(self.folder), json.dumps(asdict(spec))],
+            [sys.executable, "-P", "-m", "runner.node", str(self.folder), json.dumps(asdict(spec))],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
-            env=environment,
+            env=node_environment(spec, self.folder),
             start_new_session=True,  # Ctrl-C is ours to handle
         )
         self.pipe = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
@@ -163,7 +150,7 @@ class World:
             if log is not None:
                 with contextlib.suppress(OSError):
                     self._copy_logs(log, offsets)
-        if outcome.world_lost:
+        if outcome.world_lost or self.agent.poll() is not None:  # where the nodes could not meet, say
             self.close()
         return outcome
 
@@ -291,6 +278,9 @@ class World:
     def _agent_ended(self) -> Outcome:
         """The agent ended without a word about its ranks."""
         tail, status = self._agent_said(), self.agent.returncode
+        with contextlib.suppress(OSError, ValueError):
+            end = json.loads((self.folder / "end.json").read_text())
+            return self._failed(end["status"], end["reason"], None, "start", [])
         if status < 0:
             name = signal.Signals(-status).name
             reason = f"the agent that had started the ranks was killed by {name}{_oom_hint(name)}"
@@ -434,7 +424,28 @@ class World:
             os.killpg(self.agent.pid, signal.SIGKILL)
 
 
-def _own_folder() -> tuple[Path, int]:
+def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:
+    """What the ranks of a node inherit."""
+    environment = dict(os.environ)
+    if spec.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(max(1, cores() // (spec.world_size // spec.nodes)))
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if spec.share_gpu:
+        environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    if spec.nodes == 1:  # nobody beyond this machine has anything to connect to
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    environment |= dict(spec.env)
+    environment["ATTENTION_LAUNCHER"] = str(os.getpid())
+    environment["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    # what FlashAttention-4 compiled serves later worlds too
+    environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    environment["PYTHONPATH"] = search_path()
+    return environment
+
+
+def own_folder() -> tuple[Path, int]:
     """A new folder of a world, and the descriptor that holds its lock as long as this program lives."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     owned = os.open(folder / "locking", os.O_RDWR | os.O_CREAT, 0o600)

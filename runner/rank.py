@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.agent import die_with_parent
 from runner.launch import cores
+from runner.node import die_with_parent
 from runner.schema import InvalidConfig, UnsupportedHere
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long

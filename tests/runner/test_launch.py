@@ -141,7 +141,7 @@ def test_ranks_are_forked_off_a_process_without_other_threads(world):
     (parent,) = set(world.call("tests.jobs:parents", {}).result)
     assert parent != world.agent.pid
     assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
-    assert b"runner.agent" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
+    assert b"runner.node" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
 
 
 def test_where_what_forks_the_ranks_is_killed_no_rank_is_blamed(world):
@@ -348,7 +348,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
 
 def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
     spec = json.dumps(asdict(WorldSpec(1, "cpu")))
-    command = [sys.executable, "-m", "runner.agent", str(tmp_path), spec]
+    command = [sys.executable, "-m", "runner.node", str(tmp_path), spec]
     assert subprocess.run(command, env={**os.environ, "ATTENTION_LAUNCHER": "-1"}, timeout=10).returncode == 1
 
 
@@ -369,18 +369,114 @@ def free_port():
     raise AssertionError("no port is free")
 
 
-def test_two_agents_make_one_world_over_two_nodes_and_end_with_it(tmp_path, patient):
-    """The second node's agent is started as a user would: with the first one's endpoint."""
-    spec = WorldSpec(2, "cpu", nodes=2, endpoint=f"localhost:{free_port()}")
-    world = World(spec)
-    other = subprocess.Popen([sys.executable, "-m", "runner.agent", str(tmp_path), json.dumps(asdict(spec))])
+@contextlib.contextmanager
+def joining(*arguments):
+    """An agent of a further node, as a user starts it."""
+    command = [sys.executable, "-m", "runner.agent", *arguments]
+    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert world.call("tests.jobs:echo", {"value": 1}).result == [1, 1]
-        time.sleep(0.2)  # both ranks are idle again
-        world.close()
-        assert other.wait(10) == 0
-        assert {path.name for path in tmp_path.iterdir()} == {"rank1.log", "rank1.state"}  # which the user may want
+        yield agent
     finally:
+        agent.kill()
+        agent.communicate()
+
+
+@pytest.mark.parametrize("first", ["program", "agent"])
+def test_two_nodes_make_one_world_whichever_starts_first(tmp_path, patient, first):
+    where = f"localhost:{free_port()}"
+    spec = WorldSpec(4, "cpu", nodes=2, endpoint=where)
+    folder = tmp_path / "logs"
+    with contextlib.ExitStack() as started:
+        if first == "program":
+            world = World(spec)
+            time.sleep(2.0)
+            agent = started.enter_context(joining(where))
+        else:
+            agent = started.enter_context(joining(where, "--folder", str(folder)))
+            assert "waiting for the program" in agent.stdout.readline()
+            time.sleep(2.0)
+            world = World(spec)
+        started.callback(world.close)
+        assert world.call("tests.jobs:echo", {"value": 1}).result == [1] * 4
+        assert [state["rank"] for state in world.states()] == [0, 1]
+        time.sleep(0.5)  # all ranks are idle again
         world.close()
-        other.kill()
-        other.wait()
+        said, errors = agent.communicate(timeout=30)
+        assert agent.returncode == 0, errors
+        assert "joined as node 1 of 2: ranks 2 to 3 of 4, cpu" in said and "the world ended" in said
+    if first == "agent":
+        assert {path.name for path in folder.iterdir()} >= {"rank2.log", "rank3.log", "node.log"}
+
+
+def test_a_further_node_that_dies_is_a_crash(patient):
+    where = f"localhost:{free_port()}"
+    world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where))
+    with joining(where) as agent:
+        try:
+            assert world.call("tests.jobs:echo", {"value": 1}).result == [1, 1]
+            threading.Timer(0.5, agent.kill).start()
+            outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=30.0)
+            assert outcome.status == "crash", outcome.reason
+        finally:
+            world.close()
+
+
+def test_a_node_that_does_not_come_is_said_with_what_to_run():
+    where = f"localhost:{free_port()}"
+    world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where, start_timeout_s=1.0))
+    outcome = world.call("tests.jobs:echo", {"value": 1})
+    assert outcome.status == "timeout"
+    assert "1 of 2 nodes had joined after 1 s" in outcome.reason
+    assert f"python -m runner.agent {where}" in outcome.reason
+
+
+def test_an_endpoint_that_cannot_be_used_is_said_at_once():
+    with socket.create_server(("localhost", 0)) as taken:
+        for where, why in (
+            (f"localhost:{taken.getsockname()[1]}", "Address already in use"),
+            ("no-such-host.invalid:29500", "has no address here"),
+        ):
+            world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where))
+            outcome = world.call("tests.jobs:echo", {"value": 1})
+            world.close()
+            assert outcome.status == "unsupported" and why in outcome.reason and where in outcome.reason
+
+
+def test_an_agent_says_what_it_does_and_why_it_cannot(tmp_path):
+    def agent(*arguments):
+        command = [sys.executable, "-m", "runner.agent", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert "Run it on every node but the program's" in " ".join(agent("--help").stdout.split())
+    for arguments, why in (
+        (["localhost"], "must be HOST:PORT"),
+        (["no-such-host.invalid:29500"], "has no address here"),
+        ([f"localhost:{free_port()}", "--timeout-s", "0.1"], "no program had listened"),
+    ):
+        done = agent(*arguments)
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert why in line
+
+
+def listening(pids):
+    """The addresses at which processes listen, as the kernel writes them."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = []
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(sockets.get(os.readlink(descriptor)))
+    return {address for address in found if address}
+
+
+def test_a_world_on_one_node_listens_on_the_loopback_only(pool):
+    world = pool.get(WorldSpec(2, "cpu"))
+    pids = world.call("tests.jobs:pids", {}).result
+    addresses = listening([*pids, world.agent.pid])
+    assert addresses == {"0100007F"}, addresses
