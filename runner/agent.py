@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from runner import endpoint
-from runner.launch import WorldSpec, node_environment, own_folder, remove_abandoned
+from runner.launch import WorldSpec, node_environment, own_folder, process_group, remove_abandoned
 from runner.node import JOINED, SPEC
 
-TRY_S = 0.5
+TRY_S, CONNECT_S = 0.5, 2.0
 TAIL_LINES = 20
 
 
@@ -64,7 +64,7 @@ def join(where: str, timeout_s: float) -> Joined:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            socket.create_connection((address, port), max(TRY_S, 2.0)).close()
+            socket.create_connection((address, port), CONNECT_S).close()
             break
         except OSError as error:
             if time.monotonic() > deadline:
@@ -99,6 +99,11 @@ def serve(joined: Joined, folder: Path) -> int:
         try:
             return node.wait()
         finally:
+            deadline = time.monotonic() + TRY_S
+            while (
+                process_group(node.pid) and time.monotonic() < deadline
+            ):  # ranks end, and what unlinks their semaphores
+                time.sleep(TRY_S / 10)
             with contextlib.suppress(OSError):
                 os.killpg(node.pid, signal.SIGKILL)
 

@@ -249,6 +249,14 @@ class World:
         allows = f"launch.{silence.key}=N allows more"
         if not self.states():
             tail = self._agent_said()
+            if (joined := self._joined()) < self.spec.nodes:
+                endpoint = str(self.spec.endpoint)
+                reason = (
+                    f"{joined} of {self.spec.nodes} nodes had joined after {silence.limit_s:.0f} s: run `python -m runner.agent "
+                    f"{endpoint}` on each of the others, where {endpoint.rpartition(':')[0]} must be an address of the program's "
+                    f"node; {allows}"
+                )
+                return self._failed("timeout", reason, None, "start", tail)
             reason = f"no rank had started after {silence.limit_s:.0f} s{f' ({tail[-1]})' if tail else ''}; {allows}"
             return self._failed("timeout", reason, None, "start", tail)
         self._log_stacks()
@@ -268,6 +276,13 @@ class World:
             )
         reason = f"rank {rank} died in phase {phase}; its agent did not report how within {AGENT_S:.0f} s"
         return self._failed("crash", reason, rank, phase, self._tail(rank))
+
+    def _joined(self) -> int:
+        """How many nodes have joined this world, the program's included."""
+        if self.spec.nodes > 1:
+            with contextlib.suppress(OSError, ValueError):
+                return int((self.folder / "joined").read_text())
+        return 1
 
     def _agent_said(self) -> list[str]:
         """The end of the agent's log."""
@@ -413,12 +428,14 @@ class World:
 
     def _kill(self, pids: list[int]) -> None:
         # multiprocessing's tracker ends by itself once the others have, and unlinks their semaphores: not before
-        trackers = [pid for pid in _group(self.agent.pid) if _is_tracker(pid)]
-        for pid in {*_group(self.agent.pid), *(pid for pid in pids if _belongs(pid, self.folder))} - set(trackers):
+        trackers = [pid for pid in process_group(self.agent.pid) if _is_tracker(pid)]
+        for pid in {*process_group(self.agent.pid), *(pid for pid in pids if _belongs(pid, self.folder))} - set(
+            trackers
+        ):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + STOP_S
-        while set(trackers) & set(_group(self.agent.pid)) and time.monotonic() < deadline:
+        while set(trackers) & set(process_group(self.agent.pid)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         with contextlib.suppress(OSError):
             os.killpg(self.agent.pid, signal.SIGKILL)
@@ -487,7 +504,7 @@ def _stack_in(lines: list[str]) -> int | None:
     return next((i for i in reversed(range(len(lines))) if lines[i].startswith("Current thread")), None)
 
 
-def _group(leader: int) -> list[int]:
+def process_group(leader: int) -> list[int]:
     """The living processes of a process group."""
     found = []
     for process in Path("/proc").glob("[0-9]*/stat"):

@@ -32,6 +32,7 @@ from typing import Any
 from runner import endpoint
 
 BACKEND = "runner"  # our rendezvous among those of the elastic launch
+AGAIN_S = 0.05
 SPEC, JOINED = "spec", "joined"  # keys of the store: what world this is, and how many further nodes have joined
 
 
@@ -117,8 +118,8 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
     _serve_forks(folder, spec["device"])
     tempfile.tempdir = str(folder)  # what the elastic launch leaves behind goes with it; ranks have their own
     store = _store(spec, listener)
-    if node == 0 and not _all_joined(store, folder, spec):
-        return 1
+    if nodes > 1 and node == 0:
+        _await_nodes(store, folder, spec)
     return _launch(folder, spec, store, node, nodes)
 
 
@@ -136,28 +137,26 @@ def _store(spec: dict[str, Any], listener: socket.socket | None) -> Any:
     )
 
 
-def _all_joined(store: Any, folder: Path, spec: dict[str, Any]) -> bool:
-    """On the program's node: tell the others what world this is, and wait until all have joined."""
+def _await_nodes(store: Any, folder: Path, spec: dict[str, Any]) -> None:
+    """On the program's node: tell the others what world this is, and wait until all have joined, or the launcher ends this.
+    It reads in the file `joined` how many there are."""
     store.set(SPEC, json.dumps(spec))
-    deadline = time.monotonic() + spec["start_timeout_s"]
-    while (joined := 1 + store.add(JOINED, 0)) < spec["nodes"]:
-        if time.monotonic() > deadline:
-            at = spec["endpoint"]
-            _say_end(
-                folder, "timeout",
-                f"{joined} of {spec['nodes']} nodes had joined after {spec['start_timeout_s']:.0f} s: run "
-                f"`python -m runner.agent {at}` on each of the others, where {at.rpartition(':')[0]} must be an address of the "
-                "program's node; launch.start_timeout_s=N allows more",
-            )  # fmt: skip
-            return False
-        time.sleep(0.05)
-    return True
+    joined = 0
+    while joined < spec["nodes"]:
+        before, joined = joined, 1 + store.add(JOINED, 0)
+        if joined > before:
+            _write(folder / "joined", str(joined))
+        time.sleep(AGAIN_S)
 
 
 def _say_end(folder: Path, status: str, reason: str) -> None:
     """Why there is no world; the launcher reads it."""
-    path = folder / "end.json"
-    path.with_suffix(".tmp").write_text(json.dumps({"status": status, "reason": reason}))
+    _write(folder / "end.json", json.dumps({"status": status, "reason": reason}))
+
+
+def _write(path: Path, text: str) -> None:
+    """So that who reads it finds all of it."""
+    path.with_suffix(".tmp").write_text(text)
     path.with_suffix(".tmp").replace(path)
 
 
@@ -227,9 +226,7 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: in
             {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
             for rank, failure in error.failures.items()
         ]
-        path = folder / "failures.json"
-        path.with_suffix(".tmp").write_text(json.dumps(sorted(failures, key=lambda f: f["time"])))
-        path.with_suffix(".tmp").replace(path)
+        _write(folder / "failures.json", json.dumps(sorted(failures, key=lambda f: f["time"])))
         return 1
     return 0
 
