@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 LOOPBACK = ("127.0.0.1", 0)
@@ -43,7 +44,7 @@ def listen(endpoint: str | None) -> socket.socket:
         return _listening(("0.0.0.0", port))
     except OSError as error:
         raise Unusable(
-            f"launch.endpoint={endpoint}: this machine cannot listen there ({error.strerror}); give another port"
+            f"launch.endpoint={endpoint}: this machine cannot listen there ({os.strerror(error.errno or 0)}); give another port"
         ) from None
 
 
