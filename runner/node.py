@@ -140,7 +140,7 @@ def _store(spec: dict[str, Any], listener: socket.socket | None) -> Any:
 def _await_nodes(store: Any, folder: Path, spec: dict[str, Any]) -> None:
     """On the program's node: tell the others what world this is, and wait until all have joined, or the launcher ends this.
     It reads in the file `joined` how many there are."""
-    store.set(SPEC, json.dumps(spec))
+    store.set(SPEC, json.dumps({**spec, "env": []}))  # variables of this node alone, perhaps its user's
     joined = 0
     while joined < spec["nodes"]:
         before, joined = joined, 1 + store.add(JOINED, 0)
