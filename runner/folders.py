@@ -13,6 +13,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.values import shown
+
 _stamps: dict[str, str] = {}  # by the folder that they stand in
 
 
@@ -47,11 +49,10 @@ def create(parent: Path, name: str) -> Path:
 
 def require_writable(folder: Path) -> None:
     """Raises SystemExit with one line when nothing can be written under `folder`."""
-    folder = folder.absolute()
-    existing = folder
-    while not existing.exists() and not existing.is_symlink():
-        existing = existing.parent
+    folder = existing = folder.absolute()
     try:
+        while not existing.exists() and not existing.is_symlink():
+            existing = existing.parent
         if existing.is_symlink() and not existing.exists():
             raise FileNotFoundError(2, f"a link to {existing.readlink()}, which is not there", str(existing))
         if not existing.is_dir():
@@ -62,7 +63,8 @@ def require_writable(folder: Path) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         raise SystemExit(
-            f"error: output={folder}: cannot write to {existing} ({error.strerror}); give another folder with output=DIR"
+            f"error: output={shown(str(folder))}: cannot write to {shown(str(existing))} ({error.strerror}); give another folder "
+            "with output=DIR"
         ) from None
 
 

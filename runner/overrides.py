@@ -3,9 +3,11 @@ with the nearest names, for every value of a sweep at once."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from functools import cache
 from itertools import product
 from math import prod
 from types import NoneType
@@ -178,16 +180,22 @@ def _count(override: Override, choices: list[str]) -> float:
 def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
     # a variant's options differ: each variant of a sweep is composed, of the other groups the first choice
     varied = [c if c[0].startswith("attention=") else c[:1] for c in choices]
-    with initialize_config_module("runner.conf", version_base="1.3"):
-        for chosen in product(*varied):
-            try:
-                cfg = compose("config", overrides=list(chosen))
-            except HydraException as error:
-                return " ".join(str(error).split())
-            found = _against(cfg, keys, known)
-            if found is not None:
-                return found
+    for chosen in product(*varied):
+        try:
+            cfg = copy.deepcopy(_composed(chosen))
+        except HydraException as error:
+            return " ".join(str(error).split())
+        found = _against(cfg, keys, known)
+        if found is not None:
+            return found
     return None
+
+
+@cache
+def _composed(chosen: tuple[str, ...]) -> Any:
+    """The configuration of these choices of groups. Not to be changed."""
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        return compose("config", overrides=list(chosen))
 
 
 def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str | None:

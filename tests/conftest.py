@@ -27,6 +27,7 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=200, help="random calls of the library to try")
+    parser.addoption("--fuzz-overrides", type=int, default=120, help="command lines to try that nobody would write")
     parser.addoption("--fuzz-seed", type=int, default=None, help="repeats the random calls of a run")
 
 

@@ -194,6 +194,37 @@ def test_a_bad_command_line_ends_at_once_as_invalid(tmp_path, overrides, parts):
         assert f"invalid: {value['reason']}" == line
 
 
+@pytest.mark.parametrize("overrides", [["-m", "seed=1,2"], ["seed=1"]], ids=len)
+def test_a_folder_whose_name_is_too_long_is_one_line(tmp_path, overrides):
+    done = python("-m", "runner", f"output={'y/' * 3000}", *overrides, cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "more characters" in line and "File name too long" in line and "output=DIR" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--version"], "attention-runner"),
+        (["-sc", "install=bash"], "-F hydra_bash_completion attention-runner"),
+        (["config=tiny", "--cfg", "job", "seq_len=640"], "seq_len: 640"),
+    ],
+    ids=lambda x: " ".join(x),
+)
+def test_flags_stand_anywhere_and_say_this_programs_name(tmp_path, arguments, part):
+    done = python("-m", "runner", *arguments, cwd=tmp_path)
+    assert done.returncode == 0 and part in done.stdout, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_flags_and_a_removed_working_folder_are_one_line(tmp_path):
+    done = python("-m", "runner", "--nope", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "unrecognized arguments: --nope" in done.stderr
+    program = "import os, sys; os.rmdir(os.getcwd()); from runner.__main__ import main; sys.exit(main())"
+    (tmp_path / "gone").mkdir()
+    done = python("-c", program, cwd=tmp_path / "gone")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "working folder was removed" in done.stderr
+
+
 def test_help_comes_at_once_and_shows_commands_groups_and_keys(tmp_path):
     done = at_once("-m", "runner", "--help", cwd=tmp_path)
     assert done.returncode == 0
