@@ -775,7 +775,7 @@ def _check_fault(run: Resolved) -> None:
     one_of("launch.fault's phase", parts[1], PHASES)
     checked = (cfg.check.enabled, "check.enabled=true")
     there = {
-        "trials": (_tried(cfg), "attention=auto attention.trials=2, or an option that is best,"),
+        "trials": (_tried(cfg), "an option that is best, or attention=auto attention.trials=2"),
         "check_variant": checked,
         "check_reference": checked,
         "check_compare": checked,
