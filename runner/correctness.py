@@ -162,8 +162,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
     unlimited = experiment.launch["memory_limit_gb"] is None
     dtype = _reference_dtype(experiment)
 
-    me.say("check_variant")
-    outputs, lse = _checked_outputs(work)
+    outputs, lse = _checked_outputs(me, work)
     kept = Kept(_on_host(outputs)) if unlimited or experiment.device == "cuda" else None
     whole = {name: work.fn.unshard(x, work.packs) for name, x in outputs.items()}
     if isinstance(lse, Tensor):
@@ -212,7 +211,7 @@ def check_timed(
     if all(me.gather(last.keys() == kept.outputs.keys())) and not new_packs:
         found["last"] = _repeated(me, experiment, work, last, kept, 1, why, "the last timed iteration")
     del last
-    work.release()
+    me.say("check_timed")
     work.negate()
     _iterate(work if new_packs else timed)
     found["negated"] = _repeated(
@@ -285,16 +284,17 @@ def _iterate(work: Passes) -> None:
         work.run(which)
 
 
-def _checked_outputs(work: AttentionWork) -> tuple[dict[str, Tensor], Tensor | str]:
+def _checked_outputs(me: Rank, work: AttentionWork) -> tuple[dict[str, Tensor], Tensor | str]:
     """This rank's out and gradients, of a call that follows one with negated inputs, and its LSE `[B, s, H, 1]`, or why there is
     none."""
-    work.negate()
-    _iterate(work)
-    work.release()
-    work.negate()
-    _iterate(work)
+    for _ in range(2):
+        me.say("check_variant")
+        work.release()
+        work.negate()
+        _iterate(work)
     outputs = work.outputs()
     work.release()
+    me.say("check_variant", note="the LSE")
     try:
         with torch.no_grad():
             _, lse = work.fn(work.q, work.k, work.v, **work.options, return_lse=True)

@@ -39,8 +39,8 @@ FINITE = sys.float_info.max
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
 # where a run may be when a fault is provoked, in this order
 PHASES = (
-    "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "phases",
-    "profiler", "baseline", "finish",
+    "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "check_timed",
+    "phases", "profiler", "baseline", "finish",
 )  # fmt: skip
 PHASES_AFTER_CHECK = PHASES[PHASES.index("ceilings") :]
 BASELINES = ("single", "none")
@@ -779,6 +779,7 @@ def _check_fault(run: Resolved) -> None:
         "check_variant": checked,
         "check_reference": checked,
         "check_compare": checked,
+        "check_timed": checked,
         "phases": (cfg.phases, "phases=true"),
         "profiler": (cfg.timing.method == "profiler", "timing=profiler"),
         "baseline": (cfg.baseline == "single", "baseline=single"),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch import Tensor
 from attention.phases import Recorder, Span
 from runner import statistics
 from runner.statistics import Samples
+
+if TYPE_CHECKING:
+    from runner.workpiece import AttentionWork
 
 LEAD_MS = 0.1  # that hosts get ahead of their GPUs, where they do
 LEADING_RUNS = 4  # iterations that leads_ms makes
@@ -348,7 +351,7 @@ class Graphed:
     """A workpiece captured once in CUDA graphs, a graph a pass; running it replays. Capturing with collectives can hang
     on a broken stack: the launcher's time limit bounds it."""
 
-    def __init__(self, work: Workpiece):
+    def __init__(self, work: AttentionWork):
         self.passes = work.passes
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         stream = torch.cuda.Stream()
@@ -364,10 +367,11 @@ class Graphed:
                     work.run(which)
                 self.graphs[which] = graph
         torch.cuda.current_stream().wait_stream(stream)
-        self.work = work  # keeps the captured tensors alive
+        self.work, self.left = work, work.left  # keeps the captured tensors alive
 
     def run(self, which: str) -> None:
         self.graphs[which].replay()
+        self.work.left = self.left  # which the graph has written anew
 
     def repeat(self, which: str, times: int) -> None:
         for _ in range(times):

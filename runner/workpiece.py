@@ -134,6 +134,15 @@ class AttentionWork:
             return {}
         return {"out": self.last.detach(), **dict(zip(("dq", "dk", "dv"), self.gradients, strict=True))}
 
+    @property
+    def left(self) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
+        """All that the last iteration left, to be set again by who has it computed anew in place."""
+        return self.out, self.last, self.gradients
+
+    @left.setter
+    def left(self, left: tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]) -> None:
+        self.out, self.last, self.gradients = left
+
     def negate(self) -> None:
         """Change the sign of all inputs, in place. Scores stay, and out and the gradients change their sign."""
         with torch.no_grad():

@@ -1,7 +1,11 @@
 """How much of the gate's tolerances the right results of each kernel use: `python -m tests.gate.margins [cuda] [kernel ...]`.
 
 One line a kernel and dtype: over all cases the worst row in units of its scale, the worst gain and the worst LSE, each over
-the tolerance of that dtype. The tolerances are made so that they stay below a half."""
+the tolerance of that dtype. The tolerances are made so that they stay below a half.
+
+On a CPU, 64 to 4,096 tokens, head dims 8 to 256, GQA, windows, packs and large scores: of the row tolerance math uses 0.33
+in fp32 and 0.25 in bf16, sdpa_flash as much in fp32 and 0.32 in bf16 (its dk at 4,096 tokens); of the gain at most 0.05, of
+the LSE 0.06. On GPUs nothing was measured yet."""
 
 from __future__ import annotations
 

@@ -1,0 +1,487 @@
+"""Faults planted in the real code, one at a time, and what the gate says of them. A fault is an entry of `PLANTS`: a name, a
+change of one seam (`outputs`, `kernel`, `steps`, `changed`), and the run of `RUNS` that it shows in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import function, merge, schedules, sums
+from attention.executors import all_to_all, ring
+from attention.executors.plan import LocalCall, Plan, PlannedStep
+from attention.kernels import decompose
+from attention.kernels import math as math_kernel
+from attention.masks import CAUSAL, Mask
+from attention.variants import Variant
+from runner.correctness import check, check_timed
+from runner.rank import Rank
+from runner.schema import Experiment
+from runner.workpiece import AttentionWork, build
+
+Tensors = dict[str, Tensor]  # out and lse, or dq, dk and dv, of this rank's shard
+Change = Callable[[Tensors, Plan], None]  # in place
+
+SIZE = ("batch=1", "heads=2", "kv_heads=1", "head_dim=16")
+FORWARD = ("mode=forward",)
+RUNS = {  # overrides by name; all in a world of 2
+    "zigzag": ("attention=zigzag", "causal=true", *SIZE),
+    "forward": ("attention=zigzag", "causal=true", *SIZE, *FORWARD),
+    "ring": ("attention=ring", "causal=false", *SIZE, *FORWARD),
+    "causal ring": ("attention=ring", "causal=true", *SIZE),
+    "two heads": ("attention=zigzag", "causal=true", *SIZE, "kv_heads=2"),
+    "math": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "kernel=math"),
+    "ulysses": ("attention=ulysses", "causal=true", *SIZE, *FORWARD, "kv_heads=2"),
+    "window": ("attention=ring_allgather", "causal=true", *SIZE, *FORWARD, "window=[100,0]"),
+    "packed": ("attention=llama3", "causal=true", *SIZE, *FORWARD),
+    "batch": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "batch=2"),
+    "tree": ("attention=tree", "causal=false", *SIZE, *FORWARD, "q_len=16"),
+}
+
+
+@dataclass(frozen=True)
+class Plant:
+    name: str
+    plant: Callable[[], AbstractContextManager[object]]
+    run: str = "zigzag"
+
+
+@dataclass
+class State:
+    checked: bool = False  # whether the check before the timing is over
+
+
+STATE = State()
+
+
+@contextmanager
+def changed(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.name` is what `make` makes of it. Schedules made with it or without are forgotten."""
+    own = vars(owner)[name]
+    original = own.__func__ if isinstance(own, staticmethod) else own
+    found = make(original)
+    setattr(owner, name, staticmethod(found) if isinstance(own, staticmethod) else found)
+    schedules.steps.cache_clear()
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+        schedules.steps.cache_clear()
+
+
+@contextmanager
+def outputs(change: Change) -> Iterator[None]:
+    """Change what a rank's forward or backward gives, as `change` finds it there by name; nothing that is saved."""
+
+    def of(names: tuple[str, ...]) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def inner(*args: Any) -> tuple[Tensor, ...]:
+                found = original(*args)
+                mine = {name: x.clone() for name, x in zip(names, found, strict=False)}
+                change(mine, next(x for x in args if isinstance(x, Plan)))
+                return *mine.values(), *found[len(names) :]
+
+            return inner
+
+        return make
+
+    with changed(function, "_forward", of(("out", "lse"))), changed(function, "_backward", of(("dq", "dk", "dv"))):
+        yield
+
+
+class Faulty:
+    """A kernel whose calls are changed: the scale by these factors, its own results by `change`."""
+
+    def __init__(self, kernel: Any, forward: float, backward: float, change: Callable[..., None] | None):
+        self.kernel, self.factors, self.change = kernel, (forward, backward), change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, into: Any = None) -> Any:
+        found = self.kernel.forward(q, k, v, replace(call, scale=call.scale * self.factors[0]), into)
+        if self.change:
+            self.change(call, *found)
+        return found
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, into: Any = None) -> Any:  # fmt: skip
+        scaled = replace(call, scale=call.scale * self.factors[1])
+        found = self.kernel.backward(dout, q, k, v, out, lse, scaled, into)
+        if self.change:
+            self.change(call, *found)
+        return found
+
+
+def kernel(
+    forward: float = 1.0, backward: float = 1.0, change: Callable[..., None] | None = None
+) -> Callable[[], AbstractContextManager[object]]:
+    def wrapped(original: Any) -> Any:
+        return lambda *args: Faulty(original(*args), forward, backward, change)
+
+    return lambda: changed(function.kernels, "select", wrapped)
+
+
+def steps(change: Callable[[tuple[PlannedStep, ...], int], tuple[PlannedStep, ...]]) -> AbstractContextManager[object]:
+    """Change a rank's planned steps; `change` is given its number, too."""
+
+    def make(original: Any) -> Any:
+        return lambda problem, rank, *args: change(original(problem, rank, *args), rank)
+
+    return changed(function, "plan_steps", make)
+
+
+def zeroed(name: str, last: int | None = None, part: int | None = None) -> Callable[[], AbstractContextManager[object]]:
+    """The last tokens of the sequence: so many, or that part of all. In a zigzag of two they are rank 0's last."""
+
+    def change(found: Tensors, plan: Plan) -> None:
+        if name in found and plan.rank == 0:
+            n = last if last is not None else plan.problem.cu_seqlens[-1] // (part or 1)
+            found[name][:, -n:] = 0
+
+    return lambda: outputs(change)
+
+
+def times(name: str, factor: float) -> Callable[[], AbstractContextManager[object]]:
+    def change(found: Tensors, plan: Plan) -> None:
+        if name in found:
+            found[name] *= factor
+
+    return lambda: outputs(change)
+
+
+def element(name: str, change: Callable[[Tensor], None], rank: int = 1) -> Callable[[], AbstractContextManager[object]]:
+    """One row of a head, `[D]`."""
+
+    def inner(found: Tensors, plan: Plan) -> None:
+        if name in found and plan.rank == rank:
+            change(found[name][0, found[name].shape[1] // 2, 0])
+
+    return lambda: outputs(inner)
+
+
+def _later(when: Callable[[int], bool]) -> Callable[[], AbstractContextManager[object]]:
+    def plant() -> AbstractContextManager[object]:
+        forwards = [0]
+
+        def change(found: Tensors, plan: Plan) -> None:
+            forwards[0] += "out" in found
+            if when(forwards[0]):
+                for x in (x for name, x in found.items() if name != "lse"):
+                    x[:, -1:] = 0
+
+        return outputs(change)
+
+    return plant
+
+
+def _swap(a: str, b: str) -> AbstractContextManager[object]:
+    def change(found: Tensors, plan: Plan) -> None:
+        if a in found:
+            found[a], found[b] = found[b], found[a]
+
+    return outputs(change)
+
+
+def _last_step_dropped(found: tuple[PlannedStep, ...], rank: int) -> tuple[PlannedStep, ...]:
+    return *found[:-1], replace(found[-1], calls=())
+
+
+def _last_key_dropped(found: tuple[PlannedStep, ...], rank: int) -> tuple[PlannedStep, ...]:
+    """Of the remote shard's."""
+    *before, last = found
+    n = last.n_keys
+    calls = tuple(LocalCall(each.q, ((0, n - 1),), each.call) for each in last.calls)
+    return *before, replace(last, calls=calls)
+
+
+def _one_key_too_many(found: tuple[PlannedStep, ...], rank: int) -> tuple[PlannedStep, ...]:
+    def wider(each: LocalCall) -> LocalCall:
+        return replace(each, call=replace(each.call, mask=Mask(-1, 1))) if each.call.mask == CAUSAL else each
+
+    return tuple(replace(step, calls=tuple(map(wider, step.calls))) for step in found)
+
+
+def _chunks_swapped() -> AbstractContextManager[object]:
+    def make(original: Any) -> Any:
+        return lambda self, cu: tuple(tuple(reversed(shard)) for shard in original(self, cu))
+
+    return changed(function.ContextParallel, "_shards", make)
+
+
+def _merge(share: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[[], AbstractContextManager[object]]:
+    """share: of (lse_a, lse_b) the factors of both parts and the LSE that is written."""
+
+    def merged(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
+        of_a, of_b, total = share(lse_a, lse_b)
+        weigh = [x.transpose(-1, -2).unsqueeze(-1) for x in (of_a, of_b)]
+        out.copy_(a * weigh[0] + b * weigh[1])
+        lse.copy_(total)
+
+    return lambda: changed(merge, "merge_eager", lambda original: merged)
+
+
+def _not_rescaled(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.logaddexp(a, b)
+    return torch.ones_like(a), (b - total).exp(), total
+
+
+def _not_normalised(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    top = torch.maximum(a, b)
+    return (a - top).exp(), (b - top).exp(), torch.logaddexp(a, b)
+
+
+def _largest_lse(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total = torch.logaddexp(a, b)
+    return (a - total).exp(), (b - total).exp(), torch.maximum(a, b)
+
+
+def _too_large(factor: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Before out is rounded: 1.002 times a number that is rounded to bf16 is mostly the same number again."""
+
+    def share(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = torch.logaddexp(a, b)
+        return (a - total).exp() * factor, (b - total).exp() * factor, total
+
+    return share
+
+
+def _twice(call: Any, *found: Tensor) -> None:
+    """The gradients of a call on a remote rank's keys."""
+    if len(found) == 3 and call.mask.full:
+        for x in found:
+            x.mul_(2)
+
+
+def _rank_left_out(call: Any, out: Tensor, lse: Tensor) -> None:
+    if torch.distributed.get_rank() == 1:
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+
+def _batch_exchanged() -> AbstractContextManager[object]:
+    def change(found: Tensors, plan: Plan) -> None:
+        if "out" in found:
+            found["out"] = found["out"].flip(0)
+
+    return outputs(change)
+
+
+def _kv_heads_swapped() -> AbstractContextManager[object]:
+    """The ranks of an exchange get each other's KV heads: those of the tensors behind the queries."""
+
+    def make(original: Any) -> Any:
+        def inner(self: Any, xs: Any, heads: Any, *args: Any) -> None:
+            turned = [[list(reversed(part)) for part in share] for share in heads[1:]]
+            original(self, xs, [heads[0], *turned], *args)
+
+        return inner
+
+    return changed(all_to_all._ToHeads, "__init__", make)
+
+
+def _pack_leaks() -> AbstractContextManager[object]:
+    """The first two sequences are one."""
+
+    def make(original: Any) -> Any:
+        def inner(self: Any, cu: Any, *args: Any) -> Any:
+            return original(self, (cu[0], *cu[2:]), *args)
+
+        return inner
+
+    return changed(Variant, "problem", make)
+
+
+@contextmanager
+def _tile_wider() -> Iterator[None]:
+    """Of a window one key more, wherever a mask is cut."""
+
+    def make(original: Any) -> Any:
+        def inner(mask: Mask, *args: Any) -> Any:
+            return original(Mask(mask.left + 1 if mask.left > 0 else mask.left, mask.right), *args)
+
+        return inner
+
+    with changed(schedules, "tile", make):
+        yield
+
+
+def _band_wider() -> AbstractContextManager[object]:
+    def make(original: Any) -> Any:
+        return lambda mask, *args: original(Mask(mask.left + 1, mask.right) if mask.left > 0 else mask, *args)
+
+    return changed(decompose, "band_matrix", make)
+
+
+def _parts_narrower() -> AbstractContextManager[object]:
+    """Of each part's keys the first is lost."""
+
+    def make(original: Any) -> Any:
+        def inner(*args: Any) -> Any:
+            return [(rows, (c + 1, d), mask) if d - c > 1 else (rows, (c, d), mask) for rows, (c, d), mask in original(*args)]  # fmt: skip
+
+        return inner
+
+    return changed(decompose, "parts", make)
+
+
+def _mask(of: Callable[[bool, tuple[int, int]], Mask]) -> Callable[[], AbstractContextManager[object]]:
+    def make(original: Any) -> Any:
+        return lambda causal=False, window=(-1, -1): of(causal, window)
+
+    return lambda: changed(Mask, "of", make)
+
+
+@contextmanager
+def _sums_in_bf16() -> Iterator[None]:
+    def make(original: Any) -> Any:
+        return lambda dtype: torch.bfloat16
+
+    with changed(sums, "wide", make), changed(merge, "wide", make):
+        yield
+
+
+@contextmanager
+def _keys_too_early() -> Iterator[None]:
+    """A step computes on what lies in its buffers before anything has come."""
+    before: list[tuple[Tensor, ...]] = []
+
+    def noting(original: Any) -> Any:
+        def inner(*args: Any) -> Any:
+            made = original(*args)
+            before.append(tuple(x.clone() for x in made))
+            return made
+
+        return inner
+
+    def begun(original: Any) -> Any:
+        def inner(self: Any, *args: Any) -> None:
+            before.clear()
+            original(self, *args)
+            self.early = before[-1] if before else None
+
+        return inner
+
+    def waited(original: Any) -> Any:
+        def inner(self: Any) -> Any:
+            return original(self) if self.early is None else (original(self), self.early)[1]
+
+        return inner
+
+    incoming = ring._Incoming
+    with changed(ring, "rooms", noting), changed(incoming, "__init__", begun), changed(incoming, "wait", waited):
+        yield
+
+
+def _math_scores() -> AbstractContextManager[object]:
+    def make(original: Any) -> Any:
+        return lambda q, k, rows, keys, scale, mask: original(q, k, rows, keys, scale * 1.05, mask)
+
+    return changed(math_kernel, "_scores", make)
+
+
+def _lse_shifted() -> AbstractContextManager[object]:
+    def change(found: Tensors, plan: Plan) -> None:
+        if "lse" in found:
+            found["lse"] = found["lse"].roll(1, -1)
+
+    return outputs(change)
+
+
+PLANTS = [
+    Plant("ring's last step dropped", lambda: steps(_last_step_dropped), "ring"),
+    Plant("zigzag chunks swapped", _chunks_swapped),
+    Plant("a shard's last key dropped", lambda: steps(_last_key_dropped), "ring"),
+    Plant("one key too many", lambda: steps(_one_key_too_many)),
+    Plant("backward scale x1.5", kernel(backward=1.5)),
+    Plant("backward scale x1.01", kernel(backward=1.01)),
+    Plant("backward scale x1.005", kernel(backward=1.005)),
+    Plant("scale x1.01", kernel(1.01, 1.01)),
+    Plant("scale x1.003", kernel(1.003, 1.003)),
+    Plant("dk of a head zeroed", lambda: outputs(_head_zeroed), "two heads"),
+    Plant("dk and dv swapped", lambda: _swap("dk", "dv")),
+    Plant("dq of the last token zeroed", zeroed("dq", 1)),
+    Plant("dq x1.005", times("dq", 1.005)),
+    Plant("dq x1.01", times("dq", 1.01)),
+    Plant("dk of the last 16 tokens zeroed", zeroed("dk", 16)),
+    Plant("dk of one token and head zeroed", element("dk", Tensor.zero_)),
+    Plant("dv of the last token zeroed", zeroed("dv", 1)),
+    Plant("dv of the last 16 tokens zeroed", zeroed("dv", 16)),
+    Plant("dv of the last 64 tokens zeroed", zeroed("dv", 64)),
+    Plant("NaN in an element of out", element("out", lambda row: row[3].fill_(torch.nan)), "forward"),
+    Plant("one element of out +0.03", element("out", lambda row: row[3].add_(0.03)), "forward"),
+    Plant("out of the last sixteenth zeroed", zeroed("out", part=16), "forward"),
+    Plant("out x1.002", _merge(_too_large(1.002)), "ring"),
+    Plant("out x1.004", _merge(_too_large(1.004)), "ring"),
+    Plant("out x1.006", _merge(_too_large(1.006)), "ring"),
+    Plant("a merge does not rescale", _merge(_not_rescaled), "forward"),
+    Plant("a merge does not normalise", _merge(_not_normalised), "forward"),
+    Plant("a merge keeps the larger LSE", _merge(_largest_lse)),
+    Plant("sums kept in bf16", _sums_in_bf16, "causal ring"),
+    Plant("a step's gradients twice", kernel(change=_twice)),
+    Plant("KV heads exchanged wrongly", _kv_heads_swapped, "ulysses"),
+    Plant("a pack leaks", _pack_leaks, "packed"),
+    Plant("a rank of a tree left out", kernel(change=_rank_left_out), "tree"),
+    Plant("batch elements exchanged", _batch_exchanged, "batch"),
+    Plant("tile off by one", _tile_wider, "window"),
+    Plant("band_matrix off by one", _band_wider, "window"),
+    Plant("decompose.parts off by one", _parts_narrower, "window"),
+    Plant("causal lost in Mask.of", _mask(lambda causal, window: Mask(*window)), "causal ring"),
+    Plant("window lost in Mask.of", _mask(lambda causal, window: Mask(-1, 0) if causal else Mask(*window)), "window"),
+    Plant("math scores wrong with kernel=math", _math_scores, "math"),
+    Plant("LSE off by one token", _lse_shifted, "forward"),
+    Plant("keys used before they came", _keys_too_early),
+    Plant("wrong from the second call on", _later(lambda number: number >= 2)),
+    Plant("wrong once the check is over", _later(lambda number: STATE.checked)),
+]
+
+
+def _head_zeroed(found: Tensors, plan: Plan) -> None:
+    if "dk" in found:
+        found["dk"][..., 1, :] = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the gate said: why it failed, None where it passed; and of the numbers the worst parts of their tolerances."""
+
+    why: str | None
+    checked: dict[str, Any]
+    timed: dict[str, Any] | None
+
+
+def gate(me: Rank, spec: Experiment) -> Found:
+    """Both checks, with an iteration between them as if it were timed."""
+    STATE.checked = False
+    work = AttentionWork(me, spec, build(spec))
+    checked = check(me, spec, work)
+    if not checked.found["passed"]:
+        return Found(checked.found["why"], checked.found, None)
+    STATE.checked = True
+    for which in work.passes:
+        work.run(which)
+    timed = check_timed(me, spec, work, work, checked.kept)
+    return Found(timed["why"], checked.found, timed)
+
+
+def planted(me: Rank, runs: dict[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """For each run what the gate says of the code as it is, and for each plant why it failed (None: it passed)."""
+    chosen = [plant for plant in PLANTS if plant.name in names]
+    specs = {name: Experiment.from_plain(runs[name]) for name in dict.fromkeys(plant.run for plant in chosen)}
+    shipped = {name: vars(gate(me, spec)) for name, spec in specs.items()}
+    why = {}
+    for plant in chosen:
+        with plant.plant():
+            why[plant.name] = gate(me, specs[plant.run]).why
+    return {"shipped": shipped, "why": why}
+
+
+def both(me: Rank, run: dict[str, Any], name: str) -> dict[str, Any]:
+    """What the gate says in one run of the code as it is and with a fault, numbers included."""
+    spec = Experiment.from_plain(run)
+    shipped = vars(gate(me, spec))
+    with next(plant for plant in PLANTS if plant.name == name).plant():
+        return {"shipped": shipped, "planted": vars(gate(me, spec))}
