@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 
 from attention.choice import AUTO, OPTIONS
 from attention.kernels import KERNELS
+from attention.peers import PEERS
 from attention.transports import SUMMARIES
-from attention.variants import VARIANTS, everything
+from attention.variants import BEST, VARIANTS, everything
+from runner import rounds
 from runner.overrides import groups, problem
 from runner.schema import MODELS, TIMING_METHODS, InvalidConfig, run_name
 from runner.workpiece import DTYPES
@@ -61,7 +63,7 @@ def test_every_choice_composes_and_makes_an_experiment(group, choice):
         "config": configured(here, *able).config,
         "hardware": {"cpu": "cpu"}.get(choice, "cuda") == spec.device and choice,
     }
-    assert chosen.get(group, choice) == choice
+    assert chosen.get(group, choice) == choice.removesuffix("_best")
 
 
 @pytest.mark.parametrize("name", [name for name, row in WORKLOADS.items() if row["category"] == "decode"])
@@ -125,10 +127,44 @@ def test_anything_of_a_workload_may_be_overridden(name):
 
 
 def test_every_variant_has_its_file_with_its_options():
-    assert set(groups()["attention"]) == {AUTO, *everything()}
+    at_best = {choice for choice in groups()["attention"] if choice.endswith("_best")}
+    assert set(groups()["attention"]) - at_best == {AUTO, *everything()}
     assert plain(composed("attention=auto").attention) == {"name": AUTO, **OPTIONS}
     for name, variant in everything().items():
         assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options}
+
+
+@pytest.mark.parametrize("choice", [choice for choice in groups()["attention"] if choice.endswith("_best")])
+def test_a_package_at_its_best_is_that_package_with_settings_left_to_trials(choice):
+    name = choice.removesuffix("_best")
+    options = plain(composed(f"attention={choice}").attention)
+    usual = plain(composed(f"attention={name}").attention)
+    assert options.keys() == usual.keys() and options["name"] == name
+    assert {options[key] for key in options if options[key] != usual[key]} == {BEST}
+
+
+def test_other_packages_with_settings_are_at_their_best_in_experiments():
+    settings = {choice.removesuffix("_best") for choice in groups()["attention"] if choice.endswith("_best")}
+    assert settings == {name for name, peer in PEERS.items() if peer.variant.options}
+    for name in groups()["experiment"]:
+        params = plain(composed(f"+experiment={name}", return_hydra_config=True).hydra.sweeper.params)
+        assert not settings & set(str(params.get("attention", "")).split(",")), name
+
+
+@pytest.mark.parametrize("name", groups()["experiment"])
+def test_a_headline_experiment_says_its_machine_and_length_and_compares_in_rounds(name):
+    lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
+    comment = " ".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    if "Headline:" not in comment:
+        return
+    assert re.search(r"# Machine: .*H200.* Estimate: \d+ runs.*, \d+ min", comment), name
+    cfg = composed(f"+experiment={name}", return_hydra_config=True)
+    params = plain(cfg.hydra.sweeper.params)
+    swept = [[f"{key}={value}" for value in str(values).split(",")] for key, values in params.items()]
+    jobs = list(itertools.product(*swept))
+    for group in rounds.groups(jobs):
+        assert len(group) > 1
+        assert rounds.number(cfg.order, resolved(f"+experiment={name}", *jobs[group[0]], gpus=8), len(group)) == 3
 
 
 def years(text: str) -> set[str]:
