@@ -25,8 +25,6 @@ def attention() -> Table:
     """A few lines a variant, so that they can be read on a narrow terminal."""
     table = _table("Variants: attention=NAME", "name", "what it is, when to use it, source", "works here, can, options")
     table.leading = 1  # an empty line between variants
-    for column in table.columns:
-        column.overflow = "fold"  # a long module's name, too
     device = "cuda" if environment.gpu_count() and environment.torch_has_cuda() else "cpu"
 
     def add(name: str, summary: str, use: str, source: str, works: str, can: str, options: Mapping[str, Any]) -> None:
@@ -50,7 +48,9 @@ def config() -> Table:
         for name in overrides.groups()["config"]:
             cfg = compose("config", overrides=[f"config={name}"])
             if cfg.seq_len is None:
-                table.add_row("default", name, *[""] * 4, "by hardware: see DEFAULT_SIZES in runner/schema.py")
+                table.add_row(
+                    "default", name, *[""] * 4, "sizes by hardware: see DEFAULT_SIZES in runner/schema.py", *[""] * 3
+                )
                 continue
             entries.append(cfg)
     order = list(dict.fromkeys(e.category for e in sorted(entries, key=lambda e: ORDER.index(e.category))))
@@ -181,24 +181,32 @@ def _group(name: str) -> Table:
     return table
 
 
+NUMBERS = (
+    "FLOP forward", "of even share", "received forward", "received backward", "peak forward", "peak with backward", "batch",
+    "heads", "head dim", "tokens", "forward", "q+k+v",
+)  # fmt: skip
+WRAPPED = (
+    "what it is, when to use it, source",
+    "works here, can, options",
+    "works here",
+    "what it is",
+    "values",
+    "by what",
+    "mask",
+)
+# where the terminal is too narrow
+LEFT_OUT = ("dtype", "category", "q+k+v", "of even share", "peak forward", "received backward", "peak with backward")
+
+
 def _table(title: str, *columns: str) -> Table:
     table = display.new_table(title)
-    numbers = (
-        "FLOP forward",
-        "of even share",
-        "received forward",
-        "received backward",
-        "peak forward",
-        "batch",
-        "heads",
-        "head dim",
-        "tokens",
-        "forward",
-        "q+k+v",
-    )
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column == "name")
+        table.add_column(column, justify="right" if column in NUMBERS else "left")
     return table
+
+
+def show(table: Table) -> None:
+    display.note_dropped(display.show(table, WRAPPED, LEFT_OUT), ": a wider terminal, or COLUMNS=200, shows them")
 
 
 LISTS = {
@@ -221,7 +229,7 @@ def main(arguments: list[str]) -> int:
         if reason is not None:
             print(reason, file=sys.stderr)
             return 2
-        display.show(cost(arguments[1:]))
+        show(cost(arguments[1:]))
         return 0
     for name in arguments:
         if name in ("-h", "--help"):
@@ -231,7 +239,7 @@ def main(arguments: list[str]) -> int:
             print(f"{name}: not a list; {nearest(name, LISTS)}", file=sys.stderr)
             return 2
     for name in arguments or LISTS:
-        display.out.print(LISTS[name]())
+        show(LISTS[name]())
     return 0
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from runner import environment, results
 from runner.record import Baseline, Correctness, During, Memory, Metrics, PassPhases, Result, Timing
@@ -17,7 +21,7 @@ from runner.record import Baseline, Correctness, During, Memory, Metrics, PassPh
 
 def _console(stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, emoji=False)
-    if not console.is_terminal:
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = 200  # a file has no edge
     return console
 
@@ -31,16 +35,63 @@ def new_table(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
-def width(table: Table) -> int:
-    """The columns of a terminal in which no cell of the table is cut."""
+def fit(table: Table, width: int, words: Collection[str] = (), drop: Sequence[str] = ()) -> tuple[Table, list[str]]:
+    """The table in `width` columns of a terminal, and the titles of its columns that had no room. Cells of the columns `words`
+    go on in the next line, at a space; those of all others stay whole. Columns that say the same of all rows go first, then those
+    of `drop` in its order; what is wider still stays so."""
+    columns = [(str(c.header), c.justify, [str(cell) for cell in c.cells]) for c in table.columns]
+    same = [title for title, _, cells in columns if title in drop and len(cells) > 1 and len(set(cells)) == 1]
+    dropped: list[str] = []
+    for title in [*same, *(title for title in drop if title not in same)]:
+        if sum(least + GAP for least, _ in _widths(columns, words)) <= width:
+            break
+        if any(title == column[0] for column in columns):
+            dropped.append(title)
+            columns = [column for column in columns if column[0] != title]
+    widths = _widths(columns, words)
+    spare = width - sum(least + GAP for least, _ in widths)
+    fitted = new_table(str(table.title) if table.title else None)
+    fitted.leading = table.leading
+    wanted = [most - least for least, most in widths]
+    for (title, justify, _), (least, _), more in zip(columns, widths, wanted, strict=True):
+        share = min(more, max(0, spare) * more // max(1, sum(wanted)))
+        fitted.add_column(title, justify=justify, width=least + share, overflow="fold")
+    for row in zip(*(cells for *_, cells in columns), strict=True):
+        fitted.add_row(*row)
+    return fitted, dropped
+
+
+GAP = 2  # between the columns of `new_table`
+LONGEST_WORD = 26  # longer ones, as a list of 40 lengths, may be broken
+
+
+def _widths(columns: Sequence[tuple[str, Any, list[str]]], words: Collection[str]) -> list[tuple[int, int]]:
+    """The least and the most that each column can use; a title may always be broken between its words."""
+    found = []
+    for title, _, cells in columns:
+        lines = [line for cell in cells for line in Text.from_markup(cell).plain.splitlines()]
+        whole = max((cell_len(line) for line in lines), default=0)
+        least = whole
+        if title in words:
+            least = min(LONGEST_WORD, max((cell_len(word) for line in lines for word in line.split()), default=0))
+        least = max(least, max((cell_len(word) for word in title.split()), default=0))
+        found.append((least, max(least, whole, cell_len(title))))
+    return found
+
+
+def show(table: Table, words: Collection[str] = (), drop: Sequence[str] = ()) -> list[str]:
+    """Print a table that fits the terminal; returns the titles of the columns that had no room. No figure is ever cut: what is
+    wider than the terminal goes on in its next line."""
+    fitted, dropped = fit(table, out.width, words, drop)
     wide = Console(width=10_000, height=25)  # without a height, dumb terminals are 80 wide
-    return Measurement.get(wide, wide.options, table).maximum
+    needed = Measurement.get(wide, wide.options, fitted).maximum
+    (out if needed <= out.width else Console(width=needed, height=25, highlight=False)).print(fitted)
+    return dropped
 
 
-def show(table: Table) -> None:
-    """No figure is ever cut: what is wider than the terminal goes on in its next line."""
-    needed = width(table)
-    (out if needed <= out.width else Console(width=needed, height=25, highlight=False, emoji=False)).print(table)
+def note_dropped(dropped: Sequence[str], where: str) -> None:
+    if dropped:
+        out.print(f"too narrow here for {', '.join(dropped)}{where}")
 
 
 def seconds(s: float) -> str:
@@ -214,7 +265,7 @@ def _phase_table(which: str, entry: PassPhases) -> None:
         share = "beside" if name.startswith("comm_") or p.share is None else f"{p.share:.0%}"
         table.add_row(name, f"{p.ms or 0:.3f}", share, " ".join(f"{ms:.3f}" for ms in p.by_rank_ms))
     table.add_row("other", f"{entry.other_ms:.3f}", f"{entry.other_share:.0%}", "")
-    show(table)
+    show(table, words=("medians by rank, ms",))
 
 
 def _memory(memory: Memory) -> None:
@@ -235,45 +286,32 @@ def run_line(result: Result) -> str:
     return f"{result.name}: {result.timing.rounds.unfinished or 'ok'}, {times} ms"
 
 
-# measured, and left out of a sweep's table in this order where the terminal is too narrow
+# left out of a sweep's table in this order where the terminal is too narrow, those first that are the same of all runs
 LEFT_OUT = (
-    "forward_l2_read_bytes", "forward_memory_read_bytes", "kv_read_bytes", "rel_l2_out", "exposed_backward_ms",
-    "exposed_forward_ms", "efficiency", "backward_ms", "forward_ms", "tflops_per_device",
+    "seed", "sequences", "rel L2", "L2 read", "memory read", "KV bytes, model", "exp. bwd", "exp. fwd", "dtype", "timing", "mode",
+    "transport", "eff.", "config", "bwd ms", "fwd ms", "kernel", "status", "TFLOP/s",
 )  # fmt: skip
+WRAPPED = ("options", "settings", "sequences", "timing")
 
 
 def sweep_table(rows: list[dict[str, Any]]) -> None:
     """What differs between the rows, beside what was measured."""
     filled = [results.cells(entry) for entry in rows]
-    shown = []
-    for i, (key, _, _) in enumerate(results.SHOWN):
+    table, columns = new_table(), []
+    for i, (key, title, _) in enumerate(results.SHOWN):
         found = {row[i] for row in filled}
         same = found == {""} or (len(rows) > 1 and len(found) == 1)
         hidden = not results.differ(rows, key) if key in results.WHERE_DIFFERENT else same
         if not hidden or key in ("attention", "status"):
-            shown.append(i)
-    table = _sweep_table(filled, shown)
-    missing = []
-    for key in LEFT_OUT if out.is_terminal else ():
-        here = [i for i in shown if results.SHOWN[i][0] == key]
-        only = key == "forward_ms" and any(row["status"] == "ok" and row["total_ms"] is None for row in rows)
-        if width(table) > out.width and here and not only:
-            shown.remove(here[0])
-            missing.append(results.SHOWN[here[0]][1])
-            table = _sweep_table(filled, shown)
-    show(table)
+            left = key in ("attention", "config", "kernel", "status", "settings")
+            table.add_column(title, justify="left" if left else "right")
+            columns.append(i)
+    for row in filled:
+        table.add_row(*(escape(row[i]) for i in columns))
+    # the only time of a run without a backward, and the only word on one that failed
+    needed = {"fwd ms"} if any(row["status"] == "ok" and row["total_ms"] is None for row in rows) else set()
+    needed |= {"status"} if any(row["status"] != "ok" for row in rows) else set()
+    dropped = show(table, WRAPPED, [title for title in LEFT_OUT if title not in needed])
     for remark in results.remarks(rows):
         out.print(remark)
-    if missing:
-        out.print(f"too narrow here for {', '.join(reversed(missing))}: summary.md has them")
-
-
-def _sweep_table(filled: list[list[str]], shown: list[int]) -> Table:
-    table = new_table()
-    for i in shown:
-        key, title, _ = results.SHOWN[i]
-        left = key in ("attention", "config", "kernel", "status", "settings")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
-    for row in filled:
-        table.add_row(*(row[i] for i in shown))
-    return table
+    note_dropped(dropped, ": summary.md has them")

@@ -598,3 +598,44 @@ def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(p
     display.run_table(Result.of(value, tmp_path))
     said = display.out.export_text()
     assert "Correctness passed" in said and value["reason"] in said
+
+
+def printed(monkeypatch, capsys, width: int, show) -> list[str]:
+    monkeypatch.setattr(display, "out", Console(width=width, height=25, highlight=False))
+    capsys.readouterr()
+    show()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_table_fits_80_columns_whole_words_and_all_rates_and_a_wide_terminal_shows_all(monkeypatch, capsys):
+    rows = [results.row(Result.of(measured(f"run{number}", 1024 * 4**number))) for number in range(4)]
+    for number, row in enumerate(rows):
+        row |= {
+            "seed": number,
+            "seqlens": f"{60 + number} sequences of 256 to 2240, 1074.4 on average",
+            "kernel": f"sdpa_{number}",
+        }
+        row |= {
+            "attention": "zigzag_llama3",
+            "options": f"heads_k_stride={number}",
+            "exposed_backward_ms": number + 0.5,
+            "total_ms": 14.0 + number,
+        }
+    narrow, wide = (printed(monkeypatch, capsys, width, lambda: display.sweep_table(rows)) for width in (80, 220))
+    assert max(map(len, narrow)) <= 80
+    for number in range(4):
+        (line,) = [line for line in narrow if f"heads_k_stride={number}" in line]
+        assert {f"{14 + number}.000", "zigzag_llama3", f"{1024 * 4**number:,}"} <= set(line.split())
+    assert "TFLOP/s" in " ".join(narrow) and any("too narrow here for" in line and "seed" in line for line in narrow)
+    assert not any("too narrow" in line for line in wide) and "on average" in " ".join(wide)
+
+
+def test_what_is_the_same_of_all_rows_goes_first():
+    table = display.new_table()
+    for title in ("name", "first", "same"):
+        table.add_column(title)
+    for name, first in zip("abcd", ["x" * 30, "y" * 30, "z", "w"], strict=True):
+        table.add_row(name, first, "one" * 10)
+    assert display.fit(table, 40, drop=("first", "same"))[1] == ["same"]
+    assert display.fit(table, 20, drop=("first", "same"))[1] == ["same", "first"]
+    assert display.fit(table, 200, drop=("first", "same"))[1] == []
