@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
@@ -36,7 +37,7 @@ class Interleaving(BasicLauncher):
         return rounds.groups(jobs)
 
     def _job(self, overrides: Sequence[str], index: int, compared: int) -> JobReturn:
-        task = self.task_function
+        task: Any = self.task_function
         assert task is not None
         self.task_function = partial(task, compared=compared)
         try:
