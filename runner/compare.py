@@ -203,7 +203,7 @@ def _of_samples(a: Run, b: Run, which: str) -> Interval | None:
         if not ms or quantile(sorted(ms), 0.5) != run.passes[taken].median:
             return None
         found.append(ms)
-    return ratio_interval(*found)
+    return ratio_interval(found[0], found[1])
 
 
 def table(pairs: Sequence[Pair]) -> Table:

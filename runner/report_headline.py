@@ -39,7 +39,7 @@ def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool 
         sides = {AUTO: [run for run in found if not run.peer]}
         sides |= {name: [run for run in found if run.peer and package(run) == name] for name in packages}
         fastest = {name: _fastest(side, which) for name, side in sides.items()}
-        in_row = [run for run in fastest.values() if run is not None and run.ms(which) is not None]
+        in_row = [one for one in fastest.values() if one is not None and one.ms(which) is not None]
         used.append(in_row)
         facts = [fact(found[0], WORKLOAD[i], set()) for i in shown]
         if mixed(in_row):
@@ -52,8 +52,8 @@ def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool 
         times = {name: run.ms(which) for name, run in fastest.items() if run is not None and run.ms(which) is not None}
         least = min(times, key=lambda name: times[name] or 0.0, default=None)
         cells = []
-        for name, run in fastest.items():
-            text = "" if run is None else run.row["status"] if name not in times else _cell(run, which, named[run])
+        for name, one in fastest.items():
+            text = "" if one is None else one.row["status"] if name not in times else _cell(one, which, named[one])
             cells.append(BEST.format(text) if name == least else text)
         ours = fastest[AUTO] if AUTO in times else None
         others = [run for name, run in fastest.items() if run is not None and name in times and name != AUTO]

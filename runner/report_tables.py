@@ -260,7 +260,7 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
             row.append(BEST.format(text) if fastest else text)
         if both:
             sides = [[label for label in times if latest[label].peer == peer] for peer in (True, False)]
-            least = [min(side, key=lambda label, times=times: times[label], default=None) for side in sides]
+            least = [min(side, key=times.__getitem__, default=None) for side in sides]
             row.append(_ratio(latest, least[0], least[1], which))
         rows.append(row)
     left = {FACTS[name] for name in ("mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
