@@ -14,7 +14,7 @@ BAD = [
     (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
     (["dropout=0.1"], "dropout: not supported"),
     (["trnsport=nccl"], "trnsport: not a key; did you mean transport?"),
-    (["attention=flash"], "attention=flash", "known are auto, dense, grouped, llama3, rfa_llama3, rfa_ring"),
+    (["attention=flash"], "attention=flash", "known are auto, dense, grouped, llama3, rfa_llama3, rfa_llama3_best, rfa_ring"),
     (["config=qwen3_4"], "config=qwen3_4", "qwen3_4b"),
     (["timing=warmpu"], "timing=warmpu", "warmup"),
     (["kernel=sdpa"], "kernel=sdpa", "sdpa_flash"),
