@@ -57,3 +57,17 @@ def test_the_code_as_it_is_passes_with_room_to_spare(said, dtype, tokens):
         for name, error in found["checked"]["tensors"].items():
             assert error["worst_row"] < limits["row" if name == "out" else "grad_row"] / 2, (run, name)
         assert found["checked"]["lse"]["worst_row"] < limits["lse"] / 2, run
+
+
+@pytest.mark.parametrize("timing", [["timing=warmup"], ["timing=simple"], ["timing=warmup", "timing.layers=2"]])
+def test_a_run_that_goes_wrong_once_it_is_timed_gives_no_timing(pool, timing):
+    size = ["dtype=fp32", "seq_len=256", "world_size=2", "timing.timing_runs=2", "phases=false", "baseline=none"]
+    run = resolved(*RUNS["zigzag"], *size, *timing).plain()
+    outcome = pool.get(WorldSpec(2, "cpu")).call(
+        "tests.gate.plants:timed", {"run": run, "name": "wrong once the check is over"}, 120.0
+    )
+    assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
+    result = outcome.result
+    assert result["status"] == "incorrect" and not result["correctness"]["passed"]
+    assert "the last timed iteration: out" in result["reason"]
+    assert not result.keys() & {"timing", "samples", "metrics", "memory"}
