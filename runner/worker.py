@@ -4,6 +4,7 @@ Runs on every rank; rank 0's return value is the run's result."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import time
@@ -24,7 +25,7 @@ from attention.schedules import masks
 from attention.trials import Tried, fastest
 from attention.variants import BEST, setting_label, variant
 from runner import ceilings, environment, metrics, phases, profile, sampler, timing
-from runner.correctness import Checked, check, check_timed, kept_bytes
+from runner.correctness import Checked, check, check_timed
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
 from runner.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
@@ -41,7 +42,7 @@ NOT_TIMED = "not timed: launch.share_gpu=true has all ranks on one GPU"
 L2_BYTES = 256 << 20
 DO_BENCH_TURNS = 5  # of ours, between six of do_bench's
 
-_baselines: dict[Any, dict[str, Any]] = {}  # a sweep over variants needs one
+_baselines: dict[Any, dict[str, Any]] = {}  # of rank 0; a sweep over variants needs one
 _rates: dict[Any, float] = {}
 
 
@@ -105,11 +106,12 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     limits = ceilings.ceilings(me, spec.workload.dtype)
     result["ceilings"] = limits
     watch: Stopwatch = _watch(me, me.world > 1)
-    _reset_peak(me)
+    work.release()
+    resident = _reset_peak(me)
     me.say("timing", iteration_s)
     with sampler.sampling(me.device.type, os.environ.get("LOCAL_RANK", "0") == "0") as sampled:
         measured, passes = _time(me, spec, work, watch, iteration_s)
-    measured["memory"] = _memory(me, work, kept_bytes() + (checked.nbytes if checked else 0))
+    measured["memory"] = _memory(me, work, resident)
     if checked:
         checked.found["timed"] = again = check_timed(me, spec, work, passes, checked.kept)
         if again["passed"] is False:
@@ -124,10 +126,10 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         limits = result["ceilings"] = ceilings.again(me, spec.workload.dtype)
         found = metrics.compute(spec, medians, limits, transport.pulls)
     result["metrics"] = metrics.without_exceeded(found)
+    measured_s = sum(medians[which] for which in work.passes) / 1e3
     if spec.phases and not peer:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
-        total_ms = sum(timed[which]["median"] for which in work.passes)
-        rows, received = _phases(me, work, _watch(me, me.world > 1), _phase_runs(total_ms / 1e3))
+        rows, received = _phases(me, work, _watch(me, me.world > 1), _phase_runs(measured_s))
         result["phase_rows"] = rows
         result["phases"] = phases.summarize(rows, me.world)
         result["comm"] = {
@@ -143,7 +145,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["traces"] = [name for _, names in everyone for name in names]
     if spec.baseline == "single":
         work.release()
-        result["baseline"] = _baseline(me, spec, result["metrics"])
+        result["baseline"] = _baseline(me, spec, result["metrics"], max(iteration_s, measured_s) * me.world)
     me.say("finish")
     result["environment"]["stage_seconds"] = dict(me.stages)
     return result
@@ -272,13 +274,6 @@ def _time(
     piece: timing.Passes = work
     note: dict[str, Any] = {}
 
-    def beat() -> None:
-        if me.device.type == "cuda":  # whose host runs ahead: of slow iterations it waits for each
-            if iteration_s < SLOW_S:
-                return
-            watch.settle()
-        me.say("timing", iteration_s)
-
     layers = options["layers"]
     if method == "cudagraph":
         piece, watch = timing.Graphed(work), _watch(me, me.world > 1, timing.LEAD_MS)
@@ -286,6 +281,7 @@ def _time(
         piece = _sampled(spec, work)
         iteration_s *= layers
     flush = _flush(me, spec)
+    beat = _beat(me, "timing", watch, iteration_s)
     if method == "simple":
         me.say("timing", iteration_s * options["timing_runs"])  # all in one stretch
         mine = timing.simple(work, watch, options["timing_runs"])
@@ -363,6 +359,19 @@ def _sampled(spec: Experiment, work: AttentionWork) -> timing.Passes:
     lengths = spec.workload.seqlens
     assert lengths or not new, "new packs of a work that is none"
     return Layers(work, layers, other_orders(lengths, NEW_PACKS, spec.seed) if lengths and new else ())
+
+
+def _beat(me: Rank, phase: str, watch: Stopwatch, iteration_s: float) -> Callable[[], None]:
+    """What is called after each iteration, to announce the next one."""
+
+    def beat() -> None:
+        if me.device.type == "cuda":  # whose host runs ahead: of slow iterations it waits for each
+            if iteration_s < SLOW_S:
+                return
+            watch.settle()
+        me.say(phase, iteration_s)
+
+    return beat
 
 
 def _silent_s(me: Rank, iteration_s: float, runs: int) -> float:
@@ -484,20 +493,21 @@ def _phases(
     return [row for mine, _ in everyone for row in mine], [received for _, received in everyone]
 
 
-def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str, Any]:
+def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: float) -> dict[str, Any]:
     """The same global work on one device, by rank 0 alone while the others wait. Where it does not fit, at half the
-    length (and so on), extrapolated by FLOPs and marked so."""
+    length (and so on), extrapolated by FLOPs and marked so. `single_s`: seconds that an iteration on one device should
+    take."""
     key = (
         spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
         *(spec.timing[key] for key in ("flush_l2", "autograd_thread", "layers", "new_packs")),
     )  # fmt: skip
-    me.say("baseline", 600.0)
+    me.say("baseline", single_s, waiting=me.rank != 0)
+    if spec.device == "cuda":
+        torch.cuda.empty_cache()
+    if me.rank == 0 and key not in _baselines:
+        _baselines[key] = _single(me, spec, single_s)
+    me.say("baseline", waiting=True)
     found = me.agree(_baselines.get(key))
-    if found is None:
-        if spec.device == "cuda":
-            torch.cuda.empty_cache()
-        found = me.agree(_single(me, spec) if me.rank == 0 else None)
-        _baselines[key] = found
     result = dict(found)
     if "passes" in result:
         ours = {which: measured["tokens"] / entry["tokens_per_s"] * 1e3 for which, entry in measured["passes"].items()}
@@ -505,7 +515,7 @@ def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any]) -> dict[str,
     return result
 
 
-def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
+def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
     decode = spec.workload.q_len is not None
     alone = replace(spec, variant="tree" if decode else "dense", options={}, world_size=1)
     whole = metrics.flops(spec)
@@ -513,7 +523,7 @@ def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
     while True:
         here = replace(alone, workload=replace(alone.workload, seq_len=work_length))
         try:
-            medians, runs, kernel = _single_medians(me, here)
+            medians, runs, kernel = _single_medians(me, here, single_s)
             break
         except (UnsupportedHere, ValueError) as error:
             return {"unsupported": str(error)}
@@ -536,7 +546,7 @@ def _single(me: Rank, spec: Experiment) -> dict[str, Any]:
     }
 
 
-def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, str]:
+def _single_medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], int, str]:
     from attention.function import ContextParallel
 
     chosen = variant(spec.variant)
@@ -546,38 +556,54 @@ def _single_medians(me: Rank, spec: Experiment) -> tuple[dict[str, float], int, 
     watch = _watch(me, False)
     flush = _flush(me, spec)
     piece, layers = _sampled(spec, work), spec.timing["layers"]
+    single_s *= layers
+    beat = _beat(me, "baseline", watch, single_s)
+    beat()
     with timing.undisturbed():
-        once = _seconds_each(piece, watch, 0.0)
+        once = _seconds_each(piece, watch, 0.0, beat)
         if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated
-            once = _seconds_each(piece, watch, spec.timing["warmup_ms"])
+            once = _seconds_each(piece, watch, spec.timing["warmup_ms"], beat)
             cap_ms = _settle_ms(spec.timing)
-            timing.settle(piece, watch, cap_ms, once * 1e3, lambda mine: [mine], lambda more: more, flush)
+            me.say("baseline", _silent_s(me, max(once, single_s), timing.WINDOW))
+            timing.settle(piece, watch, cap_ms, once * 1e3, lambda mine: [mine], lambda more: more, flush, beat)
         runs = timing.baseline_runs(spec.timing["timing_runs"], once)
-        me.say("baseline", max(600.0, 2 * once * runs))
-        samples = slowest([timing.sample(piece, watch, runs, flush)])
+        me.say("baseline", _silent_s(me, max(once, single_s), runs))
+        samples = slowest([timing.sample(piece, watch, runs, flush, beat)])
     return {which: summarize(ms).median / layers for which, ms in samples.items()}, runs, work.plan.kernel.name
 
 
-def _seconds_each(work: timing.Passes, watch: Stopwatch, at_least_ms: float) -> float:
+def _seconds_each(work: timing.Passes, watch: Stopwatch, at_least_ms: float, beat: Callable[[], None]) -> float:
     """Of an iteration, in a warm-up of so long and one at least."""
     start = time.perf_counter()
-    done = timing.warm(work, watch, 1, at_least_ms, lambda more: more).iterations
+    done = timing.warm(work, watch, 1, at_least_ms, lambda more: more, beat).iterations
     return (time.perf_counter() - start) / done
 
 
-def _reset_peak(me: Rank) -> None:
+def _reset_peak(me: Rank) -> int:
+    """Peaks count from here. On a CPU returns the bytes that this process has resident now, free pages given back; what a
+    run takes over what earlier runs left free would not show in the peak."""
+    _empty_caches(me)
     if me.device.type == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        return 0
+    with contextlib.suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
 
 
-def _memory(me: Rank, work: AttentionWork, kept: int) -> dict[str, Any]:
-    """Peak of the timed stretch on each rank, in bytes, beside what the inputs alone take, and without the host's memory that the
-    gate has `kept`."""
+def _status_bytes(key: str) -> int:
+    """An entry of this process's status, such as VmRSS or its peak, VmHWM."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _memory(me: Rank, work: AttentionWork, resident: int) -> dict[str, Any]:
+    """Peak of the timed stretch on each rank, in bytes, beside what the inputs alone take. A CPU's `peak_resident` is the
+    run's own: its inputs, and by how much the process grew in the timed stretch over the `resident` bytes it began with.
+    Not the interpreter, its libraries, nor what is kept between runs."""
     inputs = sum(x.numel() * x.element_size() for x in work.inputs)
     if me.device.type == "cuda":
         mine = {
@@ -588,8 +614,7 @@ def _memory(me: Rank, work: AttentionWork, kept: int) -> dict[str, Any]:
             "inputs": inputs,
         }
     else:
-        peak = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-        mine = {"peak_resident": int(peak.split()[1]) * 1024 - kept, "inputs": inputs}
+        mine = {"peak_resident": inputs + _status_bytes("VmHWM") - resident, "inputs": inputs}
     return {"by_rank": me.gather(mine)}
 
 

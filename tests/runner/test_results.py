@@ -228,6 +228,7 @@ def test_a_refused_runs_configuration_may_hold_anything(tmp_path, key, value):
     ("content", "key", "said"),
     [(ODD[name][0], "0", "left out") for name in ("empty", "object", "list", "no status", "schema_version=99")]
     + [(json.dumps(measured("a")).encode(), "abc", "its key is 0, this run's is abc")],
+    ids=["empty", "object", "list", "no status", "newer", "foreign key"],
 )
 def test_resume_runs_again_what_is_no_result_of_this_run_and_names_it(tmp_path, capsys, content, key, said):
     path = tmp_path / "a" / "result.json"
