@@ -154,8 +154,9 @@ def run_table(result: Result) -> None:
     timing, chosen = result.timing, result.chosen
     if chosen and chosen.why:
         out.print(f"auto: {escape(chosen.why)} ({chosen.basis})", soft_wrap=True)
-    for name, reason in chosen.passed_over.items() if chosen else ():
-        out.print(f"kernel {chosen.kernel}, not {name}: {escape(reason)}", soft_wrap=True)
+    if chosen:
+        for name, reason in chosen.passed_over.items():
+            out.print(f"kernel {chosen.kernel}, not {name}: {escape(reason)}", soft_wrap=True)
     if chosen and chosen.settings_ms:
         tried = "; ".join(f"{label} {ms:.3f} ms" for label, ms in chosen.settings_ms.items())
         out.print(f"at its best: {escape(next(iter(chosen.settings_ms)))} (tried: {escape(tried)})", soft_wrap=True)

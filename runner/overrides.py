@@ -139,7 +139,7 @@ def _parse(text: str) -> Override:
 
 def check_sweep(parsed: list[Override], known: dict[str, list[str]]) -> int:
     """How many runs the overrides of a sweep are, the last one of each key. Raises InvalidConfig for none or too many."""
-    counts = {}
+    counts: dict[str, int] = {}
     for override in parsed:
         key = override.key_or_group
         counts[key] = number = _count(override, known.get(key, []))
@@ -158,7 +158,7 @@ def count(texts: list[str]) -> int:
     return check_sweep([_parse(text) for text in texts], groups())
 
 
-def _count(override: Override, choices: list[str]) -> float:
+def _count(override: Override, choices: list[str]) -> int:
     """The values that an override stands for, without making them."""
     if not override.is_sweep_override():
         return 1

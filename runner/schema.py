@@ -303,10 +303,10 @@ def _require_values(cfg: DictConfig) -> None:
                 OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
         except MissingMandatoryValue as error:
             raise InvalidConfig(
-                f"{error.full_key or key}=???: this is the mark of a value that is still missing; give one"
+                f"{error.full_key or str(key)}=???: this is the mark of a value that is still missing; give one"
             ) from None
         except OmegaConfBaseException as error:
-            raise InvalidConfig(f"{error.full_key or key}: {shown(str(error).splitlines()[0])}; give a value") from None
+            raise InvalidConfig(f"{error.full_key or str(key)}: {shown(str(error).splitlines()[0])}; give a value") from None
 
 
 def _check_names(cfg: DictConfig) -> None:
@@ -403,8 +403,8 @@ def _check_timing(cfg: DictConfig) -> None:
         raise InvalidConfig(
             "order=interleaved timing=simple: one mean can't be taken in rounds; use timing=warmup or order=auto"
         )
-    for key, most in (("precision", FINITE), ("time_cap_s", MOST_MS / 1e3)):
-        above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}", most)
+    for key, highest in (("precision", FINITE), ("time_cap_s", MOST_MS / 1e3)):
+        above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}", highest)
 
 
 # each of one config group alone

@@ -3,8 +3,6 @@ Runs on every rank; rank 0's return value is the run's result."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import os
 import time
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attention import automatic, costs, graphs, transports
+from attention import automatic, costs, transports
 from attention.choice import AUTO, Choice, Task
 from attention.choice import ceilings as choose_ceilings
 from attention.kernels import Shape, passed_over
@@ -24,7 +22,7 @@ from attention.phases import Recorder, recording
 from attention.schedules import masks
 from attention.trials import Tried, fastest
 from attention.variants import BEST, setting_label, variant
-from runner import ceilings, environment, metrics, phases, profile, sampler, timing
+from runner import ceilings, environment, memory, metrics, phases, profile, sampler, timing
 from runner.correctness import Checked, check, check_timed
 from runner.rank import Rank, memory_limit
 from runner.rank import is_out_of_memory as _oom
@@ -56,7 +54,7 @@ def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, A
             return _run(me, spec, Path(folder) if folder else None)
         finally:
             transports.release()
-            _empty_caches(me)
+            memory.empty_caches(me.device)
 
 
 def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
@@ -107,11 +105,12 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
     result["ceilings"] = limits
     watch: Stopwatch = _watch(me, me.world > 1)
     work.release()
-    resident = _reset_peak(me)
+    used = _memory(me, spec, work) if me.device.type == "cpu" else None
+    memory.reset_peak(me.device)
     me.say("timing", iteration_s)
     with sampler.sampling(me.device.type, os.environ.get("LOCAL_RANK", "0") == "0") as sampled:
         measured, passes = _time(me, spec, work, watch, iteration_s)
-    measured["memory"] = _memory(me, work, resident)
+    measured["memory"] = used or _memory(me, spec, work)
     if checked:
         checked.found["timed"] = again = check_timed(me, spec, work, passes, checked.kept)
         if again["passed"] is False:
@@ -164,7 +163,7 @@ def _choice(me: Rank, spec: Experiment) -> Choice:
     me.say("trials", choice.best.ms / 1e3 * (TRIAL_RUNS * trials))
     choice = me.agree(_together(me, lambda: decide(spec, me.device, measured)))
     transports.release()  # so that what others exchanged through is not counted as what the chosen one holds
-    _empty_caches(me)
+    memory.empty_caches(me.device)
     return choice
 
 
@@ -194,7 +193,7 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
     if not found.ms:
         raise UnsupportedHere("; ".join(f"{label}: {why}" for label, why in found.left_out.items()))
     transports.release()  # so that what others exchanged through is not counted as what the chosen one holds
-    _empty_caches(me)
+    memory.empty_caches(me.device)
     return specs[next(iter(found.ms))], found
 
 
@@ -530,7 +529,7 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
         except (RuntimeError, MemoryError) as error:
             if not _oom(error) or work_length < 2048:
                 raise
-            _empty_caches(me)
+            memory.empty_caches(me.device)
             work_length //= 2
         if spec.workload.seqlens:
             return {"unsupported": "the pack does not fit one device"}
@@ -579,46 +578,12 @@ def _seconds_each(work: timing.Passes, watch: Stopwatch, at_least_ms: float, bea
     return (time.perf_counter() - start) / done
 
 
-def _reset_peak(me: Rank) -> int:
-    """Peaks count from here. On a CPU returns the bytes that this process has resident now, free pages given back; what a
-    run takes over what earlier runs left free would not show in the peak."""
-    _empty_caches(me)
+def _memory(me: Rank, spec: Experiment, work: AttentionWork) -> dict[str, Any]:
+    """Peak of an iteration on each rank, in bytes, beside what the inputs alone take. On a GPU of those just timed."""
+    inputs = memory.tensor_bytes(work.inputs)
     if me.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return 0
-    with contextlib.suppress(OSError, AttributeError):  # a C library without it
-        ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(key: str) -> int:
-    """An entry of this process's status, such as VmRSS or its peak, VmHWM."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
-    return int(line.split()[1]) * 1024
-
-
-def _memory(me: Rank, work: AttentionWork, resident: int) -> dict[str, Any]:
-    """Peak of the timed stretch on each rank, in bytes, beside what the inputs alone take. A CPU's `peak_resident` is the
-    run's own: its inputs, and by how much the process grew in the timed stretch over the `resident` bytes it began with.
-    Not the interpreter, its libraries, nor what is kept between runs."""
-    inputs = sum(x.numel() * x.element_size() for x in work.inputs)
-    if me.device.type == "cuda":
-        mine = {
-            "peak_allocated": torch.cuda.max_memory_allocated(),
-            "peak_reserved": torch.cuda.max_memory_reserved(),
-            "symmetric": transports.held_bytes(),  # lies outside PyTorch's allocator
-            "graphs": graphs.held_bytes(me.device),  # and this in it, but not as allocated
-            "inputs": inputs,
-        }
+        mine = memory.of_gpu(me.device)
     else:
-        mine = {"peak_resident": inputs + _status_bytes("VmHWM") - resident, "inputs": inputs}
-    return {"by_rank": me.gather(mine)}
-
-
-def _empty_caches(me: Rank) -> None:
-    gc.collect()
-    if me.device.type == "cuda":
-        torch.cuda.empty_cache()
+        mine = memory.of_cpu(_sampled(spec, work), inputs)
+        work.release()
+    return {"by_rank": me.gather(mine | {"inputs": inputs})}
