@@ -306,7 +306,9 @@ def _require_values(cfg: DictConfig) -> None:
                 f"{error.full_key or str(key)}=???: this is the mark of a value that is still missing; give one"
             ) from None
         except OmegaConfBaseException as error:
-            raise InvalidConfig(f"{error.full_key or str(key)}: {shown(str(error).splitlines()[0])}; give a value") from None
+            raise InvalidConfig(
+                f"{error.full_key or str(key)}: {shown(str(error).splitlines()[0])}; give a value"
+            ) from None
 
 
 def _check_names(cfg: DictConfig) -> None:
