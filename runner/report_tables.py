@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from attention.choice import AUTO
 from runner import display, environment
 from runner.record import STATUSES, Environment
 from runner.report_fair import MIXED, mixed, mixed_note, noise, ratio
@@ -30,7 +31,7 @@ PASSES = ("forward", "backward", "total")
 COMPARED = (*PASSES, BACK_TO_BACK)
 LATE = 0.05  # a step's share from which it says something that samples, which the ranks begin together, are not the rate back to back
 BEST = "**{}**"
-RATIO = "fastest external / fastest of ours"
+RATIO = "fastest external / {}"
 NOISY = "`!`: noisy, the interquartile range is above 5% of the median."
 
 
@@ -221,8 +222,8 @@ def comparable(runs: Sequence[Run]) -> list[Run]:
 
 def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     """A row a workload, a column a way to do it, in ms of what is `COMPARED`; the best of a row in bold. Variants that are each over
-    several local kernels have a row a kernel. Where there are external packages, the ratio of the fastest of theirs to the
-    fastest of ours."""
+    several local kernels have a row a kernel. Where there are external packages, the ratio of the fastest of theirs to `auto`, or
+    without it to the fastest of ours; none in a row of several commits or machines."""
     runs = comparable(runs)
     by_kernel = each_over_several_kernels(runs)
     named = labels(runs, without={"asked_kernel"} if by_kernel else ())
@@ -238,7 +239,8 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     shown = [i for i in range(len(key)) if len({work[i] for work in works}) > 1]
     shown = shown or [WORKLOAD.index("seq_len")]
     both = any(run.peer for run in runs) and not all(run.peer for run in runs)
-    titles = [FACTS[key[i].removeprefix("asked_")] for i in shown] + columns + ([RATIO] if both else [])
+    ours = _ours(runs)
+    titles = [FACTS[key[i].removeprefix("asked_")] for i in shown] + columns + ([RATIO.format(ours)] if both else [])
     rows, used, doubles = [], [], 0
     for work in works:
         cells: dict[str, list[Run]] = {}
@@ -259,9 +261,7 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
                 text = text + noise(latest[label], which) if latest[label].ok else latest[label].row["status"]
             row.append(BEST.format(text) if fastest else text)
         if both:
-            sides = [[label for label in times if latest[label].peer == peer] for peer in (True, False)]
-            least = [min(side, key=times.__getitem__, default=None) for side in sides]
-            row.append(_ratio(latest, least[0], least[1], which))
+            row.append("" if mixed(used[-1]) else _ratio({x: latest[x] for x in times}, ours, which))
         rows.append(row)
     left = {FACTS[name] for name in ("mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
     notes = [f"Where a run was repeated, its latest: {_count(doubles, 'earlier run')} left out."] if doubles else []
@@ -270,8 +270,22 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     return Table(titles, rows, left, notes + mixed_note(used))
 
 
-def _ratio(latest: Mapping[str, Run], theirs: str | None, ours: str | None, which: str) -> str:
-    return ratio(latest[theirs], latest[ours], which, (theirs, ours)) if theirs and ours else ""
+def _ours(runs: Sequence[Run]) -> str:
+    """What external packages are held against: `auto` where it ran, since the best of many columns is a choice made
+    afterwards."""
+    return AUTO if any(run.facts["attention"] == AUTO for run in runs) else "fastest of ours"
+
+
+def _ratio(row: Mapping[str, Run], ours: str, which: str) -> str:
+    """Of a row's runs by label: the fastest external over ours. Replayed runs are left out, for external packages are launched."""
+
+    def fastest(labels: list[str]) -> str | None:
+        return min(labels, key=lambda label: row[label].ms(which) or 0.0, default=None)
+
+    launched = [label for label, run in row.items() if run.facts["graphs"] is False]
+    theirs = fastest([label for label in launched if row[label].peer])
+    mine = fastest([x for x in launched if not row[x].peer and ours in (row[x].facts["attention"], "fastest of ours")])
+    return ratio(row[theirs], row[mine], which, (theirs, mine)) if theirs and mine else ""
 
 
 def begun(run: Run) -> float:

@@ -515,19 +515,39 @@ def test_a_section_that_does_not_say_its_command_can_not_be_made_again(tmp_path,
 
 
 @needs_charts
-def test_the_readme_shows_what_the_results_say(tmp_path, monkeypatch):
-    """Its sections, made again from the result files, are as they stand there."""
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
+def test_the_documents_show_what_the_results_say(tmp_path, monkeypatch, document):
+    """Their sections, made again from the result files, are as they stand there."""
+    text = (ROOT / document).read_text()
     for made in report.MADE_BY.finditer(text):
         for folder in made["arguments"].split(" --")[0].split():
             ignore = shutil.ignore_patterns("samples.parquet", "phases.parquet", "*.png")
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore, dirs_exist_ok=True)
-    (tmp_path / "README.md").write_text(text)
+    copy = tmp_path / document
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert report.main(["--refresh", "README.md"]) == 0
-    assert (tmp_path / "README.md").read_text() == text
-    for link in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text):
-        assert (ROOT / link).exists() and (tmp_path / link).exists()
+    assert report.main(["--refresh", document]) == 0
+    assert copy.read_text() == text
+    links = [link for link in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text) if "results/" in link]
+    for link in links:
+        assert ((ROOT / document).parent / link).exists()
+        assert (copy.parent / link).exists() or document == "README.md"
+
+
+def test_the_documents_link_to_what_exists():
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]*?)\)", document.read_text()):
+            assert (document.parent / link).exists(), (document.name, link)
+
+
+def test_packages_are_held_against_auto_where_it_ran_and_not_in_a_row_of_several_commits(tmp_path):
+    values = [result("auto", 5, took="ulysses"), result("zigzag", 4), result("rfa_zigzag", 6)]
+    compared = comparison_table(report_runs.read([written(tmp_path / "a", *values)]))
+    assert compared.titles[-1] == "fastest external / auto" and compared.rows[0][-1].startswith("1.20 (rfa_zigzag / auto")
+    values[2]["environment"]["git"] = {"commit": "f" * 40, "dirty": False}
+    compared = comparison_table(report_runs.read([written(tmp_path / "b", *values)]))
+    assert compared.rows[0][0].endswith("‡") and compared.rows[0][-1] == ""
 
 
 def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
@@ -539,7 +559,7 @@ def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
     assert report_runs.where(runs, ["graphs=true"]) == [runs[1]]
     compared = comparison_table(runs)
     assert compared.titles == ["S", "zigzag", "zigzag graphs=true", "rfa_zigzag", "fastest external / fastest of ours"]
-    assert compared.rows[0][-1] == "3.00 (rfa_zigzag / zigzag graphs=true)" and not compared.notes
+    assert compared.rows[0][-1] == "1.50 (rfa_zigzag / zigzag)" and not compared.notes  # launched against launched
     assert "graphs=true" in report_tables.same([runs[1]])
     assert "graphs" not in report_tables.same([runs[0]])
 
