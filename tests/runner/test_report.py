@@ -544,7 +544,9 @@ def test_the_documents_link_to_what_exists():
 def test_packages_are_held_against_auto_where_it_ran_and_not_in_a_row_of_several_commits(tmp_path):
     values = [result("auto", 5, took="ulysses"), result("zigzag", 4), result("rfa_zigzag", 6)]
     compared = comparison_table(report_runs.read([written(tmp_path / "a", *values)]))
-    assert compared.titles[-1] == "fastest external / auto" and compared.rows[0][-1].startswith("1.20 (rfa_zigzag / auto")
+    assert compared.titles[-1] == "fastest external / auto" and compared.rows[0][-1].startswith(
+        "1.20 (rfa_zigzag / auto"
+    )
     values[2]["environment"]["git"] = {"commit": "f" * 40, "dirty": False}
     compared = comparison_table(report_runs.read([written(tmp_path / "b", *values)]))
     assert compared.rows[0][0].endswith("‡") and compared.rows[0][-1] == ""
