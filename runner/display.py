@@ -207,10 +207,13 @@ def _time_table(timing: Timing, metrics: Metrics, baseline: Baseline | None, sca
     passes = timing.passes.values()
     noisy = "; ! means noisy" if any(s.noisy for s in passes) else ""
     noisy += "; ~ means that samples rose or fell while they were taken" if any(s.trend for s in passes) else ""
-    out.print(f"ms is the median of {timing.passes['forward'].n}, TFLOP/s are those of one device{noisy}")
+    out.print(
+        f"ms is the median of {timing.passes['forward'].n}, TFLOP/s are those of one device{noisy}", soft_wrap=True
+    )
     if timing.overhead_high:
         out.print(
-            f"timing itself takes {timing.overhead_ms * 1e3:.1f} us, {timing.overhead_share:.1%} of the shortest pass"
+            f"timing itself takes {timing.overhead_ms * 1e3:.1f} us, {timing.overhead_share:.1%} of the shortest pass",
+            soft_wrap=True,
         )
     for which, m in metrics.passes.items():
         if m.no_sol:

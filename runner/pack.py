@@ -32,6 +32,7 @@ PROGRAM = "python -m runner.pack"
 TABLES = {"phases": "phases.csv", "samples": "samples.parquet", "kernels": "kernels.csv"}
 WHOLE = (
     "iteration",
+    "round",
     "rank",
     "step",
     "calls",
