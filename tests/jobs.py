@@ -671,7 +671,7 @@ def own_apart(
     fn = make()
     cuda = me.device.type == "cuda"
     local = KERNELS[kernel]
-    tokens = 512 * me.world
+    tokens, head_dim = (512 if cuda else 64) * me.world, 64 if cuda else 16
     packs = [0, tokens // 4, tokens // 2, tokens] if packed else None
     state: dict[str, bool | None] = {
         "late": None
@@ -702,7 +702,7 @@ def own_apart(
         local.backward, front.behind = backward, behind  # type: ignore[method-assign]
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
-            shapes = [(*(() if packed else (1,)), tokens, heads, 64) for heads in (8, 4, 4, 8)]
+            shapes = [(*(() if packed else (1,)), tokens, heads, head_dim) for heads in (8, 4, 4, 8)]
             q, k, v, dout = (
                 fn.shard(torch.randn(shape, generator=generator).to(me.device, getattr(torch, dtype)), packs)
                 for shape in shapes

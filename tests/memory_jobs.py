@@ -38,7 +38,7 @@ class Live(TorchDispatchMode):
 class Nothing:
     """A kernel without scratch: it makes its results and computes nothing."""
 
-    name, summary = "nothing", ""
+    name, summary, align = "nothing", "", 1
 
     def forward(self, q: Any, k: Any, v: Any, call: Any, into: Any = None) -> Any:
         lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]))

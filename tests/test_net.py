@@ -9,8 +9,6 @@ from tests.cases import LAYOUTS, draw, variants
 def test_a_changed_bit_is_found_and_nothing_else(tmp_path, capsys):
     file = tmp_path / "net.json"
     assert net.record(file, [draw("ring", 2, seed) for seed in range(3)]) == 0
-    assert net.check(file) == 0
-    assert "3 calls, 0 differences" in capsys.readouterr().out
     held = json.loads(file.read_text())
     done = next(row for row in held["calls"] if "out" in row["ranks"][1])
     done["ranks"][1]["out"] = "0" * 16

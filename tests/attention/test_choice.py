@@ -472,11 +472,13 @@ def test_trials_take_the_fastest_of_those_in_front_on_all_ranks_alike(in_world, 
     assert first["why"].startswith(next(iter(tried))) and "; tried: " in first["why"]
 
 
+SHORT = {"tokens": 128, "heads": 8, "kv_heads": 8, "head_dim": 16, "causal": True}  # an iteration takes some ms
+
+
 def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
-    given = {"tokens": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64, "causal": True}
-    (usual, _) = in_world("by_trial", 2, **given)
+    (usual, _) = in_world("by_trial", 2, **SHORT)
     exchange = VARIANTS[usual["variant"]].exchange
-    (found, _) = in_world("by_trial", 2, slowed=exchange, trials=4, **given)
+    (found, _) = in_world("by_trial", 2, slowed=exchange, trials=4, **SHORT)
     assert next(iter(found["estimates_ms"])) == next(iter(usual["estimates_ms"]))
     assert VARIANTS[found["variant"]].exchange != exchange
     assert usual["tried_ms"] is None
@@ -484,10 +486,9 @@ def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
 
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_what_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_world, all_of_them):
-    given = {"tokens": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64, "causal": True}
-    (usual, _) = in_world("by_trial", 2, **given)
+    (usual, _) = in_world("by_trial", 2, **SHORT)
     broken = {v.exchange for v in VARIANTS.values()} if all_of_them else {VARIANTS[usual["variant"]].exchange}
-    found, other = in_world("by_trial", 2, broken=sorted(broken), trials=4, **given)
+    found, other = in_world("by_trial", 2, broken=sorted(broken), trials=4, **SHORT)
     assert found == other
     refused = [label for label, why in found["left_out"].items() if why == "broken here"]
     assert refused and set(refused) < set(found["estimates_ms"])

@@ -252,10 +252,13 @@ def test_the_kernel_asks_the_package_once_a_form_and_only_its_own_version(monkey
                 assert_matches(KERNELS["flash4"], q.requires_grad_(turn == 2), k, v, dout, Call(0.3, mask))
                 assert calls == (["forward", "backward"] if turn == 0 else ["forward", "backward"] * again)
         calls.clear()
-        apart = torch.zeros(q.numel() + 1)[1:].view(q.shape).copy_(q.detach())  # as kernels do not want it
-        KERNELS["flash4"].forward(apart, k, v, Call(0.3, CAUSAL))
+        apart = torch.zeros(q.numel() + 1)[1:].view(q.shape).copy_(q.detach())  # off its 16 bytes
+        found = KERNELS["flash4"].forward(apart, k, v, Call(0.3, CAUSAL))
+        assert calls == ["forward"] * again, "a copy is aligned, so its form is known"
+        assert all(map(torch.equal, found, KERNELS["flash4"].forward(q.detach(), k, v, Call(0.3, CAUSAL))))
+        calls.clear()
         KERNELS["flash4"].forward(q, k, v, Call(0.4, CAUSAL))
-        assert calls == ["forward", "forward"]
+        assert calls == ["forward"], "another scale is another form"
     finally:
         flash4.remembered.cache_clear()
 

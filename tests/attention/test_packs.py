@@ -9,7 +9,7 @@ import attention
 FORMS = {
     "list": list,
     "tuple": tuple,
-    "tensor": torch.tensor,
+    "tensor": lambda cu: torch.tensor(cu, dtype=torch.int64),  # an empty one, too
     "int32": lambda cu: torch.tensor(cu, dtype=torch.int32),
     "numpy": numpy.array,
     "numbers of NumPy": lambda cu: [numpy.int32(n) for n in cu],

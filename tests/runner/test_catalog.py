@@ -4,9 +4,15 @@ import pytest
 
 from attention.peers import PEERS
 from attention.variants import VARIANTS
-from runner import catalog
+from runner import catalog, display
 
 SIZE = ["config=tiny", "batch=1", "seq_len=1024", "heads=8", "kv_heads=2", "head_dim=64"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """No cell goes on in the next line, whatever the terminal is."""
+    monkeypatch.setattr(display.out, "width", 200)
 
 
 def rows(capsys, *arguments: str) -> dict[str, str]:
