@@ -25,7 +25,7 @@ TOKENS = (
     "datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + 'M' : "
     "datum.value >= 1024 ? format(datum.value / 1024, '~g') + 'K' : format(datum.value, '~g')"
 )
-OURS, PEER = "ours", "peer"
+OURS, PEER = "ours", "external"
 SCALE = 2  # pixels a point
 
 
