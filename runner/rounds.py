@@ -20,8 +20,10 @@ and each turn takes a third of a run's samples.
   other turns are left out; the other runs go on, in a new world where it took the old one along.
 
 `order=auto` interleaves where a sweep compares runs and each turn gets `LEAST_SAMPLES` samples: 20 samples are three rounds,
-the 6 of a CPU are two, and runs of less, as `timing=simple` with its one mean, are done at once. So does `launch.fresh=true`,
-where each turn would start a world. `order=interleaved` makes turns of single samples, too; `order=sequential` is one job
+the 6 of a CPU are two, and runs of less, as `timing=simple` with its one mean, are done at once. So are those with
+`launch.fresh=true`, where each turn would start a world, and those on a CPU whose samples have less than `LEAST_CPU_FLOP`:
+they are taken in a second or so, in which a machine does not drift, and a turn's check and warm-up would take longer than
+they do. A sweep of 20 tiny runs took three times as long in turns. `order=interleaved` makes turns of single samples, too; `order=sequential` is one job
 after the other in the order of the command line. Runs that are compared with none have one round.
 
 This module holds what needs no world: who is compared, who has how many samples when, and how rounds are joined.
@@ -40,6 +42,7 @@ from runner.statistics import Samples
 
 ROUNDS = 3
 LEAST_SAMPLES = 3  # of a turn, under order=auto
+LEAST_CPU_FLOP = 1e11  # of all samples of a run on a CPU, under order=auto; two cores do some 50 GFLOP/s
 METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # whose samples are one a call: `simple` has one mean
 COMPARED = ("attention", "kernel", "transport", "graphs", "launch.fault")
 
@@ -65,7 +68,16 @@ def number(order: str, spec: Experiment, compared: int) -> int:
         return 1
     if order == "interleaved":
         return min(ROUNDS, samples)
-    return 1 if spec.launch["fresh"] else max(1, min(ROUNDS, samples // LEAST_SAMPLES))
+    if spec.launch["fresh"] or _short(spec):
+        return 1
+    return max(1, min(ROUNDS, samples // LEAST_SAMPLES))
+
+
+def _short(spec: Experiment) -> bool:
+    """Whether the samples take too little time for a machine to drift. On GPUs a warm world's turn is cheap: never."""
+    flops = metrics.flops(spec)
+    one = flops.get("total", flops["forward"]) * spec.timing["layers"]
+    return spec.device == "cpu" and one * spec.timing["timing_runs"] < LEAST_CPU_FLOP
 
 
 def turns(runs: int, this: int, rounds: int) -> list[int]:

@@ -178,7 +178,7 @@ def settle(
     work: Passes,
     watch: Stopwatch,
     cap_ms: float,
-    each_ms: float,
+    each_ms: float | None,
     gather: Callable[[Samples], list[Samples]],
     agree: Callable[[int], int],
     flush: Tensor | None = None,
@@ -186,13 +186,14 @@ def settle(
 ) -> Settling:
     """Go on with a warm-up, by iterations as `sample` has them, until the newest `WINDOW` show no trend in any pass on the
     slowest rank, or `cap_ms` are over. All ranks do the same number: `gather` gives every rank's samples, `agree` rank 0's
-    number. `each_ms`: what an iteration is expected to take."""
+    number. `each_ms`: what an iteration took so far; None where that is not known, so that the first one is by itself."""
     so_far: Samples = {}
     done = 0
     start = time.perf_counter()
     while True:
         left_ms = cap_ms - (time.perf_counter() - start) * 1e3
-        more = agree(max(0, min(WINDOW, int(left_ms / each_ms))))
+        fitting = int(left_ms / each_ms) if each_ms is not None else int(cap_ms > 0)
+        more = agree(max(0, min(WINDOW, fitting)))
         if not more:
             return Settling(done, _level(so_far) if done >= statistics.TREND_SAMPLES else None)
         began = time.perf_counter()

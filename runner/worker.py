@@ -295,8 +295,8 @@ def _time(
         with timing.undisturbed():
             warmed = timing.warm(piece, watch, options["warmup_runs"], options["warmup_ms"], me.agree, beat)
             me.say("timing", _silent_s(me, iteration_s, timing.WINDOW))
-            each_ms = warmed.back_to_back_ms or iteration_s * 1e3
-            settling = timing.settle(piece, watch, _settle_ms(options), each_ms, me.gather, me.agree, flush, beat)
+            each_ms, cap_ms = warmed.back_to_back_ms, _settle_ms(options)
+            settling = timing.settle(piece, watch, cap_ms, each_ms, me.gather, me.agree, flush, beat)
             me.say("timing", _silent_s(me, iteration_s, options["timing_runs"]))
             if method == "adaptive":
                 mine, note["precision_met"] = timing.adaptive(piece, watch, options["timing_runs"], decide, flush, beat)

@@ -22,6 +22,9 @@ SIZES = [
 ]  # fmt: skip
 
 
+LONG = "seq_len=8192"  # enough for turns on a CPU
+
+
 def spec(*overrides):
     return resolved("hardware=cpu", *overrides)
 
@@ -42,12 +45,15 @@ def test_jobs_are_compared_that_differ_in_the_variant_its_options_or_the_kernel_
 @pytest.mark.parametrize(
     ("order", "overrides", "compared", "expected"),
     [
-        ("auto", ["timing.timing_runs=20"], 2, 3),
-        ("auto", ["timing.timing_runs=6"], 2, 2),  # what a CPU has
-        ("auto", ["timing.timing_runs=5"], 2, 1),  # turns of two samples are mostly warm-up
-        ("auto", ["timing.timing_runs=20"], 1, 1),
-        ("auto", ["timing=simple", "timing.timing_runs=20"], 2, 1),
-        ("auto", ["timing.timing_runs=20", "launch.fresh=true"], 2, 1),
+        ("auto", [LONG, "timing.timing_runs=20"], 2, 3),
+        ("auto", [LONG, "timing.timing_runs=6"], 2, 2),  # what a CPU has
+        ("auto", ["seq_len=256", "timing.timing_runs=20"], 2, 1),  # over before a machine drifts
+        ("auto", ["seq_len=256", "timing.timing_runs=10000"], 2, 3),
+        ("auto", ["seq_len=256", "timing.timing_runs=2000", "timing.layers=5"], 2, 3),
+        ("auto", [LONG, "timing.timing_runs=5"], 2, 1),  # turns of two samples are mostly warm-up
+        ("auto", [LONG, "timing.timing_runs=20"], 1, 1),
+        ("auto", [LONG, "timing=simple", "timing.timing_runs=20"], 2, 1),
+        ("auto", [LONG, "timing.timing_runs=20", "launch.fresh=true"], 2, 1),
         ("interleaved", ["timing.timing_runs=2"], 2, 2),
         ("interleaved", ["timing.timing_runs=20", "launch.fresh=true"], 2, 3),
         ("interleaved", ["timing.timing_runs=20"], 1, 1),

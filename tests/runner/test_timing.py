@@ -192,10 +192,12 @@ def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
     assert opinions == [0, 0, 0]
 
 
-def settled(clock: Clock, cap_ms: float, others=lambda mine: [], agree=lambda more: more, **durations: list[float]):
+def settled(
+    clock: Clock, cap_ms: float, others=lambda mine: [], agree=lambda more: more, each_ms=1.0, **durations: list[float]
+):
     """What settling says, a window of 12 iterations at a time; aligning takes 1000 ms a pass and a stretch's end as long."""
     watch = Watch(clock)
-    return settle(Work(clock, **durations), watch, cap_ms, 1.0, lambda mine: [mine, *others(mine)], agree)
+    return settle(Work(clock, **durations), watch, cap_ms, each_ms, lambda mine: [mine, *others(mine)], agree)
 
 
 def test_a_warm_up_goes_on_until_no_pass_rises_or_falls(clock):
@@ -214,6 +216,12 @@ def test_a_warm_up_that_does_not_settle_ends_in_time_and_says_so(clock):
     assert settled(clock, 9_000, forward=[5.0]) == Settling(12, True)  # as many as were thought to fit
     assert settled(clock, 3.5, forward=[5.0]) == Settling(3, None)  # fewer than can say
     assert settled(clock, 0, forward=[5.0]) == Settling(0, None)
+
+
+def test_a_warm_up_that_knows_nothing_of_its_length_tries_one_iteration_first(clock):
+    assert settled(clock, 100, each_ms=None, forward=[80_000.0]) == Settling(1, None)  # not twelve of them
+    assert settled(clock, 1e6, each_ms=None, forward=[5.0]) == Settling(13, True)
+    assert settled(clock, 0, each_ms=None, forward=[5.0]) == Settling(0, None)
 
 
 def test_a_warm_up_settles_on_the_slowest_rank_and_by_rank_zeros_clock(clock):
