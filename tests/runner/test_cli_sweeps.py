@@ -1,0 +1,158 @@
+"""Sweeps and what is chosen for a run, through the command line, in real processes."""
+
+import json
+import os
+import tempfile
+import threading
+import time
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+from test_cli import only, results_in, run, started_by
+
+from runner import results
+from runner.launch import cores
+from runner.record import Result
+
+
+def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
+    # raises, hangs and the rest are provoked in one rank each; runs after them get a fresh world
+    done = run(
+        tmp_path, "-m", "attention=zigzag,ring", "causal=false",
+        "launch.fault=null,1:timing:raise,0:check_variant:kill", "launch.timeout_s=60",
+        "hydra.sweep.dir=" + str(tmp_path / "sweep"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = results_in(tmp_path / "sweep")
+    assert len(found) == 6
+    by_kind = {}
+    for value in found.values():
+        config = value["config"]
+        key = (config["attention"]["name"], config["causal"], config["launch"]["fault"])
+        by_kind[key] = value
+    for (name, causal, fault), value in by_kind.items():
+        if name == "zigzag" and not causal:
+            assert value["status"] == "invalid"
+            assert "causal=true" in value["reason"]
+        elif fault is None:
+            assert value["status"] == "ok"
+        else:
+            assert value["status"] == "crash"
+            assert value["timing"] is None
+            rank, phase, kind = fault.split(":")
+            assert (value["failure"]["rank"], value["failure"]["phase"]) == (int(rank), phase)
+            assert ("SIGKILL" if kind == "kill" else "provoked") in value["reason"]
+    summary = pd.read_csv(tmp_path / "sweep" / "summary.csv")
+    assert sorted(summary["status"]) == sorted(v["status"] for v in found.values())
+    assert (tmp_path / "sweep" / "summary.parquet").exists()
+    assert (tmp_path / "sweep" / "summary.md").read_text().count("\n") > 6
+    assert not started_by(tmp_path)
+
+
+def test_every_timing_method_runs_on_a_cpu_forward_only_too(tmp_path):
+    arguments = ["-m", "timing=simple,adaptive,profiler", "timing.time_cap_s=0.5", "mode=null,forward", "baseline=none"]
+    done = run(tmp_path, *arguments, "attention=ring_allgather", "phases=false")
+    assert done.returncode == 0, done.stderr
+    folders = {path.parent: json.loads(path.read_text()) for path in tmp_path.rglob("result.json")}
+    assert {(v["timing"]["method"], v["experiment"]["mode"]) for v in folders.values()} == set(
+        product(("simple", "adaptive", "profiler"), ("forward", "forward_backward"))
+    )
+    for folder, value in folders.items():
+        forward_only = value["experiment"]["mode"] == "forward"
+        assert set(value["timing"]["passes"]) == {"forward"} | (set() if forward_only else {"backward", "total"})
+        assert set(value["correctness"]["tensors"]) == {"out"} | (set() if forward_only else {"dq", "dk", "dv"})
+        if value["timing"]["method"] == "simple":
+            assert value["timing"]["passes"]["forward"]["n"] == 1
+        if value["timing"]["method"] == "profiler":
+            assert {"trace_rank0.json.gz", "trace_rank1.json.gz", "kernels.csv"} <= {p.name for p in folder.iterdir()}
+            for profile in value["profile"]:
+                assert profile["compute_ms"] > 0
+                assert profile["communication_ms"] > 0
+                assert profile["exposed_communication_ms"] <= profile["communication_ms"]
+
+
+def test_resume_keeps_what_is_ok(tmp_path):
+    arguments = [
+        "-m",
+        "attention=dense,ring",
+        f"hydra.sweep.dir={tmp_path / 's'}",
+        "resume=true",
+        "seed=1",
+        "phases=false",
+    ]
+    run(tmp_path, *arguments)
+    times = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
+    broken = next(iter(times))
+    broken.write_text(broken.read_text().replace('"status": "ok"', '"status": "crash"'))
+    done = run(tmp_path, *arguments)
+    assert done.stdout.count("kept from before") == 1
+    again = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
+    assert again.keys() == times.keys()
+    assert {p for p in times if again[p] == times[p]} == set(times) - {broken}
+
+
+def test_twenty_tiny_runs_take_less_than_twenty_seconds_in_one_world(tmp_path):
+    seen, ended = set(), threading.Event()
+
+    def look(worlds):
+        while not ended.wait(0.1):
+            seen.update(path.name for path in Path(worlds).glob("attention-world-*"))
+
+    with tempfile.TemporaryDirectory() as worlds:
+        threading.Thread(target=look, args=(worlds,), daemon=True).start()
+        start = time.time()
+        done = run(tmp_path, "-m", "attention=dense,ring,zigzag,ring_allgather", "seed=1,2,3,4,5", "config=tiny",
+                   "seq_len=256", "dtype=fp32", small=False, timeout=230, variables={"TMPDIR": worlds})  # fmt: skip
+        took = time.time() - start
+        ended.set()
+    assert done.returncode == 0
+    assert len(results_in(tmp_path)) == 20
+    assert len(seen) == 1
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    assert took < 20 * max(workers, os.getloadavg()[0] / cores())  # by how many a core is shared, at least
+
+
+def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus_is_unsupported_without(tmp_path):
+    done = run(tmp_path, "-m", "attention=tree", "attention.reduce=null,fused", "causal=false", "seq_len=512", "seed=1")
+    assert done.returncode == 0, done.stderr
+    by_reduction = {value["config"]["attention"]["reduce"]: value for value in results_in(tmp_path).values()}
+    value = by_reduction[None]
+    assert value["status"] == "ok"
+    assert value["experiment"]["options"]["reduce"] == "packed"  # what was taken
+    assert value["baseline"]["speedup"]["forward"] > 0
+    assert set(value["timing"]["passes"]) == {"forward"}
+    value = by_reduction["fused"]
+    assert value["status"] == "unsupported"
+    assert "reduce=packed" in value["reason"]
+
+
+def test_auto_records_what_it_tried(tmp_path):
+    done = run(tmp_path, "attention=auto", "attention.trials=2", "world_size=2")
+    assert done.returncode == 0, done.stderr
+    value = only(tmp_path)
+    chosen = value["chosen"]
+    assert len(chosen["tried_ms"]) == 2
+    assert next(iter(chosen["tried_ms"])).startswith(value["experiment"]["variant"])
+    assert chosen["why"] in " ".join(done.stdout.split())
+
+
+def test_auto_records_what_it_chose_and_why(tmp_path):
+    """On a CPU by its own ceilings; the experiment, the metrics and the phases are those of the chosen variant."""
+    done = run(tmp_path, "attention=auto", "world_size=2")
+    assert done.returncode == 0, done.stderr
+    value = only(tmp_path)
+    chosen, experiment = value["chosen"], value["experiment"]
+    assert (experiment["variant"], experiment["options"]) == (chosen["variant"], chosen["options"])
+    assert experiment["transport"] == chosen["transport"] == "gloo"
+    assert value["config"]["attention"] == {"name": "auto", "memory_gb": None, "trials": None}
+    first = next(iter(chosen["estimates_ms"]))
+    assert first.startswith(chosen["variant"])
+    assert chosen["why"].startswith(f"{first}: ")
+    assert chosen["why"] in " ".join(done.stdout.split())
+    assert len({label.split(",")[0].split()[0] for label in chosen["estimates_ms"]}) > 4
+    assert chosen["left_out"]["dense"] == "nothing is sharded"
+    assert "ceilings" in chosen["basis"]
+    assert value["correctness"]["passed"]
+    assert results.row(Result.of(value))["attention"] == "auto"
+    assert results.row(Result.of(value))["options"].split()[0] == chosen["variant"]
