@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def join(where: str, timeout_s: float) -> Joined:
             time.sleep(TRY_S)
     from torch.distributed import TCPStore
 
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    left = endpoint.wait_limit(max(1.0, deadline - time.monotonic()))
     try:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
         spec = json.loads(store.get(SPEC))

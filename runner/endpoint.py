@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 
 LOOPBACK = ("127.0.0.1", 0)
+MOST_WAIT_S = 7 * 24 * 3600.0
+
+
+def wait_limit(seconds: float) -> timedelta:
+    """How long a store waits: what a user gave in seconds, inf for no limit, as a time that a store can take."""
+    return timedelta(seconds=min(seconds, MOST_WAIT_S))
 
 
 class Unusable(Exception):

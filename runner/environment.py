@@ -141,9 +141,10 @@ def gpu_count() -> int:
 
 @lru_cache
 def gpu_memory_bytes() -> int | None:
-    """Of the smallest GPU of this machine, without touching CUDA."""
+    """Of the largest GPU of this machine, without touching CUDA: which of them a run gets, nvidia-smi does not say, and a
+    limit from a smaller one would refuse runs that fit."""
     listed = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
-    return min((int(line) for line in listed.split() if line.isdigit()), default=0) * 2**20 or None
+    return max((int(line) for line in listed.split() if line.isdigit()), default=0) * 2**20 or None
 
 
 def torch_has_cuda() -> bool:

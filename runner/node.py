@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload, util
 from pathlib import Path
 from typing import Any
@@ -127,7 +126,7 @@ def _store(spec: dict[str, Any], listener: socket.socket | None) -> Any:
     """The world's store: served by this process on `listener`, or else by the program's node."""
     from torch.distributed import TCPStore
 
-    limit = timedelta(seconds=spec["start_timeout_s"])
+    limit = endpoint.wait_limit(spec["start_timeout_s"])
     if listener is None:
         host, port = endpoint.parse(spec["endpoint"])
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)

@@ -804,7 +804,7 @@ class Machine:
     cores: int
     memory: int | None = None  # bytes
     gpus: int = 0
-    gpu_memory: int | None = None  # bytes of the smallest GPU
+    gpu_memory: int | None = None  # bytes of the largest GPU
 
 
 def check_fits(spec: Experiment, machine: Machine) -> None:

@@ -57,12 +57,24 @@ def seed_of(folder: Path) -> int:
     seed = next(_drawn(folder), fresh_seed())
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".{SEED}.{os.getpid()}"
-    scratch.write_text(f"{seed}\n")
-    with suppress(FileExistsError):  # another program was first
-        os.link(scratch, folder / SEED)
-    scratch.unlink()
+    try:
+        scratch.write_text(f"{seed}\n")
+        _publish(scratch, folder / SEED)
+    finally:
+        scratch.unlink(missing_ok=True)
     found = _recorded(folder)
     return seed if found is None else found
+
+
+def _publish(written: Path, path: Path) -> None:
+    """Give a finished file the name `path`, unless another program was first."""
+    try:
+        os.link(written, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links: the first of two programs at once may lose here
+        if not path.exists():
+            written.replace(path)
 
 
 def _recorded(folder: Path) -> int | None:

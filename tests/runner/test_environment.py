@@ -102,6 +102,13 @@ def test_variables_of_launch_env_are_texts_and_neither_secret_nor_the_launchers(
             resolved(f"launch.env={given}")
 
 
+def test_a_machine_of_several_kinds_of_gpus_has_the_memory_of_its_largest(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '4096\\n81920\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert environment.gpu_memory_bytes.__wrapped__() == 80 << 30
+
+
 def test_machines_are_told_apart_without_saying_which_they_are():
     host = environment.host()
     for key, path in (("machine_id", "/etc/machine-id"), ("boot_id", "/proc/sys/kernel/random/boot_id")):

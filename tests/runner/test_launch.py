@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from runner import endpoint, node
 from runner.launch import BOOT_ID, Pool, World, WorldSpec, remove_abandoned
 
 
@@ -480,3 +482,14 @@ def test_a_world_on_one_node_listens_on_the_loopback_only(pool):
     pids = world.call("tests.jobs:pids", {}).result
     addresses = listening([*pids, world.agent.pid])
     assert addresses == {"0100007F"}, addresses
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e15])
+def test_a_start_without_a_limit_makes_a_store(seconds):
+    with endpoint.listen(None) as listener:
+        port = listener.getsockname()[1]
+        store = node._store({"start_timeout_s": seconds}, listener)
+        assert store.port == port
+        joining = node._store({"start_timeout_s": seconds, "endpoint": f"127.0.0.1:{port}"}, None)
+        store.set("key", "value")
+        assert joining.get("key") == b"value"

@@ -1,5 +1,6 @@
 """What the runs of a sweep share, and a program that is run from any folder."""
 
+import errno
 import json
 import os
 import subprocess
@@ -71,6 +72,17 @@ def test_a_folder_without_a_recorded_seed_has_that_of_its_earlier_runs(tmp_path)
         (tmp_path / "seed").write_text(damaged)
         assert 0 <= sweep.seed_of(tmp_path) < 1 << 31
     assert sweep.seed_of(tmp_path / "new") == sweep.seed_of(tmp_path / "other")  # of one invocation
+
+
+def test_a_seed_is_recorded_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    seed = sweep.seed_of(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["seed"]
+    monkeypatch.setattr(sweep, "fresh_seed", lambda: seed + 1)  # as another program draws it
+    assert sweep.seed_of(tmp_path) == seed
 
 
 def test_runs_are_counted_without_being_made():
