@@ -87,12 +87,14 @@ def pack(sweep: Path, target: Path) -> list[Result]:
     before = {run.name: run for run in record.read_results(target, below=False)[0]}
     everything = sorted((before | {run.name: run for run in runs}).values(), key=lambda run: run.name)
     names = {run.name for run in runs}
-    _write(target / record.PACKED, _results_table(everything))
+    written = {target / record.PACKED: _results_table(everything)}
     for kind, name in TABLES.items():
         tables = [_with_run(read_table(run.folder / name), run.name) for run in runs if (run.folder / name).exists()]
         kept = _kept(target / f"{kind}.parquet", names)
         if tables or kept is not None:
-            _write(target / f"{kind}.parquet", _joined([*([kept] if kept is not None else []), *tables]))
+            written[target / f"{kind}.parquet"] = _joined([*([kept] if kept is not None else []), *tables])
+    for path, table in written.items():  # only now: a table that cannot be made leaves the pack as it was
+        _write(path, table)
     _verify(runs, target)
     results.write_atomically(target / "summary.md", results.markdown(results.sweep_rows(target)))
     return runs
@@ -121,7 +123,18 @@ def read_table(path: Path) -> pa.Table:
             return pa.int32()
         return pa.float64() if field.name.endswith(("ms", "us")) else pa.string()
 
-    return found.cast(pa.schema([(field.name, kind(field)) for field in found.schema]))
+    found = found.cast(pa.schema([(field.name, kind(field)) for field in found.schema]))
+    return _with_round(found) if path.suffix != ".csv" else found
+
+
+def _with_round(samples: pa.Table) -> pa.Table:
+    """A table of samples with the column `round`, 0 where an earlier version wrote none."""
+    import pyarrow as pa
+
+    if "round" in samples.column_names:
+        return samples
+    place = samples.column_names.index("iteration") + 1
+    return samples.add_column(place, "round", pa.array([0] * len(samples), pa.int32()))
 
 
 def _with_run(table: pa.Table, run: str) -> pa.Table:
@@ -139,7 +152,8 @@ def _kept(path: Path, replaced: set[str]) -> pa.Table | None:
     if not path.exists():
         return None
     table = pq.read_table(path)
-    return table.filter(pc.invert(pc.is_in(table["run"], pa.array(sorted(replaced), pa.string()))))
+    table = table.filter(pc.invert(pc.is_in(table["run"], pa.array(sorted(replaced), pa.string()))))
+    return _with_round(table) if path.stem == "samples" else table
 
 
 def _joined(tables: Sequence[pa.Table]) -> pa.Table:
@@ -221,7 +235,8 @@ def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:
     try:
         if own.exists():
             return read_table(own).to_pylist()
-        if packed.exists() and not run.folder.exists():
+        # a resumed sweep has a folder with .hydra alone for a packed run
+        if packed.exists() and not (run.folder / record.RESULT).exists():
             return pq.read_table(packed, filters=[("run", "=", run.name)]).drop_columns(["run"]).to_pylist() or None
     except (OSError, KeyError, pa.ArrowException) as error:
         raise ValueError(

@@ -168,7 +168,12 @@ def row(result: Result) -> dict[str, Any]:
         found[f"exposed_{which}_ms"] = phases.exposed_communication_ms
     if result.correctness and "out" in result.correctness.tensors:
         found["rel_l2_out"] = result.correctness.tensors["out"].rel_l2
-    return {column: found.get(column) for column in COLUMNS}
+    return {column: _storable(found.get(column)) for column in COLUMNS}
+
+
+def _storable(value: Any) -> Any:
+    """What a parquet column can hold: a whole number beyond int64, of a refused run, is left out. The reason names it."""
+    return None if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
 def text(value: Any) -> str | None:

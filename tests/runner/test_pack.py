@@ -108,6 +108,43 @@ def test_a_pack_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_p
     assert set(packed["run"].to_pylist()) == {folders[1].name}  # of the run that was done again there are none
 
 
+def test_packed_samples_are_found_beside_a_folder_that_hydra_made_for_a_resumed_run(sweep):
+    assert pack.main([str(sweep), "--remove"]) == 0
+    run = next(run for run in record.read_results(sweep)[0] if pack.table_of(run, "samples"))
+    before = pack.table_of(run, "samples")
+    (run.folder / ".hydra").mkdir(parents=True)
+    assert pack.table_of(run, "samples") == before
+
+
+def without_round(path: Path) -> None:
+    """A table of samples as an earlier version wrote it."""
+    pq.write_table(pq.read_table(path).drop_columns(["round"]), path)
+
+
+@pytest.mark.parametrize("older", ["pack", "folder"])
+def test_samples_of_an_earlier_version_without_rounds_are_packed_beside_those_of_now(sweep, older):
+    first, second = sorted(path.parent for path in sweep.glob("*/samples.parquet"))
+    aside = sweep.parent / second.name
+    if older == "folder":
+        without_round(second / "samples.parquet")
+    second.rename(aside)
+    assert pack.main([str(sweep), "--remove"]) == 0
+    if older == "pack":
+        without_round(sweep / "samples.parquet")
+    aside.rename(second)
+    assert pack.main([str(sweep)]) == 0
+    table = pq.read_table(sweep / "samples.parquet")
+    assert set(table["run"].to_pylist()) == {first.name, second.name} and set(table["round"].to_pylist()) == {0}
+
+
+def test_a_table_that_cannot_be_packed_leaves_the_pack_as_it_was(sweep, capsys):
+    assert pack.main([str(sweep)]) == 0
+    before = {path: path.read_bytes() for path in sweep.glob("*.parquet")}
+    next(sweep.glob("*/result.json")).parent.joinpath("kernels.csv").write_text("rank,kernel\nzero,k\n")
+    assert pack.main([str(sweep)]) == 2 and "error: " in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in sweep.glob("*.parquet")} == before
+
+
 def test_a_pack_that_is_damaged_is_named_and_what_lies_beside_it_is_read(sweep, tmp_path, capsys):
     assert pack.main([str(sweep), "--into", str(tmp_path / "packs")]) == 0
     written(tmp_path / "packs" / "other", result("zigzag", 2.0))

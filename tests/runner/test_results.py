@@ -11,7 +11,7 @@ import pytest
 from composing import python, resolved
 from rich.console import Console
 
-from runner import app, compare, display, metrics, report_runs, report_tables, results
+from runner import app, compare, display, metrics, pack, report_runs, report_tables, results
 from runner.launch import WorldSpec
 from runner.record import Problem, Result, read_result, read_results
 from runner.statistics import summarize
@@ -392,6 +392,18 @@ def test_a_refused_runs_row_says_what_was_asked_as_far_as_it_is_of_the_right_typ
     for number, n in enumerate((512, 1024)):
         results.write_result(tmp_path / str(number), value | {"config": config | {"seq_len": n}})
     assert [row["seq_len"] for row in results.summarize_sweep(tmp_path)] == [512, 1024]
+
+
+def test_numbers_beyond_int64_leave_the_summary_whole(tmp_path):
+    for name, asked in (("a", 10**20), ("b", -(10**20)), ("c", 2**63 - 1)):
+        value = refused(name, "invalid", f"seq_len={asked}: too large")
+        value["config"] |= {"seq_len": asked, "seed": asked}
+        results.write_result(tmp_path / name, value)
+    results.summarize_sweep(tmp_path)
+    table = pd.read_parquet(tmp_path / "summary.parquet", dtype_backend="pyarrow").set_index("name")
+    assert table["seq_len"].isna().to_dict() == {"a": True, "b": True, "c": False}
+    assert table["seq_len"]["c"] == 2**63 - 1 and "100000000000000000000" in table["reason"]["a"]
+    pack.pack(tmp_path, tmp_path / "packed")
 
 
 def test_a_summarys_rows_stand_in_the_order_of_the_runs(tmp_path):
