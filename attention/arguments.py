@@ -4,6 +4,7 @@ raises a ValueError of one line with the received value, the rule and the way ou
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from numbers import Real
@@ -75,11 +76,15 @@ def check_scale(scale: float | None) -> float | None:
     """The scale as a float, or None. Raises ValueError for what is no finite number."""
     if scale is None or (type(scale) is float and math.isfinite(scale)):
         return scale
-    if not isinstance(scale, Real) or not math.isfinite(scale):
+    try:
+        found = float(scale) if isinstance(scale, Real) else math.nan
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
         raise ValueError(
-            f"scale={scale!r}: must be a finite number; leave it out for head_dim ** -0.5, or give a float"
+            f"scale={str(scale)[:40]}: must be a finite number; leave it out for head_dim ** -0.5, or give a float"
         )
-    return float(scale)
+    return found
 
 
 def positive(scale: float | None, head_dim: int) -> float:
@@ -114,10 +119,14 @@ def check_cu_seqlens(cu_seqlens: Packs, total: int) -> CuSeqlens:
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
             raise ValueError(
-                f"cu_seqlens is {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}: must be an integer tensor [n + 1]; "
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}: must be an integer tensor, int32 or int64, of shape [n + 1]; "
                 "give cu_seqlens.to(torch.int32)"
             )
         return _rising(on_host(cu_seqlens), total)
+    if not isinstance(cu_seqlens, Iterable):
+        raise ValueError(
+            f"cu_seqlens={cu_seqlens!r}: must be cumulative lengths from 0 to the total; for instance [0, 100, 512]"
+        )
     cu = tuple(cu_seqlens)
     if {*map(type, cu)} != {int}:  # NumPy's integers are fine
         try:
@@ -141,15 +150,22 @@ def _shown(cu: tuple[object, ...]) -> str:
 
 
 def token_dim_of(x: Tensor, packed: bool) -> int:
-    """The dim of the tokens of a tensor to shard: 0 of a packed `[T]` or `[T, H, D]`, 1 of `[B, S]` or `[B, S, H, D]`.
+    """The dim of the tokens of a tensor to shard: 1 of `[B, S]` or `[B, S, H, D]`; of a packed batch 0 of `[T]` or `[T, H, D]`,
+    and 1 of `[1, T]`.
 
-    Raises ValueError where the tokens could be either dim."""
-    dims = x.dim()
+    Raises ValueError where the tokens could be another dim."""
+    dims, shape = x.dim(), list(x.shape)
+    if packed:
+        if dims in (1, 3):
+            return 0
+        if dims == 2 and shape[0] == 1:
+            return 1
+        raise ValueError(
+            f"x has shape {shape}: with cu_seqlens it must be [T], [1, T] or [T, H, D]; give [T, C] as x.unsqueeze(1), which is "
+            "[T, 1, C]"
+        )
     if dims in (2, 4):
         return 1
-    if packed and dims in (1, 3):
-        return 0
-    shape = list(x.shape)
     if dims == 3:
         raise ValueError(
             f"x has shape {shape}: three dims without cu_seqlens may be [B, S, C] or a packed [T, H, D]; give x.unsqueeze(2), "

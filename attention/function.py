@@ -140,6 +140,7 @@ class ContextParallel:
         self.choice: Choice | None = None  # of auto: what was estimated
         self.graphs = graphs
         self.rank, self.world = rank_and_world(group)
+        self.alone = not dist.is_initialized()  # there was no world when it was made
         self.layout = variant.border(self.world, options)
         self._begin()
 
@@ -350,6 +351,11 @@ class ContextParallel:
 
     def _transport(self, device: torch.device) -> Transport:
         if device not in self.transports:
+            if self.alone and dist.is_initialized() and dist.get_world_size() > 1:
+                raise ValueError(
+                    f"{self!r} was made or unpickled before init_process_group, for a world of 1; there are "
+                    f"{dist.get_world_size()} ranks now: make it after init_process_group"
+                )
             name = transports.resolve(self.transport_name, device)
             if self.variant.exchange == "peer":  # brings its own exchange; ours only gathers what unshard wants
                 name = "nccl" if device.type == "cuda" else "gloo"

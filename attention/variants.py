@@ -514,7 +514,11 @@ def check_parts(parts: int, kv_heads: int, ulysses: int) -> None:
 
 def check_heads(heads: int, kv_heads: int) -> None:
     """Raises ValueError unless every KV head serves the same number of query heads."""
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+    if heads < 1 or kv_heads < 1:
+        raise ValueError(
+            f"heads={heads}, kv_heads={kv_heads}: both must be at least 1; for instance heads=32 kv_heads=8"
+        )
+    if heads % kv_heads:
         raise ValueError(
             f"heads={heads}, kv_heads={kv_heads}: heads must be a multiple of kv_heads; kv_heads may be {divisors(heads)}"
         )

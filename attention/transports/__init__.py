@@ -77,7 +77,13 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
         if not isinstance(pool, str):
             return Symmetric(found, pool)
         note = f"symm: {pool}"
-    carries = backend(found, device)
+    try:
+        carries = backend(found, device)
+    except RuntimeError:
+        raise ValueError(
+            f"transport={name}: the process group has no backend for {device.type} tensors; make it with "
+            "init_process_group('cpu:gloo,cuda:nccl')"
+        ) from None
     if cuda and carries != "nccl":
         why = f" ({note})" if note else ""
         raise ValueError(

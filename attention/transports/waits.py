@@ -39,20 +39,28 @@ class Process:
     @staticmethod
     def of(pid: int) -> Process | None:
         """None where this process sees no living one of that number."""
-        found = _stat(pid)
+        try:
+            found = _stat(pid)
+        except OSError:
+            return None
         return None if found is None else Process(pid, found)
 
     def gone(self) -> bool:
-        return _stat(self.pid) != self.started
+        """False where nobody can tell, as without a free file descriptor."""
+        try:
+            return _stat(self.pid) != self.started
+        except OSError:
+            return False
 
 
 def _stat(pid: int) -> int | None:
-    """When a living process started, by /proc."""
+    """When a living process started, by /proc. Raises OSError where that cannot be read, which says nothing of the process."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+        found = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if state in "ZX" else int(fields[18])
+    state, *fields = found.rpartition(b")")[2].split()
+    return None if state in (b"Z", b"X") else int(fields[18])
 
 
 class Remote:
@@ -84,9 +92,9 @@ class Remote:
         found: list[Any] = [None] * len(self.names)
         dist.all_gather_object(found, mine, group=self._group())
         if len(set(found)) > 1:
-            asked = ", ".join(f"rank {name} {each}" for name, each in zip(self.names, found, strict=True))
+            asked = ", ".join(f"rank {name} shares {each}" for name, each in zip(self.names, found, strict=True))
             raise self.fail(
-                f"transport=symm: the ranks made different calls, which share {asked}; all ranks of a group must make the same "
+                f"transport=symm: the ranks made different calls: {asked}; all ranks of a group must make the same "
                 "calls in the same order; start all ranks again"
             )
 
@@ -254,19 +262,24 @@ def end(why: str) -> None:
     os.abort()
 
 
+FAILURES = 5  # looks in a row that may fail before a watch is given up
+
+
 class Watchdog:
-    """One thread of a process, which looks at every watch that is still held by someone."""
+    """One thread of a process, which looks at every watch that is still held by someone. A look that fails is tried again; after
+    some in a row the watch is given up, which is said."""
 
     def __init__(self, end: Callable[[str], None] = end, interval_s: float = INTERVAL_S):
         self.end, self.interval_s = end, interval_s
         self.lock = threading.Lock()
         self.watches: list[weakref.ref[Watch]] = []
+        self.failed: dict[weakref.ref[Watch], int] = {}
         self.thread: threading.Thread | None = None
 
     def add(self, watch: Watch) -> None:
         with self.lock:
             self.watches = [x for x in self.watches if x() is not None] + [weakref.ref(watch)]
-            if self.thread is None:
+            if self.thread is None or not self.thread.is_alive():
                 self.thread = threading.Thread(target=self._run, name="waits", daemon=True)
                 self.thread.start()
 
@@ -286,10 +299,17 @@ class Watchdog:
             return
         try:
             why = watch.look(time.monotonic())
-        except DriverError:
-            with self.lock:
-                self.watches.remove(reference)
+        except Exception as error:  # of the driver, of PyTorch, of /proc: none may end the watch over other waits
+            self.failed[reference] = self.failed.get(reference, 0) + 1
+            if self.failed[reference] >= FAILURES:
+                del self.failed[reference]
+                with self.lock:
+                    self.watches.remove(reference)
+                sys.stderr.write(
+                    f"transport=symm: waits are no longer watched ({error}); one that does not end will hang\n"
+                )
             return
+        self.failed.pop(reference, None)
         if why is not None:
             self.end(why)
 

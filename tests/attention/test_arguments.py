@@ -13,7 +13,7 @@ from naive import attention as plain
 from naive import kept
 
 import attention
-from attention.arguments import token_dim_of
+from attention.arguments import check_cu_seqlens, check_scale, token_dim_of
 from attention.executors.plan import Plan
 from attention.function import ContextParallel
 from attention.kernels import Call
@@ -185,6 +185,33 @@ def test_token_ids_are_sharded_as_their_tokens_are(name):
 def test_the_dim_of_the_tokens():
     for shape, packed, dim in (((2, 8), False, 1), ((2, 8, 3, 4), False, 1), ((8,), True, 0), ((8, 3, 4), True, 0)):
         assert token_dim_of(torch.zeros(shape), packed) == dim
+    assert token_dim_of(torch.zeros(1, 8), True) == 1
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (2, 8), (1, 8, 3, 4)])
+def test_packed_tensors_whose_tokens_could_be_another_dim_are_refused(shape):
+    """[T, C] was split along its channels."""
+    with pytest.raises(
+        ValueError, match=r"with cu_seqlens it must be \[T\], \[1, T\] or \[T, H, D\]; give \[T, C\] as x.unsqueeze"
+    ):
+        token_dim_of(torch.zeros(shape), True)
+
+
+@pytest.mark.parametrize("given", [5, 2.5])
+def test_cu_seqlens_that_is_no_list_is_refused(given):
+    with pytest.raises(ValueError, match="must be cumulative lengths from 0 to the total"):
+        check_cu_seqlens(given, 8)
+
+
+def test_a_scale_beyond_any_float_is_refused():
+    with pytest.raises(ValueError, match=r"must be a finite number"):
+        check_scale(10**400)
+
+
+def test_a_function_made_before_the_process_group_is_refused_in_it(in_world):
+    """Each rank would attend to its own shard alone."""
+    for said in in_world("made_alone", 2):
+        assert re.search(r"made or unpickled before init_process_group, for a world of 1; there are 2 ranks now", said)
 
 
 @pytest.mark.parametrize("transport", ("gloo", "symm"))

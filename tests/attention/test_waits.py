@@ -1,18 +1,21 @@
 """Waits for ranks that never come end, and say for whom they were."""
 
+import errno
 import os
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
 from attention.mailbox import Mailbox
 from attention.transports.mailboxes import _PendingPieces
-from attention.transports.waits import IDLE, SEEN, WAITING, Process, Remote, Wait, Waits, Watch, Watchdog
+from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Process, Remote, Wait, Waits, Watch, Watchdog
 
 LIMIT_S = 1.0
 SOON_S = 60  # a busy machine's seconds; for ever is what it must not be
@@ -35,7 +38,7 @@ def test_calls_that_want_different_memory_are_refused_on_every_rank(in_world):
     found = in_world("growing_apart", 2)
     assert found[0] == found[1]
     assert (
-        "the ranks made different calls, which share rank 0 2,097,152 bytes for kv, rank 1 4,096 bytes for kv"
+        "the ranks made different calls: rank 0 shares 2,097,152 bytes for kv, rank 1 shares 4,096 bytes for kv"
         in found[0]
     )
 
@@ -175,3 +178,35 @@ def test_the_watchdog_looks_at_what_is_still_held(watched):
         Slow._timeout = before
     assert "for rank 5, 6 to publish its kv" in told[0]
     assert [reference() for reference in watchdog.watches] == [watch]
+
+
+def test_a_look_that_fails_ends_no_watch_over_others_and_is_given_up_after_some(watched, capfd):
+    memory, watch = watched
+    looks = threading.Semaphore(0)
+
+    def broken():
+        looks.release()
+        raise ZeroDivisionError("the driver fails")
+
+    failing = Watch(broken, memory, Slow())
+    watchdog = Watchdog(lambda why: None, interval_s=0.01)
+    watchdog.add(failing)
+    watchdog.add(watch)
+    for _ in range(FAILURES):
+        assert looks.acquire(timeout=SOON_S)
+    before = time.monotonic()
+    while len(watchdog.watches) > 1 and time.monotonic() < before + SOON_S:
+        time.sleep(0.01)
+    assert [reference() for reference in watchdog.watches] == [watch]
+    assert "waits are no longer watched (the driver fails)" in capfd.readouterr().err
+
+
+def test_a_process_of_which_nothing_can_be_read_is_not_gone(monkeypatch):
+    """As where this process has no free file descriptor."""
+    mine = Process.of(os.getpid())
+
+    def refused(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert not mine.gone()
