@@ -139,7 +139,9 @@ def further(earlier: Unfinished) -> Unfinished | None:
         for rank, later in zip(samples, outcome.result["samples"], strict=True):
             for which, ms in later.items():
                 rank[which] += ms
-        value = rounds.joined(value, samples, outcome.result, started)
+        value = rounds.joined(value, samples, outcome.result, environment.period(started))
+        if spec.device == "cuda":
+            value["environment"]["gpus_after"] = environment.gpu_state()
         results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
     except OSError as error:
         raise SystemExit(f"error: {no_room(folder, error)}") from None
@@ -213,7 +215,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     taken = outcome.result.pop("experiment", about["experiment"])  # what attention=auto became
     about["experiment"] = {**taken, "timing": spec.timing}
     if outcome.result.get("timing"):
-        outcome.result["timing"]["rounds"] = rounds.begun(outcome.result["timing"], of, started)
+        outcome.result["timing"]["rounds"] = rounds.begun(outcome.result, of, started)
         if spec.timing["counters"]:
             outcome.result["timing"]["counters"] = counters.count(Experiment.from_plain(about["experiment"]))
     return _record(outcome.result, folder, about)

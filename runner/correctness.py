@@ -200,7 +200,7 @@ def check_timed(
     me: Rank, experiment: Experiment, work: AttentionWork, timed: Passes, kept: Kept | None
 ) -> dict[str, Any]:
     """Compare what the last of the `timed` iterations left, where it was of the work's own packs, and one more iteration with
-    negated inputs, with what passed before. The errors by iteration, `passed` and, where not, `why`."""
+    negated inputs, with what passed before. The errors by iteration, or why there are none; `passed` and, where not, `why`."""
     me.say("check_timed")
     if kept is None:
         return {"passed": None, "why": "launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in"}
@@ -208,7 +208,11 @@ def check_timed(
     why: list[str] = []
     last = work.outputs()
     new_packs = experiment.timing["new_packs"]
-    if all(me.gather(last.keys() == kept.outputs.keys())) and not new_packs:
+    if new_packs:
+        found["last"] = {"why": "not compared: the last timed iteration was of another pack"}
+    elif not all(me.gather(last.keys() == kept.outputs.keys())):
+        found["last"] = {"why": "not compared: the last timed iteration left no outputs"}
+    else:
         found["last"] = _repeated(me, experiment, work, last, kept, 1, why, "the last timed iteration")
     del last
     me.say("check_timed")

@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
+from statistics import median
 from typing import Any
 
 from runner import metrics, statistics
@@ -103,12 +104,13 @@ def part(spec: Experiment, this: int, rounds: int) -> Experiment:
     return replace(spec, timing=timing, phases=False, baseline="none")
 
 
-def begun(timing: Mapping[str, Any], rounds: int, started_at: float) -> dict[str, Any]:
-    """`timing.rounds` of a run's first round; `started_at` in seconds since the epoch."""
-    return _rounds([_one(timing, started_at)], rounds)
+def begun(found: Mapping[str, Any], rounds: int, started_at: float) -> dict[str, Any]:
+    """`timing.rounds` of a run's first round, from what its job returned; `started_at` in seconds since the epoch."""
+    return _rounds([_one(found, started_at)], rounds)
 
 
-def _one(timing: Mapping[str, Any], started_at: float) -> dict[str, Any]:
+def _one(found: Mapping[str, Any], started_at: float) -> dict[str, Any]:
+    timing = found["timing"]
     return {
         "samples": timing["passes"]["forward"]["n"],
         "median_ms": {which: summary["median"] for which, summary in timing["passes"].items()},
@@ -116,6 +118,7 @@ def _one(timing: Mapping[str, Any], started_at: float) -> dict[str, Any]:
             key: timing.get(key) for key in ("warmup_iterations", "warmup_settled", "back_to_back_ms")
         },  # none of simple
         "started_at": started_at,
+        "during": found["environment"]["during"],
     }
 
 
@@ -133,14 +136,15 @@ def unfinished(value: Mapping[str, Any]) -> bool:
 
 
 def joined(
-    value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], started_at: float
+    value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], period: Mapping[str, float]
 ) -> dict[str, Any]:
-    """A result with one more round: `samples` are all ranks' of all rounds, `later` is what that round's job returned."""
+    """A result with one more round: `samples` are all ranks' of all rounds, `later` is what that round's job returned, and
+    `period` when it began and how long it took, as `environment.period` has it."""
     spec = Experiment.from_plain(value["experiment"])
     before = value["timing"]
     found = statistics.of_ranks(samples)
     medians = {which: summary["median"] for which, summary in found["passes"].items()}
-    by_round = [*before["rounds"]["by_round"], _one(later["timing"], started_at)]
+    by_round = [*before["rounds"]["by_round"], _one(later, period["started_at"])]
     timing = {**before, **found, "rounds": _rounds(by_round, before["rounds"]["of"])}
     timing |= statistics.overhead(before["overhead_ms"], found["passes"])
     timing["warmup_iterations"] = sum(one["warmup_iterations"] for one in by_round)
@@ -155,10 +159,40 @@ def joined(
         timing["precision_met"] = all(statistics.settled(ms, precision, runs) for ms in slow.values())
     limited = metrics.without_exceeded(metrics.at(later["metrics"], medians, spec.world_size))  # by the newest ceilings
     environment = {**value["environment"], "ceilings": later["ceilings"]}
+    environment["seconds"] += period["seconds"]
+    first = environment["during"]  # rounds of earlier versions have none of their own
+    environment["during"] = _all_during([one.get("during", first) for one in by_round])
     whole = {**value, "timing": timing, "metrics": limited, "environment": environment}
     if (value.get("baseline") or {}).get("passes"):
         baseline = value["baseline"]
         whole["baseline"] = {**baseline, **metrics.speedup(baseline["passes"], medians, spec.world_size)}
+    return whole
+
+
+def _all_during(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What was sampled in all rounds: of each device the least and the most, the median of the rounds' medians, and every
+    throttle reason that was seen."""
+    by_device: dict[str, list[Mapping[str, Any]]] = {}
+    for during in rounds:
+        for entry in during["by_device"]:
+            by_device.setdefault(entry["device"], []).append(entry)
+    said = {
+        key: next((one[key] for one in rounds if one[key] is not None), None) for key in ("period_ms", "unavailable")
+    }
+    return {**said, "by_device": [_one_device(entries) for entries in by_device.values()]}
+
+
+def _one_device(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, Any] = {"device": entries[0]["device"], "samples": sum(entry["samples"] for entry in entries)}
+    for key in dict.fromkeys(key for entry in entries for key in entry if key not in whole):
+        taken = [entry[key] for entry in entries if entry.get(key) is not None]
+        if key == "throttle_reasons":
+            whole[key] = sorted({reason for reasons in taken for reason in reasons})
+        elif taken:
+            lows, middles, highs = ([each[name] for each in taken] for name in ("min", "median", "max"))
+            whole[key] = {"min": min(lows), "median": median(middles), "max": max(highs)}
+        else:
+            whole[key] = None
     return whole
 
 

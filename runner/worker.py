@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,9 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
             checked.found |= {"passed": False, "why": again["why"]}
             return result | {"status": "incorrect", "reason": again["why"]}
     result |= measured
+    if spec.timing["do_bench"]:  # after the check: it leaves other results behind than the last timed iteration
+        turn = partial(me.say, "timing", iteration_s)
+        result["timing"]["do_bench"] = _do_bench(work, _watch(me, False), _flush(me, spec), turn)
     result["environment"]["during"] = _during(me, sampled)
     timed = result["timing"]["passes"]
     medians = {which: s["median"] for which, s in timed.items()}
@@ -309,9 +313,6 @@ def _time(
     by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
     found = of_ranks(by_rank)
     empty_ms = timing.overhead_ms(watch) / layers
-    do_bench = None
-    if options["do_bench"]:
-        do_bench = _do_bench(work, _watch(me, False), flush, lambda: me.say("timing", iteration_s))
     found = {
         "samples": by_rank,
         "timing": {
@@ -322,7 +323,7 @@ def _time(
             "flush_l2": options["flush_l2"],
             "layers": layers,
             "new_packs": options["new_packs"],
-            "do_bench": do_bench,
+            "do_bench": None,
             **note,
         },
     }

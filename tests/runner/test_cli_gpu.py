@@ -83,5 +83,6 @@ def test_our_timing_agrees_with_do_bench(tmp_path):
     done, (value,) = run(tmp_path, "attention=dense", "config=large", "batch=1", "world_size=1", "timing.do_bench=true",
                          "timing.flush_l2=true")  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert value["correctness"]["timed"]["last"].keys() == {"out", "dq", "dk", "dv"}  # before do_bench's own calls
     for found in value["timing"]["do_bench"].values():
         assert found["ratio"] == pytest.approx(1, rel=0.01), found

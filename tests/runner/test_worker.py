@@ -27,6 +27,21 @@ def test_equal_runs_in_one_world_take_equally_much_memory(pool):
     assert max(peaks) < 1.05 * min(peaks), peaks
 
 
+@pytest.mark.parametrize("new_packs", [False, True])
+def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_packs):
+    pack = (
+        "attention=llama3",
+        "batch=1",
+        "seqlens=[2,6,8,16,24,32,40]",
+        f"timing.new_packs={new_packs}",
+        "baseline=none",
+    )
+    outcome = measured(pool, 1, *pack)
+    assert outcome.status == "ok", outcome.reason
+    last = outcome.result["correctness"]["timed"]["last"]
+    assert last.keys() == ({"why"} if new_packs else {"out", "dq", "dk", "dv"})
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit(rank):
     """Only rank 0 works there: the others are waiting, and as such never late by themselves."""
