@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 CLOSING_S = 30.0  # what was started is ended well within
@@ -229,7 +230,7 @@ def _run(arguments: list[str]) -> int:
             where = error.filename or next(iter(app.sweeps), _output(arguments))
             print(f"error: {app.no_room(shown(str(where)), error)}", file=sys.stderr)
             return 1
-        if isinstance(error, (HydraException, OmegaConfBaseException)) or not _from(app.execute, error):
+        if isinstance(error, (HydraException, OmegaConfBaseException)) or not _from((app.execute, app.further), error):
             return refuse(message(error), arguments)
         raise
     finally:
@@ -241,11 +242,12 @@ def _run(arguments: list[str]) -> int:
     return exit_status(app.statuses)
 
 
-def _from(function: Any, error: BaseException) -> bool:
-    """Whether an error came out of a function of ours; else it is Hydra's, with what it was given as `hydra.*`."""
+def _from(functions: Collection[Any], error: BaseException) -> bool:
+    """Whether an error came out of one of our functions; else it is Hydra's, with what it was given as `hydra.*`."""
+    codes = {function.__code__ for function in functions}
     at = error.__traceback__
     while at is not None:
-        if at.tb_frame.f_code is function.__code__:
+        if at.tb_frame.f_code in codes:
             return True
         at = at.tb_next
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from runner.schema import (
     run_name,
     usable_gpus,
 )
+from runner.statistics import Samples
 
 pool = Pool()
 statuses: list[str] = []  # of this invocation's runs
@@ -64,11 +66,19 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
         earlier = _earlier(folder, identity(cfg))
         if earlier is not None and earlier.status == "ok":
             _note_sweep(folder.parent)
-            if (rest := _resumed(cfg, folder, earlier.plain, hydra.job.num)) is not None:
-                return rest
-            display.out.print(f"{earlier.name}: kept from before")
-            statuses.append("ok")
-            return None
+            if not rounds.unfinished(earlier.plain):
+                display.out.print(f"{earlier.name}: kept from before")
+                statuses.append("ok")
+                return None
+            try:
+                if (rest := _resumed(cfg, folder, earlier.plain, hydra.job.num)) is not None:
+                    return rest
+            except (InvalidConfig, UnsupportedHere) as error:
+                statuses.append(_refusal(error))
+                said = f"{earlier.name}: kept as it is, without its other rounds: {error}"
+                display.err.print(escape(said), soft_wrap=True)
+                return None
+            display.out.print(f"{earlier.name}: its samples are gone or too few to go on with, so it is run anew")
     try:
         seed = sweep.seed_of(folder.parent) if sweeping and cfg.seed is None else sweep.fresh_seed()
     except OSError as error:
@@ -94,15 +104,27 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
 
 
 def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | None:
-    """A run that was interrupted between its rounds, with the limits of now; None where it is finished, or can't go on."""
-    if not rounds.unfinished(earlier) or not (folder / "samples.parquet").exists():
+    """A run that was interrupted between its rounds, with the limits of now; None where its samples are not all there.
+    Raises InvalidConfig and UnsupportedHere."""
+    if _taken(folder, earlier) is None:
         return None
-    try:
-        now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
-    except (InvalidConfig, UnsupportedHere):
-        return None
+    now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
     earlier["experiment"] |= {"launch": now.launch, "timing": now.timing}
     return Unfinished(number, folder, earlier)
+
+
+def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
+    """The samples that a result is of, each rank's by pass; None where its file lacks some. The file is written before the
+    result, so it may have a round more."""
+    try:
+        return rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
+    except (OSError, ValueError, KeyError):  # ValueError: no parquet file
+        return None
+
+
+def _refusal(error: InvalidConfig | UnsupportedHere) -> str:
+    """The status of a run that is not done."""
+    return "invalid" if isinstance(error, InvalidConfig) else "unsupported"
 
 
 def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
@@ -120,22 +142,59 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
 
 
 def further(earlier: Unfinished) -> Unfinished | None:
-    """The next round of a run; None when it has no more, or failed."""
+    """The next round of a run; None when it has no more, or failed. Any error of this program's own in it is a crash of
+    this run alone."""
+    try:
+        return _next_round(earlier)
+    except Exception as error:
+        if _stopping(error):
+            raise
+        try:
+            with (earlier.folder / "run.log").open("a") as log:
+                log.write("".join(traceback.format_exception(error)))
+        except OSError as full:
+            raise SystemExit(f"error: {no_room(earlier.folder, full)}") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}; run.log has where"
+        failed = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
+        _ended(earlier, failed)
+        return None
+
+
+def _stopping(error: BaseException | None) -> bool:
+    """Whether an error came up while Ctrl-C or SIGTERM unwound the program."""
+    return error is not None and (isinstance(error, (KeyboardInterrupt, SystemExit)) or _stopping(error.__context__))
+
+
+def _about(value: dict[str, Any]) -> dict[str, Any]:
+    """What stays of a result whose later round fails."""
+    return {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
+
+
+def _ended(earlier: Unfinished, failed: dict[str, Any]) -> None:
+    """Record a run whose next round failed."""
+    try:
+        for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # no number without its proof
+            (earlier.folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise SystemExit(f"error: {no_room(earlier.folder, error)}") from None
+    failed["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {failed['reason']}"
+    _recorded(failed, earlier.folder, earlier.number)
+
+
+def _next_round(earlier: Unfinished) -> Unfinished | None:
     folder, value, this = earlier.folder, earlier.value, earlier.done
     spec = Experiment.from_plain(value["experiment"])
-    about = {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
     started = time.time()
     place = f"run {sweep.place(earlier.number)}"
     with _progress(spec, place, f", round {this + 1} of {earlier.rounds}") as progress:
         outcome = _in_world(rounds.part(spec, this, earlier.rounds), folder, progress)
+    if outcome.status != "ok" or outcome.result["status"] != "ok":
+        _ended(earlier, _failed(outcome, folder, _about(value)))
+        return None
     try:
-        if outcome.status != "ok" or outcome.result["status"] != "ok":
-            for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # no number without its proof
-                (folder / name).unlink(missing_ok=True)
-            failed = _failed(outcome, folder, about)
-            failed["reason"] = f"in round {this + 1} of {earlier.rounds}: {failed['reason']}"
-            return _recorded(failed, folder, earlier.number)
-        samples = results.read_samples(folder / "samples.parquet")
+        samples = rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
+        if samples is None:
+            raise RuntimeError(f"{folder / 'samples.parquet'}: fewer samples than the result is of")
         for rank, later in zip(samples, outcome.result["samples"], strict=True):
             for which, ms in later.items():
                 rank[which] += ms
@@ -196,9 +255,8 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
         if reason := peers.missing(spec.variant, spec.device):
             raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
-        status = "invalid" if isinstance(error, InvalidConfig) else "unsupported"
         about["environment"] = environment.host() | environment.period(started)
-        return results.result(status=status, reason=str(error), **about)
+        return results.result(status=_refusal(error), reason=str(error), **about)
     about |= {"experiment": spec.plain(), "environment": dict(environment.host())}
     about["environment"]["variables"] = about["environment"]["variables"] | _variables(spec)
     if spec.device == "cuda":

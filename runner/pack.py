@@ -45,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sweep in options.sweeps:
             target = options.into / sweep.resolve().name if options.into else sweep
             runs = pack(sweep, target)
+            if lacking := [run.name for run in runs if run.timing and run.timing.rounds.unfinished]:
+                print(
+                    f"{sweep}: without all their rounds: {', '.join(lacking)}; resume=true goes on with them in their folders, "
+                    "and runs them anew where only the pack is left",
+                    file=sys.stderr,
+                )
             if options.remove:
                 remove(sweep, runs)
             size = sum(path.stat().st_size for path in target.glob("*.parquet"))

@@ -122,6 +122,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     for key in differing(runs):
         columns.append((FACTS[key], lambda run, key=key: fact(run, key, varying)))  # type: ignore[misc]
     columns.append(("status", lambda run: "" if run.ok else run.row["status"]))
+    columns.append(("rounds", lambda run: run.row["rounds"] or ""))
     for which in PASSES:
         columns.append((f"{which} ms (IQR)", lambda run, which=which: _spread(run, which)))  # type: ignore[misc]
     if any(_late(run) for run in runs):
@@ -187,6 +188,10 @@ def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
     if high := [share for share in shares if share > OVERHEAD]:
         notes.append(
             f"Timing itself takes above 1% of the shortest pass in {_count(len(high), 'run')}, {max(high):.1%} at most."
+        )
+    if lacking := sum(bool(run.row["rounds"]) for run in runs):
+        notes.append(
+            f"{_count(lacking, 'run')} without all rounds (`rounds`), so of fewer samples: the sweep was interrupted."
         )
     if "*" in marks:
         notes.append("`*`: the single device's time is extrapolated by FLOPs from a shorter sequence that fits.")

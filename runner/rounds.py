@@ -199,3 +199,10 @@ def _one_device(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def of_samples(value: Mapping[str, Any]) -> list[int]:
     """How many samples each round of a result has."""
     return [one["samples"] for one in value["timing"]["rounds"]["by_round"]]
+
+
+def first(samples: Sequence[Samples], number: int) -> list[Samples] | None:
+    """The first `number` samples of each rank and pass; None where one has fewer."""
+    if any(len(ms) < number for rank in samples for ms in rank.values()):
+        return None
+    return [{which: ms[:number] for which, ms in rank.items()} for rank in samples]

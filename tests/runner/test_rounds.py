@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 from composing import resolved
 from test_cli import environment, results_in, run
-from test_results import unnamed
+from test_results import measured, unnamed
 
-from runner import app, results, rounds
+from runner import app, interleave, pack, report_runs, report_tables, results, rounds
 from runner.schema import InvalidConfig
 
 SIZES = [
@@ -121,6 +121,61 @@ def test_samples_are_read_as_they_were_written(tmp_path):
     assert list(table[(table["rank"] == 1) & (table["pass"] == "forward")]["round"]) == [0, 0, 1]
 
 
+def begun(folder, name, samples) -> app.Unfinished:
+    """A run with one round of three, of one sample, and its samples."""
+    value = measured(name)
+    one = {"samples": 1, "median_ms": {"forward": 4.0}}
+    value["timing"]["rounds"] = {"done": 1, "of": 3, "drift": {}, "by_round": [one]}
+    results.write_result(folder / name, value)
+    results.write_samples(folder / name / "samples.parquet", samples)
+    return app.Unfinished(0, folder / name, value)
+
+
+def test_samples_of_a_round_that_the_result_lacks_are_left_out_and_too_few_are_none(tmp_path):
+    run = begun(tmp_path, "ring", [{"forward": [1.0, 2.0]}, {"forward": [3.0, 4.0]}])
+    assert app._taken(run.folder, run.value) == [{"forward": [1.0]}, {"forward": [3.0]}]
+    run.value["timing"]["rounds"]["by_round"] *= 3
+    assert app._taken(run.folder, run.value) is None
+    (run.folder / "samples.parquet").write_text("no parquet")
+    assert app._taken(run.folder, run.value) is None
+    (run.folder / "samples.parquet").unlink()
+    assert app._taken(run.folder, run.value) is None
+
+
+def test_an_error_of_the_program_in_a_later_round_is_a_crash_of_that_run_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "statuses", [])
+    monkeypatch.setattr(app, "sweeps", [])
+    runs = [begun(tmp_path, name, [{"forward": [1.0]}]) for name in ("ring", "zigzag")]
+    for each in runs:
+        each.value["experiment"]["workload"]["unheard_of"] = 1  # no Experiment can be made of it
+    interleave._further(runs)
+    assert app.statuses == ["crash", "crash"]
+    for each in runs:
+        value = json.loads((each.folder / "result.json").read_text())
+        assert value["status"] == "crash" and value["timing"] is None
+        assert value["reason"].startswith("in round 2 of 3: TypeError: ") and "unheard_of" in value["reason"]
+        assert "Traceback" in (each.folder / "run.log").read_text()
+        assert not (each.folder / "samples.parquet").exists()
+
+
+def test_a_stop_in_a_later_round_is_no_crash():
+    try:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("of unwinding")
+    except RuntimeError as error:
+        assert app._stopping(error) and not app._stopping(RuntimeError())
+
+
+def test_a_run_that_lacks_rounds_is_marked_in_reports_and_named_when_packed(tmp_path, capsys):
+    begun(tmp_path, "ring", [{"forward": [1.0]}])
+    table = report_tables.runs_table(report_runs.read([tmp_path])).markdown()
+    assert "rounds" in table and "1 of 3" in table and "without all rounds" in table
+    assert pack.main([str(tmp_path)]) == 0
+    assert "without all their rounds: ring" in capsys.readouterr().err
+
+
 def test_compared_runs_take_turns_and_one_that_crashes_harms_no_other(tmp_path):
     done = run(tmp_path, "-m", "attention=ring,zigzag", "launch.fault=null,'1:timing:raise'", "timing.timing_runs=7",
                "order=interleaved", *SIZES, small=False)  # fmt: skip
@@ -195,11 +250,21 @@ def test_an_interrupted_sweep_has_valid_results_and_resuming_it_does_the_rounds_
     assert failed["reason"].startswith("in round 2 of 2: rank 1 in phase timing")
     assert not (tmp_path / "copy" / name / "samples.parquet").exists()
 
+    # one was killed after it wrote the samples of its second round; those of the other are gone
+    killed, bare = (tmp_path / "sweep" / name for name in before)
+    samples = results.read_samples(killed / "samples.parquet")
+    more = [{which: [*ms, 1e6] for which, ms in rank.items()} for rank in samples]
+    results.write_samples(killed / "samples.parquet", more, [1, 1])
+    (bare / "samples.parquet").unlink()
     start = time.time()
     done = run(tmp_path, *arguments, "timing.warmup_ms=800", "resume=true", small=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("run anew") == 1
     after = results_in(tmp_path / "sweep")
-    for name, value in after.items():
+    assert 1e6 not in results.read_samples(killed / "samples.parquet")[0]["forward"]
+    assert after[bare.name]["timing"]["rounds"]["by_round"][0]["started_at"] > start
+    assert {name: rounds.of_samples(value) for name, value in after.items()} == {name: [1, 1] for name in before}
+    for name, value in ((name, value) for name, value in after.items() if name != bare.name):
         by_round = value["timing"]["rounds"]["by_round"]
         assert by_round[0] == before[name]["timing"]["rounds"]["by_round"][0]
         assert (value["timing"]["rounds"]["done"], value["timing"]["passes"]["forward"]["n"]) == (2, 2)
