@@ -140,7 +140,10 @@ def test_samples_of_an_earlier_version_without_rounds_are_packed_beside_those_of
 def test_a_table_that_cannot_be_packed_leaves_the_pack_as_it_was(sweep, capsys):
     assert pack.main([str(sweep)]) == 0
     before = {path: path.read_bytes() for path in sweep.glob("*.parquet")}
-    next(sweep.glob("*/result.json")).parent.joinpath("kernels.csv").write_text("rank,kernel\nzero,k\n")
+    folder = min(sweep.glob("*/result.json")).parent
+    value = json.loads((folder / "result.json").read_text())
+    results.write_result(folder, value | {"environment": {"host": "another"}})
+    (folder / "kernels.csv").write_text("rank,kernel\nzero,k\n")
     assert pack.main([str(sweep)]) == 2 and "error: " in capsys.readouterr().err
     assert {path: path.read_bytes() for path in sweep.glob("*.parquet")} == before
 
