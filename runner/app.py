@@ -71,14 +71,15 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
                 statuses.append("ok")
                 return None
             try:
-                if (rest := _resumed(cfg, folder, earlier.plain, hydra.job.num)) is not None:
-                    return rest
+                rest = _resumed(cfg, folder, earlier.plain, hydra.job.num)
             except (InvalidConfig, UnsupportedHere) as error:
                 statuses.append(_refusal(error))
                 said = f"{earlier.name}: kept as it is, without its other rounds: {error}"
                 display.err.print(escape(said), soft_wrap=True)
                 return None
-            display.out.print(f"{earlier.name}: its samples are gone or too few to go on with, so it is run anew")
+            if isinstance(rest, Unfinished):
+                return rest
+            display.out.print(f"{earlier.name}: {rest}, so it is run anew", soft_wrap=True)
     try:
         seed = sweep.seed_of(folder.parent) if sweeping and cfg.seed is None else sweep.fresh_seed()
     except OSError as error:
@@ -103,14 +104,25 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     return None
 
 
-def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | None:
-    """A run that was interrupted between its rounds, with the limits of now; None where its samples are not all there.
-    Raises InvalidConfig and UnsupportedHere."""
+def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | str:
+    """A run that was interrupted between its rounds, with the limits of now; or why it cannot go on: its samples are not all
+    there, or would be of two kinds. Raises InvalidConfig and UnsupportedHere."""
     if _taken(folder, earlier) is None:
-        return None
+        return "its samples are gone or too few to go on with"
     now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
+    if changed := environment.changed(earlier["environment"], _surroundings(now)):
+        return f"what its first rounds ran with is not what is here now ({', '.join(changed)})"
     earlier["experiment"] |= {"launch": now.launch, "timing": now.timing}
     return Unfinished(number, folder, earlier)
+
+
+def _surroundings(spec: Experiment) -> dict[str, Any]:
+    """What a run's result has of where it was made, as far as that is known before it begins."""
+    found = dict(environment.host())
+    found["variables"] = found["variables"] | _variables(spec)
+    if spec.device == "cuda":
+        found |= {"topology": environment.topology(), "gpus_before": environment.gpu_state()}
+    return found
 
 
 def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
@@ -257,10 +269,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     except (InvalidConfig, UnsupportedHere) as error:
         about["environment"] = environment.host() | environment.period(started)
         return results.result(status=_refusal(error), reason=str(error), **about)
-    about |= {"experiment": spec.plain(), "environment": dict(environment.host())}
-    about["environment"]["variables"] = about["environment"]["variables"] | _variables(spec)
-    if spec.device == "cuda":
-        about["environment"] |= {"topology": environment.topology(), "gpus_before": environment.gpu_state()}
+    about |= {"experiment": spec.plain(), "environment": _surroundings(spec)}
     folder.mkdir(parents=True, exist_ok=True)
     of = rounds.number(cfg.order, spec, compared)
     with _progress(spec, place) as progress:

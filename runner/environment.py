@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,31 @@ def _git() -> dict[str, Any]:
 
 def _truth(text: str | None) -> bool | None:
     return {"1": True, "true": True, "0": False, "false": False}.get((text or "").strip().lower())
+
+
+def changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two results' environments so that their times are not of one kind: the commit, the packages, the
+    machine, or its GPUs. Empty where nothing does."""
+    differ: dict[str, tuple[Any, Any]] = {
+        "commit": (_commit(earlier), _commit(now)),
+        "packages": (earlier.get("packages"), now.get("packages")),
+        "machine": (earlier.get("machine_id"), now.get("machine_id")),
+        "GPUs": (_gpus(earlier), _gpus(now)),
+    }
+    return [what for what, (before, after) in differ.items() if before != after]
+
+
+def _commit(found: Mapping[str, Any]) -> tuple[Any, Any]:
+    git = found.get("git") or {}
+    return git.get("commit"), git.get("dirty")
+
+
+def _gpus(found: Mapping[str, Any]) -> tuple[list[Any], Any] | None:
+    """Those of the machine, and which of them may be used; None for a run on a CPU."""
+    if "gpus_before" not in found:
+        return None
+    visible = (found.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
+    return sorted(gpu["uuid"] for gpu in found["gpus_before"]), visible
 
 
 def commit_text(git: dict[str, Any] | None) -> str:

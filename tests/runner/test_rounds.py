@@ -9,7 +9,7 @@ import time
 
 import pandas as pd
 import pytest
-from composing import resolved
+from composing import configured, resolved
 from test_cli import environment, results_in, run
 from test_results import measured, unnamed
 
@@ -140,6 +140,15 @@ def test_samples_of_a_round_that_the_result_lacks_are_left_out_and_too_few_are_n
     assert app._taken(run.folder, run.value) is None
     (run.folder / "samples.parquet").unlink()
     assert app._taken(run.folder, run.value) is None
+
+
+def test_a_run_goes_on_only_with_the_commit_and_on_the_machine_of_its_first_rounds(tmp_path):
+    run, cfg = begun(tmp_path, "ring", [{"forward": [1.0]}]), configured("hardware=cpu")
+    run.value["environment"] = json.loads(json.dumps(app._surroundings(spec())))  # as a result's file has it
+    assert isinstance(app._resumed(cfg, run.folder, run.value, 0), app.Unfinished)
+    run.value["environment"] |= {"git": {"commit": "0" * 40, "dirty": False}, "machine_id": "another"}
+    why = app._resumed(cfg, run.folder, run.value, 0)
+    assert why == "what its first rounds ran with is not what is here now (commit, machine)"
 
 
 def test_an_error_of_the_program_in_a_later_round_is_a_crash_of_that_run_alone(tmp_path, monkeypatch):
