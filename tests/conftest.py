@@ -21,9 +21,8 @@ GPU_WORLD_S = 240  # and one with worlds, which start and compile first
 
 
 def pytest_xdist_auto_num_workers(config):
-    """The files of tests go to several workers, which have their own worlds; GPUs are not shared. One more than cores, since
-    a worker waits for its worlds a third of the time."""
-    return 0 if torch.cuda.is_available() else min(4, cores() + 1)
+    """The files of tests go to several workers, which have their own worlds; GPUs are not shared."""
+    return 0 if torch.cuda.is_available() else min(4, cores())
 
 
 def pytest_addoption(parser):
