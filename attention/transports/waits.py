@@ -5,6 +5,7 @@ NCCL's does."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -303,11 +304,12 @@ class Watchdog:
             self.failed[reference] = self.failed.get(reference, 0) + 1
             if self.failed[reference] >= FAILURES:
                 del self.failed[reference]
+                with contextlib.suppress(OSError, ValueError):  # nobody listens
+                    sys.stderr.write(
+                        f"transport=symm: waits are no longer watched ({error}); one that does not end will hang\n"
+                    )
                 with self.lock:
                     self.watches.remove(reference)
-                sys.stderr.write(
-                    f"transport=symm: waits are no longer watched ({error}); one that does not end will hang\n"
-                )
             return
         self.failed.pop(reference, None)
         if why is not None:

@@ -505,6 +505,10 @@ def test_query_heads_must_be_a_multiple_of_kv_heads():
             if heads and kv_heads and heads % kv_heads == 0:
                 check_heads(heads, kv_heads)
                 continue
+            if not heads or not kv_heads:
+                with pytest.raises(ValueError, match=f"heads={heads}, kv_heads={kv_heads}: both must be at least 1"):
+                    check_heads(heads, kv_heads)
+                continue
             with pytest.raises(ValueError, match=f"heads={heads}, kv_heads={kv_heads}: heads must be a multiple") as e:
                 check_heads(heads, kv_heads)
             offers = re.findall(r"\d+", str(e.value).split("may be")[1])
