@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attention.function import ContextParallel, make, names
+    from attention.api import ContextParallel, make, names
     from attention.kernels.interface import UnsupportedCall
 
 __all__ = ["ContextParallel", "UnsupportedCall", "make", "names"]
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
         return UnsupportedCall
     if name in __all__:
-        from attention import function
+        from attention import api as function
 
         return getattr(function, name)
     raise AttributeError(f"module 'attention' has no attribute {name!r}")

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.layouts import CuSeqlens
+from attention.geometry.layouts import CuSeqlens
 from attention.tensors import on_host
-from attention.variants import check_heads
+from attention.variants.registry import check_heads
 
 Packs = Tensor | list[int] | tuple[int, ...] | None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

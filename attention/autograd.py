@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 
 from attention.executors import EXECUTORS
 from attention.executors.plan import Plan
-from attention.graphs import Replays
+from attention.geometry.layouts import Shard
 from attention.kernels import UnsupportedCall
 from attention.kernels.fit import fit
-from attention.layouts import Shard
-from attention.tape import Run
+from attention.runtime.cuda_graphs import Replays
+from attention.runtime.launch_trace import Run
 from attention.transports import Transport
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attention import tape
-from attention.masks import Interval
-from attention.streams import On, capturing, current
+from attention.masks.band import Interval
+from attention.runtime import launch_trace
+from attention.runtime.streams import On, capturing, current
 
 _read = WeakTensorKeyDictionary()  # by tensor, when it was read and what stood there
 
@@ -71,7 +71,7 @@ def index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dt
 
 @lru_cache(maxsize=128)
 def _index(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    with tape.unseen():
+    with launch_trace.unseen():
         return uploaded(tokens_of(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
 
 
@@ -148,7 +148,7 @@ def _by_kernel(*given: Tensor) -> bool:
 
 def _numbered(into: Tensor, x: Tensor, to: tuple[Interval, ...], of: tuple[Interval, ...]) -> None:
     """Tokens `of` x to tokens `to` of `into`, both in order."""
-    from attention.kernels.triton_rows import sum_rows
+    from attention.kernels.ops.rows import sum_rows
 
     here, there = (index(each, x.device, torch.int32) for each in (of, to))
     if here.numel() != there.numel():

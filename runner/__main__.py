@@ -48,8 +48,10 @@ def refuse(reason: str, arguments: list[str]) -> int:
     import hashlib
     from pathlib import Path
 
-    from runner import environment, folders, results
-    from runner.values import shown
+    from runner import environment
+    from runner.config import folders
+    from runner.config.values import shown
+    from runner.output import results
 
     output = _output(arguments)
     key = hashlib.sha256(" ".join(arguments).encode(errors="surrogateescape")).hexdigest()[:8]
@@ -182,7 +184,7 @@ def _misread(flags: list[str]) -> str | None:
 
 
 def _main() -> int:
-    from runner import overrides, schema
+    from runner.config import overrides, schema
 
     flags, arguments = overrides.split(sys.argv[1:])
     if "--version" in flags:
@@ -210,8 +212,9 @@ def _run(arguments: list[str]) -> int:
 
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
-    from runner import app, display, interleave, results
-    from runner.values import Refused, shown
+    from runner import app, interleave
+    from runner.config.values import Refused, shown
+    from runner.output import display, results
 
     interleave.register()
     stops = Stops()

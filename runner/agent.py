@@ -1,7 +1,7 @@
 """Joins a further node to a world over several nodes: `python -m runner.agent HOST:PORT`, on each node but the program's.
 
 The program's node is the first one, whichever starts earlier. This one learns from it what world it is, starts its share of
-the ranks (runner.node) and ends with the world."""
+the ranks (runner.launch.node) and ends with the world."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner import endpoint
-from runner.launch import WorldSpec, node_environment, own_folder, process_group, remove_abandoned
-from runner.node import JOINED, SPEC
+from runner.launch import endpoint
+from runner.launch.node import JOINED, SPEC
+from runner.launch.worlds import WorldSpec, node_environment, own_folder, process_group, remove_abandoned
 
 TRY_S, CONNECT_S = 0.5, 2.0
 TAIL_LINES = 20
@@ -85,7 +85,7 @@ def join(where: str, timeout_s: float) -> Joined:
 
 def serve(joined: Joined, folder: Path) -> int:
     """Run this node's ranks in `folder` until the world ends; the exit status."""
-    command = [sys.executable, "-P", "-m", "runner.node", str(folder), json.dumps(joined.plain())]
+    command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(joined.plain())]
     with (folder / "node.log").open("wb") as log:
         node = subprocess.Popen(
             command,

@@ -14,11 +14,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
-from attention import peers
-from runner import counters, display, environment, metrics, record, results, rounds, sweep
-from runner.launch import Outcome, Pool, WorldSpec, cores
-from runner.record import Problem, Result
-from runner.schema import (
+from attention import external
+from runner import environment, rounds, sweep
+from runner.config.schema import (
     Experiment,
     InvalidConfig,
     Machine,
@@ -29,7 +27,11 @@ from runner.schema import (
     run_name,
     usable_gpus,
 )
-from runner.statistics import Samples
+from runner.launch.worlds import Outcome, Pool, WorldSpec, cores
+from runner.measure import metrics, ncu
+from runner.measure.statistics import Samples
+from runner.output import display, record, results
+from runner.output.record import Problem, Result
 
 pool = Pool()
 statuses: list[str] = []  # of this invocation's runs
@@ -264,7 +266,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
         check_fits(spec, _machine(gpus))
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
-        if reason := peers.missing(spec.variant, spec.device):
+        if reason := external.missing(spec.variant, spec.device):
             raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
         about["environment"] = environment.host() | environment.period(started)
@@ -284,7 +286,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     if outcome.result.get("timing"):
         outcome.result["timing"]["rounds"] = rounds.begun(outcome.result, of, started)
         if spec.timing["counters"]:
-            outcome.result["timing"]["counters"] = counters.count(Experiment.from_plain(about["experiment"]))
+            outcome.result["timing"]["counters"] = ncu.count(Experiment.from_plain(about["experiment"]))
     return _record(outcome.result, folder, about)
 
 
@@ -325,7 +327,9 @@ def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Out
     world = WorldSpec(spec.world_size, spec.device, *where, variables)
     arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
     log = folder / "run.log"
-    return pool.call(world, "runner.worker:run", arguments, launch["timeout_s"], log, progress, fresh=launch["fresh"])
+    return pool.call(
+        world, "runner.measure.job:run", arguments, launch["timeout_s"], log, progress, fresh=launch["fresh"]
+    )
 
 
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attention import costs, rates
-from attention.masks import Mask
-from attention.rates import CallClass, Rate
+from attention.geometry import costs
+from attention.masks.band import Mask
+from attention.measured import rates
+from attention.measured.rates import CallClass, Rate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +152,7 @@ def measure(
     import torch
 
     from attention.kernels import Shape, refusal
-    from runner import statistics, timing
+    from runner.measure import statistics, timing
 
     given = sizes(call, tiny)
     packed = call.layout == "packed"

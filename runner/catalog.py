@@ -14,11 +14,14 @@ from omegaconf import OmegaConf
 from rich.markup import escape
 from rich.table import Table
 
-from attention import costs
-from attention.choice import AUTO, OPTIONS, SUMMARY
-from attention.peers import missing as peer_missing
-from attention.variants import Variant, everything, nearest
-from runner import display, environment, metrics, overrides, schema
+from attention.autotune.model import AUTO, OPTIONS, SUMMARY
+from attention.external import missing as peer_missing
+from attention.geometry import costs
+from attention.variants.registry import Variant, everything, nearest
+from runner import environment
+from runner.config import overrides, schema
+from runner.measure import metrics
+from runner.output import display
 
 
 def attention() -> Table:
@@ -33,7 +36,7 @@ def attention() -> Table:
         table.add_row(name, about, "\n".join([works, can, *given]))
 
     use = "where no particular variant is wanted"
-    add(AUTO, SUMMARY, use, "our cost model (attention/choice.py)", "yes", "what any of them can", OPTIONS)
+    add(AUTO, SUMMARY, use, "our cost model (attention/autotune/model.py)", "yes", "what any of them can", OPTIONS)
     for v in everything().values():
         masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
         masks += (["window"] if v.windows else []) + (["packs"] if v.packs and not v.decode else [])
@@ -49,7 +52,11 @@ def config() -> Table:
             cfg = compose("config", overrides=[f"config={name}"])
             if cfg.seq_len is None:
                 table.add_row(
-                    "default", name, *[""] * 4, "sizes by hardware: see DEFAULT_SIZES in runner/schema.py", *[""] * 3
+                    "default",
+                    name,
+                    *[""] * 4,
+                    "sizes by hardware: see DEFAULT_SIZES in runner/config/schema.py",
+                    *[""] * 3,
                 )
                 continue
             entries.append(cfg)

@@ -23,10 +23,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner import display, pack, report_runs, report_tables
-from runner.report_runs import FACTS, MADE, WORKLOAD, Run, varying_options
-from runner.report_tables import PASSES, Table, differing, digits, fact
-from runner.statistics import quantile, ratio_interval
+from runner import pack
+from runner.measure.statistics import quantile, ratio_interval
+from runner.output import display
+from runner.report import runs as report_runs
+from runner.report import tables
+from runner.report.runs import FACTS, MADE, WORKLOAD, Run, varying_options
+from runner.report.tables import PASSES, Table, differing, digits, fact
 
 PROGRAM = "python -m runner.compare"
 EVEN, FASTER, SLOWER, INCONCLUSIVE = "even", "faster", "slower", "inconclusive"
@@ -119,7 +122,7 @@ def _latest(runs: Sequence[Run]) -> dict[tuple[object, ...], Run]:
     found: dict[tuple[object, ...], Run] = {}
     for run in runs:
         key = _asked(run)
-        if key not in found or report_tables.begun(run) >= report_tables.begun(found[key]):
+        if key not in found or tables.begun(run) >= tables.begun(found[key]):
             found[key] = run
     return found
 
@@ -258,7 +261,7 @@ def _said(pair: Pair) -> str:
 
 def environment(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     """What differs between the machines, packages and commits of the two sets, a line each."""
-    before, now = (dict(report_tables.environment_table(runs).rows) for runs in (a, b))
+    before, now = (dict(tables.environment_table(runs).rows) for runs in (a, b))
     titles = [title for title in dict.fromkeys([*before, *now]) if title != "command"]
     return [
         f"{title}: {before.get(title, 'not said')} → {now.get(title, 'not said')}"

@@ -5,7 +5,7 @@
 
 A packed sweep has `results.parquet` (a row a run: the columns of the summary, and the whole of its result.json in `result`),
 `phases.parquet`, `samples.parquet` and `kernels.parquet` (the runs' tables one after another, `run` before their own columns),
-and `summary.md`. `runner.report`, `runner.compare` and resume=true read it as they read the folders. What was packed there
+and `summary.md`. `runner.report.command`, `runner.compare` and resume=true read it as they read the folders. What was packed there
 before stays, but for runs of the same name. Everything is read back and compared before the command says so, and before
 --remove deletes the run folders. Logs, traces and .hydra are not packed (the configuration is in the result)."""
 
@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner import record, results
-from runner.record import Result
-from runner.statistics import Samples, slowest
+from runner.measure.statistics import Samples, slowest
+from runner.output import record, results
+from runner.output.record import Result
 
 if TYPE_CHECKING:
     import pyarrow as pa

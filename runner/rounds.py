@@ -37,9 +37,9 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
-from runner import metrics, statistics
-from runner.schema import Experiment
-from runner.statistics import Samples
+from runner.config.schema import Experiment
+from runner.measure import metrics, statistics
+from runner.measure.statistics import Samples
 
 ROUNDS = 3
 LEAST_SAMPLES = 3  # of a turn, under order=auto

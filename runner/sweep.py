@@ -14,9 +14,10 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from runner import overrides, record
-from runner.schema import SEEDS
-from runner.values import InvalidConfig, Refused
+from runner.config import overrides
+from runner.config.schema import SEEDS
+from runner.config.values import InvalidConfig, Refused
+from runner.output import record
 
 SEED = "seed"  # the file of a sweep's folder that has it
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import attention
 
 if TYPE_CHECKING:
-    from runner.rank import Rank
+    from runner.launch.rank import Rank
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = ("contiguous", "heads_first", "slice", "strided_dim", "offset", "expanded_batch")
@@ -69,7 +69,7 @@ class Case:
 
 def variants() -> dict[str, Any]:
     """Ours by name: what the library lists beside external packages and `auto`."""
-    from attention.variants import VARIANTS
+    from attention.variants.registry import VARIANTS
 
     return dict(VARIANTS)
 

@@ -30,12 +30,12 @@ import torch.distributed as dist
 
 import attention
 from attention.kernels import KERNELS, Absent, Call
-from attention.masks import Mask
-from attention.variants import VARIANTS
-from runner import ceilings, correctness, worker
-from runner.rank import Rank, memory_limit
-from runner.schema import Experiment, UnsupportedHere
-from runner.workpiece import AttentionWork, build
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
+from runner.config.schema import Experiment, UnsupportedHere
+from runner.launch.rank import Rank, memory_limit
+from runner.measure import ceilings, correctness, job
+from runner.measure.workload import AttentionWork, build
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 KNOWN = 64  # calls whose results are kept
@@ -133,7 +133,7 @@ def decode(
 ) -> list[dict[str, Any]]:
     """For each case, the relative L2 error of out and the largest of lse on any rank, that of one local call, the bytes
     counted, the phases seen and how many keys each rank holds."""
-    from attention.phases import Recorder, recording
+    from attention.profiling import Recorder, recording
 
     fn = attention.make(name, kernel=kernel, transport=transport, **options)
     found = []
@@ -376,7 +376,7 @@ def variables(me: Rank, names: list[str]) -> list[list[str | None]]:
 
 def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     """A run as the program does it, what every rank says of the settings, and how it is on the others."""
-    found = worker.run(me, experiment, None)
+    found = job.run(me, experiment, None)
     found["everyone"] = me.gather([found["experiment"]["options"], found["chosen"]])
     return found
 
@@ -395,8 +395,8 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
         ceilings._known.clear()
         ceilings._again.clear()
         me.barrier()
-        found = worker.run(me, experiment, None)
-        again = worker.run(me, experiment, None)
+        found = job.run(me, experiment, None)
+        again = job.run(me, experiment, None)
         ceilings._again.clear()
         with memory_limit(me, 0.01):
             ceilings.again(me, dtype)
@@ -442,7 +442,7 @@ def by_trial(
 
 
 def phase_names(me: Rank, name: str) -> list[str]:
-    from attention.phases import Recorder, recording
+    from attention.profiling import Recorder, recording
 
     fn = attention.make(name)
     q, k, v = (fn.shard(torch.randn(1, 16 * me.world, 4, 16)).requires_grad_() for _ in range(3))
@@ -520,7 +520,7 @@ def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = 
 
 
 def hoard(me: Rank, gigabytes: float) -> None:
-    from runner.rank import memory_limit
+    from runner.launch.rank import memory_limit
 
     me.say("working")
     with memory_limit(me, gigabytes):
@@ -664,7 +664,7 @@ def own_apart(
 ) -> float:
     """The largest difference that a backward with a rank's own keys apart, or of the last group of heads last, has to one with
     them first, be the calls on the own keys late or the others, with NaN in all memory that is free."""
-    from attention import costs
+    from attention.geometry import costs
 
     def make(**more: Any) -> Any:
         return attention.make(name, kernel=kernel, transport="symm", **{**options, **more})
@@ -740,7 +740,7 @@ def _unplayed(fn: Any, *tensors: torch.Tensor, **given: Any) -> None:
 
 def _tapes(fn: Any) -> tuple[list[bool], list[Any]]:
     """Whether there is a tape, of each plan's passes that were to be played by name; and why recordings gave none."""
-    from attention.tape import Tape
+    from attention.runtime.launch_trace import Tape
 
     found: dict[tuple[Any, ...], bool] = {}
     why = []
@@ -964,7 +964,7 @@ def replayed_passes(me: Rank, name: str, kernel: str) -> dict[str, Any]:
     passes that were launched beside them."""
     from torch.utils.checkpoint import checkpoint
 
-    from attention.tape import Tape
+    from attention.runtime.launch_trace import Tape
     from attention.transports import release
 
     plain, replayed = (attention.make(name, transport="symm", kernel=kernel, graphs=graphs) for graphs in (False, True))
@@ -1130,7 +1130,7 @@ def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: 
     """A decode whose keys grow by one at a time: the largest error of out and lse, the plans kept, the schedules built for
     them, and the lengths at which a plan is not what its schedule says."""
     from attention.executors.plan import plan_steps
-    from attention.schedules import steps
+    from attention.geometry.schedules import steps
 
     fn = attention.make(name, transport=transport, **options)
     generator = torch.Generator().manual_seed(0)

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
-from attention import costs, merge, sums
+from attention.geometry import costs
+from attention.reduction import grad_sum, lse_merge
 from attention.transports import symmetric
-from runner.rank import Rank
+from runner.launch.rank import Rank
 
 
 class Live(TorchDispatchMode):
@@ -59,14 +60,14 @@ def held(
 ) -> Any:
     """By case, of a forward and of a training step: the bytes that each rank holds beside its inputs, be they a pack; own keys
     apart up to so many tokens a rank."""
-    eager = merge.merge_eager, sums.sum_eager
+    eager = lse_merge.merge_eager, grad_sum.sum_eager
     before, costs.APART = costs.APART, apart
-    merge.merge_eager = sums.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
+    lse_merge.merge_eager = grad_sum.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
     try:
         return [me.gather([_held(name, options, tokens, heads, head_dim, packs, both) for both in (False, True)])
                 for name, options in cases]  # fmt: skip
     finally:
-        merge.merge_eager, sums.sum_eager = eager
+        lse_merge.merge_eager, grad_sum.sum_eager = eager
         costs.APART = before
 
 

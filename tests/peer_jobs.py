@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import attention
+from attention.external import PEERS
 from attention.kernels import KERNELS, Call
-from attention.masks import Mask
-from attention.peers import PEERS
-from runner.rank import Rank
+from attention.masks.band import Mask
+from runner.launch.rank import Rank
 from tests.jobs import DTYPES, by_kernel, inputs, rel
 
 
@@ -125,7 +125,7 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
 
 def lengths_read(me: Rank) -> int:
     """How often a second iteration of llama3 reads sequence lengths from the device."""
-    from attention.peers import flash_functions
+    from attention.external import flash_functions
 
     fn = attention.make("rfa_llama3")
     packs = [0, 3 * me.world, 8 * me.world]

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from runner.launch import WorldSpec
+from runner.launch.worlds import WorldSpec
 from tests.cases import draw, variants
 
 WORLDS = (1, 2, 3, 4)

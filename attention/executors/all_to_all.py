@@ -11,15 +11,15 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from attention.copies import copy_all
-from attention.costs import exchange_parts
 from attention.executors import ring
-from attention.executors.heads import cut_heads
+from attention.executors.head_groups import cut_heads
 from attention.executors.plan import Plan
-from attention.phases import phase
-from attention.sums import sum_all
+from attention.geometry.costs import exchange_parts
+from attention.geometry.transfers import Intervals
+from attention.profiling import phase
+from attention.reduction.grad_sum import sum_all
+from attention.runtime.batched_copy import copy_all
 from attention.tensors import room, rooms, take, tokens
-from attention.transfers import Intervals
 from attention.transports import Handle, Message, Messages
 
 Saved = tuple[Tensor, ...]

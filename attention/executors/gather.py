@@ -10,16 +10,16 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from attention.copies import copy_all, moves
-from attention.executors import grouping
-from attention.executors.heads import HeadGroup, head_groups
+from attention.executors import nested_prefixes
+from attention.executors.head_groups import HeadGroup, head_groups
 from attention.executors.plan import Plan
-from attention.merge import merge
-from attention.phases import phase
-from attention.schedules import length
-from attention.sums import sum_all, sum_parts
+from attention.geometry.schedules import length
+from attention.geometry.transfers import Intervals, Move, needed_keys, overlaps, side_by_side
+from attention.profiling import phase
+from attention.reduction.grad_sum import sum_all, sum_parts
+from attention.reduction.lse_merge import merge
+from attention.runtime.batched_copy import copy_all, moves
 from attention.tensors import FEW, lse_room, put_, room, rooms, take, token_dim, tokens
-from attention.transfers import Intervals, Move, needed_keys, overlaps, side_by_side
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
@@ -64,7 +64,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
                 _merge_rest(mine, keys, values, plan, into, 1 + i)
             else:
                 with phase("comp_block", i):
-                    grouping.forward(mine, keys, values, step.calls, plan, into)
+                    nested_prefixes.forward(mine, keys, values, step.calls, plan, into)
     return out, lse
 
 

@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
-from attention.costs import own_apart, played
-from attention.front import Front, Inline
-from attention.kernels import Call, Kernel
-from attention.launches import Launches
-from attention.layouts import CuSeqlens, Shard
-from attention.masks import Interval, Mask
-from attention.schedules import SEQUENCE, Block, Problem, Step, length, steps
-from attention.transfers import (
+from attention.geometry.costs import own_apart, played
+from attention.geometry.layouts import CuSeqlens, Shard
+from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, length, steps
+from attention.geometry.transfers import (
     Intervals,
     Move,
     Piece,
@@ -29,8 +25,12 @@ from attention.transfers import (
     side_by_side,
     within,
 )
+from attention.kernels import Call, Kernel
+from attention.masks.band import Interval, Mask
+from attention.runtime.launch_replay import Launches
+from attention.runtime.priority_stream import Front, Inline
 from attention.transports import Message, Messages, Transport
-from attention.variants import Variant
+from attention.variants.registry import Variant
 
 INLINE = Inline()
 

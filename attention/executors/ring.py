@@ -13,18 +13,18 @@ from contextlib import closing, nullcontext
 
 from torch import Tensor
 
-from attention.costs import ring_parts
-from attention.executors.heads import HeadGroup, head_groups
+from attention.executors.head_groups import HeadGroup, head_groups
 from attention.executors.plan import LocalCall, Plan
-from attention.front import Front
+from attention.geometry.costs import ring_parts
+from attention.geometry.layouts import largest
+from attention.geometry.schedules import length
+from attention.geometry.transfers import Intervals
 from attention.kernels.interface import Triple
-from attention.layouts import largest
-from attention.merge import Accumulator
-from attention.phases import phase
-from attention.schedules import length
-from attention.sums import Sum
+from attention.profiling import phase
+from attention.reduction.grad_sum import Sum
+from attention.reduction.lse_merge import Accumulator
+from attention.runtime.priority_stream import Front
 from attention.tensors import room, rooms, take, tokens, wide
-from attention.transfers import Intervals
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from attention.executors.plan import Plan
-from attention.mailbox import pieces, received_bytes
-from attention.merge import empty_result, merge_n
-from attention.phases import phase
+from attention.geometry.mailbox import pieces, received_bytes
+from attention.profiling import phase
+from attention.reduction.lse_merge import empty_result, merge_n
 from attention.tensors import take, wide
 from attention.transports import Message, Messages, mailboxes
-from attention.variants import node_size
+from attention.variants.registry import node_size
 
 Saved = tuple[Tensor, ...]
 
@@ -157,7 +157,7 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """reduce=fused: one kernel merges this rank's splits, writes the result into every peer's memory, waits for theirs and
     merges those. All of it counts as waiting: of a few microseconds, most is."""
-    from attention.kernels.triton_tree import exchange
+    from attention.kernels.ops.tree import exchange
 
     rows, world = q.shape[:3].numel(), plan.problem.world
     boxes = mailboxes(plan.transport, pieces(rows, q.shape[3]), q.device)

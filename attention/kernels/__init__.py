@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention import rates
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
@@ -15,8 +14,9 @@ from attention.kernels.flex import Flex
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, UnsupportedCall
 from attention.kernels.math import Math
 from attention.kernels.xformers import Xformers
-from attention.masks import Mask
-from attention.variants import nearest
+from attention.masks.band import Mask
+from attention.measured import rates
+from attention.variants.registry import nearest
 
 __all__ = ["KERNELS", "Call", "Kernel", "Shape", "UnsupportedCall", "name_of", "names", "select"]
 

@@ -14,7 +14,7 @@ from attention.kernels import decompose
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.math import PlainRectangles
-from attention.masks import Mask
+from attention.masks.band import Mask
 from attention.tensors import wide
 
 aten = torch.ops.aten

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attention.kernels.interface import Call, Pair, Triple, settle
-from attention.masks import CAUSAL, FULL, Interval, Mask, tile
-from attention.merge import Accumulator
-from attention.sums import Sum
+from attention.masks.band import CAUSAL, FULL, Interval, Mask, tile
+from attention.reduction.grad_sum import Sum
+from attention.reduction.lse_merge import Accumulator
 from attention.tensors import take, wide
 
 WINDOW_CHUNK = 512  # queries a windowed part: its explicit mask is [512, 512 + window]

@@ -14,7 +14,7 @@ from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, some_
 from attention.kernels.fit import fitted
 from attention.kernels.flash4 import dense_like, pack_lengths
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
-from attention.masks import Mask
+from attention.masks.band import Mask
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
 

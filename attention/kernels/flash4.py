@@ -13,11 +13,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention.kernels import flash4_direct as direct
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
-from attention.masks import Mask
+from attention.masks.band import Mask
+from attention.runtime import flash4_launches as direct
 
 INSTALL = f"pip install flash-attn-4=={direct.VERSION}"
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
-from attention.masks import Mask
+from attention.masks.band import Mask
 from attention.tensors import held, wide
 
 try:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.masks import FULL, Mask
+from attention.masks.band import FULL, Mask
 from attention.tensors import uploaded
 
 Pair = tuple[Tensor, Tensor]  # out, lse

@@ -9,7 +9,7 @@ from torch import Tensor
 from attention.kernels import decompose
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple
-from attention.masks import Interval, Mask, tile
+from attention.masks.band import Interval, Mask, tile
 from attention.tensors import wide
 
 SCORES = 1 << 26  # the most scores held at once: 256 MiB in fp32

@@ -18,10 +18,10 @@ from torch import Tensor
 from attention.kernels.aten import HALF, name_of
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
-from attention.kernels.start import MOST, Start
-from attention.kernels.triton_merge_n import merge_n_triton
-from attention.masks import Mask
-from attention.merge import empty_result
+from attention.kernels.ops.merge_n import merge_n_triton
+from attention.masks.band import Mask
+from attention.reduction.lse_merge import empty_result
+from attention.runtime.triton_launcher import MOST, Start
 
 MAX_ROWS = 64  # queries a program takes: above it the accumulator costs the occupancy that hides the loads
 MAX_ROWS_FP32 = 16  # without tensor cores the operands are in registers too

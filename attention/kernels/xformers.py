@@ -25,7 +25,7 @@ from attention.kernels.aten import (
 )
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
-from attention.masks import Mask
+from attention.masks.band import Mask
 from attention.tensors import held
 
 if TYPE_CHECKING:

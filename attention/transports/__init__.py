@@ -14,7 +14,7 @@ from attention.transports.interface import Handle, Message, Messages, Nothing, O
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
 from attention.transports.symmetric import Symmetric, captures_undone, held_bytes, pool_of, release
-from attention.variants import nearest
+from attention.variants.registry import nearest
 
 __all__ = [
     "SUMMARIES", "Handle", "Message", "Messages", "Nothing", "Offer", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",

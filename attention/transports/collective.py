@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.front import Front, Inline
-from attention.phases import phase
-from attention.schedules import length
+from attention.geometry.schedules import length
+from attention.profiling import phase
+from attention.runtime.priority_stream import Front, Inline
 from attention.tensors import put_, take, token_dim
 from attention.transports.groups import backend, default_group
 from attention.transports.interface import Done, Handle, Message, Messages, Offer

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import tape
-from attention.driver import function
-from attention.streams import on_device
+from attention.runtime import launch_trace
+from attention.runtime.cuda_driver import function
+from attention.runtime.streams import on_device
 from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Waits, Watch, watchdog
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -223,7 +223,7 @@ class CudaFabric:
 
     def _do(self, copy: Callable[..., None], *arguments: int) -> None:
         copy(*arguments)
-        tape.did(copy, *arguments, addresses=(0, 1), anywhere=True)
+        launch_trace.did(copy, *arguments, addresses=(0, 1), anywhere=True)
 
     def _whole(self, target: int, source: int, size: int, stream: int) -> None:
         self._checked(self._copy(target, source, size, stream))
@@ -278,7 +278,7 @@ class CudaFabric:
             with on_device(self.device.index):  # the default stream has no other name than that of the current device
                 stream = torch._C._cuda_getCurrentRawStream(self.device.index)
                 on(stream)
-                tape.did(on, stream, always=True, anywhere=True)
+                launch_trace.did(on, stream, always=True, anywhere=True)
 
         def on(stream: int) -> None:
             error = self._operate(stream, len(every), batch, 0)

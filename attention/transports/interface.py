@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from attention.front import Front, Inline
-from attention.transfers import Intervals
+from attention.geometry.transfers import Intervals
+from attention.runtime.priority_stream import Front, Inline
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.phases import phase
-from attention.streams import Follow, On, capturing, current, record, wait
+from attention.profiling import phase
+from attention.runtime.streams import Follow, On, capturing, current, record, wait
 from attention.transports.interface import Handle
 
 Work = Callable[[], object]

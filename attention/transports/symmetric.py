@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import graphs, tape
-from attention.copies import copy_all
-from attention.front import CudaFront, Front, Inline
-from attention.phases import phase
-from attention.streams import current
+from attention.geometry.transfers import Intervals
+from attention.profiling import phase
+from attention.runtime import cuda_graphs, launch_trace
+from attention.runtime.batched_copy import copy_all
+from attention.runtime.priority_stream import CudaFront, Front, Inline
+from attention.runtime.streams import current
 from attention.tensors import token_dim
-from attention.transfers import Intervals
 from attention.transports.collective import Collective
 from attention.transports.fabric import (
     WORDS,
@@ -168,7 +168,7 @@ class Pool:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
             size = max(size, lane.capacity * 5 // 4)  # what grows by little, as a decode does, does so seldom
-            tape.cannot("symmetric memory grew")
+            launch_trace.cannot("symmetric memory grew")
             size = -(-size // ALIGNMENT) * ALIGNMENT
             self.fabric.settle()
             self.fabric.remote.alike(f"{size:,} bytes for {what}")
@@ -206,7 +206,7 @@ class Pool:
         in between. What an exception left of them is made an offer, for which its peers take it. Raises RuntimeError after a wait
         that failed, in that one's words."""
         self.fabric.remote.check()
-        tape.did(self.begin)
+        launch_trace.did(self.begin)
         for lane in self.lanes.values():
             lane.turn = 0
         if self.on_cuda and not self.capturing():
@@ -219,7 +219,7 @@ class Pool:
             return
         if self.capturing():
             raise RuntimeError("a call ended by an exception: call once more before a capture")
-        tape.cannot("an exception came between")
+        launch_trace.cannot("an exception came between")
         for lane in self.lanes.values():
             lane.filling = None
         done = [each for each in left if not each.captured]  # of a capture that broke nothing was done
@@ -274,7 +274,7 @@ def release() -> None:
     """Give all symmetric memory back; it is taken again at the next use. Every rank of a group has to."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    graphs.forget()
+    cuda_graphs.forget()
     for pools in _pools.values():
         for pool in pools.values():
             if isinstance(pool, Pool):

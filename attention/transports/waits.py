@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from attention.driver import function
+from attention.runtime.cuda_driver import function
 from attention.transports.groups import timeout_s
 
 INTERVAL_S = 1.0  # between two looks of the watchdog

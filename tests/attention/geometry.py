@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from attention.layouts import positions
-from attention.masks import CAUSAL, FULL, Mask
-from attention.schedules import SEQUENCE, Problem, Step
-from attention.variants import Variant
+from attention.geometry.layouts import positions
+from attention.geometry.schedules import SEQUENCE, Problem, Step
+from attention.masks.band import CAUSAL, FULL, Mask
+from attention.variants.registry import Variant
 
 WORLDS = range(1, 9)
 SHARD = 6  # tokens of a single sequence that a rank holds

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from attention.kernels import Call, Kernel
-from attention.masks import Mask, tile
-from attention.merge import Accumulator
+from attention.masks.band import Mask, tile
+from attention.reduction.lse_merge import Accumulator
 
 # relative L2 of (out and lse, gradients)
 TOLERANCES = {

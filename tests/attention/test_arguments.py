@@ -13,12 +13,12 @@ from naive import attention as plain
 from naive import kept
 
 import attention
+from attention.api import ContextParallel
 from attention.arguments import check_cu_seqlens, check_scale, token_dim_of
 from attention.executors.plan import Plan
-from attention.function import ContextParallel
 from attention.kernels import Call
-from attention.masks import Mask
-from attention.variants import VARIANTS
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
 
 torch.set_num_threads(1)
 

@@ -7,16 +7,18 @@ import pytest
 import torch
 
 import attention
-from attention import choice, costs, links, rates
-from attention.choice import Ceilings, Machine, Pass, Task, choose, task_of
-from attention.costs import Shapes
+from attention.autotune import model as choice
+from attention.autotune.model import Ceilings, Machine, Pass, Task, choose, task_of
+from attention.autotune.trials import contenders
 from attention.executors.plan import plan_steps
-from attention.links import Link, Measured, find, parse, through
-from attention.masks import CAUSAL, FULL, Mask
-from attention.rates import CallClass, Rate
-from attention.schedules import length
-from attention.trials import contenders
-from attention.variants import VARIANTS
+from attention.geometry import costs
+from attention.geometry.costs import Shapes
+from attention.geometry.schedules import length
+from attention.masks.band import CAUSAL, FULL, Mask
+from attention.measured import links, rates
+from attention.measured.links import Link, Measured, find, parse, through
+from attention.measured.rates import CallClass, Rate
+from attention.variants.registry import VARIANTS
 
 GPU = "NVIDIA Test 1"
 H200 = "NVIDIA H200"

@@ -5,10 +5,10 @@ import re
 import pytest
 from geometry import WORLDS, cumulated, divisors, problems, settings
 
-from attention import costs
-from attention.masks import CAUSAL, FULL
-from attention.schedules import Problem
-from attention.variants import VARIANTS
+from attention.geometry import costs
+from attention.geometry.schedules import Problem
+from attention.masks.band import CAUSAL, FULL
+from attention.variants.registry import VARIANTS
 
 every_world = pytest.mark.parametrize("world", WORLDS)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from attention import costs
-from attention.masks import FULL
-from attention.variants import VARIANTS
+from attention.geometry import costs
+from attention.masks.band import FULL
+from attention.variants.registry import VARIANTS
 
 REDUCTIONS = ("three", "two", "packed", "hierarchical")
 BASE = {"batch": 2, "queries": 1, "keys": 48, "heads": 8, "kv_heads": 1, "head_dim": 64}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from naive import assert_lse, normal, relative
 
-from attention.mailbox import Mailbox
-from attention.merge import merge_n_eager
+from attention.geometry.mailbox import Mailbox
+from attention.reduction.lse_merge import merge_n_eager
 
 pytest.importorskip("triton")
 
-from attention.kernels.triton_tree import exchange
+from attention.kernels.ops.tree import exchange
 
 # batch, queries, heads, head dim, and how many partial results each rank has; the last calls again like the first
 CALLS = [

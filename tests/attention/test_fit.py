@@ -8,9 +8,9 @@ from strides import STRIDES, WRITABLE
 from attention import kernels
 from attention.kernels import KERNELS, Call, Shape
 from attention.kernels.fit import fit, fits
-from attention.masks import CAUSAL, FULL, Mask
-from attention.merge import merge_n
-from attention.variants import VARIANTS
+from attention.masks.band import CAUSAL, FULL, Mask
+from attention.reduction.lse_merge import merge_n
+from attention.variants.registry import VARIANTS
 
 torch.set_num_threads(1)
 

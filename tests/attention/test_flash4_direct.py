@@ -9,9 +9,9 @@ from naive import assert_matches, normal
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attention.kernels import KERNELS, Call, flash4
-from attention.kernels import flash4_direct as direct
-from attention.masks import CAUSAL, FULL
-from attention.tape import Recorder, Tape
+from attention.masks.band import CAUSAL, FULL
+from attention.runtime import flash4_launches as direct
+from attention.runtime.launch_trace import Recorder, Tape
 
 
 def forward_kernel(q, k, v, out, lse, scale, *rest):

@@ -8,10 +8,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import automatic, choice, function, graphs
-from attention.phases import Recorder, recording
+from attention import api as function
+from attention.autotune import machine as automatic
+from attention.autotune import model as choice
+from attention.profiling import Recorder, recording
+from attention.runtime import cuda_graphs as graphs
 from attention.transports import Nothing, release
-from attention.variants import VARIANTS
+from attention.variants.registry import VARIANTS
 
 CPU = torch.device("cpu")
 

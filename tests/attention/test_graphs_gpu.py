@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attention
-from attention import graphs
+from attention.runtime import cuda_graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
 
@@ -25,11 +25,13 @@ def test_replays_give_what_calls_give(kernel, pack):
         for wanted, x in zip(*results, strict=True):
             torch.testing.assert_close(x, wanted, atol=1e-2, rtol=1e-2)
     assert all(replayed.replays.graphs.values())
-    assert graphs.held_bytes(torch.device("cuda", torch.cuda.current_device())) > 0  # what the passes need in between
+    assert (
+        cuda_graphs.held_bytes(torch.device("cuda", torch.cuda.current_device())) > 0
+    )  # what the passes need in between
 
 
 def test_a_failed_capture_leaves_the_allocator_and_the_stream_as_they_were():
-    replays, x = graphs.Replays(), torch.ones(4, device="cuda")
+    replays, x = cuda_graphs.Replays(), torch.ones(4, device="cuda")
 
     def waits(x):
         return (x * x.sum().item(),)

@@ -7,7 +7,7 @@ import torch
 from naive import attention, inputs, kept, normal, relative
 
 from attention.kernels import KERNELS, Call, Shape, flash3, flash4, flex, refusal, xformers
-from attention.masks import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Mask
 
 MASKS = [FULL, CAUSAL, Mask(7, 0), Mask(0, 0), Mask(5, 9), Mask(-1, 4), Mask(6, -1), Mask(400, 450)]
 SIZES = [(33, 33), (300, 300), (140, 513), (513, 140), (1, 21), (21, 1), (128, 256)]

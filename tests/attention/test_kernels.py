@@ -9,7 +9,7 @@ from naive import TOLERANCES, assert_matches, assert_split_matches, inputs, norm
 from attention import kernels
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal, select
 from attention.kernels import math as math_kernel
-from attention.masks import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Mask
 
 torch.set_num_threads(1)
 

@@ -9,8 +9,8 @@ from strides import STRIDES, WRITABLE
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
 from attention.kernels.flash4 import remembered as flash4_remembered
-from attention.masks import CAUSAL, FULL, Mask
-from attention.merge import merge, merge_eager
+from attention.masks.band import CAUSAL, FULL, Mask
+from attention.reduction.lse_merge import merge, merge_eager
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 import attention
-from attention import launches, tape
-from attention.function import MOST_PACKS
-from attention.launches import MOST, TRIES, Launches
-from attention.phases import Recorder, recording
-from attention.tape import Tape
+from attention.api import MOST_PACKS
+from attention.profiling import Recorder, recording
+from attention.runtime import launch_replay, launch_trace
+from attention.runtime.launch_replay import MOST, TRIES, Launches
+from attention.runtime.launch_trace import Tape
 
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     for name, found in (("getDevice", None), ("getCurrentStream", (0, 0, 0)), ("getCurrentRawStream", 0)):
         monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *_, found=found: found, raising=False)
-    monkeypatch.setattr(launches, "capturing", lambda device: False)
+    monkeypatch.setattr(launch_replay, "capturing", lambda device: False)
 
 
 class Pass:
@@ -27,7 +27,7 @@ class Pass:
     def __call__(self, *inputs):
         self.runs += 1
         if not self.known:
-            tape.cannot("not known")
+            launch_trace.cannot("not known")
         return tuple(torch.empty_like(x).copy_(x) for x in inputs)
 
 

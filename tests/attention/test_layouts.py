@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import pytest
 
-from attention import layouts
-from attention.layouts import Layout, positions, size
+from attention.geometry import layouts
+from attention.geometry.layouts import Layout, positions, size
 
 LAYOUTS = {x.name: x for x in vars(layouts).values() if isinstance(x, Layout)}
 WORLDS = range(1, 9)

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from attention.masks import CAUSAL, FULL, Mask, tile
+from attention.masks.band import CAUSAL, FULL, Mask, tile
 
 SIDES = (-1, 0, 1, 2, 5, 9)
 BANDS = [Mask(left, right) for left, right in product(SIDES, SIDES)]

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 import pytest
 
-from attention.masks import Mask
-from attention.memo import memo
-from attention.schedules import steps
-from attention.variants import variant
+from attention.geometry.schedules import steps
+from attention.geometry.weighted_lru import memo
+from attention.masks.band import Mask
+from attention.variants.registry import variant
 
 
 def test_what_was_used_last_is_kept_up_to_a_weight():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from attention import costs
-from attention.masks import CAUSAL
-from attention.variants import VARIANTS
-from runner.launch import WorldSpec
+from attention.geometry import costs
+from attention.masks.band import CAUSAL
+from attention.variants.registry import VARIANTS
+from runner.launch.worlds import WorldSpec
 
 TOKENS, HEADS, HEAD_DIM = 1024, (16, 4), 16
 CASES = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from naive import attention, merge_case, normal
 
-from attention.merge import Accumulator, empty_result, merge, merge_eager
+from attention.reduction.lse_merge import Accumulator, empty_result, merge, merge_eager
 
 torch.set_num_threads(1)
 
@@ -195,7 +195,7 @@ def test_half_precision_parts_accumulate_in_fp32(first_whole):
 @pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
 def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head_dim, rows):
     """A part into the other in place, and two parts into a third tensor of another dtype."""
-    from attention.kernels.triton_merge import merge_triton
+    from attention.kernels.ops.merge import merge_triton
 
     start, n = rows[0], rows[1] - rows[0]
 
@@ -223,7 +223,7 @@ def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head
 
 
 def test_the_triton_kernel_refuses_a_strided_head_dim():
-    from attention.kernels.triton_merge import merge_triton
+    from attention.kernels.ops.merge import merge_triton
 
     out, lse, part, part_lse = merge_case(False, False, torch.float32, 64)
     with pytest.raises(ValueError, match="head dim contiguous"):

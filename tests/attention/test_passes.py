@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from attention.passes import Pass, passes
+from attention.geometry.merge_plan import Pass, passes
 
 
 def follow(n, parts):

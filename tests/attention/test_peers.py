@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import attention
-from attention.peers import PEERS, missing
-from runner import catalog, display, metrics
+from attention.external import PEERS, missing
+from runner import catalog
 from runner.environment import gpu_count
-from runner.launch import WorldSpec
+from runner.launch.worlds import WorldSpec
+from runner.measure import metrics
+from runner.output import display
 from tests.conftest import ROOT
 from tests.runner.composing import resolved
 
@@ -101,7 +103,7 @@ def test_importing_a_peer_leaves_no_flash_attn_behind(adapter):
     code = (
         "import sys, importlib, importlib.util\n"
         "before = importlib.util.find_spec('flash_attn')\n"
-        f"importlib.import_module('attention.peers.{adapter}')._package()\n"
+        f"importlib.import_module('attention.external.{adapter}')._package()\n"
         "assert importlib.util.find_spec('flash_attn') == before\n"
         "assert not [m for m in sys.modules if m.startswith('flash_attn') or m.endswith('flash_attn.adapters')]\n"
     )
@@ -111,7 +113,7 @@ def test_importing_a_peer_leaves_no_flash_attn_behind(adapter):
 
 def test_no_peer_is_imported_before_it_is_called():
     code = (
-        "import sys, attention.function, attention.peers\n"
+        "import sys, attention.api, attention.external\n"
         "assert not {'ring_flash_attn', 'yunchang', 'transformer_engine'} & set(sys.modules)\n"
         "assert 'torch.distributed.tensor.experimental' not in sys.modules\n"
     )
@@ -120,7 +122,7 @@ def test_no_peer_is_imported_before_it_is_called():
 
 
 def test_the_list_of_peers_needs_no_torch():
-    code = "import sys, attention.peers; assert 'torch' not in sys.modules"
+    code = "import sys, attention.external; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from attention.external import PEERS, missing
 from attention.kernels import KERNELS
-from attention.peers import PEERS, missing
 from runner.environment import gpu_count
-from runner.launch import WorldSpec
+from runner.launch.worlds import WorldSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
 WORLDS = sorted({1, gpu_count() or 1})

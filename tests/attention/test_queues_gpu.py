@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from attention.driver import function, zeros
+from attention.runtime.cuda_driver import function, zeros
 from attention.transports.fabric import CudaFabric
 from attention.transports.queues import CudaQueue
 from tests.gpus import own_gpus

@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
-from attention import kernels, rates
+from attention import kernels
 from attention.kernels import FASTEST, KERNELS, Shape, refusal, select
-from attention.masks import CAUSAL, FULL, Mask
-from attention.rates import CallClass, Rate, class_of, order, parse, render, renewed
+from attention.masks.band import CAUSAL, FULL, Mask
+from attention.measured import rates
+from attention.measured.rates import CallClass, Rate, class_of, order, parse, render, renewed
 
 GPU = "NVIDIA Test 1"
 CAUSAL_128 = CallClass(128, "gqa", "causal", "dense", "long")

@@ -32,9 +32,8 @@ from geometry import (
 
 import attention
 from attention.executors.plan import plan_steps
-from attention.layouts import CONTIGUOUS, positions
-from attention.masks import CAUSAL, FULL, Mask
-from attention.schedules import (
+from attention.geometry.layouts import CONTIGUOUS, positions
+from attention.geometry.schedules import (
     SEQUENCE,
     Problem,
     gather,
@@ -46,9 +45,10 @@ from attention.schedules import (
     union,
     zigzag,
 )
-from attention.transfers import gather_move, move, needed_keys, step_route
+from attention.geometry.transfers import gather_move, move, needed_keys, step_route
+from attention.masks.band import CAUSAL, FULL, Mask
 from attention.transports.symmetric import stretches
-from attention.variants import VARIANTS, Variant, check_heads, variant
+from attention.variants.registry import VARIANTS, Variant, check_heads, variant
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_world = pytest.mark.parametrize("world", WORLDS)
@@ -568,5 +568,5 @@ def test_a_reduction_left_open_is_fused_where_ranks_can_write_to_each_other():
 
 
 def test_the_geometry_imports_without_torch():
-    code = "import sys, attention.variants, attention.transfers; assert 'torch' not in sys.modules"
+    code = "import sys, attention.variants.registry, attention.geometry.transfers; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(attention.__file__).parents[1], timeout=60)

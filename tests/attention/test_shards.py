@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import attention
-from attention.function import ContextParallel
-from attention.variants import VARIANTS
+from attention.api import ContextParallel
+from attention.variants.registry import VARIANTS
 
 WORLD = 4
 ONE_RANK = {"dense", "grouped"}  # every rank has everything

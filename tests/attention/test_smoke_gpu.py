@@ -6,7 +6,7 @@ import torch
 from naive import assert_matches, inputs
 
 from attention.kernels import KERNELS, Call, Shape, refusal
-from attention.masks import CAUSAL
+from attention.masks.band import CAUSAL
 from tests.gpus import need_one
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_smoke, need_one]

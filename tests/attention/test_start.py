@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from attention.kernels.start import Start
+from attention.runtime.triton_launcher import Start
 
 
 class Recording:

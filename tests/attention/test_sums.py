@@ -6,8 +6,18 @@ import pytest
 import torch
 from naive import normal
 
-from attention.schedules import length
-from attention.sums import MOST_PROGRAMS, Range, Sum, alike, ranges, sum_all, sum_eager, sum_numbered, sum_parts
+from attention.geometry.schedules import length
+from attention.reduction.grad_sum import (
+    MOST_PROGRAMS,
+    Range,
+    Sum,
+    alike,
+    ranges,
+    sum_all,
+    sum_eager,
+    sum_numbered,
+    sum_parts,
+)
 from attention.tensors import rows
 
 torch.set_num_threads(1)
@@ -27,7 +37,7 @@ def summed(how, out, parts):
         pytest.skip("by their numbers: a token's heads must lie together, and there must be parts")
     if how == "numbered":
         return sum_numbered(out, parts)
-    from attention.kernels.triton_sum import sum_triton
+    from attention.kernels.ops.sum import sum_triton
 
     return sum_triton((out,), [((part,), intervals) for part, intervals in parts])
 
@@ -162,7 +172,7 @@ def together(sums):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("head_dim", [40, 64])
 def test_sums_that_are_alike_are_summed_together(n, head_dim):
-    from attention.kernels.triton_sum import sum_triton
+    from attention.kernels.ops.sum import sum_triton
 
     sums = several(n, 0, head_dim)
     exact = [expected(*each) for each in sums]
@@ -181,7 +191,7 @@ def test_each_of_several_sums_is_made():
 
 @needs_interpreter
 def test_more_parts_than_one_kernel_adds_are_added_to_each_of_several_sums():
-    from attention.kernels.triton_sum import sum_triton
+    from attention.kernels.ops.sum import sum_triton
 
     places = [((0, 21),) if i % 2 else ((0, 5), (9, 20)) for i in range(20)]
     sums = []

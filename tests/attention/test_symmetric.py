@@ -6,9 +6,9 @@ import pytest
 from test_decode import BASE, CASES
 from test_worlds import MASKS, SELF_ATTENTION, cases, does, options
 
-from attention import costs
-from attention.masks import Mask
-from attention.variants import VARIANTS
+from attention.geometry import costs
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
 
 
 @pytest.mark.parametrize("world", (2, 3, 4))

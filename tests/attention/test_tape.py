@@ -7,26 +7,28 @@ import weakref
 import pytest
 import torch
 
-from attention import sums, tape, tensors
+from attention import tensors
 from attention.kernels import interface
-from attention.masks import CAUSAL
-from attention.tape import Recorder, Tape, shared
+from attention.masks.band import CAUSAL
+from attention.reduction import grad_sum
+from attention.runtime import launch_trace
+from attention.runtime.launch_trace import Recorder, Tape, shared
 
 
 def move(target: int, source: int, size: int) -> None:
     ctypes.memmove(target, source, size)
-    tape.did(move, target, source, size, addresses=(0, 2))
+    launch_trace.did(move, target, source, size, addresses=(0, 2))
 
 
 def move_all(targets: tuple[int, ...], sources: tuple[int, ...], size: int, keep=()) -> None:
     for target, source in zip(targets, sources, strict=True):
         ctypes.memmove(target, source, size)
-    tape.did(move_all, targets, sources, size, addresses=(0, 2), keep=keep)
+    launch_trace.did(move_all, targets, sources, size, addresses=(0, 2), keep=keep)
 
 
 def negate(target: torch.Tensor, source: torch.Tensor) -> None:
     target.numpy()[...] = -source.numpy()
-    tape.did(negate, target, source)
+    launch_trace.did(negate, target, source)
 
 
 def recorded(run, *inputs) -> tuple[Tape | str, tuple[torch.Tensor, ...]]:
@@ -144,7 +146,7 @@ def test_inputs_that_are_one_tensor_are_ambiguous():
     [
         (lambda x: (x + 1,), "aten.add"),
         (lambda x: (x.clone(),), "aten.clone"),
-        (lambda x: (tape.cannot("too long"), x)[1:], "too long"),
+        (lambda x: (launch_trace.cannot("too long"), x)[1:], "too long"),
         (lambda x: (torch.empty(2, dtype=torch.int32).view(torch.float32).copy_(x[:2]),), "memory of torch.int32"),
     ],
 )
@@ -264,13 +266,13 @@ def test_behind_an_exception_what_others_wait_for_is_done():
 
     def tell(what: str) -> None:
         told.append(what)
-        tape.did(tell, what, always=True)
+        launch_trace.did(tell, what, always=True)
 
     def fail(x: torch.Tensor) -> None:
         if x.numpy()[0] < 0:
             raise RuntimeError("no")
         told.append("called")
-        tape.did(fail, x)
+        launch_trace.did(fail, x)
 
     def run(x):
         tell("ready")
@@ -293,7 +295,7 @@ def test_nothing_is_recorded_behind_a_recording_that_broke():
 
     with pytest.raises(RuntimeError, match="broke"):
         Recorder((numbers(2),), lambda: 0).record(run)
-    tape.cannot("nobody listens")
+    launch_trace.cannot("nobody listens")
     made, _ = recorded(lambda x: (torch.empty_like(x).copy_(x),), numbers(2))
     assert isinstance(made, Tape)
 
@@ -317,11 +319,11 @@ def test_streams_are_switched_to_only_for_what_depends_on_the_current_one():
 
     def on(name: str) -> None:
         switch(name)
-        tape.did(switch, name, always=True, switches=True)
+        launch_trace.did(switch, name, always=True, switches=True)
 
     def call(what: str, anywhere: bool = False) -> None:
         note(what)
-        tape.did(note, what, anywhere=anywhere)
+        launch_trace.did(note, what, anywhere=anywhere)
 
     def run(x):
         on("caller")
@@ -335,7 +337,7 @@ def test_streams_are_switched_to_only_for_what_depends_on_the_current_one():
         on("side")
         call("third")
         fail(x)
-        tape.did(fail, x)
+        launch_trace.did(fail, x)
         on("other")
         on("caller")
         return (x,)
@@ -367,7 +369,7 @@ def test_the_current_stream_is_restored_though_nothing_is_done_behind_it():
     def run(x):
         for name in ("side", "caller"):
             switch(name)
-            tape.did(switch, name, always=True, switches=True)
+            launch_trace.did(switch, name, always=True, switches=True)
             torch.empty_like(x).copy_(x) if name == "side" else None
         return (x,)
 
@@ -390,11 +392,11 @@ def test_the_same_steps_are_written_once_whatever_their_addresses_and_numbers():
         return moved
 
     first, _ = recorded(run(0), numbers(3))
-    written = tape._written.cache_info().misses
+    written = launch_trace._written.cache_info().misses
     second, _ = recorded(run(1), numbers(3))
-    assert tape._written.cache_info().misses <= written + 1  # an offset more
+    assert launch_trace._written.cache_info().misses <= written + 1  # an offset more
     third, _ = recorded(run(1), numbers(3, start=5))
-    assert tape._written.cache_info().misses <= written + 1
+    assert launch_trace._written.cache_info().misses <= written + 1
     (out,) = first.play((numbers(3, start=7),))
     assert out[:, :2].tolist() == [[20, 21], [7, 8]]
     for made in (second, third):
@@ -408,16 +410,16 @@ def test_what_is_kept_for_all_passes_is_not_the_tapes():
 
     def note(what: str) -> None:
         told.append(what)
-        tape.did(note, what)
+        launch_trace.did(note, what)
 
     def run(x):
         out = torch.empty_like(x)
         if not tables:
-            with tape.unseen():
-                assert not tape.recording()
+            with launch_trace.unseen():
+                assert not launch_trace.recording()
                 tables.append(torch.ones(4) + 1)
                 note("table")
-        assert tape.recording()
+        assert launch_trace.recording()
         negate(out, tables[0])
         return (out,)
 
@@ -425,24 +427,24 @@ def test_what_is_kept_for_all_passes_is_not_the_tapes():
     assert isinstance(made, Tape) and told == ["table"]
     tables[0].fill_(5)
     assert made.play((numbers(4),))[0].tolist() == [-5] * 4 and told == ["table"]
-    with tape.unseen():
-        assert not tape.recording()
+    with launch_trace.unseen():
+        assert not launch_trace.recording()
 
 
 def test_a_table_that_is_kept_is_no_part_of_a_pass_and_one_that_is_made_in_each_is_not_played(monkeypatch):
     def sent(x, device):  # as to a GPU, by what a tape does not know
         return torch.from_numpy(x).clone()
 
-    for module in (tensors, sums, interface):
+    for module in (tensors, grad_sum, interface):
         monkeypatch.setattr(module, "uploaded", sent)
     cpu, stretches = torch.device("cpu"), ((1, 2), (5, 6))
     kept = [
         lambda: tensors.index(stretches, cpu),
-        lambda: sums._numbers(8, stretches, cpu),
+        lambda: grad_sum._numbers(8, stretches, cpu),
     ]
     for make in kept:
         tensors._index.cache_clear()
-        sums._numbers.cache_clear()
+        grad_sum._numbers.cache_clear()
 
         made, _ = recorded(lambda x, make=make: (torch.empty_like(x).copy_(x), make())[:1], numbers(4))
         assert isinstance(made, Tape)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from geometry import SHARD, WORLDS, cumulated, global_pairs, key_positions, problems, query_positions
 
-from attention import layouts
-from attention.layouts import Layout, Shard, positions, size
-from attention.masks import Mask
-from attention.schedules import Problem, steps
-from attention.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_route
-from attention.variants import VARIANTS
+from attention.geometry import layouts
+from attention.geometry.layouts import Layout, Shard, positions, size
+from attention.geometry.schedules import Problem, steps
+from attention.geometry.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_route
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
 
 # an all-to-all has a ring across its groups
 RINGS = [v.name for v in VARIANTS.values() if v.exchange in ("ring", "all_to_all")]

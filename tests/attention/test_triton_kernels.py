@@ -7,11 +7,12 @@ import pytest
 import torch
 from naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kept, normal, relative
 
-from attention import costs, make
+from attention import make
+from attention.geometry import costs
 from attention.kernels import Call, Shape, UnsupportedCall, name_of
-from attention.masks import CAUSAL, FULL, Mask
-from attention.merge import empty_result
-from attention.variants import GROUPINGS, VARIANTS
+from attention.masks.band import CAUSAL, FULL, Mask
+from attention.reduction.lse_merge import empty_result
+from attention.variants.registry import GROUPINGS, VARIANTS
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -20,16 +21,13 @@ pytestmark = pytest.mark.skipif(
 
 from triton.runtime import interpreter  # noqa: E402
 
-from attention.kernels import triton_flash, triton_grouped  # noqa: E402
+from attention.kernels import triton_flash  # noqa: E402
+from attention.kernels.ops import grouped  # noqa: E402
+from attention.kernels.ops.grouped import Tiling, grouped_forward, tiling  # noqa: E402
+from attention.kernels.ops.merge_n import merge_n_triton  # noqa: E402
 from attention.kernels.triton_decode import Decode, decode, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
-from attention.kernels.triton_grouped import (  # noqa: E402
-    Tiling,
-    grouped_forward,
-    tiling,
-)
-from attention.kernels.triton_merge_n import merge_n_triton  # noqa: E402
-from attention.merge import merge_n, merge_n_eager  # noqa: E402
+from attention.reduction.lse_merge import merge_n, merge_n_eager  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -351,7 +349,7 @@ def tiles_read(monkeypatch):
     """A list of what the grouped kernel's programs load of k and v, found by the addresses: which of both, the program's place
     in the grid, the first key and how many keys."""
     found, given = [], {}
-    plain, load = triton_grouped.grouped_forward, interpreter.InterpreterBuilder.create_masked_load
+    plain, load = grouped.grouped_forward, interpreter.InterpreterBuilder.create_masked_load
 
     def called(q, k, v, *args, **options):
         given.update(k=k, v=v)
@@ -367,7 +365,7 @@ def tiles_read(monkeypatch):
                 found.append((name, tuple(map(int, builder.grid_idx)), min(keys), len(keys)))
         return load(builder, ptrs, mask, *rest)
 
-    for module in (triton_grouped, triton_flash):
+    for module in (grouped, triton_flash):
         monkeypatch.setattr(module, "grouped_forward", called)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", loaded)
     return found
@@ -391,7 +389,7 @@ def test_a_tile_of_keys_is_read_once_for_all_groups_that_attend_it(tiles_read, p
         """The longest block of queries has the first program."""
         return sorted((x, (len(blocks) - 1 - i, h, 0), key) for i, key in attended for x in "kv" for h in range(heads))
 
-    triton_grouped.grouped_forward(q, k, v, ends, 0.125, tiles=tiles)
+    grouped.grouped_forward(q, k, v, ends, 0.125, tiles=tiles)
     assert sorted(each[:3] for each in tiles_read) == expected(set(chain(*by_group)))
     tiles_read.clear()
     for mine, end in zip(q.split(chunk, 1), ends, strict=True):

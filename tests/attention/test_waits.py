@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.mailbox import Mailbox
+from attention.geometry.mailbox import Mailbox
 from attention.transports.mailboxes import _PendingPieces
 from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Process, Remote, Wait, Waits, Watch, Watchdog
 

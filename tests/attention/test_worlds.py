@@ -6,9 +6,9 @@ import geometry
 import pytest
 from geometry import ANY_LENGTHS
 
-from attention import costs
-from attention.masks import Mask
-from attention.variants import VARIANTS
+from attention.geometry import costs
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
 
 WORLDS = (1, 2, 3, 4)
 WITH_DECODES = [name for name in VARIANTS if name != "grouped"]

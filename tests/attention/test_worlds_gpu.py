@@ -5,8 +5,8 @@ from itertools import accumulate
 import geometry
 import pytest
 
-from attention.masks import Mask
-from attention.variants import VARIANTS
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
 from tests.gpus import need_one, worlds
 
 pytestmark = [pytest.mark.gpu, need_one]

@@ -22,11 +22,11 @@ if not torch.cuda.is_available():
 import yaml
 
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal
-from attention.masks import Mask
-from runner.correctness import without_keys
-from runner.errors import Error
-from runner.reference import Words, attend
-from runner.workpiece import DTYPES
+from attention.masks.band import Mask
+from runner.measure.correctness import without_keys
+from runner.measure.errors import Error
+from runner.measure.reference import Words, attend
+from runner.measure.workload import DTYPES
 from tests.conftest import ROOT
 
 TENSORS = ("out", "dq", "dk", "dv")

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import autograd, function, merge, schedules, sums
+from attention import api as function
+from attention import autograd
 from attention.executors import all_to_all, ring
 from attention.executors.plan import LocalCall, Plan, PlannedStep
+from attention.geometry import schedules
 from attention.kernels import decompose
 from attention.kernels import math as math_kernel
-from attention.masks import CAUSAL, Mask
-from attention.variants import Variant
-from runner import worker
-from runner.correctness import check, check_timed
-from runner.rank import Rank
-from runner.schema import Experiment
-from runner.workpiece import AttentionWork, build
+from attention.masks.band import CAUSAL, Mask
+from attention.reduction import grad_sum, lse_merge
+from attention.variants.registry import Variant
+from runner.config.schema import Experiment
+from runner.launch.rank import Rank
+from runner.measure import job
+from runner.measure.correctness import check, check_timed
+from runner.measure.workload import AttentionWork, build
 
 Tensors = dict[str, Tensor]  # out and lse, or dq, dk and dv, of this rank's shard
 Change = Callable[[Tensors, Plan], None]  # in place
@@ -222,7 +225,7 @@ def _merge(share: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[[], 
         out.copy_(a * weigh[0] + b * weigh[1])
         lse.copy_(total)
 
-    return lambda: changed(merge, "merge_eager", lambda original: merged)
+    return lambda: changed(lse_merge, "merge_eager", lambda original: merged)
 
 
 def _not_rescaled(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,7 +344,7 @@ def _sums_in_bf16() -> Iterator[None]:
     def make(original: Any) -> Any:
         return lambda dtype: torch.bfloat16
 
-    with changed(sums, "wide", make), changed(merge, "wide", make):
+    with changed(grad_sum, "wide", make), changed(lse_merge, "wide", make):
         yield
 
 
@@ -492,5 +495,5 @@ def timed(me: Rank, run: dict[str, Any], name: str) -> dict[str, Any]:
         return inner
 
     plant = next(plant for plant in PLANTS if plant.name == name)
-    with changed(worker, "_time", make), plant.plant():
-        return worker.run(me, run, None)
+    with changed(job, "_time", make), plant.plant():
+        return job.run(me, run, None)

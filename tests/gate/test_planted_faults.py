@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.launch import WorldSpec
+from runner.launch.worlds import WorldSpec
 from tests.gate.plants import PLANTS, RUNS
 from tests.runner.composing import resolved
 

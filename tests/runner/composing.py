@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from runner import schema
-from runner.overrides import groups
+from runner.config import schema
+from runner.config.overrides import groups
 
 schema.register()
 GROUPS = groups()

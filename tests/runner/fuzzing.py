@@ -55,8 +55,8 @@ def keys() -> tuple[list[str], list[str]]:
     from composing import composed
     from omegaconf import OmegaConf
 
-    from runner.groups import groups
-    from runner.overrides import _paths
+    from runner.config.groups import groups
+    from runner.config.overrides import _paths
 
     found: Any = OmegaConf.to_container(composed())
     paths = list(_paths(found))
@@ -181,9 +181,11 @@ def wrong(found: dict[str, Any], limit_s: float) -> str | None:
 def main(folder: Path) -> None:
     from hydra.core.plugins import Plugins
 
-    from runner import app, environment, launch, overrides, schema
+    from runner import app, environment
+    from runner.config import overrides, schema
+    from runner.launch import worlds
 
-    app._in_world = lambda *_: launch.Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
+    app._in_world = lambda *_: worlds.Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
     schema.register()
     Plugins.instance()
     environment.host()

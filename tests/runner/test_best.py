@@ -3,9 +3,9 @@
 import pytest
 from composing import resolved
 
-from attention.masks import CAUSAL, FULL
-from attention.variants import setting_label, variant
-from runner.schema import InvalidConfig
+from attention.masks.band import CAUSAL, FULL
+from attention.variants.registry import setting_label, variant
+from runner.config.schema import InvalidConfig
 
 SMALL = ("seq_len=64", "batch=1", "head_dim=16", "dtype=fp32", "hardware=cpu", "phases=false", "baseline=none",
          "timing.timing_runs=2", "timing.settle_ms=0")  # fmt: skip

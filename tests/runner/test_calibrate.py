@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from attention import rates
 from attention.kernels import KERNELS
-from attention.rates import CallClass, Rate
+from attention.measured import rates
+from attention.measured.rates import CallClass, Rate
 from runner import calibrate
 
 DENSE = CallClass(64, "gqa", "causal", "dense", "long")

@@ -2,9 +2,10 @@
 
 import pytest
 
-from attention.peers import PEERS
-from attention.variants import VARIANTS
-from runner import catalog, display
+from attention.external import PEERS
+from attention.variants.registry import VARIANTS
+from runner import catalog
+from runner.output import display
 
 SIZE = ["config=tiny", "batch=1", "seq_len=1024", "heads=8", "kv_heads=2", "head_dim=64"]
 

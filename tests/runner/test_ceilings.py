@@ -2,8 +2,8 @@
 
 from composing import resolved
 
-from runner import ceilings
-from runner.ceilings import highest, steady
+from runner.measure import ceilings
+from runner.measure.ceilings import highest, steady
 
 
 def rounds(*rates: float):

@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 from test_results import unnamed
 
-from runner import results
 from runner.__main__ import exit_status
+from runner.output import results
 
 SMALL = [
     "seq_len=128",

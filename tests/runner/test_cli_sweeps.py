@@ -11,9 +11,9 @@ from pathlib import Path
 import pandas as pd
 from test_cli import only, results_in, run, started_by
 
-from runner import results
-from runner.launch import cores
-from runner.record import Result
+from runner.launch.worlds import cores
+from runner.output import results
+from runner.output.record import Result
 
 
 def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):

@@ -8,9 +8,10 @@ import pytest
 from composing import python
 from test_report import result, written
 
-from runner import compare, pack, results
-from runner.report_runs import read
-from runner.statistics import of_ranks
+from runner import compare, pack
+from runner.measure.statistics import of_ranks
+from runner.output import results
+from runner.report.runs import read
 
 
 def with_interval(value: dict, width: float, n: int = 20) -> dict:

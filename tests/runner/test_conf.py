@@ -10,15 +10,15 @@ import pytest
 from composing import composed, configured, resolved
 from omegaconf import OmegaConf
 
-from attention.choice import AUTO, OPTIONS
+from attention.autotune.model import AUTO, OPTIONS
+from attention.external import PEERS
 from attention.kernels import KERNELS
-from attention.peers import PEERS
 from attention.transports import SUMMARIES
-from attention.variants import BEST, VARIANTS, everything
+from attention.variants.registry import BEST, VARIANTS, everything
 from runner import rounds
-from runner.overrides import groups, problem
-from runner.schema import MODELS, TIMING_METHODS, InvalidConfig, run_name
-from runner.workpiece import DTYPES
+from runner.config.overrides import groups, problem
+from runner.config.schema import MODELS, TIMING_METHODS, InvalidConfig, run_name
+from runner.measure.workload import DTYPES
 
 HERE = Path(__file__).parent
 CONF = HERE.parents[1] / "conf"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from composing import resolved
 
-from runner import correctness
-from runner.correctness import pieces_of
-from runner.reference import Reference
+from runner.measure import correctness
+from runner.measure.correctness import pieces_of
+from runner.measure.reference import Reference
 
 MASKS = {
     "causal": ["attention=ring", "causal=true"],

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from runner import counters
+from runner.measure import ncu
 
 HEADER = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
 
@@ -11,7 +11,7 @@ def lines(*kernels):
     """A kernel's lines as ncu prints them: reads from memory, writes, and sectors read and written in L2."""
     found = ["==PROF== Connected to process 636 (/usr/bin/python3.12)", HEADER]
     for number, (name, *values) in enumerate(kernels):
-        for (metric, _), value in zip(counters.COUNTERS.values(), values, strict=True):
+        for (metric, _), value in zip(ncu.COUNTERS.values(), values, strict=True):
             found.append(f'"{number}","636","{name}","{metric}","byte","{value:,}"')
     return [*found, "==PROF== Disconnected from process 636"]
 
@@ -24,7 +24,7 @@ def test_kernels_belong_to_the_pass_that_was_marked_before_them():
         ("back, one", 5000, 60, 7, 8),
         ("back, two", 1, 2, 3, 4),
     )
-    found = counters.parse(text, "forward_backward")
+    found = ncu.parse(text, "forward_backward")
     assert list(found) == ["forward", "backward"]
     assert {k: v for k, v in found["forward"].items() if k != "kernels"} == {
         "memory_read_bytes": 1000, "memory_written_bytes": 20, "l2_read_bytes": 96, "l2_written_bytes": 128,
@@ -34,19 +34,19 @@ def test_kernels_belong_to_the_pass_that_was_marked_before_them():
 
 
 def test_output_without_kernels_gives_nothing():
-    assert counters.parse(["==ERROR== No permission"], "forward") == {}
+    assert ncu.parse(["==ERROR== No permission"], "forward") == {}
 
 
 def test_a_machine_without_the_tool_says_so(monkeypatch):
-    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    monkeypatch.setattr(counters, "PLACES", ())
-    assert "not installed" in counters.count(SimpleNamespace())["unavailable"]
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ncu, "PLACES", ())
+    assert "not installed" in ncu.count(SimpleNamespace())["unavailable"]
 
 
 def test_a_tool_that_fails_is_quoted(monkeypatch, tmp_path):
     tool = tmp_path / "ncu"
     tool.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM: no permission'\nexit 11\n")
     tool.chmod(0o755)
-    monkeypatch.setattr(counters.shutil, "which", lambda name: str(tool))
-    found = counters.count(SimpleNamespace(plain=dict, mode="forward"))
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: str(tool))
+    found = ncu.count(SimpleNamespace(plain=dict, mode="forward"))
     assert found == {"unavailable": "ncu ended with 11: ==ERROR== ERR_NVGPUCTRPERM: no permission"}

@@ -9,9 +9,9 @@ import pytest
 from composing import resolved
 
 from runner import app, environment
+from runner.config.schema import InvalidConfig
 from runner.environment import commit_text
-from runner.launch import WorldSpec
-from runner.schema import InvalidConfig
+from runner.launch.worlds import WorldSpec
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from runner import endpoint, node
-from runner.launch import BOOT_ID, Pool, World, WorldSpec, remove_abandoned
+from runner.launch import endpoint, node
+from runner.launch.worlds import BOOT_ID, Pool, World, WorldSpec, remove_abandoned
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def kill_when_working(world, pid):
 @pytest.fixture
 def patient(monkeypatch):
     """A world that does not end by itself is waited for so long that it shows, on a busy machine, too."""
-    monkeypatch.setattr("runner.launch.STOP_S", 30.0)
+    monkeypatch.setattr("runner.launch.worlds.STOP_S", 30.0)
     return 15.0
 
 
@@ -143,7 +143,7 @@ def test_ranks_are_forked_off_a_process_without_other_threads(world):
     (parent,) = set(world.call("tests.jobs:parents", {}).result)
     assert parent != world.agent.pid
     assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
-    assert b"runner.node" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
+    assert b"runner.launch.node" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
 
 
 def test_where_what_forks_the_ranks_is_killed_no_rank_is_blamed(world):
@@ -240,7 +240,7 @@ def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
 
 
 def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch):
-    monkeypatch.setattr("runner.launch.AGENT_S", 0.5)
+    monkeypatch.setattr("runner.launch.worlds.AGENT_S", 0.5)
     pids = world.call("tests.jobs:pids", {}).result
     os.kill(world.agent.pid, signal.SIGSTOP)
     kill_when_working(world, pids[1])
@@ -266,7 +266,7 @@ def test_a_job_longer_than_the_pipe_is_sent(pool):
 def test_too_few_open_files_are_said_before_a_world_starts():
     code = (
         "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n"
-        "from runner.launch import Pool, WorldSpec\nprint(Pool().call(WorldSpec(2, 'cpu'), 'tests.jobs:pids', {}))"
+        "from runner.launch.worlds import Pool, WorldSpec\nprint(Pool().call(WorldSpec(2, 'cpu'), 'tests.jobs:pids', {}))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
     assert "unsupported" in said and "raise it with ulimit -n 48" in said
@@ -324,7 +324,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)  # asked for anew
     code = (
-        "import sys, time\nfrom runner.launch import World, WorldSpec\n"
+        "import sys, time\nfrom runner.launch.worlds import World, WorldSpec\n"
         "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs:pids', {}).result, w.agent.pid, w.folder, flush=True)\n"
         "time.sleep(60)"
     )
@@ -350,7 +350,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
 
 def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
     spec = json.dumps(asdict(WorldSpec(1, "cpu")))
-    command = [sys.executable, "-m", "runner.node", str(tmp_path), spec]
+    command = [sys.executable, "-m", "runner.launch.node", str(tmp_path), spec]
     assert subprocess.run(command, env={**os.environ, "ATTENTION_LAUNCHER": "-1"}, timeout=10).returncode == 1
 
 

@@ -3,10 +3,10 @@
 import pytest
 from composing import resolved
 
-from attention import costs
-from attention.masks import CAUSAL, FULL, Mask
-from attention.variants import VARIANTS, variant
-from runner import metrics
+from attention.geometry import costs
+from attention.masks.band import CAUSAL, FULL, Mask
+from attention.variants.registry import VARIANTS, variant
+from runner.measure import metrics
 
 # B 2, H 4, Hk 2, D 16, bf16: 4 B H D = 512 FLOP a pair; k and v of a token are 2 B Hk D 2 = 256 bytes, and so is q
 SHAPES = costs.Shapes(batch=2, heads=4, kv_heads=2, head_dim=16, itemsize=2)

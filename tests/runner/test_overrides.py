@@ -7,7 +7,7 @@ import time
 import pytest
 from composing import python
 
-from runner.overrides import problem
+from runner.config.overrides import problem
 
 # overrides, then what the line must say: what was given, and the nearest names or the rule
 BAD = [

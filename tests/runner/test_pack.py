@@ -8,7 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from test_report import result, written
 
-from runner import app, compare, pack, record, report, report_runs, results
+from runner import app, compare, pack
+from runner.output import record, results
+from runner.report import command as report
+from runner.report import runs as report_runs
 
 ROOT = Path(__file__).parents[2]
 PACKS = sorted(path.parent for path in ROOT.glob("results/*/*/results.parquet"))
@@ -185,7 +188,7 @@ def test_what_cannot_be_packed_is_one_clear_line_and_nothing_is_removed(tmp_path
 @pytest.mark.parametrize("folder", PACKS, ids=lambda path: str(path.relative_to(ROOT / "results")))
 def test_the_packs_of_the_results_are_whole(folder):
     """Each run is a result, and the medians of the samples packed beside it are those that it states."""
-    from runner.statistics import quantile
+    from runner.measure.statistics import quantile
 
     found, problems = record.read_results(folder)
     assert found and not problems

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from attention.phases import Recorder, phase, recording
-from runner.phases import bandwidths, shares, summarize
+from attention.profiling import Recorder, phase, recording
+from runner.measure.phases import bandwidths, shares, summarize
 
 CPU = torch.device("cpu")
 

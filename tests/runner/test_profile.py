@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from attention.phases import phase
-from runner.profile import analyse, covered, merged, overlap, profile
-from runner.rank import Rank
-from runner.timing import CpuStopwatch
+from attention.profiling import phase
+from runner.launch.rank import Rank
+from runner.measure.profile import analyse, covered, merged, overlap, profile
+from runner.measure.timing import CpuStopwatch
 
 
 def test_merged_intervals_are_disjoint_and_in_order():

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from runner.reference import Words, attend
+from runner.measure.reference import Words, attend
 
 CASES = {
     "causal": Words((300,), (300,), 0.3, True),
@@ -108,7 +108,7 @@ def test_lengths_that_do_not_fit_are_refused():
 
 def test_it_shares_nothing_with_the_library():
     code = (
-        "import sys, runner.reference, runner.errors\n"
+        "import sys, runner.measure.reference, runner.measure.errors\n"
         "assert not [x for x in sys.modules if x.startswith('attention.')], 'it imports the library'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 from composing import python
 
-from runner import report, report_charts, report_headline, report_runs, report_tables, results
-from runner.record import Result, read_results
-from runner.report_runs import FACTS, labels, read, scaling, where
-from runner.report_tables import comparison_table, digits, runs_table
+from runner.output import results
+from runner.output.record import Result, read_results
+from runner.report import charts, headline, tables
+from runner.report import command as report
+from runner.report import runs as report_runs
+from runner.report.runs import FACTS, labels, read, scaling, where
+from runner.report.tables import comparison_table, digits, runs_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 SWEEPS = sorted(path for path in RESULTS.glob("*/*") if path.is_dir())
-needs_charts = pytest.mark.skipif(report_charts.missing() is not None, reason=str(report_charts.missing()))
+needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
 
 
 def summary(ms: float) -> dict:
@@ -101,7 +104,7 @@ def test_several_layers_are_another_way_to_time_and_new_packs_another_workload(t
     ]
 
 
-def cells(table: report_tables.Table, title: str) -> list[str]:
+def cells(table: tables.Table, title: str) -> list[str]:
     return [row[table.titles.index(title)] for row in table.rows]
 
 
@@ -213,7 +216,7 @@ def test_a_comparison_marks_noise_and_calls_even_what_the_spreads_do_not_tell_ap
     values = [noisy(result("zigzag", 2), 5.5, 6.5), result("torch_cp", 2.1)]
     table = comparison_table(read([written(tmp_path, *values)]))
     assert table.rows == [["32,768", "**6.000!**", "6.300", "even (torch_cp / zigzag)"]]
-    assert table.notes == [report_tables.NOISY] and "<b>6.000!</b>" in table.html()
+    assert table.notes == [tables.NOISY] and "<b>6.000!</b>" in table.html()
 
 
 def on(value: dict, commit: str, cores: int = 64) -> dict:
@@ -247,7 +250,7 @@ def test_a_headline_is_auto_beside_each_package_at_its_best_of_one_commit_and_ma
     values[0]["chosen"]["variant"] = "ulysses"
     values.append(result("transformer_engine", None, status="unsupported", reason="not installed"))
     folder = written(tmp_path / "runs", *values)
-    table = report_headline.headline_table(read([folder]))
+    table = headline.headline_table(read([folder]))
     assert dict(zip(table.titles, table.rows[0], strict=True)) == {
         "S": "32,768",
         "auto": "**6.000 (ulysses)**",
@@ -258,7 +261,7 @@ def test_a_headline_is_auto_beside_each_package_at_its_best_of_one_commit_and_ma
         "fastest external / auto": "1.50 (PyTorch / auto)",
     }
     with pytest.raises(ValueError, match="needs runs of attention=auto and of an external package"):
-        report_headline.headline_table([run for run in read([folder]) if not run.peer])
+        headline.headline_table([run for run in read([folder]) if not run.peer])
     written(tmp_path / "runs", on(result("torch_cp", 2.9), "b" * 40))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "N.md").write_text("<!-- report:x -->\n<!-- /report:x -->\n")
@@ -348,19 +351,19 @@ def test_weak_scaling_is_the_rate_of_each_device_over_that_of_one(tmp_path):
     runs = read([written(tmp_path, *values)])
     # four times the work of the one device, in five times its time
     assert [s.efficiency for s in scaling(runs).values()] == pytest.approx([1, 4 / 5])
-    axes = report_charts.Axes.of(runs)
+    axes = charts.Axes.of(runs)
     assert (axes.over, axes.panel, axes.weak) == ("world_size", (), 8192)
 
 
 def test_a_chart_is_over_what_varies_and_a_panel_a_workload(tmp_path):
     ways = [result(name, ms, seq_len=s) for name, ms in (("ring", 3), ("zigzag", 2)) for s in (8192, 16384)]
     runs = read([written(tmp_path / "a", *ways)])
-    assert report_charts.Axes.of(runs) == report_charts.Axes("seq_len", ())
+    assert charts.Axes.of(runs) == charts.Axes("seq_len", ())
     more = read([written(tmp_path / "a", *(result("ring", 3, seq_len=s, head_dim=64) for s in (8192, 16384)))])
-    assert report_charts.Axes.of(more) == report_charts.Axes("seq_len", ("head_dim",))
+    assert charts.Axes.of(more) == charts.Axes("seq_len", ("head_dim",))
     apart = read([written(tmp_path / "b", result("ring", 3, seq_len=8192), result("zigzag", 3, seq_len=16384))])
-    assert report_charts.Axes.of(apart) == report_charts.Axes(None, ("seq_len",))
-    rows = report_charts.points(runs, report_charts.Axes.of(runs))
+    assert charts.Axes.of(apart) == charts.Axes(None, ("seq_len",))
+    rows = charts.points(runs, charts.Axes.of(runs))
     assert {(row["label"], row["over"], row["time"]) for row in rows} == {
         ("ring", 8192, 9), ("ring", 16384, 9), ("zigzag", 8192, 6), ("zigzag", 16384, 6),
     }  # fmt: skip
@@ -423,7 +426,9 @@ def test_a_tree_of_sweeps_has_a_part_for_each_or_one_for_all(tmp_path, monkeypat
 
 def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts(tmp_path):
     speed(tmp_path / "speed")
-    program = "import sys; sys.modules['altair'] = None; from runner.report import main; sys.exit(main(['speed']))"
+    program = (
+        "import sys; sys.modules['altair'] = None; from runner.report.command import main; sys.exit(main(['speed']))"
+    )
     done = python("-c", program, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "no charts without altair: pip install -e '.[report]' in a checkout\n")
     assert "**4.500**" in (tmp_path / "speed" / "report.md").read_text()
@@ -436,9 +441,7 @@ def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts
 
 def test_a_report_loads_neither_torch_nor_pandas(tmp_path):
     speed(tmp_path / "speed")
-    program = (
-        "import sys; from runner.report import main; main(['speed']); print({'torch', 'pandas'} & set(sys.modules))"
-    )
+    program = "import sys; from runner.report.command import main; main(['speed']); print({'torch', 'pandas'} & set(sys.modules))"
     assert python("-c", program, cwd=tmp_path).stdout.endswith("set()\n")
 
 
@@ -562,8 +565,8 @@ def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
     compared = comparison_table(runs)
     assert compared.titles == ["S", "zigzag", "zigzag graphs=true", "rfa_zigzag", "fastest external / fastest of ours"]
     assert compared.rows[0][-1] == "1.50 (rfa_zigzag / zigzag)" and not compared.notes  # launched against launched
-    assert "graphs=true" in report_tables.same([runs[1]])
-    assert "graphs" not in report_tables.same([runs[0]])
+    assert "graphs=true" in tables.same([runs[1]])
+    assert "graphs" not in tables.same([runs[0]])
 
 
 def test_what_auto_replays_of_itself_is_said(tmp_path):
@@ -574,7 +577,7 @@ def test_what_auto_replays_of_itself_is_said(tmp_path):
         value["experiment"]["graphs"] = replayed
     runs = report_runs.read([written(tmp_path, *values)])
     assert cells(runs_table(runs), "attention") == ["auto: zigzag graphs=true", "auto: zigzag"]
-    assert "graphs=auto" in report_tables.same(runs)
+    assert "graphs=auto" in tables.same(runs)
     assert [results.row(Result.of(value))["options"] for value in values] == ["zigzag graphs=True", "zigzag"]
 
 

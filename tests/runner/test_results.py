@@ -11,10 +11,14 @@ import pytest
 from composing import python, resolved
 from rich.console import Console
 
-from runner import app, compare, display, metrics, pack, report_runs, report_tables, results
-from runner.launch import WorldSpec
-from runner.record import Problem, Result, read_result, read_results
-from runner.statistics import summarize
+from runner import app, compare, pack
+from runner.launch.worlds import WorldSpec
+from runner.measure import metrics
+from runner.measure.statistics import summarize
+from runner.output import display, results
+from runner.output.record import Problem, Result, read_result, read_results
+from runner.report import runs as report_runs
+from runner.report import tables
 
 ROOT = Path(__file__).parents[2]
 # the names in outputs/README.md; those before a <...> begin others, as comm_<what> does
@@ -220,7 +224,7 @@ def test_a_refused_runs_configuration_may_hold_anything(tmp_path, key, value):
     results.write_result(tmp_path / "good", measured("good"))
     runs = report_runs.read([tmp_path])
     assert sorted(run.result.name for run in runs) == ["good", "odd"]
-    assert report_tables.runs_table(runs).rows and report_tables.comparison_table(runs).rows
+    assert tables.runs_table(runs).rows and tables.comparison_table(runs).rows
     assert len(results.sweep_rows(tmp_path)) == len(compare.compare(runs, runs, "total", 0.02, 0.05)) == 2
 
 
@@ -590,7 +594,7 @@ def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(p
         "hardware=cpu", "world_size=2", "seq_len=64", "heads=2", "kv_heads=2", "head_dim=16", "batch=1", "seed=1"
     )
     plain = spec.plain() | {"launch": spec.launch | {"share_gpu": True}}
-    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.worker:run", {"experiment": plain, "folder": None})
+    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.measure.job:run", {"experiment": plain, "folder": None})
     assert outcome.status == "ok", outcome.reason
     about = {
         "key": "0",

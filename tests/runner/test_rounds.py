@@ -13,8 +13,11 @@ from composing import configured, resolved
 from test_cli import environment, results_in, run
 from test_results import measured, unnamed
 
-from runner import app, interleave, pack, report_runs, report_tables, results, rounds
-from runner.schema import InvalidConfig
+from runner import app, interleave, pack, rounds
+from runner.config.schema import InvalidConfig
+from runner.output import results
+from runner.report import runs as report_runs
+from runner.report import tables
 
 SIZES = [
     "hardware=cpu", "world_size=2", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "seed=1",
@@ -179,7 +182,7 @@ def test_a_stop_in_a_later_round_is_no_crash():
 
 def test_a_run_that_lacks_rounds_is_marked_in_reports_and_named_when_packed(tmp_path, capsys):
     begun(tmp_path, "ring", [{"forward": [1.0]}])
-    table = report_tables.runs_table(report_runs.read([tmp_path])).markdown()
+    table = tables.runs_table(report_runs.read([tmp_path])).markdown()
     assert "rounds" in table and "1 of 3" in table and "without all rounds" in table
     assert pack.main([str(tmp_path)]) == 0
     assert "without all their rounds: ring" in capsys.readouterr().err

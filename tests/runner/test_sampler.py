@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from runner import sampler, timing
-from runner.sampler import Sampler, reasons, sampling, summary
-from runner.statistics import summarize
+from runner.measure import sampler, timing
+from runner.measure.sampler import Sampler, reasons, sampling, summary
+from runner.measure.statistics import summarize
 
 
 def test_throttle_reasons_have_the_drivers_names():

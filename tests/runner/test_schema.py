@@ -10,10 +10,10 @@ import pytest
 from composing import composed, python, resolved
 from omegaconf import OmegaConf
 
-from attention.choice import AUTO
-from attention.variants import VARIANTS
-from runner.groups import groups
-from runner.schema import (
+from attention.autotune.model import AUTO
+from attention.variants.registry import VARIANTS
+from runner.config.groups import groups
+from runner.config.schema import (
     PHASES,
     Experiment,
     InvalidConfig,

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from runner.statistics import median_interval, quantile, settled, summarize, too_few, trend
+from runner.measure.statistics import median_interval, quantile, settled, summarize, too_few, trend
 
 
 def coverage(n: int, k: int) -> Fraction:

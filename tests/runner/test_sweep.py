@@ -12,8 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 from test_cli import SMALL, only, results_in, run
 
-from runner import overrides, sweep
-from runner.values import InvalidConfig, Refused
+from runner import sweep
+from runner.config import overrides
+from runner.config.values import InvalidConfig, Refused
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["phases=false", "baseline=none", "mode=forward", "check.enabled=false"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from composing import resolved
 
-from attention.phases import Recorder, phase, recording
-from runner import timing, worker
-from runner.statistics import slowest
-from runner.timing import (
+from attention.profiling import Recorder, phase, recording
+from runner.measure import job, timing
+from runner.measure.statistics import slowest
+from runner.measure.timing import (
     LEAD_MS,
     CpuStopwatch,
     CudaStopwatch,
@@ -29,7 +29,7 @@ from runner.timing import (
     verdict,
     warm,
 )
-from runner.workpiece import Layers, other_orders
+from runner.measure.workload import Layers, other_orders
 
 
 class Clock:
@@ -478,7 +478,7 @@ def test_a_models_samples_are_of_one_layer(monkeypatch):
         device=torch.device("cpu"), world=1, say=lambda *_: None, agree=lambda x: x, gather=lambda x: [x]
     )
     work = Attention()
-    found, _ = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    found, _ = job._time(alone, spec, work, CpuStopwatch(None), 0.04)
     assert len(work.log) == 2 * 3 * (1 + 2)  # passes, layers, a warm-up and samples
     for which in work.passes:
         seconds = [ms / 1e3 for ms in found["samples"][0][which]]
@@ -487,7 +487,7 @@ def test_a_models_samples_are_of_one_layer(monkeypatch):
     monkeypatch.setattr(
         timing, "overhead_ms", lambda watch: 6.0
     )  # of a pair of marks, which a sample of three layers has one of
-    found, _ = worker._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    found, _ = job._time(alone, spec, work, CpuStopwatch(None), 0.04)
     least = min(passed["median"] for passed in found["timing"]["passes"].values())
     assert found["timing"]["overhead_ms"] == 2.0 and found["timing"]["overhead_share"] == pytest.approx(2.0 / least)
 

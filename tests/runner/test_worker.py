@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.launch import WorldSpec
+from runner.launch.worlds import WorldSpec
 from tests.runner.composing import resolved
 
 SIZES = ("hardware=cpu", "dtype=fp32", "seq_len=128", "heads=4", "head_dim=64", "phases=false")
@@ -12,7 +12,7 @@ SHORT = ("timing.timing_runs=1", "timing.warmup_runs=1", "timing.warmup_ms=0")
 def measured(pool, world_size, *overrides, seed=7, **options):
     spec = resolved(*SIZES, *SHORT, f"world_size={world_size}", *overrides, seed=seed)
     arguments = {"experiment": spec.plain(), "folder": None}
-    return pool.get(WorldSpec(world_size, "cpu")).call("runner.worker:run", arguments, **options)
+    return pool.get(WorldSpec(world_size, "cpu")).call("runner.measure.job:run", arguments, **options)
 
 
 def test_equal_runs_in_one_world_take_equally_much_memory(pool):
@@ -45,7 +45,7 @@ def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_pa
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit(rank):
     """Only rank 0 works there: the others are waiting, and as such never late by themselves."""
-    from runner.launch import Pool
+    from runner.launch.worlds import Pool
 
     with Pool() as pool:
         fault = f"launch.fault={rank}:baseline:hang"

@@ -1,0 +1,62 @@
+"""In which groups of heads an executor works, so that some travel while others compute, or less is held at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention.geometry.costs import OVERLAPPED
+from attention.kernels.interface import Triple
+from attention.variants.registry import check_stride
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """KV heads `[k_start, k_stop)` and the query heads that they serve."""
+
+    k_start: int
+    k_stop: int
+    q_start: int
+    q_stop: int
+
+    def keys(self, x: Tensor) -> Tensor:
+        """These heads of a tensor like k: x itself where they are all."""
+        return cut_heads(x, self.k_start, self.k_stop)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """These heads of a tensor like q, or of an LSE: x itself where they are all."""
+        return cut_heads(x, self.q_start, self.q_stop)
+
+    def of(self, qkv: Triple) -> Triple:
+        """These heads of tensors like q, k and v."""
+        q, k, v = qkv
+        return self.queries(q), self.keys(k), self.keys(v)
+
+
+def cut_heads(x: Tensor, start: int, stop: int) -> Tensor:
+    """Heads `[start, stop)` of `[..., heads, D]`, or of an LSE: a view, or x itself where they are all."""
+    return x if stop - start == x.size(-2) else x.narrow(-2, start, stop - start)
+
+
+def head_groups(
+    heads: int,
+    kv_heads: int,
+    stride: int | None,
+    small_first: bool = False,
+    small_last: bool = False,
+    tokens: int = OVERLAPPED,
+) -> list[HeadGroup]:
+    """`stride` KV heads at a time. None: all at once, but where many `tokens` are to be gathered, on demand a quarter of the
+    heads first, since the compute waits for its keys, or last, since its gradients' way home is waited for.
+
+    Raises ValueError when the stride does not divide the KV heads."""
+    each = check_stride(stride, kv_heads)
+    sizes = [each] * (kv_heads // each)
+    if stride is None and kv_heads >= 4 and tokens >= OVERLAPPED:
+        small = kv_heads // 4
+        first, last = [small] * small_first, [small] * small_last
+        sizes = [*first, kv_heads - sum(first) - sum(last), *last]
+    ratio = heads // kv_heads
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [HeadGroup(a, a + n, a * ratio, (a + n) * ratio) for a, n in zip(starts, sizes, strict=True)]

@@ -1,0 +1,79 @@
+"""ring-flash-attn (Zhu, 2024): its ring, zigzag, stripe and llama3 functions."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention.executors.plan import Plan
+from attention.external.flash_functions import (
+    instead_of_flash_attn,
+    lengths,
+    let_gloo_send_to_itself,
+    serve,
+    serve_backward,
+)
+from attention.geometry.layouts import CuSeqlens
+from attention.tensors import uploaded
+
+FUNCTIONS = {
+    "rfa_ring": "ring_flash_attn_func",
+    "rfa_zigzag": "zigzag_ring_flash_attn_func",
+    "rfa_stripe": "stripe_flash_attn_func",
+}
+
+
+@cache
+def _package() -> ModuleType:
+    # its Hugging Face adapter does not import beside transformers 5, and is not needed
+    adapter = {"substitute_hf_flash_attn": None, "update_ring_flash_attn_params": None}
+    with instead_of_flash_attn(ring_flash_attn__adapters=adapter):
+        import ring_flash_attn
+    let_gloo_send_to_itself(ring_flash_attn.utils.RingComm)
+    return ring_flash_attn
+
+
+@lru_cache(maxsize=64)
+def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: torch.device) -> tuple[Any, ...]:
+    """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and the needed slice of the keys; done once a batch by its
+    users, before the layers."""
+    cu = uploaded(np.array(cu_seqlens, np.int32), device)
+    found = _package().llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, world)
+    for x in found[:2]:
+        lengths(x)
+    return found
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+    """q `[B, s, H, D]`, or `[t, H, D]` for llama3, which takes a dense batch of 1 for a pack of one sequence."""
+    package = _package()
+    serve(plan.kernel)
+    common = {
+        "softmax_scale": plan.scale,
+        "causal": plan.problem.mask.causal,
+        "deterministic": plan.deterministic,
+        "group": group,
+    }
+    if plan.variant.name != "rfa_llama3":
+        return serve_backward(getattr(package, FUNCTIONS[plan.variant.name])(q, k, v, **common), plan.kernel)
+    problem = plan.problem
+    cu_q, cu_k, max_q, max_k, needed = _slices(
+        problem.cu_seqlens, problem.mask.causal, plan.rank, problem.world, q.device
+    )
+    out = package.llama3_flash_attn_varlen_func(
+        *(x if plan.packed else x.squeeze(0) for x in (q, k, v)),
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        heads_k_stride=plan.options["heads_k_stride"] or plan.kv_heads,
+        local_k_slice=needed,
+        **common,
+    )
+    return serve_backward(out if plan.packed else out.unsqueeze(0), plan.kernel)

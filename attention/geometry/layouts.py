@@ -1,0 +1,183 @@
+"""Layouts: which tokens of the global sequence, or of every sequence of a pack, each rank holds. Pure Python: a shard is
+a list of `range`s of global token positions, in the order in which the rank stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import lcm
+
+from attention.geometry.weighted_lru import memo
+
+Shard = tuple[range, ...]
+CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the total
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`split(length, world)` gives every rank's ranges of one sequence; a length must be a multiple of
+    `chunks * world`, unless the shards may be `uneven`. With `per_sequence` each sequence of a pack is split by itself,
+    without it the packed stream is split as if it were one sequence. `replicated` means that every rank holds
+    everything. With `inner` > 1 the layout is that of groups of so many ranks, and each rank of a group holds an equal
+    consecutive piece of the group's shard."""
+
+    name: str
+    chunks: int
+    split: Callable[[int, int], tuple[Shard, ...]]
+    per_sequence: bool = True
+    replicated: bool = False
+    uneven: bool = False
+    inner: int = 1
+
+    def check(self, cu_seqlens: CuSeqlens, world: int) -> None:
+        """Raises ValueError when some sequence does not divide."""
+        if self.replicated or self.uneven:
+            return
+        groups = world // self.inner
+        lengths = _lengths(cu_seqlens) if self.per_sequence else [cu_seqlens[-1]]
+        single = len(cu_seqlens) == 2
+        if self.inner > 1 and single:  # the pieces of a group's shard lie within a chunk, which implies the rest
+            self._divides(lengths[0], self.chunks * world, "seq_len", self._times("world_size"))
+            return
+        for length in lengths:
+            what = "seq_len" if single else "a sequence of the pack has length"
+            if not single and not self.per_sequence:
+                what = "the pack's total"
+            times = "world_size" if self.inner == 1 else f"(world_size / {self.inner})"
+            self._divides(length, self.chunks * groups, what, self._times(times))
+        if self.inner > 1:  # the pieces of a group's shard
+            self._divides(cu_seqlens[-1], world, "the pack's total", "world_size", lcm(world, self.chunks * groups))
+
+    def _times(self, what: str) -> str:
+        return f"{self.chunks} * {what}" if self.chunks > 1 else what
+
+    def _divides(self, length: int, divisor: int, what: str, rule: str, unit: int | None = None) -> None:
+        """`unit`: what the offered length must be a multiple of, where other rules hold too."""
+        if length % divisor:
+            unit = unit or divisor
+            near = max(unit, round(length / unit) * unit)
+            raise ValueError(
+                f"{what}={length}: the {self.name} layout needs a multiple of {rule} = {divisor}; {near} would work"
+            )
+
+    def shards(self, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, ...]:
+        """For each rank the ranges of global positions it holds."""
+        return _shards(self, cu_seqlens, world)
+
+
+@memo(lambda found, *_: sum(map(len, found)))
+def _shards(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, ...]:
+    layout.check(cu_seqlens, world)
+    groups = world // layout.inner
+    if not layout.per_sequence:
+        return layout.split(cu_seqlens[-1], groups)
+    per_group: list[list[range]] = [[] for _ in range(groups)]
+    for start, stop in pairwise(cu_seqlens):
+        for group, shard in enumerate(layout.split(stop - start, groups)):
+            per_group[group] += [range(start + r.start, start + r.stop, r.step) for r in shard]
+    if layout.inner == 1:
+        return tuple(tuple(ranges) for ranges in per_group)
+    return tuple(piece for ranges in per_group for piece in _cut(tuple(ranges), layout.inner))
+
+
+def _cut(shard: Shard, n: int) -> list[Shard]:
+    """A shard as n consecutive pieces of equal size."""
+    each = size(shard) // n
+    pieces = []
+    for i in range(n):
+        piece = []
+        at = 0
+        for r in shard:
+            a, b = max(i * each - at, 0), min((i + 1) * each - at, len(r))
+            if a < b:
+                piece.append(r[a:b])
+            at += len(r)
+        pieces.append(tuple(piece))
+    return pieces
+
+
+def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
+    return [b - a for a, b in pairwise(cu_seqlens)]
+
+
+def size(shard: Shard) -> int:
+    """How many tokens a shard holds."""
+    return sum(len(r) for r in shard)
+
+
+@lru_cache(maxsize=256)
+def sizes_of(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[int, ...]:
+    """How many tokens each rank holds."""
+    return tuple(map(size, layout.shards(cu_seqlens, world)))
+
+
+def largest(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> int:
+    """The most tokens that a rank holds."""
+    return max(sizes_of(layout, cu_seqlens, world))
+
+
+def positions(shard: Shard) -> list[int]:
+    """The global position of every local token."""
+    return [t for r in shard for t in r]
+
+
+def _chunk(length: int, n: int, i: int) -> range:
+    return range(i * length // n, (i + 1) * length // n)
+
+
+def _contiguous(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: piece r of W. Ring Attention (Liu et al., 2023); of a whole pack ring-flash-attention's llama3 (Zhu, 2024)."""
+    return tuple((_chunk(length, world, r),) for r in range(world))
+
+
+def _zigzag(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: chunks r and 2W-1-r of 2W. ring-flash-attention (Zhu, 2024); The Llama 3 Herd of Models (Llama Team, 2024)."""
+    n = 2 * world
+    return tuple((_chunk(length, n, r), _chunk(length, n, n - 1 - r)) for r in range(world))
+
+
+def _stripe(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: tokens t with t mod W = r. Striped Attention (Brandon et al., 2023)."""
+    return tuple((range(r, length, world),) for r in range(world))
+
+
+def _paired(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: chunks 2r and 2W-1-2r of 2W. nnScaler's ring attention (Lin et al., 2024)."""
+    n = 2 * world
+    return tuple((_chunk(length, n, 2 * r), _chunk(length, n, n - 1 - 2 * r)) for r in range(world))
+
+
+def _replicated(length: int, world: int) -> tuple[Shard, ...]:
+    """Every rank: everything, as the queries in Tree Attention (Shyam et al., 2024)."""
+    return tuple((range(length),) for _ in range(world))
+
+
+def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: piece r of ceil(length / W) tokens, as far as they go. The keys in Tree Attention (Shyam et al., 2024)."""
+    each = -(-length // world)
+    return tuple((range(min(r * each, length), min((r + 1) * each, length)),) for r in range(world))
+
+
+@lru_cache
+def chunked(n: int) -> Layout:
+    """Everything on every rank, in n chunks: how queries lie that are computed chunk by chunk. Of two, as zigzag_llama3 has
+    them, petrpan26/ring-flash-attention (2025)."""
+
+    def split(length: int, world: int) -> tuple[Shard, ...]:
+        return tuple(tuple(_chunk(length, n, i) for i in range(n)) for _ in range(world))
+
+    return Layout(f"replicated in {n} chunks", n, split, replicated=True)
+
+
+CONTIGUOUS = Layout("contiguous", 1, _contiguous)
+PACKED = Layout("packed contiguous", 1, _contiguous, per_sequence=False)
+ZIGZAG = Layout("zigzag", 2, _zigzag)
+STRIPE = Layout("stripe", 1, _stripe)
+# contiguous shards whose second halves are swapped between ranks r and W-1-r: a causal rank's two chunks then cost the
+# same on every rank (the inner layout of ring_allgather)
+PAIRED = Layout("paired", 2, _paired)
+REPLICATED = Layout("replicated", 1, _replicated, replicated=True)
+# the keys of a decode: equal shards but for the last ranks', which may be short or empty
+DECODE = Layout("decode", 1, _ceiled, uneven=True)

@@ -1,0 +1,246 @@
+"""Who sends which tokens to whom, read off layouts and schedules. Pure Python: intervals of local tokens on both ends,
+one to one, so that a message carries nothing but the tokens and a receiver knows where they lie with the sender."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from attention.geometry.layouts import Shard, sizes_of
+from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, by_owner, length, steps
+from attention.geometry.weighted_lru import memo
+from attention.masks.band import Interval, Mask
+
+Intervals = tuple[Interval, ...]
+Place = Callable[[Interval], Intervals]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What goes between two ranks: the sender's intervals `source` to the receiver's `target`, one to one."""
+
+    peer: int  # at the other end
+    source: Intervals
+    target: Intervals
+
+
+@dataclass(frozen=True)
+class Route:
+    """The messages of one rank in one exchange, in the peers' order."""
+
+    sends: tuple[Piece, ...]
+    receives: tuple[Piece, ...]
+
+    def reversed(self) -> Route:
+        """The way back: what was received is sent home."""
+        return self._back
+
+    @cached_property
+    def _back(self) -> Route:
+        return Route(_turned(self.receives), _turned(self.sends))
+
+    @property
+    def received_tokens(self) -> int:
+        return sum(length(piece.target) for piece in self.receives)
+
+
+def _turned(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    return tuple(Piece(piece.peer, piece.target, piece.source) for piece in pieces)
+
+
+def side_by_side(intervals: Intervals) -> Intervals:
+    """Where the tokens of `intervals` lie when they are put one after another."""
+    placed = []
+    at = 0
+    for start, stop in intervals:
+        placed.append((at, at + stop - start))
+        at += stop - start
+    return tuple(placed)
+
+
+def step_route(problem: Problem, rank: int, i: int) -> Route:
+    """What moves before step `i`: the keys that this rank's step needs come from their owner, side by side, and this
+    rank's keys go to every rank whose step needs them."""
+    return route_of([steps(problem, peer)[i] for peer in range(problem.world)], rank)
+
+
+def route_of(everyones: Sequence[Step], rank: int) -> Route:
+    """As `step_route`, of the step of every rank."""
+    step = everyones[rank]
+    receives: tuple[Piece, ...] = ()
+    if step.owner != rank and step.keys:
+        receives = (Piece(step.owner, step.keys, side_by_side(step.keys)),)
+    sends = []
+    for peer, theirs in enumerate(everyones):
+        if peer != rank and theirs.owner == rank and theirs.keys:
+            sends.append(Piece(peer, theirs.keys, side_by_side(theirs.keys)))
+    return Route(tuple(sends), receives)
+
+
+Placed = list[tuple[int, int, int]]  # (start, stop, where it lies in the shard) of a shard's ranges, by global position
+
+
+def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
+    """The tokens that two shards share, as (slice of the source, slice of the target), by global position, neighbours on both
+    ends as one. Both shards consist of ranges with step 1."""
+    return _shared(_placed(source), _placed(target))
+
+
+def _shared(ours: Placed, theirs: Placed) -> list[tuple[Interval, Interval]]:
+    found: list[tuple[Interval, Interval]] = []
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        (a, a_stop, here), (b, b_stop, there) = ours[i], theirs[j]
+        if a_stop <= b:
+            i = _not_before(ours, b, i + 1)
+            continue
+        if b_stop <= a:
+            j = _not_before(theirs, a, j + 1)
+            continue
+        start, stop = max(a, b), min(a_stop, b_stop)
+        at, to, n = here + start - a, there + start - b, stop - start
+        if found and (found[-1][0][1], found[-1][1][1]) == (at, to):
+            (at, _), (to, _) = found.pop()
+            n = here + stop - a - at
+        found.append(((at, at + n), (to, to + n)))
+        i, j = (i + 1, j) if a_stop <= b_stop else (i, j + 1)
+    return found
+
+
+def _not_before(places: Placed, position: int, low: int) -> int:
+    """The first of the places from number `low` on that may hold the position: few may be of interest among thousands."""
+    return max(low, bisect_right(places, (position, sys.maxsize), low) - 1)
+
+
+def _placed(shard: Shard) -> Placed:
+    found = []
+    at = 0
+    for r in shard:
+        if r:
+            found.append((r.start, r.stop, at))
+        at += len(r)
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A redistribution of one rank's tokens: what it sends and receives, and what it only copies locally."""
+
+    route: Route
+    local: tuple[tuple[Interval, Interval], ...]
+
+
+def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> Move:
+    """From the shards `sources` to the shards `targets`, both lists by rank."""
+    sends: list[Piece] = []
+    receives: list[Piece] = []
+    mine, wanted = _placed(sources[rank]), _placed(targets[rank])
+    local = _shared(mine, wanted)
+    sent = {id(targets[rank]): local}  # by target, for all may want the same
+    for peer in range(len(sources)):
+        if peer == rank:
+            continue
+        target = targets[peer]
+        if id(target) not in sent:
+            sent[id(target)] = _shared(mine, _placed(target))
+        for pieces, found in ((sends, sent[id(target)]), (receives, _shared(_placed(sources[peer]), wanted))):
+            if found:
+                pieces.append(Piece(peer, tuple(here for here, _ in found), tuple(there for _, there in found)))
+    return Move(Route(tuple(sends), tuple(receives)), tuple(local))
+
+
+def needed_keys(problem: Problem, rank: int) -> Shard:
+    """The global positions of the keys that a rank gathers, as ranges in the order in which they lie."""
+    step = steps(problem, rank)[-1]
+    assert step.owner == SEQUENCE
+    return _ranges(step.keys)
+
+
+@memo(lambda found, *_: len(found))
+def _ranges(intervals: Intervals) -> Shard:
+    return tuple(range(*interval) for interval in intervals)
+
+
+def _weight(found: Move, *_: object) -> int:
+    pieces = (*found.route.sends, *found.route.receives)
+    return 1 + len(found.local) + sum([len(piece.source) for piece in pieces])
+
+
+@memo(_weight)
+def gather_move(problem: Problem, rank: int) -> Move:
+    """Every rank's shard to the keys that each rank needs."""
+    order = steps(problem, rank)[-1].order
+    if order and order == by_owner(problem.layout, problem.cu_seqlens, problem.world):
+        return _whole_shards(problem, rank)
+    needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))
+    return move(problem.layout.shards(problem.cu_seqlens, problem.world), needs, rank)
+
+
+def _whole_shards(problem: Problem, rank: int) -> Move:
+    """Each rank's shard whole to every rank, one behind another."""
+    sizes = sizes_of(problem.layout, problem.cu_seqlens, problem.world)
+    whole = [((0, n),) for n in sizes]
+    places = side_by_side(tuple((0, n) for n in sizes))
+    peers = [peer for peer in range(problem.world) if peer != rank]
+    sends = [Piece(peer, whole[rank], (places[rank],)) for peer in peers]
+    receives = [Piece(peer, whole[peer], (places[peer],)) for peer in peers]
+    return Move(Route(tuple(sends), tuple(receives)), ((whole[rank][0], places[rank]),))
+
+
+def within(keys: Intervals) -> Place:
+    """Where the tokens of an interval of the owner's lie, in order, when the intervals `keys` are put side by side."""
+    if len(keys) == 1:
+        ((first, end),) = keys
+
+        def moved(interval: Interval) -> Intervals:
+            if interval[0] == interval[1]:
+                return ()
+            assert first <= interval[0] and interval[1] <= end, f"{interval} is not within {keys}"
+            return ((interval[0] - first, interval[1] - first),)
+
+        return moved
+    places = sorted((start, stop, at) for (start, stop), (at, _) in zip(keys, side_by_side(keys), strict=True))
+    starts = [start for start, *_ in places]
+
+    def place(interval: Interval) -> Intervals:
+        found, at = [], interval[0]
+        for i in range(max(bisect_right(starts, at) - 1, 0), len(places)):
+            start, stop, here = places[i]
+            if not start <= at < min(stop, interval[1]):
+                break
+            found.append((here + at - start, here + min(stop, interval[1]) - start))
+            at = min(stop, interval[1])
+        assert at == interval[1], f"{interval} is not within {keys}"
+        return joined(found)
+
+    return place
+
+
+def packed_calls(step: Step, mine: bool) -> list[tuple[Intervals, Intervals]]:
+    """Of each kernel call of a pack's step the queries and the keys that it takes, as intervals of the rank's queries and of the
+    step's keys, which `mine` are used in place: a call is for all blocks of one mask and group."""
+    place = within(step.keys)
+    alike: dict[tuple[Mask, int], list[Block]] = {}
+    for block in step.blocks:
+        alike.setdefault((block.mask, block.group), []).append(block)
+    return [
+        (
+            joined(dict.fromkeys(block.q for block in found)),
+            joined(x for block in found for x in ((block.k,) if mine else place(block.k))),
+        )
+        for found in alike.values()
+    ]
+
+
+def joined(intervals: Iterable[Interval]) -> Intervals:
+    """Neighbouring intervals as one, in the given order."""
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

@@ -1,0 +1,146 @@
+"""The sum of parts over different tokens as one Triton kernel, several at once that are alike: a program takes a tile of tokens
+and of the elements that lie side by side in all tensors of one of them, of all heads where their heads do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.geometry.transfers import Intervals
+from attention.reduction.grad_sum import MOST, PartsOfAll, ranges
+from attention.runtime.triton_launcher import MOST as MOST_STARTS
+from attention.runtime.triton_launcher import Start
+from attention.tensors import wide
+
+TILE = 2048  # elements of a program: 16 a thread with 4 warps, two 16-byte loads of bf16 a part
+COLUMNS = 1024
+# Numbers in a tuple can't be kept from being compiled in when they are 1 or a multiple of 16: given so often, all are
+# multiples, and new lengths don't compile anew.
+UNIT = 16
+
+
+@triton.jit(do_not_specialize=["first", "last"])
+def _sum(  # type: ignore[no-untyped-def]
+    lead,
+    outs,
+    parts,
+    out_b,
+    out_t,
+    out_h,
+    starts,
+    stops,
+    places,
+    parts_b,
+    parts_t,
+    parts_h,
+    first,
+    last,
+    heads,
+    columns,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    t = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    which = tl.program_id(2) % M
+    h = (tl.program_id(2) // M % heads).to(tl.int64)
+    b = (tl.program_id(2) // M // heads).to(tl.int64)
+    out = outs[0]
+    for j in tl.static_range(1, M):
+        out = tl.where(which == j, outs[j], out)
+    inside = (c < columns)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], WIDE)
+    for i in tl.static_range(N):
+        here = (t >= starts[i] // UNIT) & (t < stops[i] // UNIT) & (t < last)
+        row = (t - starts[i] // UNIT + places[i] // UNIT).to(tl.int64)
+        part = parts[i * M]
+        for j in tl.static_range(1, M):
+            part = tl.where(which == j, parts[i * M + j], part)
+        at = part + b * parts_b[i] + h * parts_h[i] + row[:, None] * parts_t[i] + c[None, :]
+        total += tl.load(at, mask=here[:, None] & inside, other=0.0).to(WIDE)
+    tl.debug_barrier()  # a part may lie in out, and be read by threads that do not write it
+    at = out + b * out_b + h * out_h + t.to(tl.int64)[:, None] * out_t + c[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(t < last)[:, None] & inside)
+
+
+def sum_triton(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
+    """As `attention.reduction.grad_sum.sum_all`, of outs that are alike in shapes, strides and dtypes, as are each part's tensors. On CUDA or on
+    a CPU under Triton's interpreter. More parts than `MOST` are summed in several passes, the running sum in the wide dtype."""
+    out = outs[0]
+    if len(parts) > MOST:
+        running = [torch.empty(out.shape, dtype=wide(out.dtype), device=out.device) for _ in outs]
+        sum_triton(running, parts[:MOST])
+        sum_triton(outs, [(running, ((0, out.shape[-3]),)), *parts[MOST:]])
+        return
+    if out.numel() == 0:
+        return
+    strides = (out.stride(), *[of_part[0].stride() for of_part, _ in parts])
+    for x, each in zip((out, *[of_part[0] for of_part, _ in parts]), strides, strict=True):
+        if each[-1] != 1 and x.numel():
+            raise ValueError(f"strides {each}: the sum needs the head dim contiguous; call .contiguous()")
+    intervals = tuple([x for _, x in parts])
+    for piece in _pieces(out.shape, strides, intervals, out.dtype == torch.float64, len(outs)):
+        piece.start(out, tuple(outs), tuple([x for i in piece.parts for x in parts[i][0]]))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One kernel's share of a sum, and the numbers of the parts that it adds."""
+
+    start: Start
+    parts: tuple[int, ...]
+
+
+@lru_cache(maxsize=MOST_STARTS)
+def _pieces(
+    shape: torch.Size, strides: tuple[tuple[int, ...], ...], parts: tuple[Intervals, ...], fp64: bool, together: int
+) -> tuple[_Piece, ...]:
+    """strides: of out and the parts; together: how many sums."""
+    heads, head_dim = shape[-2:]
+    batch, columns = (shape[0] if len(shape) == 4 else 1), head_dim
+    if all(x[-2] == head_dim for x in strides):
+        heads, columns = 1, heads * head_dim  # all heads of a token side by side
+    width = min(triton.next_power_of_2(columns), COLUMNS)
+    rows = max(1, TILE // width)
+    # by batch, token and head
+    steps = [((x[0] if batch > 1 else 0), x[-3], (x[-2] if heads > 1 else 0)) for x in strides]
+    pieces = []
+    for found in ranges(shape[-3], parts):
+        entries = found.entries
+        # as many as a power of two, so that few numbers are compiled for
+        n = triton.next_power_of_2(len(entries)) if entries else 0
+        numbers = [e.part for e in entries] + [entries[0].part] * (n - len(entries)) if entries else []
+        spare = (0,) * (n - len(entries))
+        start = Start(
+            _sum,
+            (triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads * together),
+            (
+                *steps[0],
+                tuple(UNIT * e.start for e in entries) + spare,
+                tuple(UNIT * e.stop for e in entries) + spare,
+                tuple(UNIT * e.at for e in entries) + spare,
+                *(tuple(steps[1 + i][k] for i in numbers) for k in range(3)),
+                found.start,
+                found.stop,
+                heads,
+                columns,
+            ),
+            M=together,
+            N=n,
+            WIDE=tl.float64 if fp64 else tl.float32,
+            UNIT=UNIT,
+            ROWS=rows,
+            COLUMNS=width,
+        )
+        pieces.append(_Piece(start, tuple(numbers)))
+    return tuple(pieces)

@@ -1,0 +1,172 @@
+"""The fused tree reduction: one Triton kernel merges what this rank's splits gave, writes it into every peer's memory, waits for
+what the peers write into its own, and merges that. A program does a piece of a row; it waits only for the same piece of its
+peers, so any number of programs will do, started in order. It is one warp, an element a thread, and a flag
+is read by one of them, so that all go on together."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.geometry.mailbox import PIECE, Mailbox, pieces
+from attention.runtime.triton_launcher import MOST, Start
+
+AT_ONCE = 64  # splits that a program loads together
+WARP = 32  # threads, so that each flag is read by one
+
+
+@triton.jit
+def _exchange(  # type: ignore[no-untyped-def]
+    parts,
+    parts_lse,
+    out,
+    out_lse,
+    table,
+    n,
+    rank,
+    capacity,
+    row_pieces,
+    head_dim,
+    queries,
+    heads,
+    lses,
+    flags,
+    turns,
+    marks,
+    parts_n,
+    parts_b,
+    parts_t,
+    parts_h,
+    lses_n,
+    lses_b,
+    lses_h,
+    lses_t,
+    WORLD: tl.constexpr,
+    PEERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    piece = tl.program_id(0)
+    row = piece // row_pieces
+    at = (piece % row_pieces) * PIECE
+    h = (row % heads).to(tl.int64)
+    t = ((row // heads) % queries).to(tl.int64)
+    b = (row // (heads * queries)).to(tl.int64)
+    d = tl.arange(0, PIECE)
+    live = at + d < head_dim
+
+    top = tl.full((), float("-inf"), tl.float32)
+    den = tl.zeros((), tl.float32)
+    acc = tl.zeros((PIECE,), tl.float32)
+    parts_at = parts + b * parts_b + t * parts_t + h * parts_h + at
+    lses_at = parts_lse + b * lses_b + h * lses_h + t * lses_t
+    for first in range(0, n, PARTS):
+        i = first + tl.arange(0, PARTS)
+        here = i < n
+        i = i.to(tl.int64)
+        x = tl.load(lses_at + i * lses_n, mask=here, other=float("-inf"))
+        y = tl.load(parts_at + i[:, None] * parts_n + d[None, :], mask=here[:, None] & live[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(x, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - safe)
+        w = tl.exp(x - safe)
+        acc = acc * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
+        den = den * kept + tl.sum(w, 0)
+        top = higher
+    norm = tl.where(den == 0.0, 1.0, den)
+    mine = acc / norm
+    mine_lse = tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
+
+    boxes = table.to(tl.int64).to(tl.pointer_type(tl.uint64))  # a low address comes as an int32
+    own = tl.load(boxes + rank)
+    own_values = own.to(tl.pointer_type(tl.float32))
+    own_numbers = own.to(tl.pointer_type(tl.int32))
+    turn = tl.load(own_numbers + turns + piece)
+    sent = ((turn * WORLD + rank) * capacity + piece).to(tl.int64)
+    for peer in range(WORLD):
+        if rank != peer:
+            box = tl.load(boxes + peer).to(tl.pointer_type(tl.float32))
+            tl.store(box + sent * PIECE + d, mine, mask=live)
+            tl.store(box + lses + sent, mine_lse)
+    tl.debug_barrier()  # all of it, before any flag
+    peers = tl.arange(0, PEERS)
+    others = (peers < WORLD) & (peers != rank)
+    theirs = tl.load(boxes + peers, mask=others, other=0).to(tl.pointer_type(tl.int32))
+    ones = tl.full((PEERS,), 1, tl.int32)
+    tl.atomic_xchg(theirs + flags + sent, ones, mask=others, sem="release", scope="sys")
+
+    flag = own_numbers + flags + (turn * WORLD + peers).to(tl.int64) * capacity + piece
+    tl.store(own_numbers + marks + piece, 1)  # for the watchdog, which ends a wait that does not
+    arrived = tl.zeros((), tl.int32)
+    while arrived < WORLD - 1:
+        arrived = tl.sum(tl.load(flag, mask=others, other=0, volatile=True), 0)
+    tl.atomic_xchg(flag, ones - 1, mask=others, sem="acquire", scope="sys")  # taken down for the call after the next
+    tl.debug_barrier()
+    tl.store(own_numbers + marks + piece, 0)
+    tl.store(own_numbers + turns + piece, 1 - turn)
+
+    top = tl.full((), float("-inf"), tl.float32)
+    den = tl.zeros((), tl.float32)
+    acc = tl.zeros((PIECE,), tl.float32)
+    for peer in range(WORLD):  # in this order on every rank, so that all get the same bits
+        received = ((turn * WORLD + peer) * capacity + piece).to(tl.int64)
+        # written by a peer: not from this multiprocessor's cache
+        value = tl.load(own_values + received * PIECE + d, mask=live, other=0.0, cache_modifier=".cg")
+        value_lse = tl.load(own_values + lses + received, cache_modifier=".cg")
+        value = tl.where(rank == peer, mine, value)
+        value_lse = tl.where(rank == peer, mine_lse, value_lse)
+        higher = tl.maximum(top, value_lse)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - safe)
+        w = tl.exp(value_lse - safe)
+        acc = acc * kept + value * w
+        den = den * kept + w
+        top = higher
+    norm = tl.where(den == 0.0, 1.0, den)
+    tl.store(out + row.to(tl.int64) * head_dim + at + d, (acc / norm).to(out.dtype.element_ty), mask=live)
+    total = tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
+    tl.store(out_lse + (b * heads + h) * queries + t, total, mask=at == 0)
+
+
+def exchange(parts: Tensor, lses: Tensor, boxes: int, box: Mailbox, rank: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention of all ranks, on every rank the same bits. Every rank calls it, with as many queries.
+
+    parts: this rank's partial results `[n, B, Sq, H, D]`, n >= 0, contiguous in the last dim; lses: `[n, B, H, Sq]`; both fp32.
+    boxes: device address of a table of device addresses, of each rank's memory for `box`. like: `[B, Sq, H, D]`, the shape and
+    dtype of out. Returns (out, fp32 lse `[B, H, Sq]`)."""
+    batch, queries, heads, _ = like.shape
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=like.device)
+    _start(like.shape, parts.shape[0], parts.stride(), lses.stride(), boxes, box, rank)(parts, lses, out, lse)
+    return out, lse
+
+
+@lru_cache(maxsize=MOST)
+def _start(
+    shape: torch.Size,
+    n: int,
+    of_parts: tuple[int, ...],
+    of_lses: tuple[int, ...],
+    boxes: int,
+    box: Mailbox,
+    rank: int,
+) -> Start:
+    batch, queries, heads, head_dim = shape
+    grid = (pieces(batch * queries * heads, head_dim),)
+    return Start(
+        _exchange,
+        grid,
+        (
+            boxes, n, rank, box.capacity, pieces(1, head_dim), head_dim, queries, heads, box.lses, box.flags, box.turns,
+            box.marks, *of_parts[:4], *of_lses,
+        ),
+        WORLD=box.world,
+        PEERS=max(WARP, triton.next_power_of_2(box.world)),
+        PARTS=min(AT_ONCE, triton.next_power_of_2(max(n, 1))),
+        PIECE=PIECE,
+        num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""What kernels were measured to do, by GPU and class of call, and the order that follows. The table `rates.csv` beside this
+file is written by `python -m runner.calibrate --write` only; a GPU or a class that is not in it leaves the order to
+`FASTEST` in `attention/kernels`. No torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attention.geometry.costs import BACKWARD
+from attention.masks.band import CAUSAL, FULL, Mask
+
+if TYPE_CHECKING:
+    from attention.kernels.interface import Shape
+
+LONG = 4096  # tokens of queries in a call from which it counts as long
+TOKENS = {"long": 16384, "short": 2048}  # of a class's sequences, or of its pack
+SHARES = (4, 6, 2, 1, 3)  # of a pack, its sequences
+HALF_TILE = 64  # keys: of a kernel's tile of 128 on a mask's edge half is computed for nothing, on average
+MOST_EDGE = 2048
+COLUMNS = (
+    "gpu", "head_dim", "heads", "mask", "layout", "length", "kernel", "forward_tflops", "backward_tflops", "versions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CallClass:
+    """Calls among which one order of kernels is taken to hold; bf16 and fp16 alike."""
+
+    head_dim: int
+    heads: str  # mha or gqa
+    mask: str  # full, causal or window
+    layout: str  # dense or packed
+    length: str  # short or long
+
+    def __str__(self) -> str:
+        return f"{self.layout} {self.mask} {self.heads} D{self.head_dim} {self.length}"
+
+
+def sequences(call: CallClass, tokens: int) -> tuple[int, ...]:
+    """The lengths of a class's sequences, a batch's each once."""
+    if call.layout == "dense":
+        return (tokens,)
+    return tuple(tokens * share // sum(SHARES) for share in SHARES)
+
+
+def mask_of(call: CallClass, tokens: int) -> Mask:
+    return {"full": FULL, "causal": CAUSAL, "window": Mask(tokens // 4, 0)}[call.mask]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """FLOP/s of a kernel within a mask, and how many keys more it takes a query on an edge of the mask for: of the tile there,
+    and of what queries of few keys cost beside."""
+
+    flops: float
+    edge: float = HALF_TILE
+
+
+@dataclass(frozen=True)
+class Rate:
+    """TFLOP/s of one kernel in a class on a GPU; `versions` is what it was measured with."""
+
+    gpu: str
+    call: CallClass
+    kernel: str
+    forward: float
+    backward: float
+    versions: str = ""
+
+    @property
+    def edge_share(self) -> float:
+        """Edges that the class's queries are on, for each of its pairs."""
+        tokens = TOKENS[self.call.length]
+        mask = mask_of(self.call, tokens)
+        lengths = sequences(self.call, tokens)
+        return mask.edges * sum(lengths) / sum(mask.pairs(n, n) for n in lengths)
+
+    def seconds_per_tflop(self, backward: bool) -> float:
+        """Of forward FLOPs: with the backward, what both passes take for them."""
+        return 1 / self.forward + (BACKWARD / self.backward if backward else 0)
+
+
+def class_of(shape: Shape, masks: Sequence[Mask]) -> CallClass | None:
+    """The class of a schedule's calls, named by its hardest mask; None for dtypes that are not measured."""
+    if shape.dtype.itemsize != 2:
+        return None
+    mask = "window" if any(m.windowed for m in masks) else "causal" if any(m.causal for m in masks) else "full"
+    return CallClass(
+        shape.head_dim,
+        "mha" if shape.heads == shape.kv_heads else "gqa",
+        mask,
+        "packed" if shape.packed else "dense",
+        "long" if shape.tokens is None or shape.tokens >= LONG else "short",
+    )
+
+
+def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> list[str]:
+    """The kernels measured for the class on that GPU, fastest first; by both passes where there is a backward. A head dim
+    that was not measured takes the next larger one that was, to which kernels pad. Empty where there is none."""
+    here = [r for r in rates if r.gpu == gpu and _but_head_dim(r.call) == _but_head_dim(call)]
+    measured = [r.call.head_dim for r in here if r.call.head_dim >= call.head_dim]
+    found = [r for r in here if measured and r.call.head_dim == min(measured)]
+    return [r.kernel for r in sorted(found, key=lambda r: r.seconds_per_tflop(backward))]
+
+
+def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
+    """(forward, backward) of a measured class: what it costs to be on an edge of the mask is what the same kernel's long and
+    short sequences differ by, of as many KV heads where both were measured."""
+    of: dict[str, Rate] = {}
+    for heads in (measured.call.heads, *("gqa", "mha")):
+        if len(of) < 2:
+            of = {
+                r.call.length: r
+                for r in rates
+                if (r.gpu, r.kernel) == (measured.gpu, measured.kernel)
+                and r.call == replace(measured.call, heads=heads, layout="dense", length=r.call.length)
+            }
+
+    def one(rate: Callable[[Rate], float]) -> Speed:
+        edge: float = HALF_TILE
+        if len(of) == 2 and measured.edge_share:
+            ratio = rate(of["long"]) / rate(of["short"])
+            more = of["short"].edge_share - ratio * of["long"].edge_share
+            edge = min(max((ratio - 1) / more if more > 0 else MOST_EDGE, HALF_TILE), MOST_EDGE)
+        return Speed(rate(measured) * 1e12 * (1 + measured.edge_share * edge), edge)
+
+    return one(lambda r: r.forward), one(lambda r: r.backward)
+
+
+def parse(text: str) -> list[Rate]:
+    """Raises ValueError for a table with other columns or a rate that is none."""
+    rows = csv.DictReader(io.StringIO(text))
+    if rows.fieldnames is None:
+        return []
+    if tuple(rows.fieldnames) != COLUMNS:
+        raise ValueError(
+            f"columns {', '.join(rows.fieldnames)}: must be {', '.join(COLUMNS)}; write it anew with calibrate"
+        )
+    return [_rate(row) for row in rows]
+
+
+def render(rates: Iterable[Rate]) -> str:
+    """The table as text, in a steady order: by GPU and class, the fastest first."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for r in sorted(rates, key=lambda r: (r.gpu, astuple(r.call), r.seconds_per_tflop(True), r.kernel)):
+        writer.writerow([r.gpu, *astuple(r.call), r.kernel, f"{r.forward:.4g}", f"{r.backward:.4g}", r.versions])
+    return out.getvalue()
+
+
+def renewed(old: Iterable[Rate], new: Sequence[Rate]) -> list[Rate]:
+    """The old table where nothing new was measured: a GPU's class is replaced as a whole, so that an order is always of
+    one measurement."""
+    replaced = {(r.gpu, r.call) for r in new}
+    return [*(r for r in old if (r.gpu, r.call) not in replaced), *new]
+
+
+def path() -> Path:
+    """Where the package's table lies, or would."""
+    return Path(str(resources.files("attention") / "rates.csv"))
+
+
+@lru_cache
+def table() -> tuple[Rate, ...]:
+    """The package's table; empty where nothing has been measured."""
+    return tuple(parse(path().read_text())) if path().exists() else ()
+
+
+def _but_head_dim(call: CallClass) -> tuple[str, ...]:
+    return call.heads, call.mask, call.layout, call.length
+
+
+def _rate(row: dict[str, str]) -> Rate:
+    call = CallClass(int(row["head_dim"]), row["heads"], row["mask"], row["layout"], row["length"])
+    forward, backward = float(row["forward_tflops"]), float(row["backward_tflops"])
+    if not (forward > 0 and backward > 0):
+        raise ValueError(f"{row['kernel']}, {call}: {forward} and {backward} TFLOP/s: must be above 0; calibrate again")
+    return Rate(row["gpu"], call, row["kernel"], forward, backward, row["versions"])

@@ -1,0 +1,188 @@
+"""Passes replayed from CUDA graphs. With few tokens a GPU the host takes longer to launch a pass than the GPU to do it; a graph
+is launched at once. It reads and writes where it did when it was captured, so its inputs are copied there and its results
+from there, which takes the GPU some tens of µs."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from attention import profiling
+from attention.kernels.interface import UnsupportedCall
+from attention.runtime.batched_copy import copy_all
+from attention.runtime.launch_trace import Run
+from attention.runtime.streams import capturing, current
+from attention.tensors import holding
+
+MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
+
+_every: WeakSet[Replays] = WeakSet()
+
+
+class Replays:
+    """A function's passes: a pass is run as it is the first and the second time, captured behind the second, when all that is
+    compiled, allocated or kept for it is there, and replayed from then on. Where phases are recorded, or the caller is capturing
+    a graph of its own, it is run as it is.
+
+    asked: by the caller, who is told what can't be captured; else that is launched.
+    All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
+
+    def __init__(self, asked: bool = True) -> None:
+        self.asked = asked
+        self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self.places: dict[torch.device, _Place] = {}
+        self.refused: set[Hashable] = set()
+        _every.add(self)
+
+    def __call__(self, name: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`run(*inputs)`, whose launches depend on `name` and the inputs' shapes alone. Raises UnsupportedCall where it can't be
+        captured."""
+        device = inputs[0].device
+        if profiling.active() or capturing(device):
+            return run(*inputs)
+        key = (name, device, *(x.shape for x in inputs))
+        if key in self.refused:
+            return run(*inputs)
+        graph = self.graphs.get(key)
+        if graph is not None:
+            self.graphs.move_to_end(key)
+            return graph.replay(inputs)
+        inputs = [x.contiguous() for x in inputs]  # as a graph's own are, so that nothing is compiled in its capture
+        results = run(*inputs)
+        if key in self.graphs:
+            self.graphs.move_to_end(key)
+            try:
+                self._capture(key, run, inputs)
+            except UnsupportedCall as error:
+                if self.asked:
+                    raise
+                warnings.warn(f"{error}; it is launched from now on", stacklevel=2)
+                self.refused.add(key)
+                del self.graphs[key]
+        else:
+            while len(self.graphs) >= MOST:
+                self._drop()
+            self.graphs[key] = None
+        return results
+
+    def _capture(self, key: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
+        device = inputs[0].device
+        if device not in self.places:
+            self.places[device] = _Place(device)
+        try:
+            self.graphs[key] = _Graph(run, inputs, self.places[device])
+        except Exception:
+            del self.places[device]  # what a broken capture leaves of it is not used again
+            raise
+
+    def _drop(self) -> None:
+        _, oldest = self.graphs.popitem(last=False)
+        if oldest is not None:
+            oldest.finish()
+
+    def forget(self) -> None:
+        self.graphs.clear()
+        self.places.clear()
+
+
+class _Place:
+    """What a function's graphs share: the memory for what lives within a pass, since nothing in it is wanted when a replay is
+    over (and is used again within one stream only, so they are captured on one), and therefore the order in which they run,
+    whatever streams they are called on."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.done = torch.cuda.Event()
+
+    def enter(self) -> None:
+        current(self.device).wait_event(self.done)
+
+    def leave(self) -> None:
+        self.done.record(current(self.device))
+
+
+class _Graph:
+    """One captured pass. `given` are its inputs' places, `made` its results that are not inputs, `kept` what it reads beside
+    them."""
+
+    def __init__(self, run: Run, inputs: Sequence[Tensor], place: _Place):
+        self.place = place
+        self.kept: dict[int, object] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            self.given = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+            results = self._captured(run)
+        known = {id(x): i for i, x in enumerate(self.given)}
+        self.made = list({id(x): x for x in results if id(x) not in known}.values())
+        numbers = {id(x): i for i, x in enumerate(self.made)}
+        # of each result: whether it is an input, and which input or made tensor it is
+        self.found = [(id(x) in known, known.get(id(x), numbers.get(id(x), 0))) for x in results]
+
+    def _captured(self, run: Run) -> tuple[Tensor, ...]:
+        place = self.place
+        self.graph = torch.cuda.CUDAGraph()
+        before = current(place.device)
+        first: Exception | None = None  # ending a broken capture raises, too
+        try:
+            with (
+                holding(self.kept),
+                torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    return run(*self.given)
+                except Exception as error:
+                    first = error
+                    raise
+        except Exception as error:
+            torch.cuda.set_stream(before)  # which a broken capture leaves as it was within
+            self._close()
+            first = first or error
+            if isinstance(first, RuntimeError) and not isinstance(first, torch.OutOfMemoryError):
+                raise UnsupportedCall(f"graphs=True: this call can't be captured: {first}") from first
+            raise first from None
+
+    def _close(self) -> None:
+        """A capture that could not be ended leaves the allocator recording for it."""
+        try:
+            self.graph.pool()  # raises unless it was ended
+        except RuntimeError:
+            index, pool = self.place.device.index, self.place.pool
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+
+    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            self.place.enter()
+            copy_all(zip(self.given, inputs, strict=True))
+            self.graph.replay()
+            fresh = [torch.empty_like(x) for x in self.made]
+            copy_all(zip(fresh, self.made, strict=True))
+            self.place.leave()
+        return tuple([inputs[i] if is_input else fresh[i] for is_input, i in self.found])
+
+    def finish(self) -> None:
+        """Return when its replays are over, so that its memory may be another's."""
+        torch.cuda.synchronize(self.place.device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """What graphs on a device hold for what lives within a pass only, which the allocator does not count as allocated."""
+    pools = {tuple(place.pool) for replays in _every for place in replays.places.values()}
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment.get("segment_pool_id", ())) in pools
+    )
+
+
+def forget() -> None:
+    """Let go of all graphs, as the memory that they exchange through is about to be given back; they are captured anew."""
+    for replays in list(_every):
+        replays.forget()

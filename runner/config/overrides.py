@@ -1,0 +1,284 @@
+"""Command-line overrides, looked at before Hydra composes anything: an unknown name or a wrong type gets one clear line
+with the nearest names, for every value of a sweep at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from functools import cache
+from itertools import product
+from math import prod
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+from attention.variants.registry import nearest
+from runner.config import schema
+from runner.config.groups import groups
+from runner.config.values import InvalidConfig, shown, written
+
+# Hydra's flags that take a value
+VALUED = (
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+    "--info",
+    "-i",
+)
+
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers",
+}
+
+# where the value that a key has, or what null stands for, would say little
+EXAMPLES = {"window": [512, 0], "mode": "forward", "launch.fault": "1:timing:raise", "launch.endpoint": "node0:29500"}
+
+# keys that one may look for, and why there is none
+LEFT_OUT = {"dropout": "not supported by any variant; leave it out"}
+
+
+MOST_CHARACTERS = 10_000  # of an override, and
+MOST_VALUES = 1_024  # in it: Hydra's parser takes their square in time
+MOST_RUNS = 10_000  # of a sweep
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """A command line's flags with their values, and its overrides, which may stand among them."""
+    flags: list[str] = []
+    found: list[str] = []
+    valued = False
+    for argument in arguments:
+        if valued or argument.startswith("-"):
+            valued = not valued and argument in VALUED
+            flags.append(argument)
+        else:
+            found.append(argument)
+    return flags, found
+
+
+def problem(arguments: list[str], multirun: bool = True) -> str | None:
+    """What is wrong with the overrides, in one line, or None."""
+    try:
+        return _problem(arguments, multirun)
+    except InvalidConfig as error:
+        return str(error)
+
+
+def _problem(arguments: list[str], multirun: bool) -> str | None:
+    known = groups()
+    keys: list[Override] = []
+    choices: list[list[str]] = []
+    sweeps = multirun or any(a.startswith(("+experiment=", "hydra.mode=")) for a in arguments)
+    parsed = [_parse(text) for text in arguments]
+    check_sweep(parsed, known)
+    for text, override in zip(arguments, parsed, strict=True):
+        name = override.key_or_group
+        if name.startswith("hydra"):
+            continue
+        if override.is_delete():
+            return f"{shown(text)}: every key has a value and none can be taken out; give it another, {name}=VALUE"
+        if override.is_sweep_override() and not sweeps:
+            return f"{shown(text)}: several values are a sweep; add -m"
+        if name in known:
+            if override.package is not None:
+                return f"{shown(text)}: a group has its place, which @ would change; write {name}=NAME"
+            if name == "experiment" and not override.is_add():
+                return f"{shown(text)}: an experiment is added to the defaults; write +{shown(text)}"
+            if name != "experiment" and (override.is_add() or override.is_force_add()):
+                return f"{shown(text)}: every run has a {name}, of which there is one; write {shown(text.lstrip('+'))}"
+            values = _values(override, known[name])
+            for value in values:
+                if not isinstance(value, str) or value not in known[name]:
+                    return f"{name}={shown(value)}: not a choice of {name}; {nearest(shown(value), known[name])}"
+            choices.append([f"{'+' if override.is_add() else ''}{name}={value}" for value in values])
+        else:
+            keys.append(override)
+    resumes = any(key.key_or_group == "resume" and True in _values(key, []) for key in keys)
+    if resumes and not (sweeps and any(a.startswith("hydra.sweep.dir=") for a in arguments)):
+        return (
+            "resume=true: goes on with a sweep whose folder must be given; "
+            "write -m resume=true hydra.sweep.dir=FOLDER and the sweep's own overrides"
+        )
+    return _check_keys(keys, choices, known) if keys else None
+
+
+def _parse(text: str) -> Override:
+    """Raises InvalidConfig for what is no override."""
+    if any("\udc80" <= c <= "\udcff" for c in text):
+        raise InvalidConfig(f"{shown(text)}: not UTF-8; write it in that encoding")
+    if len(text) > MOST_CHARACTERS or text.count(",") >= MOST_VALUES:
+        raise InvalidConfig(
+            f"{shown(text)}: {len(text):,} characters and {text.count(',') + 1:,} values; an override has at most "
+            f"{MOST_CHARACTERS:,} and {MOST_VALUES:,}; give fewer, range(START,STOP,STEP) for a sweep, or seqlens=random"
+        )
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError) as error:  # ValueError: an int of more than 4,300 digits
+        reason = shown((str(error).splitlines() or ["no reason given"])[0])
+        raise InvalidConfig(f"{shown(text)}: not an override ({reason}); write key=value") from None
+
+
+def check_sweep(parsed: list[Override], known: dict[str, list[str]]) -> int:
+    """How many runs the overrides of a sweep are, the last one of each key. Raises InvalidConfig for none or too many."""
+    counts: dict[str, int] = {}
+    for override in parsed:
+        key = override.key_or_group
+        counts[key] = number = _count(override, known.get(key, []))
+        text = shown(override.input_line)
+        if number == 0:
+            raise InvalidConfig(f"{text}: a sweep over no value; give at least one")
+        if prod(counts.values()) > MOST_RUNS:
+            raise InvalidConfig(
+                f"{text}: {prod(counts.values()):g} runs; a sweep has at most {MOST_RUNS:,}; give fewer values"
+            )
+    return prod(counts.values())
+
+
+def count(texts: list[str]) -> int:
+    """How many runs a sweep of these overrides is. Raises InvalidConfig."""
+    return check_sweep([_parse(text) for text in texts], groups())
+
+
+def _count(override: Override, choices: list[str]) -> int:
+    """The values that an override stands for, without making them."""
+    if not override.is_sweep_override():
+        return 1
+    value = override.value()
+    if isinstance(value, Glob):
+        return len(value.filter(choices))
+    if isinstance(value, IntervalSweep):
+        raise InvalidConfig(
+            f"{shown(override.input_line)}: an interval has no separate values; give a list or range(START,STOP,STEP)"
+        )
+    if not isinstance(value, RangeSweep):
+        return len(value.list) if isinstance(value, ChoiceSweep) else 1
+    start, stop, step = value.start or 0, value.stop, value.step
+    if stop is None or not step or not all(map(math.isfinite, (start, stop, step))):
+        raise InvalidConfig(f"{shown(override.input_line)}: must be range(START,STOP,STEP) of finite numbers")
+    return max(0, math.ceil((stop - start) / step))
+
+
+def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
+    # a variant's options differ: each variant of a sweep is composed, of the other groups the first choice
+    varied = [c if c[0].startswith("attention=") else c[:1] for c in choices]
+    for chosen in product(*varied):
+        try:
+            cfg = copy.deepcopy(_composed(chosen))
+        except HydraException as error:
+            return " ".join(str(error).split())
+        found = _against(cfg, keys, known)
+        if found is not None:
+            return found
+    return None
+
+
+@cache
+def _composed(chosen: tuple[str, ...]) -> Any:
+    """The configuration of these choices of groups. Not to be changed."""
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        return compose("config", overrides=list(chosen))
+
+
+def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str | None:
+    paths = list(_paths(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
+    interpolated = []
+    for override in keys:
+        name = override.key_or_group
+        if name not in paths:
+            if name.startswith("attention."):
+                options = [p for p in paths if p.startswith("attention.") and p != "attention.name"]
+                said = ", ".join(options) or "none"
+                return f"{shown(name)}: attention={cfg.attention.name} has no such option; its options: {said}"
+            if name in LEFT_OUT:
+                return f"{name}: {LEFT_OUT[name]}"
+            return f"{shown(name)}: not a key; {nearest(shown(name), [*paths, *known])}"
+        for value in _values(override, []):
+            text = f"{name}={shown(value)}"
+            if "???" in str(value):
+                return f"{text}: ??? is the mark of a value that is still missing; give one"
+            if not _has_form(name, value):
+                return f"{text}: {_expected(name, OmegaConf.select(cfg, name))}"
+            try:
+                OmegaConf.update(cfg, name, value)
+            except GrammarParseError:
+                return f"{text}: not an interpolation; write ${{KEY}} for another key's value"
+            except (OmegaConfBaseException, ValueError):
+                return f"{text}: {_expected(name, OmegaConf.select(cfg, name))}"
+            if name == "output" and not str(value):
+                return "output=: must be a folder; give output=DIR, or leave it out for output=outputs"
+            if "${" in str(value):
+                interpolated.append((name, text))
+    for name, text in interpolated:
+        try:
+            node = OmegaConf.select(cfg, name, throw_on_resolution_failure=True)
+            if OmegaConf.is_config(node):
+                OmegaConf.to_container(node, resolve=True)
+        except OmegaConfBaseException as error:
+            return f"{text}: {shown(str(error).splitlines()[0])}; write ${{KEY}} for another key's value"
+    return None
+
+
+def _kind(name: str) -> Any:
+    """The schema's type of a key."""
+    kind: Any = schema.RunConf
+    for part in name.split("."):
+        kind = get_type_hints(kind)[part] if is_dataclass(kind) else Any
+    return kind
+
+
+def _has_form(name: str, value: Any) -> bool:
+    """Whether a value is a dict, a list or neither, as its key needs it: OmegaConf takes others, and fails later."""
+    kind = _kind(name)
+    if is_dataclass(kind):
+        return isinstance(value, dict)
+    if kind == list[int] and isinstance(value, list):
+        return not any(isinstance(one, (list, dict)) for one in value)
+    return True
+
+
+def _expected(name: str, value: Any) -> str:
+    """What the schema wants of a key that now has this value, with an example."""
+    kind = _kind(name)
+    if is_dataclass(kind):
+        key, default = next(iter(value.items()))
+        return f"has keys of its own; give one of {', '.join(value)}, for instance {name}.{key}={written(default)}"
+    kinds = [k for k in get_args(kind) if k is not NoneType] if NoneType in get_args(kind) else [kind]
+    said = " or ".join([*(KINDS[k] for k in kinds), *(["null"] if kinds != [kind] else [])])
+    example = EXAMPLES.get(name, value)
+    if example is None:  # what null stands for
+        key = name.rpartition(".")[2]
+        example = {**schema.DEFAULT_SIZES["cpu"], **schema.TIMING_DEFAULTS["cuda"]}.get(key, 1)
+    return f"must be {said}; for instance {name}={written(example)}"
+
+
+def _values(override: Override, choices: list[str]) -> list[Any]:
+    value = override.value()
+    if isinstance(value, Glob):
+        return value.filter(choices)
+    return list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+
+
+def _paths(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")

@@ -1,0 +1,87 @@
+"""Values that a user gave: how one is shown in a message, and the rules for a single one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from attention.variants.registry import nearest
+
+LARGEST = (1 << 31) - 1  # of any whole number here
+LONGEST = 80  # characters of a value in a message
+
+
+class InvalidConfig(ValueError):
+    """A value that breaks a rule: the message gives the value, the rule and the way out."""
+
+
+class UnsupportedHere(ValueError):
+    """A valid experiment that this machine or these packages cannot run."""
+
+
+class Refused(SystemExit):
+    """What Hydra's callbacks raise for a command line that cannot work: they swallow other exceptions."""
+
+
+def written(value: Any) -> str:
+    """A value as one writes it on the command line."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{k}:{written(x)}' for k, x in value.items())}}}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python writes no int of more than 4,300 digits
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
+    return "null" if value is None else str(value)
+
+
+def shown(value: Any) -> str:
+    """A received value in a message: as it is written, on one line, shortened in its middle."""
+    text = written(value)
+    cut = len(text) - LONGEST
+    if cut > 0:
+        text = f"{text[: LONGEST // 2]} ...{cut:,} more characters... {text[-LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # how Python keeps a byte that is no UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode()
+
+
+def one_of(key: str, value: Any, known: Iterable[str]) -> str:
+    """Raises InvalidConfig unless the value is one of these names."""
+    known = list(known)
+    if not isinstance(value, str) or value not in known:
+        raise InvalidConfig(f"{key}={shown(value)}: {nearest(str(shown(value)), known)}")
+    return value
+
+
+def whole(key: str, value: Any, least: int = 1, most: int = LARGEST) -> int:
+    """Raises InvalidConfig unless the value is a whole number from `least` to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidConfig(f"{key}={shown(value)}: must be a whole number of at least {least}")
+    if value > most:
+        raise InvalidConfig(f"{key}={shown(value)}: must be at most {most}")
+    return value
+
+
+def above_zero(key: str, value: Any, way_out: str, most: float = math.inf) -> None:
+    """Raises InvalidConfig unless the value is None or a number above 0, at most `most`."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InvalidConfig(f"{key}={_number(value)}: must be above 0; {way_out}")
+    if value > most:
+        raise InvalidConfig(f"{key}={_number(value)}: must be at most {most:g}; {way_out}")
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else shown(value)

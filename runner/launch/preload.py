@@ -1,0 +1,12 @@
+"""What ranks are forked with: all that they need is imported once, so that a rank is there as soon as it is forked. Nothing
+here may touch a GPU or start a thread."""
+
+import torch.fx.experimental.symbolic_shapes  # the first gradient imports it, and sympy with it: a second for each rank
+
+import runner.launch.rank
+import runner.measure.job
+from runner.launch.node import die_with_parent
+
+__all__ = ["runner", "torch"]
+
+die_with_parent()  # a server that is a new process, else the ranks that it forked would keep it

@@ -1,0 +1,278 @@
+"""One rank's life: join the world, then do one job after another until told to stop."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.config.schema import InvalidConfig, UnsupportedHere
+from runner.launch.node import die_with_parent
+from runner.launch.worlds import cores
+
+FOREVER = timedelta(days=7)  # the launcher decides what is too long
+SETTLE_S = 1.0  # that a rank which only noticed stays, so that the one that failed is seen first
+PROVOKED_GIB = 0.3  # that a CPU rank may still take when launch.fault makes it run out of memory
+
+
+@dataclass
+class Rank:
+    """What a job is given: its place in the world, and the means to say what it is doing."""
+
+    rank: int
+    world: int
+    device: torch.device
+    folder: Path
+    control: dist.ProcessGroup  # gloo, for plain objects; the default group carries tensors
+    job: int = 0
+    phase: str = "start"
+    fault: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # said once, repeated with every state of the job
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of the job that each phase took
+    entered: float = 0.0
+
+    def say(
+        self, phase: str, expected_s: float = 0.0, note: str | None = None, waiting: bool = False, **facts: Any
+    ) -> None:
+        """Announce the phase this rank is in: the launcher shows it, and knows from it what a hang is. `expected_s`: how
+        long the stretch that begins should take. `waiting`: this rank only waits for others in it."""
+        self.facts |= facts
+        now = time.perf_counter()
+        self.stages[self.phase] = self.stages.get(self.phase, 0.0) + now - self.entered
+        self.phase, self.entered = phase, now
+        state = {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "job": self.job,
+            "phase": phase,
+            "since": time.time(),
+            "expected_s": expected_s,
+            "waiting": waiting,
+            "note": note,
+            **self.facts,
+        }
+        path = self.folder / f"rank{self.rank}.state"
+        path.with_suffix(".tmp").write_text(json.dumps(state))
+        path.with_suffix(".tmp").replace(path)
+        if self.fault is not None:
+            _provoke(self, self.fault)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def live(folder: str, device_type: str, share_gpu: bool) -> None:
+    """The entry point of a rank process."""
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # which end a rank at once
+        signal.signal(number, signal.SIG_DFL)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local = int(os.environ["LOCAL_RANK"])
+    log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        _live(rank, world, local, Path(folder), device_type, share_gpu)
+    except BaseException as error:  # of which the elastic launch would leave a file behind
+        try:
+            if _peer_gone(str(error)):
+                time.sleep(SETTLE_S)
+            traceback.print_exc()  # which raises on a full disk
+        finally:
+            _end(1)
+    # the agent waits for this function's return; after it, tearing NCCL down in order takes seconds for nothing
+    atexit.register(_end)
+
+
+def _live(rank: int, world: int, local: int, folder: Path, device_type: str, share_gpu: bool) -> None:
+    if share_gpu:  # NCCL refuses two ranks on one GPU
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+        dist.init_process_group("gloo", timeout=FOREVER)
+        control = dist.new_group(backend="gloo", timeout=FOREVER)
+    elif device_type == "cuda":
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=FOREVER, device_id=device)
+        control = dist.new_group(backend="gloo", timeout=FOREVER)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, cores() // world))
+        dist.init_process_group("gloo", timeout=FOREVER)
+        control = dist.new_group(backend="gloo", timeout=FOREVER)
+    me = Rank(rank, world, device, folder, control)
+    me.say("idle")
+    _work(me)
+    me.barrier()  # nobody leaves while another still listens to it
+
+
+def _end(status: int = 0) -> None:
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)  # no orderly end: it could wait for other ranks
+
+
+def _work(me: Rank) -> None:
+    jobs = (me.folder / "jobs").open() if me.rank == 0 else None
+    while True:
+        message = json.loads(jobs.readline() or '{"job": 0, "target": "stop"}') if jobs else None
+        message = me.agree(message)
+        if message["target"] == "stop":
+            return
+        me.job, me.facts, me.stages = message["job"], {}, {}
+        reply = _one(me, message["target"], message["arguments"])
+        me.say("idle")
+        if me.rank == 0:
+            with (me.folder / "replies").open("w") as replies:
+                replies.write(json.dumps({"job": me.job, **reply}) + "\n")
+
+
+def _one(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The reply of one job, once every rank has ended it: what happens to a rank until then is that job's outcome. What
+    the whole world refuses together is an answer; any other exception ends this rank and with it the world, for others
+    may be waiting for it."""
+    try:
+        me.say("start")
+        reply = _reply(me, target, arguments)
+        me.fault = None
+        me.say("end", waiting=True)
+        statuses = me.gather(reply["status"])
+        if len(set(statuses)) > 1:
+            raise RuntimeError(f"the ranks ended the job differently: {statuses}")
+        return reply
+    except BaseException as error:
+        _give_up(me, error)
+        raise AssertionError("unreachable") from error
+
+
+def _reply(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    module, _, name = target.partition(":")
+    try:
+        value = getattr(importlib.import_module(module), name)(me, **arguments)
+        return {"status": "ok", "result": value}
+    except InvalidConfig as error:
+        return {"status": "invalid", "reason": str(error)}
+    except UnsupportedHere as error:
+        return {"status": "unsupported", "reason": str(error)}
+
+
+def _give_up(me: Rank, error: BaseException) -> None:
+    try:
+        out_of_memory = is_out_of_memory(error)
+        message = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {message[0] if message else ''}"
+        if not out_of_memory and _peer_gone(text):
+            time.sleep(SETTLE_S)
+        me.fault = None
+        kind = "oom" if out_of_memory else "raise"
+        me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.time()})
+        traceback.print_exception(error)
+    finally:  # a full disk takes neither the state nor the log
+        _end(1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, (RuntimeError, OSError)) and any(
+        sign in text
+        for sign in (
+            "can't allocate memory",
+            "out of memory",
+            "Cannot allocate memory",
+            "DefaultCPUAllocator",
+            "could not create a primitive",  # what oneDNN says of it
+        )
+    )
+
+
+def _peer_gone(text: str) -> bool:
+    signs = ("Connection", "onnection reset", "Broken pipe", "closed by peer", "gloo", "NCCL", "transport=symm: rank")
+    return any(sign in text for sign in signs)
+
+
+@contextlib.contextmanager
+def memory_limit(me: Rank, gigabytes: float | None) -> Iterator[None]:
+    """At most this much memory for this rank beside what it holds already: on CUDA of the GPU, on a CPU of the
+    process's data."""
+    if gigabytes is None:
+        yield
+        return
+    if me.device.type == "cuda":
+        total = torch.cuda.get_device_properties(me.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 2**30 / total), me.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, me.device)
+        return
+    held = int(next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmData")).split()[1])
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + int(gigabytes * 2**30), before[1]))
+    try:
+        yield
+    except RuntimeError as error:
+        if "can't start new thread" in str(error):  # there is no room for its stack
+            raise MemoryError(str(error)) from error
+        raise
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _provoke(me: Rank, fault: str) -> None:
+    """launch.fault: do to this rank what clusters do to ranks."""
+    rank, phase, kind = fault.split(":")
+    if int(rank) != me.rank or phase != me.phase:
+        return
+    me.fault = None
+    if kind == "raise":
+        raise RuntimeError(f"provoked by launch.fault={fault}")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        while True:
+            time.sleep(1)
+    if kind == "oom":
+        on_cpu = me.device.type == "cpu"  # where without a limit other programs would be killed first
+        unlimited = on_cpu and resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+        hoard = []
+        with memory_limit(me, PROVOKED_GIB if unlimited else None):
+            while True:  # as any rank would: ask for more than there is
+                hoard.append(torch.empty(1 << 26, device=me.device))  # not written: threads would start for that

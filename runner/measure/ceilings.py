@@ -1,0 +1,201 @@
+"""This machine's ceilings: matrix product rate, copy bandwidth within a device, and what a rank receives per second in an
+all-gather. A measurement can only be too low, by whatever disturbed it: so each is repeated until it is steady, the highest
+ever seen is kept in a file for this machine, and a run that goes above it has it measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner import environment
+from runner.launch.rank import Rank
+from runner.measure.timing import CpuStopwatch, CudaStopwatch
+from runner.measure.workload import DTYPES
+
+RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
+STEADY = 0.02  # a round that is not faster by more ends a measurement
+MOST_ROUNDS = 6
+VERSION = 2  # of how they are measured
+
+_known: dict[tuple[str, int], dict[str, Any]] = {}  # by dtype and world size, in this process
+_again: set[tuple[str, int]] = set()  # measured again after a run went above them: once is enough
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "attention-runner"
+
+
+def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
+    """matmul_tflops (in `dtype`, one rank), copy_gb_s (read plus written), link_gb_s (received, in a world of several),
+    measured_at (Unix time), and `source`: measured, cached, or cached and checked. On a GPU, where that takes some ms, what is
+    cached is checked once a world, where beside what the run holds there is memory for it. Collective."""
+    key = dtype, me.world
+    me.say("ceilings")
+    if key not in _known:
+        cached = me.agree(_read(_path(me, dtype)) if me.rank == 0 else None)
+        if cached is None:
+            _known[key] = _write(me, dtype, _measured(me, dtype) | {"source": "measured"})
+        elif me.device.type == "cuda" and _room(me):
+            _known[key] = _write(me, dtype, highest(cached, _measured(me, dtype)) | {"source": "cached and checked"})
+        else:
+            _known[key] = cached | {"source": "cached"}
+    return _known[key]
+
+
+def again(me: Rank, dtype: str) -> dict[str, Any]:
+    """The ceilings after a run that went above them: measured again, once a world, and `before`, what they were; as they were
+    where there is no memory for it. Collective."""
+    key = dtype, me.world
+    before = ceilings(me, dtype)
+    if key not in _again and _room(me):
+        _again.add(key)
+        me.say("ceilings")
+        found = highest(before, _measured(me, dtype)) | {"source": "measured again"}
+        _known[key] = _write(me, dtype, found) | {"before": {name: before[name] for name in RATES if name in before}}
+    return _known[key]
+
+
+def highest(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of two measurements the higher of each rate."""
+    rates = {name: max(one[name], other[name]) for name in RATES if name in one}
+    return {**rates, "measured_at": max(one["measured_at"], other["measured_at"])}
+
+
+def _path(me: Rank, dtype: str) -> Path:
+    here, host = environment.of_torch(me.device.type), environment.host()
+    known = [here.get(key) for key in ("torch", "threads", "gpu", "cuda", "nccl")]
+    known += [host[key] for key in ("machine_id", "cpu", "cores")]
+    name = hashlib.sha256(json.dumps([VERSION, known, me.world, dtype]).encode()).hexdigest()[:16]
+    return cache_folder() / f"ceilings-{name}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+        return found if all(found[name] > 0 for name in RATES[:2]) and found["measured_at"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(me: Rank, dtype: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What was found, which is kept for later worlds."""
+    if me.rank == 0:
+        path = _path(me, dtype)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".tmp").write_text(json.dumps({k: x for k, x in found.items() if k != "source"}))
+            path.with_suffix(".tmp").replace(path)
+        except OSError:
+            pass  # a cache that cannot be written is measured again next time
+    return found
+
+
+def _measured(me: Rank, dtype: str) -> dict[str, Any]:
+    """On the slowest rank."""
+    fastest = me.agree(_fastest(me, DTYPES[dtype]))
+    found: dict[str, Any] = {
+        "matmul_tflops": steady(lambda: min(me.gather(_matmul_tflops(me, fastest)))),
+        "copy_gb_s": steady(lambda: min(me.gather(_copy_gb_s(me)))),
+        "measured_at": time.time(),
+    }
+    if me.world > 1:
+        found["link_gb_s"] = steady(lambda: min(me.gather(_link_gb_s(me))))
+    return found
+
+
+def _room(me: Rank) -> bool:
+    """Whether every rank has the memory that measuring takes."""
+    try:
+        torch.empty(2 * _copied(me) + (me.world + 1) * _sent(me), dtype=torch.uint8, device=me.device)
+        room = True
+    except (RuntimeError, MemoryError):
+        room = False
+    return all(me.gather(room))
+
+
+def _copied(me: Rank) -> int:
+    """Bytes."""
+    return 1 << 30 if me.device.type == "cuda" else 1 << 26
+
+
+def _sent(me: Rank) -> int:
+    """Bytes of a rank."""
+    return 1 << 27 if me.device.type == "cuda" else 1 << 22
+
+
+def steady(rate: Callable[[], float]) -> float:
+    """The highest of rounds of which the last was no longer faster, by more than `STEADY`; of `MOST_ROUNDS` at most."""
+    best = rate()
+    for _ in range(MOST_ROUNDS - 1):
+        found = rate()
+        if found <= best * (1 + STEADY):
+            return max(best, found)
+        best = found
+    return best
+
+
+def _fastest(me: Rank, dtype: torch.dtype) -> torch.dtype:
+    """What the product is measured in: on a CPU, whose kernels may compute in fp32, that where it is faster."""
+    if me.device.type == "cuda" or dtype in (torch.float32, torch.float64):
+        return dtype
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.ones(256, 256, dtype=dtype)
+        a @ a
+        start = time.perf_counter()
+        a @ a
+        return time.perf_counter() - start
+
+    return min((dtype, torch.float32), key=seconds)
+
+
+def _best_s(me: Rank, run: Callable[[], object], inner: int) -> float:
+    """The least time of one call, in seconds, over marks around `inner` calls each."""
+    together, repeats = me.world > 1, 5 if me.device.type == "cuda" else 2
+    watch = (
+        CudaStopwatch(me.device, together)
+        if me.device.type == "cuda"
+        else CpuStopwatch(me.control if together else None)
+    )
+    run()
+    times = []
+    for _ in range(repeats):
+        watch.align()
+        start = watch.mark()
+        for _ in range(inner):
+            run()
+        stop = watch.mark()
+        watch.settle()
+        times.append(watch.elapsed(start, stop) / inner / 1e3)
+    return min(times)
+
+
+def _matmul_tflops(me: Rank, dtype: torch.dtype) -> float:
+    n = 8192 if me.device.type == "cuda" else 768
+    a, b = (torch.randn(n, n, device=me.device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * n**3 / _best_s(me, lambda: torch.mm(a, b, out=out), 3) / 1e12
+
+
+def _copy_gb_s(me: Rank) -> float:
+    n = _copied(me)
+    a = torch.ones(n, dtype=torch.uint8, device=me.device)
+    b = torch.empty_like(a)
+    return 2 * n / _best_s(me, lambda: b.copy_(a), 2) / 1e9
+
+
+def _link_gb_s(me: Rank) -> float:
+    n = _sent(me)
+    mine = torch.ones(n, dtype=torch.uint8, device=me.device)
+    everything = torch.empty(n * me.world, dtype=torch.uint8, device=me.device)
+    seconds = _best_s(me, lambda: dist.all_gather_into_tensor(everything, mine), 2)
+    return n * (me.world - 1) / seconds / 1e9

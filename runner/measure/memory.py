@@ -1,0 +1,83 @@
+"""What a run takes of memory on each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention import transports
+from attention.runtime import cuda_graphs
+from runner.measure.timing import Passes
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+FRESH, USUAL = 64 << 10, 32 << 20  # bytes from which an allocation has pages of its own; what glibc settles at
+
+
+def empty_caches(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def reset_peak(device: torch.device) -> None:
+    """A GPU's peaks count from here."""
+    empty_caches(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def of_gpu(device: torch.device) -> dict[str, int]:
+    """Bytes since `reset_peak`: PyTorch's peaks, and what lies outside its allocator or in it without counting as allocated."""
+    return {
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "symmetric": transports.held_bytes(),
+        "graphs": cuda_graphs.held_bytes(device),
+    }
+
+
+def of_cpu(work: Passes, inputs: int) -> dict[str, int]:
+    """Bytes of one iteration, which is run for this: the inputs, and by how much the process grows at the most. Not the
+    interpreter, its libraries, or what is kept between runs. Each tensor has fresh pages meanwhile, so that nothing hides in
+    what earlier runs left free."""
+    gc.collect()
+    with _fresh_pages():
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = _status_bytes("VmRSS")
+        for which in work.passes:
+            work.run(which)
+        return {"peak_resident": inputs + _status_bytes("VmHWM") - before}
+
+
+@contextlib.contextmanager
+def _fresh_pages() -> Iterator[None]:
+    try:
+        c = ctypes.CDLL(None)
+        c.mallopt(MMAP_THRESHOLD, FRESH)
+        c.malloc_trim(0)
+    except (OSError, AttributeError):  # another C library
+        yield
+        return
+    try:
+        yield
+    finally:
+        c.mallopt(MMAP_THRESHOLD, USUAL)
+        c.mallopt(TRIM_THRESHOLD, 2 * USUAL)
+
+
+def _status_bytes(key: str) -> int:
+    """An entry of this process's status, such as VmRSS or its peak, VmHWM."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def tensor_bytes(tensors: list[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

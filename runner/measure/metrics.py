@@ -1,0 +1,149 @@
+"""Each metric's one definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attention.geometry import costs
+from attention.geometry.schedules import Problem
+from attention.variants.registry import Variant, variant
+from runner.config.schema import ITEMSIZE, Experiment
+
+EXCEEDED = 1.03  # of a limit: above it what the limit was made of is no ceiling
+
+
+def shapes(experiment: Experiment) -> costs.Shapes:
+    work = experiment.workload
+    return costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, ITEMSIZE[work.dtype])
+
+
+def flops(experiment: Experiment) -> dict[str, int]:
+    """Of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
+    work = experiment.workload
+    forward = costs.forward_flops(shapes(experiment), work.pairs)
+    found = {"forward": forward}
+    if experiment.mode == "forward_backward":
+        found["backward"] = int(forward * costs.BACKWARD)
+        found["total"] = forward + found["backward"]
+    return found
+
+
+def compute(
+    experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
+) -> dict[str, Any]:
+    """From the slowest rank's medians (pass to ms) and this machine's ceilings. `pulls`: as `costs.bytes_received` has it, of
+    the transport that the run went over."""
+    work = experiment.workload
+    chosen = variant(experiment.variant)
+    problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, experiment.options, work.q_len)
+    sizes = shapes(experiment)
+    whole = flops(experiment)
+    by_rank = costs.rank_flops(problem, sizes)
+    found: dict[str, Any] = {
+        "tokens": work.batch * work.queries,
+        "flops": whole,
+        "flops_forward_by_rank": by_rank,
+        "passes": {},
+    }
+    if "grouping" in experiment.options:
+        how = experiment.options["grouping"]
+        found["kv_bytes_read_by_rank"] = [
+            costs.kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)
+        ]
+    for which in median_ms:
+        # a peer's own exchange is not read off a schedule
+        received = (
+            None if chosen.exchange == "peer" else _received(chosen, problem, sizes, which, experiment.options, pulls)
+        )
+        entry: dict[str, Any] = {"bytes_received_by_rank": received}
+        if ceilings:
+            entry |= _limit(problem, sizes, which, max(by_rank), _most(received), ceilings)
+        found["passes"][which] = entry
+    return at(found, median_ms, experiment.world_size)
+
+
+def at(found: dict[str, Any], median_ms: dict[str, float], world: int) -> dict[str, Any]:
+    """What `compute` found of a run on `world` ranks, with other medians (pass to ms)."""
+    passes = {}
+    for which, ms in median_ms.items():
+        seconds = ms / 1e3
+        entry = {key: x for key, x in found["passes"][which].items() if key != "no_sol"}
+        most = _most(entry["bytes_received_by_rank"])
+        entry |= {
+            "tokens_per_s": found["tokens"] / seconds,
+            "tflops_per_device": found["flops"][which] / seconds / world / 1e12,
+            "received_gb_s": most / seconds / 1e9 if most is not None else None,
+        }
+        passes[which] = entry | ({"sol": entry["limit_ms"] / ms} if "limit_ms" in entry else {})
+    return {**found, "passes": passes}
+
+
+def _most(received: list[dict[str, int]] | None) -> int | None:
+    """Bytes of the rank that receives most."""
+    return max(sum(r.values()) for r in received) if received is not None else None
+
+
+def speedup(single_ms: dict[str, float], ms: dict[str, float], world: int) -> dict[str, dict[str, float]]:
+    """Of a run on `world` ranks against the same work on one, by pass; efficiency is that over the ranks."""
+    found = {which: single_ms[which] / ms[which] for which in ms}
+    return {"speedup": found, "efficiency": {which: x / world for which, x in found.items()}}
+
+
+def exceeds(found: dict[str, Any]) -> bool:
+    """Whether a pass of `compute`'s was faster than its limit, by more than a measurement errs."""
+    return any((entry.get("sol") or 0) > EXCEEDED for entry in found["passes"].values())
+
+
+def without_exceeded(found: dict[str, Any]) -> dict[str, Any]:
+    """What `compute` found, where no share is said of a limit that the pass was faster than: `sol` is null, and `no_sol` says
+    why. Clocks may be higher in a short pass than in a long matrix product, and caches faster than memory."""
+
+    def refused(entry: dict[str, Any]) -> dict[str, Any]:
+        if (entry.get("sol") or 0) <= EXCEEDED:
+            return entry
+        why = f"{entry['sol']:.0%} of what the {_CEILINGS[entry['limited_by']]} allows: that is no ceiling of this pass"
+        return {**entry, "sol": None, "no_sol": why}
+
+    return {**found, "passes": {which: refused(entry) for which, entry in found["passes"].items()}}
+
+
+_CEILINGS = {
+    "compute": "matrix product measured here",
+    "memory": "copy within a device measured here",
+    "communication": "all-gather measured here",
+}
+
+
+def _received(
+    chosen: Variant, problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any], pulls: bool
+) -> list[dict[str, int]]:
+    def one(rank: int, backward: bool) -> dict[str, int]:
+        return costs.bytes_received(chosen, problem, sizes, rank, backward, options, pulls)
+
+    if which != "total":
+        return [one(rank, which == "backward") for rank in range(problem.ranks)]
+    both = [(one(rank, False), one(rank, True)) for rank in range(problem.ranks)]
+    return [{key: f.get(key, 0) + b.get(key, 0) for key in {*f, *b}} for f, b in both]
+
+
+def _limit(
+    problem: Problem,
+    sizes: costs.Shapes,
+    which: str,
+    most_flops: int,
+    most_bytes: int | None,
+    ceilings: dict[str, float],
+) -> dict[str, Any]:
+    """The least time that this machine's ceilings allow the slowest rank, and what binds it."""
+    times = {"forward": 1.0, "backward": costs.BACKWARD, "total": 1 + costs.BACKWARD}[which]
+    passes = {"forward": [False], "backward": [True], "total": [False, True]}[which]
+    moved = max(
+        sum(costs.kernel_bytes(problem, sizes, rank, backward) for backward in passes) for rank in range(problem.ranks)
+    )
+    terms = {
+        "compute": most_flops * times / ceilings["matmul_tflops"] / 1e9,
+        "memory": moved / ceilings["copy_gb_s"] / 1e6,
+        "communication": most_bytes / ceilings["link_gb_s"] / 1e6 if most_bytes and ceilings.get("link_gb_s") else 0.0,
+    }
+    binding = max(terms, key=lambda term: terms[term])
+    return {"limit_ms": terms[binding], "limited_by": binding}

@@ -1,0 +1,74 @@
+"""What a run's kernels moved by the GPU's own counters: `timing.counters=true`. NVIDIA's `ncu` runs one more iteration in
+a process of its own, each kernel alone and with cold caches, so that nothing of it touches what is timed. No torch on
+this side."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from runner.config.schema import Experiment
+from runner.launch.worlds import search_path
+
+SECTOR = 32  # bytes
+COUNTERS = {  # ours: ncu's, and bytes of its unit
+    "memory_read_bytes": ("dram__bytes_read.sum", 1),
+    "memory_written_bytes": ("dram__bytes_write.sum", 1),
+    "l2_read_bytes": ("lts__t_sectors_op_read.sum", SECTOR),
+    "l2_written_bytes": ("lts__t_sectors_op_write.sum", SECTOR),
+}
+PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
+MARK = "spin_kernel"  # torch.cuda._sleep's, before each pass
+TIMEOUT_S = 300.0
+
+
+def count(spec: Experiment) -> dict[str, Any]:
+    """By pass the bytes of all its kernels and of each; or `unavailable`, why there are none."""
+    tool = shutil.which("ncu") or next((place for place in PLACES if Path(place).exists()), None)
+    if tool is None:
+        return {"unavailable": "ncu (NVIDIA Nsight Compute) is not installed"}
+    metrics = ",".join(metric for metric, _ in COUNTERS.values())
+    command = [
+        tool, "--profile-from-start", "off", "--csv", "--print-units", "base", "--metrics", metrics,
+        sys.executable, "-P", "-m", "runner.measure.ncu_target", json.dumps(spec.plain()),
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": search_path()}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"unavailable": f"ncu took more than {TIMEOUT_S:.0f} s"}
+    passes = parse(done.stdout.splitlines(), spec.mode)
+    if done.returncode or not passes:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        errors = [line for line in said if "ERR" in line or "Error" in line]
+        return {"unavailable": f"ncu ended with {done.returncode}: {(errors or said or ['no output'])[-1][:300]}"}
+    return {"tool": f"ncu ({tool})", "passes": passes}
+
+
+def parse(lines: Iterable[str], mode: str) -> dict[str, dict[str, Any]]:
+    """ncu's CSV, a line for each kernel and metric, whatever stands around it."""
+    rows = [line for line in lines if line.startswith('"')]
+    names = {metric: (ours, unit) for ours, (metric, unit) in COUNTERS.items()}
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in csv.DictReader(rows):
+        entry = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+        ours, unit = names[row["Metric Name"]]
+        entry[ours] = int(float(row["Metric Value"].replace(",", ""))) * unit
+    passes: dict[str, dict[str, Any]] = {}
+    wanted = iter(("forward", "backward") if mode == "forward_backward" else ("forward",))
+    here: dict[str, Any] | None = None
+    for entry in kernels.values():
+        if MARK in entry["kernel"]:
+            here = passes.setdefault(next(wanted), {**dict.fromkeys(COUNTERS, 0), "kernels": []})
+        elif here is not None:
+            here["kernels"].append(entry)
+            for name in COUNTERS:
+                here[name] += entry[name]
+    return passes

@@ -1,0 +1,195 @@
+"""`python -m runner.report FOLDER...`: tables, charts and one page of the results in these folders and below.
+
+    python -m runner.report outputs/multirun/2026-01-31_12-00-00        # report.md, report.html and a PNG a chart in it
+    python -m runner.report results/h200-x4 --where timing=warmup world_size=4 --out /tmp/report
+    python -m runner.report FOLDER... --into README.md --section NAME   # replaces <!-- report:NAME -->..<!-- /report:NAME -->
+    python -m runner.report --refresh README.md                         # every section again, by the command that made it
+
+No torch; without the extra `report` the tables work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from runner.config import folders
+from runner.output.results import escaped, write_atomically
+from runner.report import charts as report_charts
+from runner.report import headline, page
+from runner.report import runs as report_runs
+from runner.report import tables as report_tables
+from runner.report.runs import Run
+
+PROGRAM = "python -m runner.report"
+MADE_BY = re.compile(r"^Made by `python -m runner\.report (?P<arguments>[^`]*)`", re.MULTILINE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
+    try:
+        if options.refresh:
+            return refresh(options.refresh)
+        if not options.folders:
+            raise ValueError(f"no FOLDER given; for instance {PROGRAM} outputs/multirun/*")
+        if bool(options.into) != bool(options.section):
+            raise ValueError("--into FILE and --section NAME belong together: give both or none")
+        runs = report_runs.where(report_runs.read(options.folders), options.where)
+        return _section(runs, options, arguments) if options.into else _report(runs, options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename}: could not be written or read ({error.strerror})", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="of a run, a sweep, or many")
+    parser.add_argument(
+        "--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)"
+    )
+    parser.add_argument(
+        "--pass", dest="which", choices=report_tables.COMPARED, default="total", help="what is compared"
+    )
+    parser.add_argument("--together", action="store_true", help="one part for all runs, instead of one a sweep")
+    parser.add_argument(
+        "--out", type=Path, help="where the files go (default: FOLDER; of several folders outputs/report-<time>)"
+    )
+    parser.add_argument("--into", type=Path, metavar="FILE", help="only put a table and a picture into this file")
+    parser.add_argument("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
+    parser.add_argument(
+        "--table",
+        choices=("runs", "comparison", "headline"),
+        default="runs",
+        help="of the section; headline: auto beside each external package",
+    )
+    parser.add_argument("--chart", choices=(*report_charts.KINDS, "none"), default="time", help="of the section")
+    parser.add_argument(
+        "--mixed", action="store_true", help="a headline's row may be of several commits or machines, and is marked"
+    )
+    parser.add_argument("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")
+    return parser
+
+
+def _report(runs: list[Run], options: argparse.Namespace) -> int:
+    out = _out(options)
+    lacking = report_charts.missing()
+    sweeps: dict[Path, list[Run]] = {}
+    for run in runs:
+        sweeps.setdefault(out if options.together else run.folder.parent, []).append(run)
+    parts, lines = [], [f"# {escaped(out.resolve().name)}", ""]
+    for number, (folder, found) in enumerate(sorted(sweeps.items())):
+        title = str(folder) if len(sweeps) > 1 else "Runs"
+        prefix = f"{_file_name(folder, sweeps)}_" if len(sweeps) > 1 else ""
+        tables = {"Runs": report_tables.runs_table(found)}
+        if len({report_runs.labels(found)[run] for run in found}) > 1 and report_tables.comparable(found):
+            said = options.which.replace("_", " ")
+            tables[f"Side by side, ms ({said})"] = report_tables.comparison_table(found, options.which)
+        drawn = options.which if options.which in report_tables.PASSES else "total"
+        charts = {} if lacking else report_charts.charts(found, drawn)
+        summary = f"{report_tables.machine(found)}\n{report_tables.same(found)}"
+        environment = report_tables.environment_table(found)
+        specs = {kind: chart.to_dict() for kind, chart in charts.items()}
+        parts.append(page.Part(title, summary, tables, environment, specs, lacking if number == 0 else None))
+        lines += [f"## {escaped(title)}", "", *(f"{escaped(line)}  " for line in summary.splitlines()), ""]
+        for heading, table in tables.items():
+            lines += [f"### {heading}", "", table.markdown()]
+        for kind, chart in charts.items():
+            report_charts.write_png(chart, out / f"{prefix}{kind}.png")
+            lines += [f"![{report_charts.KINDS[kind]}]({prefix}{kind}.png)", ""]
+        lines += ["### Environment", "", environment.markdown()]
+    write_atomically(out / "report.md", "\n".join(lines))
+    write_atomically(out / "report.html", page.page(out.resolve().name, parts))
+    if lacking:
+        print(lacking, file=sys.stderr)
+    print(f"Report: {out / 'report.md'}, {out / 'report.html'}")
+    return 0
+
+
+def _out(options: argparse.Namespace) -> Path:
+    """Where the report goes: never into one of several folders unasked. Raises OSError."""
+    if options.out is None and len(options.folders) > 1:
+        return folders.create(Path("outputs"), f"report-{folders.now()}")
+    out: Path = options.out or options.folders[0]
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _file_name(folder: Path, among: Iterable[Path]) -> str:
+    """The sweep's folder below what all have in common, as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", os.path.relpath(folder, os.path.commonpath(among))).strip("._")
+
+
+def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str]) -> int:
+    """Put the table, the picture and the command into the file."""
+    file: Path = options.into
+    text = file.read_text()
+    pattern = _between(options.section)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(
+            f"--section {options.section}: {file} must have <!-- report:{options.section} --> and after it "
+            f"<!-- /report:{options.section} --> once, each in a line of its own"
+        )
+    table = report_tables.runs_table(runs)
+    if options.table == "comparison":
+        table = report_tables.comparison_table(runs, options.which)
+        table.notes += report_tables.failures(runs)
+    elif options.table == "headline":
+        table = headline.headline_table(runs, options.which, options.mixed)
+    picture = "" if options.chart == "none" else _picture(runs, options)
+    unit = f" Times in ms ({options.which.replace('_', ' ')})." if options.table != "runs" else ""
+    said = escaped(f"{report_tables.machine(runs)}; {report_tables.same(runs)}.{unit}")
+    made = f"Made by `{PROGRAM} {shlex.join(arguments)}`."
+    body = "\n".join([said, "", table.markdown(), *([picture, ""] if picture else []), made])
+    write_atomically(file, pattern.sub(lambda found: f"{found[1]}\n{body}\n{found[3]}", text))
+    return 0
+
+
+def _between(name: str) -> re.Pattern[str]:
+    mark = re.escape(name)
+    return re.compile(rf"^(<!-- report:{mark} -->)$\n(.*?)^(<!-- /report:{mark} -->)$", re.MULTILINE | re.DOTALL)
+
+
+def _picture(runs: list[Run], options: argparse.Namespace) -> str:
+    """The picture's link, from the file's place. Raises ValueError where it can't be made."""
+    if lacking := report_charts.missing():
+        raise ValueError(f"{lacking}, or leave the picture out with --chart none")
+    chart = report_charts.charts(runs, options.which).get(options.chart)
+    if chart is None:
+        raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
+    out: Path = options.out or options.folders[0]
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{options.section}_{options.chart}.png"
+    report_charts.write_png(chart, path)
+    title = report_charts.KINDS[options.chart]
+    return f"![{title}, {options.section.replace('_', ' ')}]({os.path.relpath(path, options.into.parent)})"
+
+
+def refresh(file: Path) -> int:
+    """Make every section of the file again; its paths are from where the command runs. Raises ValueError for one that
+    does not say how it was made."""
+    text = file.read_text()
+    names = re.findall(r"^<!-- report:(\S+) -->$", text, re.MULTILINE)
+    if not names:
+        raise ValueError(f"--refresh {file}: has no <!-- report:NAME --> section")
+    worst = 0
+    for name in names:
+        inside = _between(name).search(text)
+        made = MADE_BY.search(inside[2]) if inside else None
+        if made is None:
+            raise ValueError(f"--refresh {file}: section {name} does not say the command that made it; run that once")
+        worst = max(worst, main(shlex.split(made["arguments"])))
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
