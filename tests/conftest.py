@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from runner.launch.worlds import Outcome, Pool, WorldSpec, cores  # noqa: E402
-from tests.gpus import shared  # noqa: E402
+from tests.support.gpus import shared  # noqa: E402
 
 GPU_S = 120  # that a test on a GPU may take, so that one which hangs leaves the machine to others
 GPU_WORLD_S = 240  # and one with worlds, which start and compile first

@@ -1255,7 +1255,7 @@ def in_strides(me: Rank, names: list[str], forms: list[str], transport: str) -> 
     """For each variant and way to lie in memory, the largest difference of its results from those of dense tensors of the
     same values."""
     sys.path.insert(0, os.path.join(os.path.dirname(__file__), "attention"))
-    from strides import STRIDES
+    from tests.support.strides import STRIDES
 
     found = []
     for name in names:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from tests.cases import Case, compute, draw, variants
+from tests.support.cases import Case, compute, draw, variants
 
 CALLS = {1: 5, 2: 10, 4: 10}  # of each variant, by world size
 

@@ -3,7 +3,7 @@
 import json
 
 from tests import net
-from tests.cases import LAYOUTS, draw, variants
+from tests.support.cases import LAYOUTS, draw, variants
 
 
 def test_a_changed_bit_is_found_and_nothing_else(tmp_path, capsys):

@@ -9,8 +9,6 @@ from importlib import resources
 import numpy as np
 import pytest
 import torch
-from naive import attention as plain
-from naive import kept
 
 import attention
 from attention.api import ContextParallel
@@ -19,6 +17,8 @@ from attention.executors.plan import Plan
 from attention.kernels import Call
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
+from tests.support.naive import attention as plain
+from tests.support.naive import kept
 
 torch.set_num_threads(1)
 

@@ -3,11 +3,11 @@ share a GPU where there is one, replays and graphs; waits that end and the comma
 
 import pytest
 import torch
-from naive import assert_matches, inputs
 
 from attention.kernels import KERNELS, Call, Shape, refusal
 from attention.masks.band import CAUSAL
-from tests.gpus import need_one
+from tests.support.gpus import need_one
+from tests.support.naive import assert_matches, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_smoke, need_one]
 

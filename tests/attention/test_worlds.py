@@ -2,13 +2,13 @@
 
 import itertools
 
-import geometry
 import pytest
-from geometry import ANY_LENGTHS
 
 from attention.geometry import costs
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
+from tests.support import coverage as geometry
+from tests.support.coverage import ANY_LENGTHS
 
 WORLDS = (1, 2, 3, 4)
 WITH_DECODES = [name for name in VARIANTS if name != "grouped"]

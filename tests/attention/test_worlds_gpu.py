@@ -2,12 +2,12 @@
 
 from itertools import accumulate
 
-import geometry
 import pytest
 
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
-from tests.gpus import need_one, worlds
+from tests.support import coverage as geometry
+from tests.support.gpus import need_one, worlds
 
 pytestmark = [pytest.mark.gpu, need_one]
 WORLDS = worlds(1, 2, 4, 8)

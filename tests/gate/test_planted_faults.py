@@ -4,7 +4,7 @@ import pytest
 
 from runner.launch.worlds import WorldSpec
 from tests.gate.plants import PLANTS, RUNS
-from tests.runner.composing import resolved
+from tests.support.composing import resolved
 
 NAMES = [plant.name for plant in PLANTS]
 LENGTHS = {512: [200, 100, 212], 4096: [1600, 800, 1696]}  # of the tokens in all, those of a pack's sequences

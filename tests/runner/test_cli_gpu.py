@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.environment import gpu_count
-from tests.gpus import need_one, own_gpus
+from tests.support.gpus import need_one, own_gpus
 
 pytestmark = [pytest.mark.gpu, need_one]
 SMALL = ["seq_len=2048", "heads=8", "kv_heads=2", "head_dim=128", "timing.timing_runs=3"]

@@ -5,13 +5,13 @@ import random
 from pathlib import Path
 
 import pytest
-from composing import python
 from test_report import result, written
 
 from runner import compare, pack
 from runner.measure.statistics import of_ranks
 from runner.output import results
 from runner.report.runs import read
+from tests.support.composing import python
 
 
 def with_interval(value: dict, width: float, n: int = 20) -> dict:

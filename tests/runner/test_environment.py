@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from composing import resolved
 
 from runner import app, environment
 from runner.config.schema import InvalidConfig
 from runner.environment import commit_text
 from runner.launch.worlds import WorldSpec
+from tests.support.composing import resolved
 
 ROOT = Path(__file__).parents[2]
 

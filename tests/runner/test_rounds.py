@@ -9,7 +9,6 @@ import time
 
 import pandas as pd
 import pytest
-from composing import configured, resolved
 from test_cli import environment, results_in, run
 from test_results import measured, unnamed
 
@@ -18,6 +17,7 @@ from runner.config.schema import InvalidConfig
 from runner.output import results
 from runner.report import runs as report_runs
 from runner.report import tables
+from tests.support.composing import configured, resolved
 
 SIZES = [
     "hardware=cpu", "world_size=2", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "seed=1",

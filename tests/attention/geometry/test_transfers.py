@@ -1,0 +1,159 @@
+"""Transfers, played through with plain lists of positions: senders and receivers agree and nothing moves in vain."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from attention.geometry import layouts
+from attention.geometry.layouts import Layout, Shard, positions, size
+from attention.geometry.schedules import Problem, steps
+from attention.geometry.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_route
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
+from tests.support.coverage import SHARD, WORLDS, cumulated, global_pairs, key_positions, problems, query_positions
+
+# an all-to-all has a ring across its groups
+RINGS = [v.name for v in VARIANTS.values() if v.exchange in ("ring", "all_to_all")]
+GATHERS = [v.name for v in VARIANTS.values() if v.exchange == "gather"]
+UNIT_STEPS = [x for x in vars(layouts).values() if isinstance(x, Layout) and x is not layouts.STRIPE and not x.uneven]
+every_world = pytest.mark.parametrize("world", WORLDS)
+
+
+def assert_agreed(routes: list[Route]) -> None:
+    """Whoever sends is waited for, whoever waits is sent to, once each, and both ends say the same."""
+    for rank, route in enumerate(routes):
+        for piece in route.sends:
+            (waited,) = [x for x in routes[piece.peer].receives if x.peer == rank]
+            assert (waited.source, waited.target) == (piece.source, piece.target)
+            assert [b - a for a, b in piece.source] == [b - a for a, b in piece.target]
+        for piece in route.receives:
+            assert piece.peer != rank and [x.peer for x in routes[piece.peer].sends].count(rank) == 1
+        assert len({piece.peer for piece in route.receives}) == len(route.receives)
+
+
+def taken(held: list[int], intervals) -> list[int]:
+    return [t for a, b in intervals for t in held[a:b]]
+
+
+def needed(problem: Problem, rank: int, keys: np.ndarray) -> list[int]:
+    """Those of `keys` that some query of the rank sees, in their order."""
+    seen = global_pairs(problem)[query_positions(problem, rank)].any(0)
+    return [int(t) for t in keys if seen[t]]
+
+
+@pytest.mark.parametrize("name", RINGS)
+@every_world
+def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, world):
+    for problem in problems(VARIANTS[name], world):
+        shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, problem.world)]
+        for i in range(len(steps(problem, 0))):
+            routes = [step_route(problem, place, i) for place in range(problem.world)]
+            assert_agreed(routes)
+            for rank, route in enumerate(routes):
+                step = steps(problem, rank)[i]
+                sent = [taken(shards[step.owner], x.source) for x in routes[step.owner].sends if x.peer == rank]
+                wanted = needed(problem, rank, key_positions(problem, step))
+                assert sent == ([wanted] if wanted and step.owner != rank else []), (problem, rank, i)
+                assert route.received_tokens == sum(len(message) for message in sent)
+
+
+@pytest.mark.parametrize("name", RINGS)
+@every_world
+def test_the_way_back_brings_every_gradient_to_the_key_it_belongs_to(name, world):
+    for problem in problems(VARIANTS[name], world):
+        shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, problem.world)]
+        for i in range(len(steps(problem, 0))):
+            there = [step_route(problem, place, i) for place in range(problem.world)]
+            back = [route.reversed() for route in there]
+            assert [route.reversed() for route in back] == there
+            assert_agreed(back)
+            for rank, route in enumerate(back):
+                for piece in route.receives:
+                    step = steps(problem, piece.peer)[i]
+                    assert step.owner == rank
+                    wanted = needed(problem, piece.peer, key_positions(problem, step))
+                    assert taken(shards[rank], piece.target) == wanted
+                    assert taken(wanted, piece.source) == wanted
+
+
+def played(sources: tuple[Shard, ...], moves: list[Move], sizes: list[int]) -> list[list[int]]:
+    """What every rank holds after its moves; each place must be written once."""
+    held = [positions(shard) for shard in sources]
+    result = []
+    for rank, mine in enumerate(moves):
+        local: list[int | None] = [None] * sizes[rank]
+
+        def put(places, values: list[int], local=local) -> None:
+            targets = [t for a, b in places for t in range(a, b)]
+            for at, value in zip(targets, values, strict=True):
+                assert local[at] is None
+                local[at] = value
+
+        for here, there in mine.local:
+            put((there,), taken(held[rank], (here,)))
+        for piece in mine.route.receives:
+            put(piece.target, taken(held[piece.peer], piece.source))
+        result.append(local)
+    return result
+
+
+@pytest.mark.parametrize("source", [x for x in UNIT_STEPS if not x.replicated], ids=lambda x: x.name)
+@pytest.mark.parametrize("target", UNIT_STEPS, ids=lambda x: x.name)
+def test_a_move_redistributes_between_any_two_layouts(source, target):
+    for world, lengths in product(WORLDS, [(1,), (5,), (3, 1, 2), (1, 0, 4)]):
+        cu = cumulated(2 * world * n for n in lengths)
+        sources, targets = source.shards(cu, world), target.shards(cu, world)
+        moves = [move(sources, targets, rank) for rank in range(world)]
+        assert_agreed([m.route for m in moves])
+        assert played(sources, moves, [size(t) for t in targets]) == [positions(t) for t in targets]
+        if source is target:
+            assert all(m.route == Route((), ()) for m in moves)
+
+
+@every_world
+def test_a_move_there_and_its_reverse_are_the_moves_of_the_way_back(world):
+    cu = cumulated(2 * world * n for n in (3, 1, 2))
+    sources, targets = (x.shards(cu, world) for x in (layouts.CONTIGUOUS, layouts.PAIRED))
+    for rank in range(world):
+        there, back = move(sources, targets, rank), move(targets, sources, rank)
+        assert there.route.reversed() == back.route
+        assert {(b, a) for a, b in there.local} == set(back.local)
+
+
+def test_overlaps_are_the_shared_tokens_in_global_order():
+    one, other = (range(10, 14), range(6)), (range(4, 12),)
+    found = overlaps(one, other)
+    assert found == [((8, 10), (0, 2)), ((0, 2), (6, 8))]
+    assert taken(positions(one), [a for a, _ in found]) == taken(positions(other), [b for _, b in found])
+    assert overlaps(one, (range(6, 10),)) == []
+
+
+@pytest.mark.parametrize("name", GATHERS)
+@every_world
+def test_a_gather_brings_exactly_the_needed_keys_in_sequence_order(name, world):
+    for problem in problems(VARIANTS[name], world):
+        sources = problem.layout.shards(problem.cu_seqlens, world)
+        moves = [gather_move(problem, rank) for rank in range(world)]
+        assert_agreed([m.route for m in moves])
+        wanted = [needed(problem, rank, np.arange(problem.cu_seqlens[-1])) for rank in range(world)]
+        if len(steps(problem, 0)) > 1:  # one's own keys are there
+            others = [[t for t in keys if t not in positions(own)] for keys, own in zip(wanted, sources, strict=True)]
+            wanted = [positions(needed_keys(problem, rank)) for rank in range(world)]  # as they come
+            assert [sorted(keys) for keys in wanted] == others
+        assert [positions(needed_keys(problem, rank)) for rank in range(world)] == wanted, problem
+        assert played(sources, moves, [len(keys) for keys in wanted]) == wanted, problem
+
+
+@pytest.mark.parametrize("left", [0, 1, SHARD - 1, SHARD, SHARD + 1, 3 * SHARD, 100])
+@every_world
+def test_a_causal_window_receives_only_the_tokens_before_the_shard_within_it(left, world):
+    cu, mask = (0, SHARD * world), Mask(left, 0)
+    ring, gather = VARIANTS["ring"], VARIANTS["ring_allgather"]
+    for rank in range(world):
+        tokens = min(left, rank * SHARD)
+        problem = ring.problem(cu, world, mask)
+        routes = [step_route(problem, rank, i) for i in range(world)]
+        assert sum(route.received_tokens for route in routes) == tokens
+        route = gather_move(gather.problem(cu, world, mask), rank).route
+        assert route.received_tokens == tokens

@@ -1,0 +1,193 @@
+"""How masks and lengths become the arguments of other people's kernels: pure functions, and what can be shown on a CPU."""
+
+import sys
+
+import pytest
+import torch
+
+from attention.kernels import KERNELS, Call, Shape, flash3, flash4, flex, refusal, xformers
+from attention.masks.band import CAUSAL, FULL, Mask
+from tests.support.naive import attention, inputs, kept, normal, relative
+
+MASKS = [FULL, CAUSAL, Mask(7, 0), Mask(0, 0), Mask(5, 9), Mask(-1, 4), Mask(6, -1), Mask(400, 450)]
+SIZES = [(33, 33), (300, 300), (140, 513), (513, 140), (1, 21), (21, 1), (128, 256)]
+PACK = ((1, 19, 8, 4, 0, 150), (1, 7, 23, 0, 5, 12))
+
+every_mask = pytest.mark.parametrize("mask", MASKS, ids=Mask.describe)
+
+
+def packed(mask: Mask, q_lengths, k_lengths) -> Call:
+    return Call.of_packed(0.125, mask, q_lengths, k_lengths, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "name, package", [("flash3", "FlashAttention-3"), ("flash4", "flash-attn-4"), ("xformers", "")]
+)
+def test_a_package_that_is_not_installed_is_named_with_its_command(name, package):
+    reason = KERNELS[name].missing("cuda")
+    if reason is None:
+        pytest.skip(f"{name} works here")
+    assert package in reason
+    assert "install" in reason or "sm" in reason
+
+
+def test_a_band_is_flash4s_window_with_none_for_unbounded():
+    assert flash4.window(FULL) == {"causal": False, "window_size_left": None, "window_size_right": None}
+    assert flash4.window(CAUSAL) == {"causal": True, "window_size_left": None, "window_size_right": None}
+    assert flash4.window(Mask(5, 0)) == {"causal": False, "window_size_left": 5, "window_size_right": 0}
+    assert flash4.window(Mask(-1, 3)) == {"causal": False, "window_size_left": None, "window_size_right": 3}
+
+
+def test_a_band_is_flash3s_window():
+    assert flash3.window(FULL) == {"window_size_left": -1, "window_size_right": -1}
+    assert flash3.window(Mask(5, 2)) == {"window_size_left": 5, "window_size_right": 2}
+
+
+@every_mask
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_rows_that_flash4_leaves_out_are_those_without_keys(mask, sizes):
+    q, k, _, _, call = inputs(lambda: Call(1.0, mask), sizes, 1, 1, 8, torch.float32)
+    empty = flash4.rows_without_keys(q, k, call)
+    seen = kept(mask, *sizes).any(1)
+    assert not seen[:empty].any() and seen[empty:].all()
+
+
+def test_flash4_writes_to_rows_on_multiples_of_16_bytes_only():
+    x = torch.empty(2, 10, 4, 64, dtype=torch.bfloat16)
+    assert flash4.writable(x) and flash4.writable(x[:, 3:7]) and flash4.writable(x[:, :, 1:3])
+    assert not flash4.writable(x.transpose(-1, -2))
+    assert not flash4.writable(x[..., 1:9])
+    assert not flash4.writable(x[:, :1].expand(2, 10, 4, 64))
+    lse = torch.empty(2, 4, 11)
+    assert flash4.writable(lse[..., 1:4], align=4) and not flash4.writable(lse[..., ::2], align=4)
+
+
+def test_xformers_gets_a_bias_class_for_every_dense_band():
+    assert xformers.band_bias(FULL, 9, 9) is None
+    assert xformers.band_bias(CAUSAL, 9, 12) == ("LowerTriangularFromBottomRightMask", ())
+    assert xformers.band_bias(Mask(5, 0), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 0))
+    assert xformers.band_bias(Mask(5, -1), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 12))
+
+
+def test_xformers_takes_packs_whole_where_it_has_a_bias_for_them():
+    assert xformers.pack_bias(packed(FULL, *PACK)) == ("BlockDiagonalMask", 0)
+    long_keys = ((3, 0, 8), (3, 5, 9))
+    assert xformers.pack_bias(packed(CAUSAL, *long_keys)) == ("BlockDiagonalCausalFromBottomRightMask", 0)
+    local = ("BlockDiagonalCausalLocalAttentionFromBottomRightMask", 5)
+    assert xformers.pack_bias(packed(Mask(4, 0), *long_keys)) == local
+    assert xformers.pack_bias(packed(CAUSAL, *PACK)) is None
+    assert xformers.pack_bias(packed(Mask(4, 2), *long_keys)) is None
+
+
+def test_a_partial_flash_attn_is_hidden_only_while_xformers_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    with xformers._without_a_partial_flash_attn(), pytest.raises(ImportError):
+        import flash_attn  # noqa: F401
+    import flash_attn as visible
+
+    assert str(tmp_path) in next(iter(visible.__path__))
+    with xformers._without_a_partial_flash_attn():
+        assert sys.modules["flash_attn"] is None
+    assert sys.modules["flash_attn"] is visible
+    monkeypatch.delitem(sys.modules, "flash_attn")
+
+
+@every_mask
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_flex_attentions_bounds_are_the_band(mask, sizes):
+    first, stop = flex.bounds(mask, (sizes[0],), (sizes[1],))
+    key = torch.arange(sizes[1])
+    assert torch.equal((key >= first[:, None]) & (key < stop[:, None]), kept(mask, *sizes))
+
+
+@every_mask
+def test_flex_attentions_bounds_keep_the_sequences_of_a_pack_apart(mask):
+    first, stop = flex.bounds(mask, *PACK)
+    key = torch.arange(sum(PACK[1]))
+    expected = torch.block_diag(*(kept(mask, sq, sk).int() for sq, sk in zip(*PACK, strict=True))).bool()
+    assert torch.equal((key >= first[:, None]) & (key < stop[:, None]), expected)
+
+
+@every_mask
+@pytest.mark.parametrize("lengths", [*(((sq,), (sk,)) for sq, sk in SIZES), PACK], ids=str)
+@pytest.mark.parametrize("size", [16, 128])
+def test_flex_attention_is_told_of_every_block_that_has_a_pair(mask, lengths, size):
+    first, stop = flex.bounds(mask, *lengths)
+    n_q, n_k = sum(lengths[0]), sum(lengths[1])
+    in_part, wholly = flex.needed_blocks(first, stop, n_k, size)
+    key = torch.arange(n_k)
+    keep = (key >= first[:, None]) & (key < stop[:, None])
+    grid = torch.zeros(in_part.shape[0] * size, in_part.shape[1] * size, dtype=torch.bool)
+    grid[:n_q, :n_k] = keep
+    blocks = grid.view(in_part.shape[0], size, in_part.shape[1], size).transpose(1, 2).flatten(2)
+    assert not (in_part & wholly).any()
+    assert torch.equal(wholly, blocks.all(-1))
+    assert (in_part | wholly)[blocks.any(-1)].all()
+    if len(lengths[0]) == 1:
+        assert torch.equal(in_part | wholly, blocks.any(-1))
+
+
+@every_mask
+@pytest.mark.parametrize("sizes", [(300, 300), (140, 513), (200, 140)], ids=str)
+@pytest.mark.parametrize("pack", [False, True])
+def test_flex_attention_under_its_block_mask_matches_plain_attention(mask, sizes, pack, monkeypatch):
+    module = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    q, k, v = (normal(1, n, h, 32, dtype=torch.float64, seed=i) for i, (n, h) in enumerate(zip((sizes[0], sizes[1], sizes[1]), (4, 2, 2), strict=True)))  # fmt: skip
+    if pack:
+        cut = sizes[0] // 3, sizes[1] // 2
+        lengths = tuple((c, n - c) for c, n in zip(cut, sizes, strict=True))
+        call = packed(mask, *lengths)
+        keep = torch.block_diag(*(kept(mask, sq, sk).int() for sq, sk in zip(*lengths, strict=True))).bool()
+        q, k, v = (x[0] for x in (q, k, v))
+    else:
+        call, keep = Call(0.125, mask), kept(mask, *sizes)
+    out, lse = KERNELS["flex"].forward(q, k, v, call)
+    expected, expected_lse = attention(*(x if x.dim() == 4 else x[None] for x in (q, k, v)), 0.125, keep)
+    out, lse = (x[None] if pack else x for x in (out, lse))
+    assert relative(out, expected) < 1e-6
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    finite = expected_lse.isfinite()
+    assert relative(lse[finite].double(), expected_lse[finite]) < 1e-6
+
+
+@every_mask
+def test_what_flex_attentions_backward_is_fed_gives_the_share_of_the_final_gradients(mask):
+    """By plain attention with autograd on out and lse, over slices of the keys."""
+    q, k, v = (normal(2, n, h, 16, dtype=torch.float64, seed=i) for i, (n, h) in enumerate(((40, 4), (60, 2), (60, 2))))
+    dout = normal(2, 40, 4, 16, dtype=torch.float64, seed=9)
+    keep = kept(mask, 40, 60)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = with_lse(*whole, keep)
+    expected = torch.autograd.grad(out, whole, dout)
+    sums = [torch.zeros_like(x) for x in (q, k, v)]
+    for cut in (slice(0, 7), slice(7, 31), slice(31, 60)):
+        part = [x.clone().requires_grad_() for x in (q, k[:, cut], v[:, cut])]
+        own, own_lse = with_lse(*part, keep[:, cut])
+        heads_first = [x.detach().transpose(1, 2) for x in (dout, out, own)]
+        fed, dlse = flex.share(heads_first[0], (heads_first[1], lse.detach()), (heads_first[2], own_lse.detach()))
+        seen = own_lse.isfinite()
+        grads = torch.autograd.grad((own, own_lse[seen]), part, (fed.transpose(1, 2), dlse[seen]))
+        for total, where, grad in zip(sums, (slice(None), cut, cut), grads, strict=True):
+            total[:, where] += grad
+    for total, grad in zip(sums, expected, strict=True):
+        assert relative(total, grad) < 1e-12
+
+
+def with_lse(q, k, v, keep):
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    s = (torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.25).masked_fill(~keep, -torch.inf)
+    lse = torch.where(keep.any(1), s.masked_fill(~keep.any(1)[:, None], 0).logsumexp(-1), -torch.inf)
+    p = torch.where(keep, (s.masked_fill(~keep, 0) - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp(), 0)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
+
+
+def test_packs_and_windows_are_no_reason_for_the_new_kernels_to_refuse():
+    for name in ("flash3", "flash4", "xformers", "flex"):
+        for mask in MASKS:
+            for is_packed in (False, True):
+                shape = Shape("cuda", torch.bfloat16, 8, 2, 128, is_packed)
+                assert KERNELS[name].refuses(shape, mask) is None
+                assert refusal(KERNELS[name], shape, mask) == KERNELS[name].missing("cuda")

@@ -1,0 +1,112 @@
+"""Streams beside the compute, flags and zeros, of another device than the current one."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from attention.runtime.cuda_driver import function, zeros
+from attention.transports.fabric import CudaFabric
+from attention.transports.queues import CudaQueue
+from tests.support.gpus import own_gpus
+
+pytestmark = [pytest.mark.gpu, own_gpus(2)]
+DEVICE = torch.device("cuda", 1)
+CYCLES = 200_000_000  # some 0.1 s
+
+
+def filled_late(x):
+    """x is 1 once the stream that `DEVICE` has as its current one is through."""
+    with torch.cuda.device(DEVICE):
+        torch.cuda._sleep(CYCLES)
+    return x.fill_(1)
+
+
+def test_a_transfer_follows_the_callers_stream_of_the_queues_device():
+    with torch.cuda.device(0):
+        queue = CudaQueue(DEVICE)
+        source, target = (torch.zeros(1 << 20, device=DEVICE) for _ in range(2))
+        filled_late(source)
+        handle = queue.issue(lambda: target.copy_(source), [source, target], "kv", 0)
+        handle.wait()
+        assert bool((target == 1).all())
+
+
+def test_a_wait_holds_up_the_callers_stream_of_the_queues_device():
+    with torch.cuda.device(0):
+        queue = CudaQueue(DEVICE)
+        x = torch.zeros(1 << 20, device=DEVICE)
+        queue.issue(lambda: filled_late(x), [x], "kv", 0).wait()
+        assert bool((x == 1).all())
+
+
+def test_a_handles_event_serves_the_next_once_it_was_waited_for():
+    with torch.cuda.device(0):
+        queue = CudaQueue(DEVICE)
+        x, y = (torch.zeros(1 << 20, device=DEVICE) for _ in range(2))
+        first = queue.issue(lambda: filled_late(x), [x], "kv", 0)
+        first.wait()
+        assert len(queue.spare) == 1
+        second = queue.issue(lambda: filled_late(y), [y], "kv", 1)
+        assert not queue.spare
+        first.wait()  # again: of nothing
+        assert bool((x == 1).all()) and not queue.spare
+        second.wait()
+        assert bool((y == 1).all())
+
+
+def test_what_is_aside_follows_the_callers_stream_and_holds_it_up_in_no_replay():
+    queue = CudaQueue(DEVICE)
+    x, y = (torch.zeros(1 << 20, device=DEVICE) for _ in range(2))
+
+    def run():
+        filled_late(x.zero_())
+
+        def late():
+            filled_late(torch.empty(1, device=DEVICE))
+            y.copy_(x)
+
+        queue.aside(late)
+        x.add_(1)
+        queue.join()
+
+    with torch.cuda.device(0):
+        run()
+        assert bool((y == 1).all()) and bool((x == 2).all())
+    with torch.cuda.device(DEVICE):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        assert bool((y == 2).all()) and bool((x == 2).all())
+
+
+def test_a_flag_is_written_on_the_default_stream_of_the_flags_device():
+    """Whichever device is the current one; the default streams of both have the same name."""
+    fabric = object.__new__(CudaFabric)
+    fabric.device = DEVICE
+    fabric._operate = function("cuStreamBatchMemOp_v2", ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+    flag, x = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(1, device=DEVICE)
+    other = torch.cuda.Stream(DEVICE)
+    torch.cuda.synchronize(DEVICE)
+    with torch.cuda.device(0):
+        filled_late(x)
+        fabric.signalling([flag])()
+        with torch.cuda.stream(other):
+            assert int(flag) == 0  # x is not filled yet
+        torch.cuda.synchronize(DEVICE)
+        assert int(flag) == 1
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_zeros_are_zeros_of_any_device_also_in_a_new_thread(fresh):
+    def found():
+        torch.full((3, 5, 1 << 18), 7.0, device=DEVICE)  # and freed: the next tensor's memory
+        return zeros((3, 5, 1 << 18), torch.float32, DEVICE)
+
+    with torch.cuda.device(0):
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(1) as thread:
+            x = thread.submit(found).result() if fresh else found()
+        assert x.shape == (3, 5, 1 << 18) and x.device == DEVICE and not bool(x.any())

@@ -1,0 +1,47 @@
+"""Ceilings of a machine: only the highest that was ever measured is one."""
+
+from runner.measure import ceilings
+from runner.measure.ceilings import highest, steady
+from tests.support.composing import resolved
+
+
+def rounds(*rates: float):
+    left = list(rates)
+    return lambda: left.pop(0)
+
+
+def test_a_measurement_is_repeated_until_it_no_longer_grows():
+    assert steady(rounds(10, 10.1)) == 10.1
+    assert steady(rounds(2, 5, 10, 9)) == 10  # something disturbed the first rounds
+    assert steady(rounds(1, 2, 3, 4, 5, 6)) == 6  # the last one that there may be
+
+
+def test_of_two_measurements_the_higher_rates_count():
+    one = {"matmul_tflops": 228.0, "copy_gb_s": 4000.0, "measured_at": 1.0, "source": "cached"}
+    other = {"matmul_tflops": 793.0, "copy_gb_s": 3900.0, "measured_at": 2.0}
+    assert highest(one, other) == {"matmul_tflops": 793.0, "copy_gb_s": 4000.0, "measured_at": 2.0}
+
+
+def test_a_file_that_is_none_is_measured_anew(tmp_path):
+    for text in ("", "[]", "{}", '{"matmul_tflops": 0, "copy_gb_s": 1, "measured_at": 1}', '{"matmul_tflops": "a"}'):
+        (tmp_path / "x").write_text(text)
+        assert ceilings._read(tmp_path / "x") is None
+
+
+def test_a_ceiling_that_a_run_goes_above_is_measured_again_once_and_kept(in_world, tmp_path):
+    spec = resolved(
+        "attention=ring", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "world_size=2", "dtype=fp32",
+        "timing.timing_runs=3", "phases=false", "baseline=none", "hardware=cpu",
+    )  # fmt: skip
+    found = in_world("with_false_ceilings", 2, experiment=spec.plain(), cache=str(tmp_path))
+    first, second = found["runs"]
+    after = first["ceilings"]
+    assert after["source"] == "measured again"
+    for name in ceilings.RATES:
+        assert after["before"][name] == found["true"][name] / 1000
+        assert after[name] == found["kept"][name] > 3 * after["before"][name]  # on a machine as busy as it likes
+    assert second["ceilings"] == after  # not a third time
+    assert found["again"] == [], "measured in memory that there was none of"
+    for run in found["runs"]:
+        for entry in run["metrics"]["passes"].values():
+            assert entry["sol"] is None or entry["sol"] <= 1.03

@@ -1,0 +1,74 @@
+"""A reference that several ranks share is the one that each would compute alone, and covers every token once."""
+
+import pytest
+import torch
+
+from runner.measure import correctness
+from runner.measure.correctness import pieces_of
+from runner.measure.reference import Reference
+from tests.support.composing import resolved
+
+MASKS = {
+    "causal": ["attention=ring", "causal=true"],
+    "full": ["attention=ring", "causal=false"],
+    "window": ["attention=ring_allgather", "causal=true", "window=[100,0]"],
+    "both_sides": ["attention=ring_allgather", "causal=false", "window=[70,30]"],
+    "forward": ["attention=ring", "causal=true", "mode=forward"],
+}
+
+
+@pytest.mark.parametrize(("world", "kv_heads", "wanted"), [(2, 1, 1), (4, 2, 2), (3, 1, 1), (4, 2, 1)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_ranks_share_what_is_fewer_than_they(in_world, world, kv_heads, wanted, mask):
+    size = ["batch=1", f"heads={2 * kv_heads}", f"kv_heads={kv_heads}", "head_dim=16", "seq_len=1200"]
+    spec = resolved(*MASKS[mask], *size, f"world_size={world}")
+    ranks = in_world("shared_reference", world, experiment=spec.plain(), pieces=wanted)
+    assert {rank["shared"] for rank in ranks} == {wanted}
+    tokens = [tuple(token) for rank in ranks for token in rank["tokens"]]
+    assert len(tokens) == len(set(tokens)) == 1200 * wanted
+    errors = [rank["errors"] for rank in ranks if rank["tokens"]]
+    assert len(errors) == world // wanted * wanted
+    for found in errors:
+        rows = ["out"] if mask == "forward" else ["out", "dq", "dk", "dv"]
+        assert set(found) == {"lse", *rows, *(f"{name} squared scale" for name in rows)}
+        assert max(found.values()) < 1e-13
+
+
+def test_queries_of_a_decode_are_shared_from_many_on(in_world):
+    size = ["batch=1", "heads=2", "kv_heads=1", "head_dim=16", "seq_len=2048", "causal=true"]
+    spec = resolved("attention=tree", *size, "q_len=300", "world_size=2")
+    ranks = in_world("shared_reference", 2, experiment=spec.plain(), pieces=1)
+    assert [len(rank["tokens"]) for rank in ranks] == [150, 150]
+    assert max(rank["errors"]["out"] for rank in ranks) < 1e-13
+
+
+@pytest.mark.parametrize(
+    "size", [["attention=ring", "seq_len=96"], ["attention=ring_varlen", "seq_len=1024", "seqlens=[1000,24]"]]
+)
+def test_short_sequences_and_packs_are_not_shared(size):
+    spec = resolved(*size, "batch=1", "heads=2", "kv_heads=1", "head_dim=16", "world_size=2")
+    found = [pieces_of(spec.workload, 2, rank, float("inf"), True) for rank in range(2)]
+    assert [(len(mine), share, shared) for mine, share, shared in found] == [(1, 1.0, 0), (0, 1.0, 0)]
+
+
+def test_references_are_kept_until_others_need_their_room(monkeypatch):
+    monkeypatch.setattr(correctness, "_references", {})
+    of_100_bytes = Reference({"out": torch.zeros(100, dtype=torch.uint8)}, {})
+    for name in "abc":
+        correctness._keep(name, [correctness.Piece(0, 0, reference=of_100_bytes)], 300)
+    correctness._keep("a", correctness._references.pop("a"), 300)  # needed again, so b is the oldest
+    correctness._keep("d", [correctness.Piece(0, 0, reference=of_100_bytes)], 300)
+    assert list(correctness._references) == ["c", "a", "d"]
+    assert correctness.kept_bytes() == 300
+    correctness._keep("e", [correctness.Piece(0, 0, reference=of_100_bytes)], 0)
+    assert correctness.kept_bytes() == 0
+
+
+@pytest.mark.parametrize(("kv_heads", "computed"), [(2, [[1, 0, 0], [1, 0, 1]]), (1, [[1, 0, 1], [1, 0, 1]])])
+def test_a_later_check_of_the_same_workload_computes_no_reference(in_world, kv_heads, computed):
+    """Each rank its own piece, or one that both share: that is computed by both again when one has lost it."""
+    size = ["batch=1", "heads=4", f"kv_heads={kv_heads}", "head_dim=16", "seq_len=256", "world_size=2"]
+    ranks = in_world("checked_again", 2, experiment=resolved("attention=ring", *size).plain())
+    assert [[count for *_, count in rank] for rank in ranks] == computed
+    assert all(passed for rank in ranks for passed, *_ in rank)
+    assert len({error for rank in ranks for _, error, _ in rank}) == 1

@@ -1,0 +1,54 @@
+"""One run within a world, as the launcher sees it."""
+
+import pytest
+
+from runner.launch.worlds import WorldSpec
+from tests.support.composing import resolved
+
+SIZES = ("hardware=cpu", "dtype=fp32", "seq_len=128", "heads=4", "head_dim=64", "phases=false")
+SHORT = ("timing.timing_runs=1", "timing.warmup_runs=1", "timing.warmup_ms=0")
+
+
+def measured(pool, world_size, *overrides, seed=7, **options):
+    spec = resolved(*SIZES, *SHORT, f"world_size={world_size}", *overrides, seed=seed)
+    arguments = {"experiment": spec.plain(), "folder": None}
+    return pool.get(WorldSpec(world_size, "cpu")).call("runner.measure.job:run", arguments, **options)
+
+
+def test_equal_runs_in_one_world_take_equally_much_memory(pool):
+    """What earlier runs left, such as references of other seeds that are kept, is no part of a run's own."""
+    peaks = []
+    for seed in range(6):
+        outcome = measured(pool, 1, "batch=16", "baseline=none", "timing.settle_ms=0", seed=seed)
+        assert outcome.status == "ok", outcome.reason
+        (rank,) = outcome.result["memory"]["by_rank"]
+        assert rank["peak_resident"] > rank["inputs"]
+        peaks.append(rank["peak_resident"])
+    assert max(peaks) < 1.05 * min(peaks), peaks
+
+
+@pytest.mark.parametrize("new_packs", [False, True])
+def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_packs):
+    pack = (
+        "attention=llama3",
+        "batch=1",
+        "seqlens=[2,6,8,16,24,32,40]",
+        f"timing.new_packs={new_packs}",
+        "baseline=none",
+    )
+    outcome = measured(pool, 1, *pack)
+    assert outcome.status == "ok", outcome.reason
+    last = outcome.result["correctness"]["timed"]["last"]
+    assert last.keys() == ({"why"} if new_packs else {"out", "dq", "dk", "dv"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit(rank):
+    """Only rank 0 works there: the others are waiting, and as such never late by themselves."""
+    from runner.launch.worlds import Pool
+
+    with Pool() as pool:
+        fault = f"launch.fault={rank}:baseline:hang"
+        outcome = measured(pool, 2, "batch=1", fault, timeout_s=5.0)
+    assert (outcome.status, outcome.rank, outcome.phase) == ("timeout", rank, "baseline"), outcome.reason
+    assert "silent for more than 5 s" in outcome.reason
