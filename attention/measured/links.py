@@ -67,7 +67,7 @@ def parse(text: str) -> tuple[Measured, ...]:
 
 
 def path() -> Path:
-    return Path(str(resources.files("attention") / "links.csv"))
+    return Path(str(resources.files("attention.measured") / "links.csv"))
 
 
 @lru_cache

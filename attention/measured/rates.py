@@ -165,7 +165,7 @@ def renewed(old: Iterable[Rate], new: Sequence[Rate]) -> list[Rate]:
 
 def path() -> Path:
     """Where the package's table lies, or would."""
-    return Path(str(resources.files("attention") / "rates.csv"))
+    return Path(str(resources.files("attention.measured") / "rates.csv"))
 
 
 @lru_cache

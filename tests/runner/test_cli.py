@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from test_results import unnamed
 
 from runner.__main__ import exit_status
 from runner.output import results
+from tests.runner.output.test_results import unnamed
 
 SMALL = [
     "seq_len=128",

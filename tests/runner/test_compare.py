@@ -5,12 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
-from test_report import result, written
 
 from runner import compare, pack
 from runner.measure.statistics import of_ranks
 from runner.output import results
 from runner.report.runs import read
+from tests.runner.report.test_report import result, written
 from tests.support.composing import python
 
 

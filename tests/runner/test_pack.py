@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_report import result, written
 
 from runner import app, compare, pack
 from runner.output import record, results
 from runner.report import command as report
 from runner.report import runs as report_runs
+from tests.runner.report.test_report import result, written
 
 ROOT = Path(__file__).parents[2]
 PACKS = sorted(path.parent for path in ROOT.glob("results/*/*/results.parquet"))

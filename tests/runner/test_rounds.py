@@ -9,14 +9,14 @@ import time
 
 import pandas as pd
 import pytest
-from test_cli import environment, results_in, run
-from test_results import measured, unnamed
 
 from runner import app, interleave, pack, rounds
 from runner.config.schema import InvalidConfig
 from runner.output import results
 from runner.report import runs as report_runs
 from runner.report import tables
+from tests.runner.output.test_results import measured, unnamed
+from tests.runner.test_cli import environment, results_in, run
 from tests.support.composing import configured, resolved
 
 SIZES = [

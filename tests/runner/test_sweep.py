@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from test_cli import SMALL, only, results_in, run
 
 from runner import sweep
 from runner.config import overrides
 from runner.config.values import InvalidConfig, Refused
+from tests.runner.test_cli import SMALL, only, results_in, run
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["phases=false", "baseline=none", "mode=forward", "check.enabled=false"]

@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
-from test_decode import BASE, CASES
-from test_worlds import MASKS, SELF_ATTENTION, cases, does, options
 
 from attention.geometry import costs
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
+from tests.attention.test_decode import BASE, CASES
+from tests.attention.test_worlds import MASKS, SELF_ATTENTION, cases, does, options
 
 
 @pytest.mark.parametrize("world", (2, 3, 4))

@@ -528,7 +528,7 @@ def test_identity_is_that_of_the_values_and_not_of_how_they_were_given():
 def test_identity_is_the_same_in_another_process(tmp_path):
     program = (
         "from hydra import compose, initialize_config_module as module\n"
-        "from runner import schema\n"
+        "from runner.config import schema\n"
         "schema.register()\n"
         "with module('runner.conf', version_base='1.3'): print(schema.identity(compose('config', ['seq_len=512'])))\n"
     )

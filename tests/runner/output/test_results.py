@@ -268,7 +268,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_file_and_nothing_else(t
 import resource, sys
 from pathlib import Path
 import pyarrow.parquet
-from runner import results
+from runner.output import results
 folder = Path({str(tmp_path)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # Python ignores SIGXFSZ: writing beyond it gives EFBIG
 try:
