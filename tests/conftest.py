@@ -66,15 +66,15 @@ def pool():
 
 @pytest.fixture
 def in_world(pool):
-    """Run a job of tests/jobs.py in a living world, on CUDA with all ranks on one GPU where there are fewer; its result comes
-    back."""
+    """Run a job (a function of tests/jobs) in a living world and return its result. On CUDA, all ranks are on one GPU where
+    there are fewer GPUs than ranks."""
 
     def call(job, world_size, device="cpu", timeout_s=120.0, **arguments):
         share = device == "cuda" and shared(world_size)
         if share and arguments.get("transport") == "nccl":
             pytest.skip("NCCL refuses two ranks on one GPU")
         world = pool.get(WorldSpec(world_size, device, share_gpu=share))
-        outcome: Outcome = world.call(f"tests.jobs:{job}", arguments, timeout_s)
+        outcome: Outcome = world.call(job, arguments, timeout_s)
         assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
         return outcome.result
 

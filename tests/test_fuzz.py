@@ -9,7 +9,7 @@ import random
 import pytest
 
 from runner.launch.worlds import WorldSpec
-from tests.support.cases import draw, variants
+from tests.support.cases import draw, judge, variants
 
 WORLDS = (1, 2, 3, 4)
 
@@ -28,7 +28,7 @@ def test_random_calls_are_right_or_refused(pool, request, world, fuzz_seed):
     cases = [draw(names[i % len(names)], world, rng.randrange(1 << 30)) for i in range(wanted)]
     poisoned = [i % 2 == 0 for i in range(wanted)]
     outcome = pool.get(WorldSpec(world, "cpu")).call(
-        "tests.support.cases:judge", {"cases": [case.plain() for case in cases], "poisoned": poisoned}, 120.0 + wanted
+        judge, {"cases": [case.plain() for case in cases], "poisoned": poisoned}, 120.0 + wanted
     )
     where = f"--fuzz-seed {fuzz_seed}, world {world}"
     assert outcome.status == "ok", f"{where}: {outcome.reason}\n" + "\n".join(outcome.log_tail)

@@ -36,6 +36,9 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TAIL_LINES = 20
 UNKNOWN = 255  # multiprocessing's exit code of a process whose fork server is gone
 Progress = Callable[[list[dict[str, Any]]], None]
+Job = (
+    Callable[..., Any] | str
+)  # a module's function; or "module:function", where this process must not import the module
 
 
 @dataclass(frozen=True)
@@ -130,17 +133,17 @@ class World:
 
     def call(
         self,
-        target: str,
+        job: Job,
         arguments: dict[str, Any],
         timeout_s: float = 300.0,
         log: Path | None = None,
         progress: Progress | None = None,
     ) -> Outcome:
-        """Run `target` ("module:function", called with the rank and the arguments) on every rank; rank 0's return
-        value, which must be plain data, comes back once all ranks have ended the job. `timeout_s` is the longest silence
-        of a rank; a rank that says how long its next stretch should take is given ten times that. `log`: where the ranks'
-        output of this job goes."""
+        """Run `job` on every rank, called with the rank and the arguments. Rank 0's return value, which must be plain data,
+        comes back once all ranks have ended the job. `timeout_s` is the longest silence of a rank; a rank that says how
+        long its next stretch should take is given ten times that. `log`: where the ranks' output of this job goes."""
         assert self.alive, "this world is gone"
+        target = job_name(job)
         self.jobs += 1
         offsets = self._log_sizes()
         self.unsent = json.dumps({"job": self.jobs, "target": target, "arguments": arguments}).encode() + b"\n"
@@ -570,6 +573,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def job_name(job: Job) -> str:
+    """The name "module:function" by which each rank imports the job."""
+    if isinstance(job, str):
+        return job
+    if "<" in job.__qualname__:  # <lambda>, <locals>
+        raise ValueError(f"job={job.__qualname__}: ranks import a job by its name; make it a function of a module")
+    return f"{job.__module__}:{job.__qualname__}"
+
+
 class Pool:
     """Living worlds by what they are made of, the most recently used last."""
 
@@ -593,7 +605,7 @@ class Pool:
     def call(
         self,
         spec: WorldSpec,
-        target: str,
+        job: Job,
         arguments: dict[str, Any],
         timeout_s: float = 300.0,
         log: Path | None = None,
@@ -613,7 +625,7 @@ class Pool:
                 return Outcome(
                     "crash", f"no world could be started in {where} ({error.strerror}): free space there or set TMPDIR"
                 )
-            outcome = world.call(target, arguments, timeout_s, log, progress)
+            outcome = world.call(job, arguments, timeout_s, log, progress)
             if outcome.begun or world.jobs == 1:
                 break
         return outcome

@@ -17,6 +17,7 @@ from attention.executors.plan import Plan
 from attention.kernels import Call
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
+from tests.jobs import groups, numerics, training
 from tests.support.naive import attention as plain
 from tests.support.naive import kept
 
@@ -210,17 +211,17 @@ def test_a_scale_beyond_any_float_is_refused():
 
 def test_a_function_made_before_the_process_group_is_refused_in_it(in_world):
     """Each rank would attend to its own shard alone."""
-    for said in in_world("made_alone", 2):
+    for said in in_world(groups.made_alone, 2):
         assert re.search(r"made or unpickled before init_process_group, for a world of 1; there are 2 ranks now", said)
 
 
 @pytest.mark.parametrize("transport", ("gloo", "symm"))
 def test_token_ids_come_back_whole(in_world, transport):
-    assert in_world("ids_round_trip", 2, names=["ring", "zigzag", "stripe", "llama3"], transport=transport)
+    assert in_world(numerics.ids_round_trip, 2, names=["ring", "zigzag", "stripe", "llama3"], transport=transport)
 
 
 def test_a_rank_outside_the_group_is_refused(in_world):
-    for said in in_world("outside", 2, kinds=["ring", "auto"]):
+    for said in in_world(groups.outside, 2, kinds=["ring", "auto"]):
         assert re.fullmatch(r"group=.*: rank 1 is not in the group; call make on the group's ranks only", said)
 
 
@@ -253,7 +254,7 @@ def test_a_second_derivative_is_refused_and_the_first_is_right(name, kernel):
 
 def test_a_second_derivative_is_refused_in_a_world(in_world):
     names = [name for name in SELF_ATTENTION if name not in ("grouped", "ring_varlen", "zigzag_varlen")]
-    for name, same, refusals in in_world("second_derivatives", 2, names=names):
+    for name, same, refusals in in_world(training.second_derivatives, 2, names=names):
         assert same, name
         assert refusals == [f"create_graph=True: {name} has no second derivative"] * 3 + [
             "create_graph=True: unshard has no second derivative"
@@ -306,7 +307,7 @@ def test_a_copy_keeps_the_choice_and_the_graphs_that_were_asked_for():
 
 @pytest.mark.parametrize("transport", ("gloo", "symm"))
 def test_functions_over_groups_can_be_copied_and_over_the_default_one_pickled(in_world, transport):
-    found = in_world("copied", 2, transport=transport)
+    found = in_world(training.copied, 2, transport=transport)
     assert max(found["errors"]) == 0
     assert found["same_group"]
     assert re.match(r"ring\(rank 0 of 2, kernel=auto\): its process group can't be pickled; make it", found["said"])

@@ -5,6 +5,7 @@ import pytest
 from attention.geometry import costs
 from attention.masks.band import FULL
 from attention.variants.registry import VARIANTS
+from tests.jobs import numerics
 
 REDUCTIONS = ("three", "two", "packed", "hierarchical")
 BASE = {"batch": 2, "queries": 1, "keys": 48, "heads": 8, "kv_heads": 1, "head_dim": 64}
@@ -22,20 +23,22 @@ TREES = [("tree", {"reduce": how}) for how in REDUCTIONS]
 @pytest.mark.parametrize("world", (1, 2, 3, 4))
 @pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
 def test_decode_matches_fp64(in_world, name, options, world):
-    for found in in_world("decode", world, name=name, options=options, cases=CASES):
+    for found in in_world(numerics.decode, world, name=name, options=options, cases=CASES):
         assert found["error"] < 1e-6, found
         assert found["lse"] < 1e-5, found
 
 
 @pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
 def test_decode_matches_fp64_in_a_world_of_eight(in_world, name, options):
-    for found in in_world("decode", 8, name=name, options=options, cases=[CASES[-2] | {"queries": 2}, CASES[-1]]):
+    for found in in_world(
+        numerics.decode, 8, name=name, options=options, cases=[CASES[-2] | {"queries": 2}, CASES[-1]]
+    ):
         assert found["error"] < 1e-6, found
         assert found["lse"] < 1e-5, found
 
 
 def test_every_rank_allocates_its_own_keys_only(in_world):
-    (found,) = in_world("decode", 4, name="tree", options={}, cases=[BASE | {"keys": 42}])
+    (found,) = in_world(numerics.decode, 4, name="tree", options={}, cases=[BASE | {"keys": 42}])
     assert found["held"] == [11, 11, 11, 9]
     each = BASE["batch"] * BASE["kv_heads"] * BASE["head_dim"]
     assert found["storage"] == [n * each for n in found["held"]]
@@ -45,7 +48,7 @@ def test_every_rank_allocates_its_own_keys_only(in_world):
 @pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
 def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, world):
     variant = VARIANTS[name]
-    for found in in_world("decode", world, name=name, options=options, cases=CASES[2:]):
+    for found in in_world(numerics.decode, world, name=name, options=options, cases=CASES[2:]):
         case = found["case"]
         problem = variant.problem((0, case["keys"]), world, FULL, options, case["queries"])
         shapes = costs.Shapes(case["batch"], case["heads"], case["kv_heads"], case["head_dim"], 4)
@@ -55,7 +58,7 @@ def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, w
 
 
 def test_the_phases_are_those_of_the_paper(in_world):
-    (found,) = in_world("decode", 2, name="tree", options={"reduce": "three"}, cases=[BASE])
+    (found,) = in_world(numerics.decode, 2, name="tree", options={"reduce": "three"}, cases=[BASE])
     assert set(found["phases"]) == {
         *("comp_shard_kv", "comp_local_attention", "comp_num_den", "comp_final_output"),
         *("comm_max_lse", "comm_sum_den", "comm_sum_num", "wait_max_lse", "wait_sum_den", "wait_sum_num"),
@@ -71,7 +74,7 @@ def test_the_phases_are_those_of_the_paper(in_world):
 def test_a_decode_whose_keys_grow_is_planned_once_for_the_ranks_that_hold_any(
     in_world, name, options, transport, world
 ):
-    found = in_world("growing", world, name=name, options=options, transport=transport, most=24)
+    found = in_world(numerics.growing, world, name=name, options=options, transport=transport, most=24)
     assert found["error"] < 1e-6
     assert found["wrong"] == [[]] * world
     assert found["kept"] <= world

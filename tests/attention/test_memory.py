@@ -6,6 +6,7 @@ from attention.geometry import costs
 from attention.masks.band import CAUSAL
 from attention.variants.registry import VARIANTS
 from runner.launch.worlds import WorldSpec
+from tests.jobs import memory
 
 TOKENS, HEADS, HEAD_DIM = 1024, (16, 4), 16
 CASES = [
@@ -43,7 +44,7 @@ def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
     arguments = {"cases": cases, "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
     if packs > 1:
         arguments["packs"] = cu_seqlens
-    outcome = pool.get(WorldSpec(world, "cpu")).call("tests.memory_jobs:held", arguments, 120.0)
+    outcome = pool.get(WorldSpec(world, "cpu")).call(memory.held, arguments, 120.0)
     assert outcome.status == "ok", "\n".join(outcome.log_tail)
     shapes = costs.Shapes(1, *HEADS, HEAD_DIM, 2)
     for (name, options), by_rank in zip(cases, outcome.result, strict=True):
@@ -58,9 +59,7 @@ def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
 def test_a_packs_stretches_are_copied_kind_by_kind_and_let_go_of_between(pool, monkeypatch):
     packs, options = tuple(range(0, TOKENS + 1, TOKENS // 16)), {"head_parts": 1}
     arguments = {"cases": [("zigzag", options)], "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
-    outcome = pool.get(WorldSpec(4, "cpu")).call(
-        "tests.memory_jobs:held", arguments | {"packs": packs, "apart": 0}, 60.0
-    )
+    outcome = pool.get(WorldSpec(4, "cpu")).call(memory.held, arguments | {"packs": packs, "apart": 0}, 60.0)
     assert outcome.status == "ok", "\n".join(outcome.log_tail)
     monkeypatch.setattr(costs, "APART", 0)
     problem, shapes = VARIANTS["zigzag"].problem(packs, 4, CAUSAL, options), costs.Shapes(1, *HEADS, HEAD_DIM, 2)

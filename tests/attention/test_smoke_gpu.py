@@ -6,6 +6,7 @@ import torch
 
 from attention.kernels import KERNELS, Call, Shape, refusal
 from attention.masks.band import CAUSAL
+from tests.jobs import numerics, replay
 from tests.support.gpus import need_one
 from tests.support.naive import assert_matches, inputs
 
@@ -31,33 +32,35 @@ def test_a_kernel_matches_plain_attention_forward_and_backward(name):
 @pytest.mark.parametrize("name", ("ring", "zigzag", "ring_allgather", "zigzag_llama3", "ulysses", "usp"))
 def test_an_exchange_stays_within_twice_the_error_of_one_gpu(in_world, name):
     packed = CASE | {"packs": [0, 256, 1024]}
-    for found in in_world("compare", 2, "cuda", name=name, options={}, cases=[CASE, packed], dtype="bf16"):
+    for found in in_world(numerics.compare, 2, "cuda", name=name, options={}, cases=[CASE, packed], dtype="bf16"):
         for ours, local in zip(found["errors"], found["local"], strict=True):
             assert ours < 2 * local + 1e-6, found
 
 
 @pytest.mark.parametrize("options", ({"reduce": "packed"}, {"reduce": "hierarchical"}, {"reduce": "fused"}), ids=str)
 def test_a_decode_stays_within_twice_the_error_of_one_gpu(in_world, options):
-    for found in in_world("decode", 2, "cuda", name="tree", options=options, cases=[DECODE, DECODE], dtype="bf16"):
+    for found in in_world(
+        numerics.decode, 2, "cuda", name="tree", options=options, cases=[DECODE, DECODE], dtype="bf16"
+    ):
         assert found["error"] < 2 * found["local"] + 1e-6, found
 
 
 @pytest.mark.parametrize("name", ("zigzag", "ulysses"))
 def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name):
-    found = in_world("replayed_passes", 2, "cuda", name=name, kernel="flash2", timeout_s=90)
+    found = in_world(replay.graph_replay, 2, "cuda", name=name, kernel="flash2", timeout_s=90)
     assert found["difference"] < 1e-2
     assert found["graphs"] == 6
 
 
 @pytest.mark.parametrize("name", ("zigzag", "tree"))
 def test_calls_and_replays_of_a_graph_go_side_by_side(in_world, name):
-    assert in_world("replayed", 2, "cuda", name=name, transport="symm", timeout_s=90) < 1e-2
+    assert in_world(replay.captured_graph, 2, "cuda", name=name, transport="symm", timeout_s=90) < 1e-2
 
 
 def test_replayed_launches_give_what_calls_give(in_world):
     need("flash4")
     found = in_world(
-        "played", 2, "cuda", name="zigzag", options={}, running=None, packed=False, kv_heads=4, timeout_s=90
+        replay.launch_replay, 2, "cuda", name="zigzag", options={}, running=None, packed=False, kv_heads=4, timeout_s=90
     )
     assert found["out"] == 0
     assert all(tapes == [True] * 6 for tapes, _ in found["tapes"])

@@ -7,6 +7,7 @@ import pytest
 from attention.geometry import costs
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
+from tests.jobs import groups, numerics, traffic, training
 from tests.support import coverage as geometry
 from tests.support.coverage import ANY_LENGTHS
 
@@ -71,7 +72,7 @@ def does(name, case, chosen):
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_variant_matches_fp64(in_world, name, world):
     for chosen in options(name, world):
-        for found in in_world("compare", world, name=name, options=chosen, cases=cases(name, world, chosen)):
+        for found in in_world(numerics.compare, world, name=name, options=chosen, cases=cases(name, world, chosen)):
             forward, *backward = found["errors"]
             assert forward < 1e-6, found
             assert max(backward) < 1e-5, found
@@ -90,7 +91,7 @@ def test_variant_matches_fp64_in_a_world_of_eight(in_world, name):
     every = [base, base | {"packs": packs}, base | {"packs": packs, "window": (11, 0)}]
     for chosen in [{}, {"own_first": False}, {"own_first": True}] if name == "zigzag_llama3" else [{}]:
         some = [case for case in every if does(name, case, chosen)]
-        for found in in_world("compare", 8, name=name, options=chosen, cases=some):
+        for found in in_world(numerics.compare, 8, name=name, options=chosen, cases=some):
             assert found["errors"][0] < 1e-6, found
             assert max(found["errors"][1:]) < 1e-5, found
             assert found["lse"] < 1e-5, found
@@ -117,7 +118,9 @@ def test_packs_of_many_sequences_match_fp64(in_world, name, options):
     windowed = [case | {"window": (9, 0)}] if does(name, case | {"window": (9, 0)}, options) else []
     sent = ["gloo"] if name.startswith("zigzag") and not options else []
     for transport in ("symm", *sent):
-        for found in in_world("compare", 4, name=name, options=options, cases=[case, *windowed], transport=transport):
+        for found in in_world(
+            numerics.compare, 4, name=name, options=options, cases=[case, *windowed], transport=transport
+        ):
             assert found["errors"][0] < 1e-6, found
             assert max(found["errors"][1:]) < 1e-5, found
             assert found["lse"] < 1e-5, found
@@ -139,7 +142,7 @@ def test_heads_in_parts_match_fp64(in_world, name, options, transport):
     base = {"tokens": 64, "heads": 16, "kv_heads": 8, "head_dim": 16, "causal": True}
     every = [base, base | {"packs": [0, 16, 64]}, base | {"batch": 1}]
     for found in in_world(
-        "compare", 4, name=name, options=options | {"head_parts": 2}, cases=every, transport=transport
+        numerics.compare, 4, name=name, options=options | {"head_parts": 2}, cases=every, transport=transport
     ):
         assert found["errors"][0] < 1e-6, found
         assert max(found["errors"][1:]) < 1e-5, found
@@ -150,7 +153,9 @@ def test_heads_in_parts_match_fp64(in_world, name, options, transport):
 def test_grouped_chunks_match_fp64(in_world, how):
     base = {"tokens": 48, "heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True, "batch": 2, "scale": 0.2}
     for n in (2, 3, 8):
-        for found in in_world("compare", 1, name="grouped", options={"n_groups": n, "grouping": how}, cases=[base]):
+        for found in in_world(
+            numerics.compare, 1, name="grouped", options={"n_groups": n, "grouping": how}, cases=[base]
+        ):
             assert found["errors"][0] < 1e-6, found
             assert max(found["errors"][1:]) < 1e-5, found
 
@@ -158,7 +163,7 @@ def test_grouped_chunks_match_fp64(in_world, how):
 def test_the_fused_grouping_matches_fp64(in_world):
     packs = [0, 8, 40, 48]
     base = {"tokens": 48, "heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True, "batch": 2}
-    for found in in_world("compare", 2, name="zigzag_llama3", options={"grouping": "fused"},
+    for found in in_world(numerics.compare, 2, name="zigzag_llama3", options={"grouping": "fused"},
                           cases=[base, base | {"packs": packs, "scale": 0.2}]):  # fmt: skip
         assert found["errors"][0] < 1e-6, found
         assert max(found["errors"][1:]) < 1e-5, found
@@ -168,7 +173,7 @@ def test_the_fused_grouping_matches_fp64(in_world):
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_bf16_error_stays_near_that_of_one_local_call(in_world, name, world):
     case = {"tokens": 64 * world, "heads": 8, "kv_heads": 2, "head_dim": 64, "causal": True}
-    (found,) = in_world("compare", world, name=name, options={}, cases=[case], dtype="bf16")
+    (found,) = in_world(numerics.compare, world, name=name, options={}, cases=[case], dtype="bf16")
     for ours, local in zip(found["errors"], found["local"], strict=True):
         assert ours < 2 * local, found
 
@@ -176,28 +181,28 @@ def test_bf16_error_stays_near_that_of_one_local_call(in_world, name, world):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_unshard_inverts_shard(in_world, name, world):
-    assert in_world("round_trip", world, name=name, packs=None, tokens=12 * world)
-    assert in_world("round_trip", world, name=name, packs=[0, 2 * world, 8 * world], tokens=8 * world)
+    assert in_world(numerics.round_trip, world, name=name, packs=None, tokens=12 * world)
+    assert in_world(numerics.round_trip, world, name=name, packs=[0, 2 * world, 8 * world], tokens=8 * world)
 
 
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_activation_checkpointing_gives_the_same_gradients(in_world, name):
-    assert in_world("checkpointed", 2, name=name) < 1e-6
+    assert in_world(training.checkpointed, 2, name=name) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["zigzag", "zigzag_llama3", "ulysses"])
 def test_a_rank_without_a_gradient_does_its_share_of_the_others(in_world, name):
-    assert in_world("without_a_gradient", 2, name=name) < 1e-6
+    assert in_world(training.without_a_gradient, 2, name=name) < 1e-6
 
 
 @pytest.mark.parametrize("name", WITH_DECODES)
 def test_works_inside_a_subgroup(in_world, name):
-    assert in_world("subgroup", 4, name=name) < 1e-6
+    assert in_world(groups.subgroup, 4, name=name) < 1e-6
 
 
 @pytest.mark.parametrize("name", WITH_DECODES)
 def test_works_inside_each_dimension_of_a_device_mesh(in_world, name):
-    assert max(in_world("mesh", 4, name=name)) < 1e-6
+    assert max(in_world(groups.mesh, 4, name=name)) < 1e-6
 
 
 # a ring, a gather and an all-to-all; the compiler sees no more of the others
@@ -206,14 +211,14 @@ WITH_AOT = {"zigzag", "ring_allgather", "ulysses"}
 
 @pytest.mark.parametrize("name", WITH_DECODES)
 def test_a_compiled_model_around_it_gives_the_same_with_one_break_and_no_warning(in_world, name):
-    found = in_world("compiled", 2, name=name, backend="aot_eager" if name in WITH_AOT else "eager")
+    found = in_world(training.compiled, 2, name=name, backend="aot_eager" if name in WITH_AOT else "eager")
     assert found["error"] < 1e-5
     assert found["graphs"] == [["mul", "tanh"], ["relu", "add"]]
     assert found["said"] == []
 
 
 def test_a_compiled_model_may_shard_and_unshard_within(in_world):
-    found = in_world("compiled", 2, name="zigzag", inside=True)
+    found = in_world(training.compiled, 2, name="zigzag", inside=True)
     assert found["error"] < 1e-5
     assert [name for names in found["graphs"] for name in names] == ["mul", "tanh", "relu", "add"]
     assert found["said"] == []
@@ -257,7 +262,7 @@ def assert_bytes(in_world, name, world, chosen, causal, window, packs=None, tran
         packs[-1] if packs else 8 * world,
         {"heads": 12, "kv_heads": 2 if world == 4 else 3},
     )
-    counted = in_world("counted", world, name=name, options=chosen, causal=causal, window=list(window), tokens=tokens,
+    counted = in_world(traffic.counted, world, name=name, options=chosen, causal=causal, window=list(window), tokens=tokens,
                        batch=2, packs=packs, transport=transport, **heads)  # fmt: skip
     problem = variant.problem(tuple(packs or (0, tokens)), world, Mask.of(causal, window), chosen)
     shapes = costs.Shapes(batch=1 if packs else 2, head_dim=16, itemsize=4, **heads)
@@ -272,7 +277,7 @@ def assert_bytes(in_world, name, world, chosen, causal, window, packs=None, tran
 
 def test_phases_name_transfers_and_waits_apart(in_world):
     assert {"comp_block", "comp_merge", "comm_kv", "wait_kv", "comm_dkv", "wait_dkv"} <= set(
-        in_world("phase_names", 2, name="zigzag")
+        in_world(training.phase_names, 2, name="zigzag")
     )
 
 

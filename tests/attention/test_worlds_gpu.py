@@ -6,6 +6,7 @@ import pytest
 
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
+from tests.jobs import numerics
 from tests.support import coverage as geometry
 from tests.support.gpus import need_one, worlds
 
@@ -52,7 +53,7 @@ def does(name, case, options):
 def test_error_stays_within_twice_that_of_one_gpu(in_world, name, options, kernel, world):
     every = cases(name, world, options)
     for found in in_world(
-        "compare", world, "cuda", name=name, options=options, cases=every, dtype="bf16", kernel=kernel
+        numerics.compare, world, "cuda", name=name, options=options, cases=every, dtype="bf16", kernel=kernel
     ):
         for ours, local in zip(found["errors"], found["local"], strict=True):
             assert ours < 2 * local + 1e-6, found
@@ -61,7 +62,7 @@ def test_error_stays_within_twice_that_of_one_gpu(in_world, name, options, kerne
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_unshard_inverts_shard(in_world, name, world):
-    assert in_world("round_trip", world, "cuda", name=name, packs=None, tokens=12 * world)
+    assert in_world(numerics.round_trip, world, "cuda", name=name, packs=None, tokens=12 * world)
 
 
 REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical", None)
@@ -77,7 +78,7 @@ def test_a_decode_stays_within_twice_the_error_of_one_gpu(in_world, name, option
     empty = base | {"batch": 1, "keys": 2, "head_dim": 64}
     for _ in range(3):  # the fused reduction's two slots are used in turn
         for found in in_world(
-            "decode", world, "cuda", name=name, options=options, cases=[base, odd, empty], dtype="bf16"
+            numerics.decode, world, "cuda", name=name, options=options, cases=[base, odd, empty], dtype="bf16"
         ):
             assert found["error"] < 2 * found["local"] + 1e-6, found
             assert found["lse"] < 1e-2, found

@@ -3,6 +3,7 @@
 import pytest
 
 from runner.launch.worlds import WorldSpec
+from tests.gate import plants
 from tests.gate.plants import PLANTS, RUNS
 from tests.support.composing import resolved
 
@@ -31,7 +32,7 @@ def said(pool):
             runs["packed"].append(f"seqlens={LENGTHS[tokens]}".replace(" ", ""))
             arguments = {"runs": {name: resolved(*given).plain() for name, given in runs.items()}, "names": NAMES}
             world = pool.get(WorldSpec(2, "cpu"))
-            outcome = world.call("tests.gate.plants:planted", arguments, 240.0)
+            outcome = world.call(plants.planted, arguments, 240.0)
             assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
             known[dtype, tokens] = outcome.result
         return known[dtype, tokens]
@@ -68,7 +69,7 @@ def test_a_run_that_goes_wrong_once_it_is_timed_gives_no_timing(pool, timing):
     size = ["dtype=fp32", "seq_len=256", "world_size=2", "timing.timing_runs=2", "phases=false", "baseline=none"]
     run = resolved(*RUNS["zigzag"], *size, *timing).plain()
     outcome = pool.get(WorldSpec(2, "cpu")).call(
-        "tests.gate.plants:timed", {"run": run, "name": "wrong once the check is over"}, 120.0
+        plants.timed, {"run": run, "name": "wrong once the check is over"}, 120.0
     )
     assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
     result = outcome.result

@@ -11,6 +11,7 @@ from runner import app, environment
 from runner.config.schema import InvalidConfig
 from runner.environment import commit_text
 from runner.launch.worlds import WorldSpec
+from tests.jobs import program
 from tests.support.composing import resolved
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_tables_say_what_is_known_of_the_commit(git, text):
 
 def test_a_worlds_ranks_get_the_variables_of_launch_env(pool):
     given = (("CUDA_DEVICE_MAX_CONNECTIONS", "8"), ("TORCH_NCCL_HIGH_PRIORITY", "1"))
-    outcome = pool.get(WorldSpec(1, "cpu", env=given)).call("tests.jobs:variables", {"names": [n for n, _ in given]})
+    outcome = pool.get(WorldSpec(1, "cpu", env=given)).call(program.variables, {"names": [n for n, _ in given]})
     assert outcome.result == [["8", "1"]]
 
 

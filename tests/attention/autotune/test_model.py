@@ -19,6 +19,7 @@ from attention.measured import links, rates
 from attention.measured.links import Link, Measured, find, parse, through
 from attention.measured.rates import CallClass, Rate
 from attention.variants.registry import VARIANTS
+from tests.jobs import numerics, trials
 
 GPU = "NVIDIA Test 1"
 H200 = "NVIDIA H200"
@@ -464,7 +465,7 @@ def test_trials_take_the_fastest_of_those_in_front_on_all_ranks_alike(in_world, 
         "causal": "q_tokens" not in more,
         "trials": 3,
     } | more
-    first, *others = in_world("by_trial", 2, deterministic=deterministic, **given)
+    first, *others = in_world(trials.auto_by_trial, 2, deterministic=deterministic, **given)
     assert others == [first] and first["random"]
     tried = first["tried_ms"]
     leading = list(dict.fromkeys(label.split()[0].rstrip(",") for label in first["estimates_ms"]))[:3]
@@ -478,9 +479,9 @@ SHORT = {"tokens": 128, "heads": 8, "kv_heads": 8, "head_dim": 16, "causal": Tru
 
 
 def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
-    (usual, _) = in_world("by_trial", 2, **SHORT)
+    (usual, _) = in_world(trials.auto_by_trial, 2, **SHORT)
     exchange = VARIANTS[usual["variant"]].exchange
-    (found, _) = in_world("by_trial", 2, slowed=exchange, trials=4, **SHORT)
+    (found, _) = in_world(trials.auto_by_trial, 2, slowed=exchange, trials=4, **SHORT)
     assert next(iter(found["estimates_ms"])) == next(iter(usual["estimates_ms"]))
     assert VARIANTS[found["variant"]].exchange != exchange
     assert usual["tried_ms"] is None
@@ -488,9 +489,9 @@ def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
 
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_what_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_world, all_of_them):
-    (usual, _) = in_world("by_trial", 2, **SHORT)
+    (usual, _) = in_world(trials.auto_by_trial, 2, **SHORT)
     broken = {v.exchange for v in VARIANTS.values()} if all_of_them else {VARIANTS[usual["variant"]].exchange}
-    found, other = in_world("by_trial", 2, broken=sorted(broken), trials=4, **SHORT)
+    found, other = in_world(trials.auto_by_trial, 2, broken=sorted(broken), trials=4, **SHORT)
     assert found == other
     refused = [label for label, why in found["left_out"].items() if why == "broken here"]
     assert refused and set(refused) < set(found["estimates_ms"])
@@ -525,7 +526,7 @@ def test_what_is_chosen_runs_and_matches_fp64(in_world, world):
     for case in CASES:
         size = {"cu_seqlens": case["packs"]} if "packs" in case else {"tokens": case["tokens"], "batch": 2}
         given = {key: case[key] for key in ("heads", "kv_heads", "head_dim", "causal", "window") if key in case}
-        (found,) = in_world("compare", world, name="auto", options=size | given, cases=[case])
+        (found,) = in_world(numerics.compare, world, name="auto", options=size | given, cases=[case])
         assert found["errors"][0] < 1e-6, found
         assert max(found["errors"][1:]) < 1e-5, found
 
@@ -546,7 +547,7 @@ def test_every_candidate_runs_and_matches_fp64(in_world, case):
     for each in able:
         if each.options.get("grouping") == "fused":
             continue  # left out where its kernel has no rate
-        (found,) = in_world("compare", 4, name=each.variant, options=dict(each.options), cases=[case])
+        (found,) = in_world(numerics.compare, 4, name=each.variant, options=dict(each.options), cases=[case])
         assert max(found["errors"]) < 1e-5, (each.label, found)
 
 

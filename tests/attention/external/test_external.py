@@ -12,10 +12,10 @@ import attention
 from attention.external import PEERS, missing
 from runner import catalog
 from runner.environment import gpu_count
-from runner.launch.worlds import WorldSpec
 from runner.measure import metrics
 from runner.output import display
 from tests.conftest import ROOT
+from tests.jobs import external
 from tests.support.composing import resolved
 
 WORLDS = (1, 2, 4)
@@ -24,16 +24,6 @@ INSTALLED = [name for name in PEERS if missing(name, "cpu") is None]
 
 def device():
     return "cuda" if gpu_count() else "cpu"
-
-
-@pytest.fixture
-def in_world(pool):
-    def call(job, world, **arguments):
-        outcome = pool.get(WorldSpec(world, "cpu")).call(f"tests.peer_jobs:{job}", arguments, 120.0)
-        assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
-        return outcome.result
-
-    return call
 
 
 def cases(name, world):
@@ -63,7 +53,9 @@ def options(name, world):
 @pytest.mark.parametrize("name", INSTALLED)
 def test_a_peers_error_stays_near_that_of_one_local_call(in_world, name, world):
     for chosen in options(name, world):
-        for found in in_world("compare", world, name=name, options=chosen, cases=cases(name, world), dtype="bf16"):
+        for found in in_world(
+            external.compare, world, name=name, options=chosen, cases=cases(name, world), dtype="bf16"
+        ):
             assert found["kernel"] == "sdpa_flash"
             for theirs, local in zip(found["errors"], found["local"], strict=True):
                 assert theirs < 2 * local, found
@@ -73,7 +65,9 @@ def test_a_peers_error_stays_near_that_of_one_local_call(in_world, name, world):
 @pytest.mark.parametrize("world", WORLDS)
 def test_ring_flash_attns_llama3_matches_fp64(in_world, world):
     for chosen in options("rfa_llama3", world):
-        for found in in_world("compare", world, name="rfa_llama3", options=chosen, cases=cases("rfa_llama3", world)):
+        for found in in_world(
+            external.compare, world, name="rfa_llama3", options=chosen, cases=cases("rfa_llama3", world)
+        ):
             assert found["errors"][0] < 1e-6, found
             assert max(found["errors"][1:]) < 1e-5, found
 
@@ -83,19 +77,21 @@ def test_ring_flash_attns_llama3_matches_fp64(in_world, world):
 def test_pytorchs_context_parallel_matches_fp64_but_for_its_cuda_kernel(in_world, rotate, world):
     base = {"tokens": 24 * world, "heads": 8, "kv_heads": 2, "head_dim": 16, "causal": True}
     chosen = [base, base | {"causal": False}, base | {"kv_heads": 8}, base]
-    for found in in_world("compare_torch_cp", world, options={"rotate": rotate}, cases=chosen):
+    for found in in_world(external.compare_torch_cp, world, options={"rotate": rotate}, cases=chosen):
         assert found["errors"][0] < 1e-6, found
         assert max(found["errors"][1:]) < 1e-5, found
 
 
 def test_a_backward_is_served_by_the_kernel_of_its_forward(in_world):
     for name in INSTALLED:
-        assert in_world("kernels_seen", 2, name=name) == [["sdpa_flash"], ["math"], ["math"], ["sdpa_flash"]], name
+        assert in_world(external.kernels_seen, 2, name=name) == [["sdpa_flash"], ["math"], ["math"], ["sdpa_flash"]], (
+            name
+        )
 
 
 def test_lengths_are_read_from_the_device_once(in_world):
     if "rfa_llama3" in INSTALLED:
-        assert in_world("lengths_read", 2) == 0
+        assert in_world(external.lengths_read, 2) == 0
 
 
 @pytest.mark.parametrize("adapter", sorted({PEERS[name].adapter for name in INSTALLED}))
@@ -165,7 +161,7 @@ def refusal(name, dtype=torch.bfloat16, heads=(4, 2), batch=1, tokens=8, kernel=
 
 @pytest.mark.skipif("rfa_zigzag" not in INSTALLED, reason="needs ring_flash_attn")
 def test_refusals_name_the_rule_and_the_way_out(in_world):
-    text = in_world("refused", 1)
+    text = in_world(external.refused, 1)
     assert text["fp32"] == "dtype=fp32: rfa_zigzag is for bf16 and fp16 only; use dtype=bf16"
     assert text["batch"] == "batch=2: rfa_llama3 takes a pack or a batch of 1; use batch=1 or seqlens"
     assert text["lse"] == "return_lse=True: rfa_zigzag gives no LSE here; use return_lse=False"

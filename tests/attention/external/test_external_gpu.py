@@ -7,6 +7,7 @@ from attention.external import PEERS, missing
 from attention.kernels import KERNELS
 from runner.environment import gpu_count
 from runner.launch.worlds import WorldSpec
+from tests.jobs import external
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
 WORLDS = sorted({1, gpu_count() or 1})
@@ -17,7 +18,7 @@ SAME_KERNELS = ["flash2", "sdpa_cudnn", *(["flash4"] if "flash4" in KERNELS else
 @pytest.fixture
 def in_world(pool):
     def call(job, world, **arguments):
-        outcome = pool.get(WorldSpec(world, "cuda")).call(f"tests.peer_jobs:{job}", arguments, 300.0)
+        outcome = pool.get(WorldSpec(world, "cuda")).call(job, arguments, 300.0)
         assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
         return outcome.result
 
@@ -47,7 +48,7 @@ def able(name, kernel="auto"):
 def test_pytorchs_context_parallel(in_world, rotate, kernel, world):
     able("torch_cp", kernel)
     cases = [base(world), base(world, kv_heads=16), base(world, causal=False), base(world, batch=2), base(world)]
-    found = in_world("compare", world, name="torch_cp", options={"rotate": rotate}, cases=cases, dtype="bf16", kernel=kernel)  # fmt: skip
+    found = in_world(external.compare, world, name="torch_cp", options={"rotate": rotate}, cases=cases, dtype="bf16", kernel=kernel)  # fmt: skip
     near(found, kernel)
 
 
@@ -63,14 +64,14 @@ def test_a_peer_over_each_local_kernel(in_world, name, kernel, world):
         cases.append(base(world, packs=[0, 64 * world, 320 * world + 1, 512 * world]))
     elif name != "usp_yunchang":
         cases.append(base(world, kv_heads=1, batch=2))
-    near(in_world("compare", world, name=name, options={}, cases=cases, dtype="bf16", kernel=kernel), kernel)
+    near(in_world(external.compare, world, name=name, options={}, cases=cases, dtype="bf16", kernel=kernel), kernel)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", FLASH_CALLERS)
 def test_a_peers_own_kernel_is_flash_attention_2(in_world, name, world):
     able(name)
-    near(in_world("compare", world, name=name, options={}, cases=[base(world)], dtype="bf16"), "flash2")
+    near(in_world(external.compare, world, name=name, options={}, cases=[base(world)], dtype="bf16"), "flash2")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -78,4 +79,4 @@ def test_a_peers_own_kernel_is_flash_attention_2(in_world, name, world):
 def test_transformer_engine(in_world, comm, world):
     able("transformer_engine")
     cases = [base(world, local="sdpa_cudnn"), base(world, kv_heads=16, local="sdpa_cudnn")]
-    near(in_world("compare", world, name="transformer_engine", options={"cp_comm_type": comm}, cases=cases, dtype="bf16"))  # fmt: skip
+    near(in_world(external.compare, world, name="transformer_engine", options={"cp_comm_type": comm}, cases=cases, dtype="bf16"))  # fmt: skip

@@ -9,6 +9,7 @@ from attention.kernels.fit import fit, fits
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.reduction.lse_merge import merge_n
 from attention.variants.registry import VARIANTS
+from tests.jobs import numerics
 from tests.support.naive import assert_matches, inputs, reference, relative
 from tests.support.strides import STRIDES, WRITABLE
 
@@ -136,12 +137,12 @@ FORMS = ("strided_last_dim", "heads_first", "misaligned", "one_token")
 
 @pytest.mark.parametrize("transport", ("gloo", "symm"))
 def test_every_variant_takes_shards_of_any_strides(in_world, transport):
-    for name, how, error in in_world("in_strides", 2, names=IN_WORLDS, forms=FORMS, transport=transport):
+    for name, how, error in in_world(numerics.in_strides, 2, names=IN_WORLDS, forms=FORMS, transport=transport):
         assert error < 1e-5, (name, how)
 
 
 def test_autocast_does_not_change_what_a_variant_computes_in(in_world):
-    for name, same in in_world("under_autocast", 2, names=IN_WORLDS):
+    for name, same in in_world(numerics.under_autocast, 2, names=IN_WORLDS):
         assert same, name
 
 

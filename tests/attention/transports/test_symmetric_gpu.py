@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from attention.kernels import KERNELS
+from tests.jobs import groups, numerics, replay, shared_memory, training, trials
 from tests.support.gpus import need_one, own_gpus, shared, worlds
 
 pytestmark = [pytest.mark.gpu, need_one]
@@ -20,7 +21,9 @@ every_transport = pytest.mark.parametrize("transport", ("symm", "nccl"))
 @pytest.mark.parametrize("name", ("ring", "zigzag", "zigzag_llama3", "ulysses"))
 def test_a_thousand_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name, transport, world):
     calls = 200 if shared(world) else 1000  # ranks that share a GPU have it in turns
-    found = in_world("many_calls", world, "cuda", name=name, calls=calls, transport=transport, timeout_s=200)
+    found = in_world(
+        shared_memory.many_calls, world, "cuda", name=name, calls=calls, transport=transport, timeout_s=200
+    )
     assert found["error"] < 1e-5
     assert found["held"][0] == found["held"][1]
     assert found["held"][0] > 0 or transport == "nccl"
@@ -29,24 +32,24 @@ def test_a_thousand_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(
 @every_transport
 @pytest.mark.parametrize("world", [w for w in WORLDS if w.values[0] > 2])
 def test_two_groups_at_once(in_world, transport, world):
-    assert in_world("two_groups", world, "cuda", transport=transport) < 1e-5
+    assert in_world(groups.two_groups, world, "cuda", transport=transport) < 1e-5
 
 
 @every_transport
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
 def test_an_exception_in_between_leaves_the_next_call_right(in_world, name, transport):
-    assert in_world("after_an_exception", 2, "cuda", name=name, transport=transport) < 1e-5
+    assert in_world(shared_memory.after_an_exception, 2, "cuda", name=name, transport=transport) < 1e-5
 
 
 @pytest.mark.parametrize("before", ("zigzag", "zigzag_llama3", "ring_allgather"))
 def test_a_call_of_another_variant_ends_what_an_exception_left(in_world, before):
-    assert in_world("after_an_exception", 2, "cuda", name="ulysses", before=before, transport="symm") < 1e-5
+    assert in_world(shared_memory.after_an_exception, 2, "cuda", name="ulysses", before=before, transport="symm") < 1e-5
 
 
 @every_transport
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
 def test_a_deterministic_call_gives_the_same_bits(in_world, name, transport):
-    assert in_world("bitwise", 2, "cuda", name=name, kernel="flash2", transport=transport)
+    assert in_world(numerics.bitwise, 2, "cuda", name=name, kernel="flash2", transport=transport)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -67,7 +70,16 @@ def test_own_keys_apart_give_what_they_give_in_turn_whatever_is_late(in_world, n
     """A stream that did not follow another would read what is not there yet, or NaN where another's memory was."""
     if reason := KERNELS[kernel].missing("cuda"):
         pytest.skip(reason)
-    found = in_world("own_apart", world, "cuda", name=name, options=options, kernel=kernel, packed=packed, timeout_s=60)
+    found = in_world(
+        shared_memory.local_kv_apart,
+        world,
+        "cuda",
+        name=name,
+        options=options,
+        kernel=kernel,
+        packed=packed,
+        timeout_s=60,
+    )
     assert found < 1e-2
 
 
@@ -88,7 +100,7 @@ def test_played_passes_give_what_passes_give(in_world, name, options, packed, kv
     if reason := KERNELS["flash4"].missing("cuda"):
         pytest.skip(reason)
     given = {"name": name, "options": options, "running": running, "packed": packed, "kv_heads": kv_heads}
-    found = in_world("played", world, "cuda", timeout_s=150, **given)
+    found = in_world(replay.launch_replay, world, "cuda", timeout_s=150, **given)
     assert found["out"] == 0
     assert found["gradient"] <= (0 if options.get("deterministic") else 1e-2)
     for rank, (tapes, why) in enumerate(found["tapes"]):
@@ -101,7 +113,7 @@ def test_a_thousand_calls_of_changing_shapes_that_are_played_too(in_world, name)
     if reason := KERNELS["flash4"].missing("cuda"):
         pytest.skip(reason)
     given = {"name": name, "calls": 200 if shared(2) else 1000, "transport": "symm", "kernel": "flash4"}
-    found = in_world("many_calls", 2, "cuda", timeout_s=200, **given)
+    found = in_world(shared_memory.many_calls, 2, "cuda", timeout_s=200, **given)
     assert found["error"] < 1e-2
     assert found["held"][0] == found["held"][1] > 0
     assert found["allocated"][1] <= found["allocated"][0] + (1 << 20)
@@ -111,7 +123,7 @@ def test_a_thousand_calls_of_changing_shapes_that_are_played_too(in_world, name)
 def test_a_played_pass_that_ends_half_way_leaves_the_next_one_right(in_world, name):
     if reason := KERNELS["flash4"].missing("cuda"):
         pytest.skip(reason)
-    assert in_world("played_after_an_exception", 2, "cuda", name=name, timeout_s=60) < 1e-2
+    assert in_world(replay.launch_replay_after_an_exception, 2, "cuda", name=name, timeout_s=60) < 1e-2
 
 
 @own_gpus(2)
@@ -134,7 +146,7 @@ def test_error_stays_within_twice_that_of_one_gpu(in_world, name, transport, wor
     base = {"tokens": 512 * world, "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True}
     every = [base, base | {"packs": [0, 64 * world, 320 * world, 512 * world]}, base | {"batch": 3, "kv_heads": 8}]
     for stride in ({}, {"heads_k_stride": 1}) if "llama3" in name else ({},):
-        for found in in_world("compare", world, "cuda", name=name, options=stride, cases=every, dtype="bf16",
+        for found in in_world(numerics.compare, world, "cuda", name=name, options=stride, cases=every, dtype="bf16",
                               transport=transport):  # fmt: skip
             for ours, local in zip(found["errors"], found["local"], strict=True):
                 assert ours < 2 * local + 1e-6, found
@@ -142,7 +154,7 @@ def test_error_stays_within_twice_that_of_one_gpu(in_world, name, transport, wor
 
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
 def test_a_group_that_began_under_inference_mode_trains(in_world, name):
-    assert in_world("trained_after_inference", 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
+    assert in_world(training.trained_after_inference, 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -151,7 +163,7 @@ def test_a_group_that_began_under_inference_mode_trains(in_world, name):
 def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name, kernel, world):
     if reason := KERNELS[kernel].missing("cuda"):
         pytest.skip(reason)
-    found = in_world("replayed_passes", world, "cuda", name=name, kernel=kernel, timeout_s=90)
+    found = in_world(replay.graph_replay, world, "cuda", name=name, kernel=kernel, timeout_s=90)
     assert found["difference"] < 1e-2
     assert found["graphs"] == 6  # of two shapes: with and without gradients one forward each, and a backward
     assert (found["tapes"] > 0) == (kernel == "flash4")  # graphs and tapes take turns
@@ -161,7 +173,7 @@ def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name, kernel
 @pytest.mark.parametrize("graphs", (False, True, "auto"))
 def test_trials_take_the_fastest_on_all_ranks_alike(in_world, graphs):
     given = {"tokens": 4096, "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True, "trials": 3}
-    first, *others = in_world("by_trial", 2, "cuda", graphs=graphs, timeout_s=90, **given)
+    first, *others = in_world(trials.auto_by_trial, 2, "cuda", graphs=graphs, timeout_s=90, **given)
     assert others == [first] and first["random"]
     assert len(first["tried_ms"]) == (6 if graphs == "auto" else 3)
     assert list(first["tried_ms"].values()) == sorted(first["tried_ms"].values())
@@ -169,9 +181,9 @@ def test_trials_take_the_fastest_on_all_ranks_alike(in_world, graphs):
 
 
 def test_a_capture_that_broke_leaves_the_next_call_right(in_world):
-    assert in_world("after_a_broken_capture", 2, "cuda", name="ring_allgather", timeout_s=60) < 1e-2
+    assert in_world(replay.after_a_broken_capture, 2, "cuda", name="ring_allgather", timeout_s=60) < 1e-2
 
 
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses", "tree"))
 def test_calls_and_replays_of_a_graph_go_side_by_side(in_world, name):
-    assert in_world("replayed", 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2
+    assert in_world(replay.captured_graph, 2, "cuda", name=name, transport="symm", timeout_s=60) < 1e-2

@@ -16,6 +16,7 @@ import torch
 from attention.geometry.mailbox import Mailbox
 from attention.transports.mailboxes import _PendingPieces
 from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Process, Remote, Wait, Waits, Watch, Watchdog
+from tests.jobs import shared_memory
 
 LIMIT_S = 1.0
 SOON_S = 60  # a busy machine's seconds; for ever is what it must not be
@@ -24,7 +25,7 @@ SOON_S = 60  # a busy machine's seconds; for ever is what it must not be
 @pytest.mark.parametrize("which", ("forward", "backward", "decode"))
 @pytest.mark.parametrize("doing", ("raises", "hangs", "calls_another"))
 def test_a_rank_that_does_not_come_ends_the_others_by_the_groups_timeout(in_world, doing, which):
-    first, second = in_world("left_waiting", 2, doing=doing, which=which, limit_s=LIMIT_S)
+    first, second = in_world(shared_memory.left_waiting, 2, doing=doing, which=which, limit_s=LIMIT_S)
     told, seconds = first["first"]
     assert "rank 0 waited 1 s, the process group's timeout, for rank 1 to" in told
     assert LIMIT_S <= seconds < SOON_S
@@ -35,7 +36,7 @@ def test_a_rank_that_does_not_come_ends_the_others_by_the_groups_timeout(in_worl
 
 
 def test_calls_that_want_different_memory_are_refused_on_every_rank(in_world):
-    found = in_world("growing_apart", 2)
+    found = in_world(shared_memory.growing_apart, 2)
     assert found[0] == found[1]
     assert (
         "the ranks made different calls: rank 0 shares 2,097,152 bytes for kv, rank 1 shares 4,096 bytes for kv"

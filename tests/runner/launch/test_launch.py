@@ -18,6 +18,7 @@ import pytest
 
 from runner.launch import endpoint, node
 from runner.launch.worlds import BOOT_ID, Pool, World, WorldSpec, remove_abandoned
+from tests.jobs import faults
 
 
 @pytest.fixture
@@ -49,17 +50,17 @@ def gone(pids, within_s=5.0):
 
 def test_a_world_is_reused_and_a_job_in_it_costs_little(pool):
     spec = WorldSpec(2, "cpu")
-    first = pool.get(spec).call("tests.jobs:pids", {}).result
+    first = pool.get(spec).call(faults.pids, {}).result
     start = time.time()
     for _ in range(5):
-        assert pool.get(spec).call("tests.jobs:pids", {}).result == first
+        assert pool.get(spec).call(faults.pids, {}).result == first
     assert (time.time() - start) / 5 < 0.2
 
 
 def test_fresh_replaces_the_world():
     with Pool() as pool:
-        first = pool.get(WorldSpec(1, "cpu")).call("tests.jobs:pids", {}).result
-        second = pool.get(WorldSpec(1, "cpu"), fresh=True).call("tests.jobs:pids", {}).result
+        first = pool.get(WorldSpec(1, "cpu")).call(faults.pids, {}).result
+        second = pool.get(WorldSpec(1, "cpu"), fresh=True).call(faults.pids, {}).result
         assert first != second
         assert gone(first)
     assert gone(second)
@@ -86,7 +87,7 @@ def patient(monkeypatch):
 
 def test_an_idle_world_ends_by_itself_at_once(patient):
     world = World(WorldSpec(2, "cpu"))
-    pids = world.call("tests.jobs:pids", {}).result
+    pids = world.call(faults.pids, {}).result
     time.sleep(0.2)
     start = time.time()
     world.close()
@@ -107,21 +108,28 @@ def test_a_world_that_is_still_starting_is_not_waited_for(after_s, patient):
 
 def test_a_timeout_names_the_limit_that_it_went_over():
     world = World(WorldSpec(2, "cpu", start_timeout_s=0.2))
-    outcome = world.call("tests.jobs:pids", {}, timeout_s=60)
+    outcome = world.call(faults.pids, {}, timeout_s=60)
     assert (outcome.status, outcome.phase) == ("timeout", "start")
     assert "launch.start_timeout_s=N allows more" in outcome.reason
 
 
+def test_a_job_that_ranks_cannot_import_is_refused_before_it_is_sent(pool):
+    with pytest.raises(
+        ValueError, match=r"job=.*<lambda>: ranks import a job by its name; make it a function of a module"
+    ):
+        pool.get(WorldSpec(2, "cpu")).call(lambda me: None, {})
+
+
 def test_a_refusal_leaves_the_world_alive(pool):
     world = pool.get(WorldSpec(2, "cpu"))
-    outcome = world.call("tests.jobs:refuse", {})
+    outcome = world.call(faults.refuse, {})
     assert (outcome.status, outcome.reason) == ("unsupported", "not here")
-    assert world.call("tests.jobs:echo", {"value": 3}).result == [3, 3]
+    assert world.call(faults.echo, {"value": 3}).result == [3, 3]
 
 
 def test_a_raising_rank_is_a_crash_with_rank_phase_and_log(world):
-    pids = world.call("tests.jobs:pids", {}).result
-    outcome = world.call("tests.jobs:fail_on", {"rank": 1})
+    pids = world.call(faults.pids, {}).result
+    outcome = world.call(faults.fail_on, {"rank": 1})
     assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working")
     assert "the disk of this rank fell over" in outcome.reason
     assert any("the disk of this rank fell over" in line for line in outcome.log_tail)
@@ -130,9 +138,9 @@ def test_a_raising_rank_is_a_crash_with_rank_phase_and_log(world):
 
 
 def test_a_killed_rank_is_a_crash_that_names_the_signal(world):
-    pids = world.call("tests.jobs:pids", {}).result
+    pids = world.call(faults.pids, {}).result
     kill_when_working(world, pids[1])
-    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60})
+    outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
     assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working")
     assert "SIGKILL" in outcome.reason
     assert gone(pids)
@@ -140,23 +148,23 @@ def test_a_killed_rank_is_a_crash_that_names_the_signal(world):
 
 def test_ranks_are_forked_off_a_process_without_other_threads(world):
     """What a thread holds at a fork no child can ever get."""
-    (parent,) = set(world.call("tests.jobs:parents", {}).result)
+    (parent,) = set(world.call(faults.parents, {}).result)
     assert parent != world.agent.pid
     assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
     assert b"runner.launch.node" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
 
 
 def test_where_what_forks_the_ranks_is_killed_no_rank_is_blamed(world):
-    (parent,) = set(world.call("tests.jobs:parents", {}).result)
+    (parent,) = set(world.call(faults.parents, {}).result)
     kill_when_working(world, parent)
-    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60})
+    outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
     assert (outcome.status, outcome.rank, outcome.phase) == ("crash", None, "working")
     assert "forked off was killed" in outcome.reason
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
 def test_a_rank_may_start_processes_itself(pool, how):
-    assert pool.get(WorldSpec(2, "cpu")).call("tests.jobs:starts_a_process", {"how": how}).result == [7, 7]
+    assert pool.get(WorldSpec(2, "cpu")).call(faults.starts_a_process, {"how": how}).result == [7, 7]
 
 
 def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -166,13 +174,13 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for how in ("closed", "killed", "lost"):
         world = World(WorldSpec(2, "cpu"))
-        pids = [pid for job in ("pids", "parents") for pid in world.call(f"tests.jobs:{job}", {}).result]
+        pids = [pid for job in (faults.pids, faults.parents) for pid in world.call(job, {}).result]
         assert world.folder.parent == tmp_path
         if how == "killed":
             os.kill(world.agent.pid, signal.SIGKILL)
         if how == "lost":  # between two jobs, where the other rank waits for the next one
             os.kill(pids[0], signal.SIGKILL)
-            outcome = world.call("tests.jobs:pids", {})
+            outcome = world.call(faults.pids, {})
             assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 0, "idle"), outcome.reason
             assert not outcome.begun
         world.close()
@@ -181,17 +189,17 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_a_stopped_rank_is_the_one_that_timed_out(world):
-    world.call("tests.jobs:pids", {})  # what jobs need is imported
-    outcome = world.call("tests.jobs:stop", {"rank": 1}, timeout_s=1.0)
+    world.call(faults.pids, {})  # what jobs need is imported
+    outcome = world.call(faults.stop, {"rank": 1}, timeout_s=1.0)
     assert (outcome.status, outcome.rank, outcome.phase) == ("timeout", 1, "working")
     assert "rank 1 was found stopped (as by SIGSTOP) in phase working" in outcome.reason
     assert not world.alive
 
 
 def test_a_stack_that_takes_a_while_is_waited_for(world, tmp_path):
-    world.call("tests.jobs:pids", {})
+    world.call(faults.pids, {})
     arguments = {"rank": 1, "seconds": 60, "stack_after_s": 1.0}
-    outcome = world.call("tests.jobs:sleep_on", arguments, timeout_s=1.0, log=tmp_path / "log")
+    outcome = world.call(faults.sleep_on, arguments, timeout_s=1.0, log=tmp_path / "log")
     assert outcome.status == "timeout"
     said = (tmp_path / "log").read_text()
     assert "[rank 0] Current thread" in said
@@ -199,23 +207,23 @@ def test_a_stack_that_takes_a_while_is_waited_for(world, tmp_path):
 
 
 def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
-    pids = world.call("tests.jobs:pids", {}).result
+    pids = world.call(faults.pids, {}).result
     start = time.time()
-    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=1.0)
+    outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=1.0)
     assert time.time() - start < 10
     assert outcome.status == "timeout"
     assert outcome.phase == "working"
     assert "launch.timeout_s=N allows more" in outcome.reason
     assert outcome.rank in (0, 1)  # both are silent; their stacks say which one sleeps
-    assert any("jobs.py" in line for line in outcome.log_tail)
+    assert any("faults.py" in line for line in outcome.log_tail)
     assert gone(pids)
 
 
 def test_a_world_that_was_killed_leaves_no_shared_memory():
     world = World(WorldSpec(2, "cpu"))
-    shared = world.call("tests.jobs:hold_a_named_semaphore", {}).result
+    shared = world.call(faults.hold_a_named_semaphore, {}).result
     assert len(shared) == 2 and all(Path(path).exists() for path in shared)
-    assert world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=1.0).status == "timeout"
+    assert world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=1.0).status == "timeout"
     world.close()
     assert not [path for path in shared if Path(path).exists()]
 
@@ -223,8 +231,8 @@ def test_a_world_that_was_killed_leaves_no_shared_memory():
 @pytest.mark.parametrize("kind", ["kill", "hang"])
 def test_what_happens_in_the_last_phase_is_that_jobs_outcome(world, kind):
     """Rank 0 replies once all ranks have ended the job."""
-    world.call("tests.jobs:pids", {})  # what jobs need is imported
-    outcome = world.call("tests.jobs:finish", {"fault": f"1:finish:{kind}"}, timeout_s=1.0)
+    world.call(faults.pids, {})  # what jobs need is imported
+    outcome = world.call(faults.finish, {"fault": f"1:finish:{kind}"}, timeout_s=1.0)
     status = "timeout" if kind == "hang" else "crash"
     assert (outcome.status, outcome.rank, outcome.phase) == (status, 1, "finish"), outcome.reason
     assert outcome.begun
@@ -233,26 +241,26 @@ def test_what_happens_in_the_last_phase_is_that_jobs_outcome(world, kind):
 def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
     spec = WorldSpec(2, "cpu")
     with Pool() as pool:
-        pids = pool.call(spec, "tests.jobs:pids", {}).result
+        pids = pool.call(spec, faults.pids, {}).result
         os.kill(pids[1], signal.SIGKILL)
-        outcome = pool.call(spec, "tests.jobs:echo", {"value": 1})
+        outcome = pool.call(spec, faults.echo, {"value": 1})
         assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
 
 
 def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch):
     monkeypatch.setattr("runner.launch.worlds.AGENT_S", 0.5)
-    pids = world.call("tests.jobs:pids", {}).result
+    pids = world.call(faults.pids, {}).result
     os.kill(world.agent.pid, signal.SIGSTOP)
     kill_when_working(world, pids[1])
-    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=30.0)
+    outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=30.0)
     assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working"), outcome.reason
     assert "its agent did not report how" in outcome.reason
 
 
 def test_an_agent_that_was_killed_is_said_to_have_been(world):
-    world.call("tests.jobs:pids", {})
+    world.call(faults.pids, {})
     kill_when_working(world, world.agent.pid)
-    outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60})
+    outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
     assert (outcome.status, outcome.rank) == ("crash", None)
     assert "the agent that had started the ranks was killed by SIGKILL" in outcome.reason
     assert outcome.begun
@@ -260,13 +268,13 @@ def test_an_agent_that_was_killed_is_said_to_have_been(world):
 
 def test_a_job_longer_than_the_pipe_is_sent(pool):
     value = "x" * 300_000
-    assert pool.get(WorldSpec(2, "cpu")).call("tests.jobs:echo", {"value": value}).result == [value, value]
+    assert pool.get(WorldSpec(2, "cpu")).call(faults.echo, {"value": value}).result == [value, value]
 
 
 def test_too_few_open_files_are_said_before_a_world_starts():
     code = (
         "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n"
-        "from runner.launch.worlds import Pool, WorldSpec\nprint(Pool().call(WorldSpec(2, 'cpu'), 'tests.jobs:pids', {}))"
+        "from runner.launch.worlds import Pool, WorldSpec\nprint(Pool().call(WorldSpec(2, 'cpu'), 'tests.jobs.faults:pids', {}))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
     assert "unsupported" in said and "raise it with ulimit -n 48" in said
@@ -305,16 +313,16 @@ def test_a_link_to_a_folder_is_no_world(tmp_path, monkeypatch):
 
 
 def test_memory_over_the_limit_is_oom(world):
-    pids = world.call("tests.jobs:pids", {}).result
-    outcome = world.call("tests.jobs:hoard", {"gigabytes": 0.5})
+    pids = world.call(faults.pids, {}).result
+    outcome = world.call(faults.hoard, {"gigabytes": 0.5})
     assert (outcome.status, outcome.phase) == ("oom", "working")
     assert gone(pids)
 
 
 def test_running_out_of_memory_is_provoked_without_taking_the_machines(world):
-    world.call("tests.jobs:pids", {})  # it has started
+    world.call(faults.pids, {})  # it has started
     start = time.monotonic()
-    outcome = world.call("tests.jobs:meet", {"fault": "1:timing:oom"})
+    outcome = world.call(faults.meet, {"fault": "1:timing:oom"})
     assert (outcome.status, outcome.rank, outcome.phase) == ("oom", 1, "timing"), outcome.reason
     assert time.monotonic() - start < 20
 
@@ -325,7 +333,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
     monkeypatch.setattr(tempfile, "tempdir", None)  # asked for anew
     code = (
         "import sys, time\nfrom runner.launch.worlds import World, WorldSpec\n"
-        "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs:pids', {}).result, w.agent.pid, w.folder, flush=True)\n"
+        "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs.faults:pids', {}).result, w.agent.pid, w.folder, flush=True)\n"
         "time.sleep(60)"
     )
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -399,7 +407,7 @@ def test_two_nodes_make_one_world_whichever_starts_first(tmp_path, patient, firs
             time.sleep(2.0)
             world = World(spec)
         started.callback(world.close)
-        assert world.call("tests.jobs:echo", {"value": 1}).result == [1] * 4
+        assert world.call(faults.echo, {"value": 1}).result == [1] * 4
         assert [state["rank"] for state in world.states()] == [0, 1]
         time.sleep(0.5)  # all ranks are idle again
         world.close()
@@ -415,9 +423,9 @@ def test_a_further_node_that_dies_is_a_crash(patient):
     world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where))
     with joining(where) as agent:
         try:
-            assert world.call("tests.jobs:echo", {"value": 1}).result == [1, 1]
+            assert world.call(faults.echo, {"value": 1}).result == [1, 1]
             threading.Timer(0.5, agent.kill).start()
-            outcome = world.call("tests.jobs:sleep_on", {"rank": 1, "seconds": 60}, timeout_s=30.0)
+            outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=30.0)
             assert outcome.status == "crash", outcome.reason
         finally:
             world.close()
@@ -426,7 +434,7 @@ def test_a_further_node_that_dies_is_a_crash(patient):
 def test_a_node_that_does_not_come_is_said_with_what_to_run():
     where = f"localhost:{free_port()}"
     world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where, start_timeout_s=1.0))
-    outcome = world.call("tests.jobs:echo", {"value": 1})
+    outcome = world.call(faults.echo, {"value": 1})
     assert outcome.status == "timeout"
     assert "1 of 2 nodes had joined after 1 s" in outcome.reason
     assert f"python -m runner.agent {where}" in outcome.reason
@@ -439,7 +447,7 @@ def test_an_endpoint_that_cannot_be_used_is_said_at_once():
             ("no-such-host.invalid:29500", "has no address here"),
         ):
             world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where))
-            outcome = world.call("tests.jobs:echo", {"value": 1})
+            outcome = world.call(faults.echo, {"value": 1})
             world.close()
             assert outcome.status == "unsupported" and why in outcome.reason and where in outcome.reason
 
@@ -479,7 +487,7 @@ def listening(pids):
 
 def test_a_world_on_one_node_listens_on_the_loopback_only(pool):
     world = pool.get(WorldSpec(2, "cpu"))
-    pids = world.call("tests.jobs:pids", {}).result
+    pids = world.call(faults.pids, {}).result
     addresses = listening([*pids, world.agent.pid])
     assert addresses == {"0100007F"}, addresses
 

@@ -5,6 +5,7 @@ import pytest
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import setting_label, variant
 from runner.config.schema import InvalidConfig
+from tests.jobs import program
 from tests.support.composing import resolved
 
 SMALL = ("seq_len=64", "batch=1", "head_dim=16", "dtype=fp32", "hardware=cpu", "phases=false", "baseline=none",
@@ -59,7 +60,7 @@ def test_the_fastest_setting_is_taken_on_every_rank_checked_and_said_with_all_th
     in_world, overrides, settings
 ):
     spec = resolved(*overrides, "world_size=2", *SMALL)
-    found = in_world("run_of", 2, experiment=spec.plain())
+    found = in_world(program.run_of, 2, experiment=spec.plain())
     assert found["status"] == "ok" and found["correctness"]["passed"]
     assert found["everyone"][0] == found["everyone"][1]
     tried = found["chosen"]["settings_ms"]

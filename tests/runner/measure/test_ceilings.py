@@ -2,6 +2,7 @@
 
 from runner.measure import ceilings
 from runner.measure.ceilings import highest, steady
+from tests.jobs import program
 from tests.support.composing import resolved
 
 
@@ -33,7 +34,7 @@ def test_a_ceiling_that_a_run_goes_above_is_measured_again_once_and_kept(in_worl
         "attention=ring", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "world_size=2", "dtype=fp32",
         "timing.timing_runs=3", "phases=false", "baseline=none", "hardware=cpu",
     )  # fmt: skip
-    found = in_world("with_false_ceilings", 2, experiment=spec.plain(), cache=str(tmp_path))
+    found = in_world(program.with_false_ceilings, 2, experiment=spec.plain(), cache=str(tmp_path))
     first, second = found["runs"]
     after = first["ceilings"]
     assert after["source"] == "measured again"

@@ -6,6 +6,7 @@ import torch
 from runner.measure import correctness
 from runner.measure.correctness import pieces_of
 from runner.measure.reference import Reference
+from tests.jobs import program
 from tests.support.composing import resolved
 
 MASKS = {
@@ -22,7 +23,7 @@ MASKS = {
 def test_ranks_share_what_is_fewer_than_they(in_world, world, kv_heads, wanted, mask):
     size = ["batch=1", f"heads={2 * kv_heads}", f"kv_heads={kv_heads}", "head_dim=16", "seq_len=1200"]
     spec = resolved(*MASKS[mask], *size, f"world_size={world}")
-    ranks = in_world("shared_reference", world, experiment=spec.plain(), pieces=wanted)
+    ranks = in_world(program.shared_reference, world, experiment=spec.plain(), pieces=wanted)
     assert {rank["shared"] for rank in ranks} == {wanted}
     tokens = [tuple(token) for rank in ranks for token in rank["tokens"]]
     assert len(tokens) == len(set(tokens)) == 1200 * wanted
@@ -37,7 +38,7 @@ def test_ranks_share_what_is_fewer_than_they(in_world, world, kv_heads, wanted, 
 def test_queries_of_a_decode_are_shared_from_many_on(in_world):
     size = ["batch=1", "heads=2", "kv_heads=1", "head_dim=16", "seq_len=2048", "causal=true"]
     spec = resolved("attention=tree", *size, "q_len=300", "world_size=2")
-    ranks = in_world("shared_reference", 2, experiment=spec.plain(), pieces=1)
+    ranks = in_world(program.shared_reference, 2, experiment=spec.plain(), pieces=1)
     assert [len(rank["tokens"]) for rank in ranks] == [150, 150]
     assert max(rank["errors"]["out"] for rank in ranks) < 1e-13
 
@@ -68,7 +69,7 @@ def test_references_are_kept_until_others_need_their_room(monkeypatch):
 def test_a_later_check_of_the_same_workload_computes_no_reference(in_world, kv_heads, computed):
     """Each rank its own piece, or one that both share: that is computed by both again when one has lost it."""
     size = ["batch=1", "heads=4", f"kv_heads={kv_heads}", "head_dim=16", "seq_len=256", "world_size=2"]
-    ranks = in_world("checked_again", 2, experiment=resolved("attention=ring", *size).plain())
+    ranks = in_world(program.checked_again, 2, experiment=resolved("attention=ring", *size).plain())
     assert [[count for *_, count in rank] for rank in ranks] == computed
     assert all(passed for rank in ranks for passed, *_ in rank)
     assert len({error for rank in ranks for _, error, _ in rank}) == 1

@@ -6,6 +6,7 @@ from attention.geometry import costs
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.variants.registry import VARIANTS, variant
 from runner.measure import metrics
+from tests.jobs import traffic
 from tests.support.composing import resolved
 
 # B 2, H 4, Hk 2, D 16, bf16: 4 B H D = 512 FLOP a pair; k and v of a token are 2 B Hk D 2 = 256 bytes, and so is q
@@ -152,7 +153,7 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
             )
             for more in ((), PACKS.get(name, ()))
         ]
-    counted = in_world("counted_of_runs", world, experiments=[spec.plain() for spec in specs])
+    counted = in_world(traffic.counted_of_runs, world, experiments=[spec.plain() for spec in specs])
     for spec, found in zip(specs, counted, strict=True):
         assert found["name"] == transport
         passes = dict.fromkeys(found["received"][0], 1.0)

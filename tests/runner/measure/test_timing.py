@@ -29,6 +29,7 @@ from runner.measure.timing import (
     warm,
 )
 from runner.measure.workload import Layers, other_orders
+from tests.jobs import program
 from tests.support.composing import resolved
 
 
@@ -498,7 +499,7 @@ def test_a_models_samples_are_of_one_layer(monkeypatch):
 def test_a_backward_is_timed_without_waking_autograds_thread_unless_that_is_wanted(in_world, thread):
     size = ["seq_len=256", "heads=4", "kv_heads=4", "head_dim=64", "hardware=cuda", "world_size=1"]
     spec = resolved("attention=ring", *size, *([f"timing.autograd_thread={thread}"] if thread else []), gpus=1)
-    assert in_world("backward_here", 1, "cuda", experiment=spec.plain()) is not thread
+    assert in_world(program.backward_here, 1, "cuda", experiment=spec.plain()) is not thread
 
 
 @pytest.mark.gpu

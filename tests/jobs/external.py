@@ -14,7 +14,7 @@ from attention.external import PEERS
 from attention.kernels import KERNELS, Call
 from attention.masks.band import Mask
 from runner.launch.rank import Rank
-from tests.jobs import DTYPES, by_kernel, inputs, rel
+from tests.jobs.reference import DTYPES, by_kernel, inputs, rel
 
 
 def compare(

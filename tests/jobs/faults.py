@@ -1,0 +1,107 @@
+"""Jobs for the launcher: what ranks say of themselves, and what can happen to them."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from runner.config.schema import UnsupportedHere
+from runner.launch.rank import Rank, memory_limit
+
+
+def echo(me: Rank, value: Any) -> list[Any]:
+    return me.gather(value)
+
+
+def pids(me: Rank) -> list[int]:
+    return me.gather(os.getpid())
+
+
+def parents(me: Rank) -> list[int]:
+    return me.gather(os.getppid())
+
+
+def starts_a_process(me: Rank, how: str) -> list[int | None]:
+    process = multiprocessing.get_context(how).Process(target=sys.exit, args=(7,))
+    process.start()
+    process.join(20)
+    code = process.exitcode
+    process.kill()
+    return me.gather(code)
+
+
+def refuse(me: Rank) -> None:
+    raise UnsupportedHere("not here")
+
+
+def fail_on(me: Rank, rank: int) -> None:
+    me.say("working")
+    if me.rank == rank:
+        raise RuntimeError("the disk of this rank fell over")
+    me.barrier()
+
+
+def stop(me: Rank, rank: int) -> None:
+    me.say("working")
+    if me.rank == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    me.barrier()
+
+
+def hold_a_named_semaphore(me: Rank) -> list[str]:
+    """Its file, on every rank: only multiprocessing's tracker removes it if the rank is killed."""
+    import multiprocessing
+
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    _held.append(semaphore)
+    return me.gather(f"/dev/shm/sem.{semaphore._semlock.name[1:]}")
+
+
+_held: list[Any] = []
+
+
+def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = None) -> None:
+    """stack_after_s: how long that rank takes to write its stack, as on a busy machine."""
+
+    def late(*_: Any) -> None:
+        assert stack_after_s is not None
+        time.sleep(stack_after_s)
+        faulthandler.dump_traceback(all_threads=True)
+
+    me.say("working")
+    if me.rank == rank:
+        if stack_after_s is not None:
+            faulthandler.unregister(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, late)
+        time.sleep(seconds)
+    me.barrier()
+
+
+def hoard(me: Rank, gigabytes: float) -> None:
+
+    me.say("working")
+    with memory_limit(me, gigabytes):
+        kept = [torch.ones(1 << 28, dtype=torch.uint8) for _ in range(int(4 * gigabytes) + 4)]
+        me.gather(len(kept))
+
+
+def finish(me: Rank, fault: str) -> int:
+    """Ends without another collective."""
+    me.fault = fault
+    me.say("finish")
+    return me.rank
+
+
+def meet(me: Rank, fault: str) -> None:
+    torch.set_num_threads(8)  # which have yet to start
+    me.fault = fault
+    me.say("timing")
+    me.synchronize()
+    me.gather(me.rank)

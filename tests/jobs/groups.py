@@ -1,0 +1,110 @@
+"""Jobs within process groups of some of the ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import attention
+from attention.kernels import KERNELS
+from attention.masks.band import Mask
+from runner.launch.rank import Rank
+from tests.jobs.reference import call_of, rel
+
+
+def subgroup(me: Rank, name: str) -> float:
+    """The function inside a process group of the even (or odd) ranks only: the largest error."""
+    return _error_inside(me, name, _alternate(me.world)[me.rank % 2], me.rank % 2)
+
+
+def mesh(me: Rank, name: str) -> list[float]:
+    """The function inside each dimension of a 2-d DeviceMesh, the groups of one being neighbouring ranks and those of the
+    other ranks that lie apart: the largest error in each."""
+    grid = _grid(me.world)
+    place = dict(zip(MESH, grid.get_coordinate() or (), strict=True))
+    return [_error_inside(me, name, grid[inside].get_group(), place[other]) for inside, other in (MESH, MESH[::-1])]
+
+
+MESH = ("outer", "inner")
+
+
+@cache
+def _alternate(world: int) -> list[Any]:
+    return [dist.new_group(list(range(i, world, 2))) for i in range(2)]
+
+
+@cache
+def _grid(world: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=MESH)
+
+
+def _error_inside(me: Rank, name: str, group: Any, number: int) -> float:
+    """The largest error on any rank of out and gradients, or of a decode's out and lse, where every group has inputs of its
+    own."""
+    fn = attention.make(name, group=group)
+    generator = torch.Generator().manual_seed(number)
+    q, k, v, dout = (torch.randn(1, 16 * fn.world, h, 16, generator=generator) for h in (4, 2, 2, 4))
+    if fn.variant.decode:
+        q = q[:, :3]
+        found = fn(q, *(fn.shard(x, role="kv") for x in (k, v)), return_lse=True)
+        exact = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask(), None, 16, me.device))
+    else:
+        shards = [fn.shard(x).requires_grad_() for x in (q, k, v)]
+        out = fn(*shards, causal=True)
+        found = [fn.unshard(x) for x in (out, *torch.autograd.grad(out, shards, fn.shard(dout)))]
+        call, (q, k, v, dout) = call_of(Mask.of(True), None, 16, me.device), (x.double() for x in (q, k, v, dout))
+        result = KERNELS["math"].forward(q, k, v, call)
+        exact = result[0], *KERNELS["math"].backward(dout, q, k, v, *result, call)
+    return max(me.gather(max(rel(x, y) for x, y in zip(found, exact, strict=True))))
+
+
+def two_groups(me: Rank, transport: str) -> float:
+    """Two functions over two groups that each rank is in, called in turn: the largest error."""
+    rows = [dist.new_group(list(range(i, me.world, 2))) for i in range(2)]
+    columns = [dist.new_group([i, i + 1]) for i in range(0, me.world, 2)]
+    fns = [
+        attention.make("zigzag", group=rows[me.rank % 2], transport=transport),
+        attention.make("zigzag_llama3", group=columns[me.rank // 2], transport=transport),
+    ]
+    errors = []
+    for i in range(6):
+        outs = []
+        for fn in fns:
+            generator = torch.Generator().manual_seed(i)
+            q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+            outs.append((fn, fn(*(fn.shard(x) for x in (q, k, v)), causal=True)))
+            exact = KERNELS["math"].forward(
+                q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device)
+            )
+        errors += [rel(fn.unshard(out), exact[0]) for fn, out in outs]
+    return max(me.gather(max(errors)))
+
+
+def outside(me: Rank, kinds: list[str]) -> list[str]:
+    """What `make` says on rank 1 of a group of rank 0 alone."""
+    group = dist.new_group([0])
+    said = []
+    for name in kinds:
+        given = {"tokens": 8, "heads": 2, "head_dim": 16} if name == "auto" else {}
+        try:
+            attention.make(name, group=group, **given)
+        except ValueError as error:
+            said.append(str(error))
+    return me.gather(said)[1]
+
+
+def made_alone(me: Rank) -> list[str]:
+    """What a call of a function says that was made where there was no process group."""
+    fn = attention.make("ring")
+    fn.alone = True
+    x = torch.zeros(1, 8, 2, 8)
+    try:
+        fn(x, x, x)
+    except ValueError as error:
+        return me.gather(str(error))
+    return me.gather("")

@@ -1,0 +1,118 @@
+"""Jobs that do what the program does in its worlds."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from typing import Any
+
+import torch
+
+from runner.config.schema import Experiment
+from runner.launch.rank import Rank, memory_limit
+from runner.measure import ceilings, correctness, job
+from runner.measure.workload import AttentionWork, build
+from tests.jobs.reference import rel
+
+
+def variables(me: Rank, names: list[str]) -> list[list[str | None]]:
+    return me.gather([os.environ.get(name) for name in names])
+
+
+def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
+    """A run as the program does it, what every rank says of the settings, and how it is on the others."""
+    found = job.run(me, experiment, None)
+    found["everyone"] = me.gather([found["experiment"]["options"], found["chosen"]])
+    return found
+
+
+def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dict[str, Any]:
+    """What a run says of limits after an earlier world kept ceilings that are a thousandth of what this machine does."""
+    before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), cache
+    try:
+        dtype = experiment["workload"]["dtype"]
+        ceilings._known.clear()  # what an earlier job of this world found
+        true = ceilings.ceilings(me, dtype)
+        if me.rank == 0:
+            (path,) = ceilings.cache_folder().glob("ceilings-*.json")
+            kept = json.loads(path.read_text())
+            path.write_text(json.dumps(kept | {name: kept[name] / 1000 for name in ceilings.RATES}))
+        ceilings._known.clear()
+        ceilings._again.clear()
+        me.barrier()
+        found = job.run(me, experiment, None)
+        again = job.run(me, experiment, None)
+        ceilings._again.clear()
+        with memory_limit(me, 0.01):
+            ceilings.again(me, dtype)
+    finally:
+        ceilings._known.clear()
+        os.environ.pop("XDG_CACHE_HOME")
+        if before is not None:
+            os.environ["XDG_CACHE_HOME"] = before
+    kept = json.loads(path.read_text()) if me.rank == 0 else None
+    return {
+        "true": true,
+        "again": sorted(ceilings._again),
+        "kept": kept,
+        "runs": [{key: x[key] for key in ("ceilings", "metrics")} for x in (found, again)],
+    }
+
+
+def shared_reference(me: Rank, experiment: dict[str, Any], pieces: int) -> list[dict[str, Any]]:
+    """The pieces that this rank compares of a reference which the ranks share, and how far each tensor lies from one that
+    is computed alone."""
+    spec = Experiment.from_plain(experiment)
+    limit = 1e-12 if pieces == 1 else 1e9  # the least that can be checked, or everything
+    backward = spec.mode == "forward_backward"
+    mine, _, shared = correctness.pieces_of(spec.workload, me.world, me.rank, limit, backward)
+    correctness._share_reference(me, spec, mine, shared, torch.float64)
+    found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
+    for piece in mine:
+        inputs = correctness.piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
+        alone = correctness._reference(inputs, spec, torch.float64)
+        found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows or () for token in range(a, b)]
+        shared = piece.reference
+        assert shared is not None and shared.values.keys() == alone.values.keys()
+        for kind, mine, whole in (("", shared.values, alone.values), (" squared scale", shared.squares, alone.squares)):
+            found["errors"] |= {name + kind: rel(x, piece.mine(whole[name])) for name, x in mine.items()}
+    return me.gather(found)
+
+
+def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
+    """Three checks of one workload, before the last of which rank 1 lost what it kept: whether each passed, its error, and how
+    many references this rank computed for it."""
+    spec = Experiment.from_plain(experiment)
+    work = AttentionWork(me, spec, build(spec))
+    plain, counted = correctness._reference, [0]
+
+    def counting(*args: Any) -> Any:
+        counted[0] += 1
+        return plain(*args)
+
+    correctness._references.clear()
+    correctness._reference = counting
+    found = []
+    try:
+        for last in (False, False, True):
+            if last and me.rank == 1:
+                correctness._references.clear()
+            counted[0] = 0
+            checked = correctness.check(me, spec, work).found
+            found.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], counted[0]])
+    finally:
+        correctness._reference = plain
+    return me.gather(found)
+
+
+def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:
+    """Whether a timed backward runs in the thread that asks for it."""
+    spec = Experiment.from_plain(experiment)
+    work = AttentionWork(me, spec, build(spec))
+    threads: list[int] = []
+    work.q.register_hook(lambda _: threads.append(threading.get_ident()))
+    for which in work.passes:
+        work.run(which)
+    assert len(threads) == 1
+    return threads == [threading.get_ident()]

@@ -1,0 +1,262 @@
+"""Jobs on a GPU that replay launches and CUDA graphs."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+import attention
+from attention.kernels import KERNELS
+from attention.masks.band import Mask
+from runner.launch.rank import Rank
+from tests.jobs.reference import call_of, rel, spoil
+
+
+def _unplayed(fn: Any, *tensors: torch.Tensor, **given: Any) -> None:
+    fn.plan(*tensors, **given).__dict__["playable"] = False
+
+
+def _tapes(fn: Any) -> tuple[list[bool], list[Any]]:
+    """Whether there is a tape, of each plan's passes that were to be played by name; and why recordings gave none."""
+    from attention.runtime.launch_trace import Tape
+
+    found: dict[tuple[Any, ...], bool] = {}
+    why = []
+    for number, plan in enumerate(fn.plans.values()):
+        for (name, *_), x in plan.launches.tapes.items():
+            found[number, name] = found.get((number, name), False) or isinstance(x, Tape)
+            if x and not isinstance(x, Tape):
+                why.append((number, name, x))
+    return list(found.values()), why
+
+
+def launch_replay(
+    me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool, kv_heads: int
+) -> dict[str, Any]:
+    """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and of parts of
+    one, on two streams, by a function whose passes are played (but on the rank `running`) and by one whose passes are run, in turn,
+    with NaN in all memory that is free: the largest difference of an out, of a gradient, and the tapes of each rank."""
+    plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
+    side = torch.cuda.Stream()
+    outs, gradients = [0.0], [0.0]
+    for i in range(108):  # most forms thrice at least, the first two times of which are run
+        generator = torch.Generator().manual_seed(i)
+        n = (256 if i % 6 == 5 else 512) * me.world
+        given: dict[str, Any] = {}
+        if packed:
+            lengths = [2 * me.world] * 512 if i % 6 == 5 else [n // 4, n // 2, n // 4]
+            given["cu_seqlens"] = (0, *accumulate(lengths))
+            n = sum(lengths)
+        whole, dout = (
+            torch.randn(1, n, h, 64, generator=generator).to(me.device, torch.bfloat16) for h in (8 + 2 * kv_heads, 8)
+        )
+        if packed:
+            whole, dout = whole[0], dout[0]
+        local, dout = fn.shard(whole, **given), fn.shard(dout, **given)
+        given["causal"] = True
+        results = []
+        for each in (plain, fn):
+            leaf = local.clone().requires_grad_()
+            parts = list(leaf.split((8, kv_heads, kv_heads), -2))
+            if i % 5 > 1:
+                parts = [x.contiguous() for x in parts]
+            if each is plain or me.rank == running:
+                _unplayed(each, *parts, **given)
+                with torch.no_grad():
+                    _unplayed(each, *parts, **given)
+            stream = side if i % 8 > 5 else torch.cuda.current_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            spoil(me.device)
+            with torch.cuda.stream(stream):
+                if i % 4 == 3:
+                    with torch.no_grad():
+                        found = [each(*parts, **given)]
+                else:
+                    out = each(*parts, **given)
+                    spoil(me.device)
+                    found = [out, *torch.autograd.grad(out, [leaf], dout)]
+                spoil(me.device)
+            torch.cuda.current_stream().wait_stream(stream)
+            results.append([x.detach().clone() for x in found])
+            side.wait_stream(torch.cuda.current_stream())  # the results' memory is that stream's
+        differences = [rel(x, wanted) for wanted, x in zip(*results, strict=True)]
+        outs.append(differences[0])
+        gradients += differences[1:]
+    differences = [max(me.gather(max(x))) for x in (outs, gradients)]
+    return {"out": differences[0], "gradient": differences[1], "tapes": me.gather(_tapes(fn))}
+
+
+def launch_replay_after_an_exception(me: Rank, name: str) -> float:
+    """The largest difference that a played pass has to the first, behind passes that ended on rank 1 for want of memory."""
+    fn = attention.make(name, kernel="flash4", transport="symm")
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
+    q, k, v, dout = (fn.shard(x.to(me.device, torch.bfloat16)) for x in whole)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    allocate = torch.empty_strided
+
+    def failing(after: int) -> Any:
+        def empty_strided(*args: Any, **options: Any) -> torch.Tensor:
+            nonlocal after
+            after -= 1
+            if after < 0:
+                raise torch.OutOfMemoryError("half-way")
+            return allocate(*args, **options)
+
+        return empty_strided
+
+    differences = []
+    expected: list[torch.Tensor] = []
+    for after in (None, None, None, None, 0, 2, 1, None, 3):
+        for backward in (False, True) if after is not None else ():
+            out = fn(*inputs, causal=True) if backward else None
+            if me.rank == 1:
+                torch.empty_strided = failing(after)
+            try:
+                found = fn(*inputs, causal=True) if out is None else torch.autograd.grad(out, inputs, dout)
+            except torch.OutOfMemoryError:
+                found = None
+            finally:
+                torch.empty_strided = allocate
+            assert (found is None) == (me.rank == 1), "it was to end half-way, on rank 1"
+        out = fn(*inputs, causal=True)
+        found = [out, *torch.autograd.grad(out, inputs, dout)]
+        expected = expected or [x.clone() for x in found]
+        differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
+    tapes, _ = _tapes(fn)
+    assert tapes and all(tapes)
+    return max(me.gather(max(differences)))
+
+
+def after_a_broken_capture(me: Rank, name: str) -> float:
+    """The largest difference that launched passes have to the first, behind a backward whose capture the kernel broke on every rank,
+    with the room for an offer taken."""
+    launched, captured = (
+        attention.make(name, kernel="flash2", transport="symm", graphs=graphs) for graphs in (False, True)
+    )
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
+    q, k, v, dout = (launched.shard(x.to(me.device, torch.bfloat16)) for x in whole)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def passes(fn: attention.ContextParallel) -> list[torch.Tensor]:
+        out = fn(*inputs, causal=True)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    expected = [x.clone() for x in passes(launched)]
+    kernel = launched.plan(*inputs, causal=True).kernel
+
+    class Breaking:
+        align = 1
+
+        name = kernel.name
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return kernel.forward(*args, **options)
+
+        def backward(self, *args: Any, **options: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("half-way in a capture")
+            return kernel.backward(*args, **options)
+
+    differences = []
+    for _ in range(2):
+        found = passes(captured)
+        for plan in captured.plans.values():
+            object.__setattr__(plan, "kernel", Breaking())
+        try:
+            found = passes(captured)  # is right as it is run, and then captured
+        except attention.UnsupportedCall as error:
+            assert "half-way in a capture" in str(error)
+        else:
+            raise AssertionError("the backward was to be captured")
+        left = [lane.filling for lane in launched._transport(me.device).pool.lanes.values() if lane.filling]
+        assert left and all(each.captured for each in left), "no offer's room was taken"
+        for _ in range(3):
+            found = passes(launched)
+            differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
+        assert not any(lane.filling for lane in launched._transport(me.device).pool.lanes.values())
+        captured = attention.make(name, kernel="flash2", transport="symm", graphs=True)
+    return max(me.gather(max(differences)))
+
+
+def captured_graph(me: Rank, name: str, transport: str) -> float:
+    """Calls of a function and replays of a CUDA graph of it, in turn and behind other work: the largest error of either."""
+    decode = name == "tree"
+    fn = attention.make(name, transport=transport, kernel="auto" if decode else "flash2")
+    generator = torch.Generator().manual_seed(0)
+    lengths = (3 if decode else 512 * me.world, 512 * me.world, 512 * me.world)
+    q, k, v = (torch.randn(1, n, 4, 64, generator=generator).to(me.device, torch.bfloat16) for n in lengths)
+    local = [fn.shard(x, role=role) for x, role in zip((q, k, v), ("q", "kv", "kv"), strict=True)]
+    mask = Mask.of(not decode)
+    wanteds = []
+    for sign in (1, -1):  # of the queries that each other call and replay has
+        exact, _ = KERNELS["math"].forward(
+            sign * q.double(), k.double(), v.double(), call_of(mask, None, 64, me.device)
+        )
+        wanteds.append(exact if decode else fn.shard(exact))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn(*local, causal=not decode)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        captured = fn(*local, causal=not decode)
+    busy = torch.randn(8192, 8192, device=me.device)
+    errors = []
+    for i in range(12):
+        if i % 3 == me.rank % 3:
+            busy = (busy @ busy).clamp_(-1, 1)
+        graph.replay()
+        if i % 2:
+            errors.append(rel(fn(*local, causal=not decode), wanteds[i // 2 % 2]))
+        errors.append(rel(captured, wanteds[i // 2 % 2]))
+        if i % 2:
+            torch.cuda.synchronize()
+            local[0].neg_()
+    return max(me.gather(max(errors)))
+
+
+def graph_replay(me: Rank, name: str, kernel: str) -> dict[str, Any]:
+    """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from strided
+    tensors, by a function that replays graphs and by one that doesn't, in turn, with the symmetric memory given back in
+    between: the largest relative difference of any out or gradient, how many graphs there are at the end, and how many tapes of
+    passes that were launched beside them."""
+    from torch.utils.checkpoint import checkpoint
+
+    from attention.runtime.launch_trace import Tape
+    from attention.transports import release
+
+    plain, replayed = (attention.make(name, transport="symm", kernel=kernel, graphs=graphs) for graphs in (False, True))
+    differences = []
+    for i in range(24):
+        generator = torch.Generator().manual_seed(i)
+        n = (256 if i % 5 == 4 else 512) * me.world
+        layers = [torch.randn(1, n, 8, 64, generator=generator).to(me.device, torch.bfloat16) for _ in range(2)]
+        layers = [plain.shard(x) for x in layers]
+        results = []
+        for fn in (plain, replayed):
+            leaves = [x.clone().requires_grad_() for x in layers]
+            inputs = [x.split((4, 2, 2), 2) for x in leaves]
+            if i % 4 == 2:
+                with torch.inference_mode(i % 8 == 2), torch.no_grad():
+                    results.append([fn(*x, causal=True).clone() for x in inputs])
+                continue
+            if i % 4 == 3:
+                outs = [checkpoint(fn, *x, causal=True, use_reentrant=False) for x in inputs]
+            else:
+                outs = [fn(*x, causal=True) for x in inputs]
+            loss = sum((out * out.detach()).sum() for out in outs)
+            results.append([*outs, *torch.autograd.grad(loss, leaves)])
+        differences += [rel(x, wanted) for wanted, x in zip(*results, strict=True)]
+        if i == 8:
+            me.barrier()
+            release()
+            me.barrier()
+    graphs = sum(graph is not None for graph in replayed.replays.graphs.values())
+    every = [each for plan in plain.plans.values() for each in plan.launches.tapes.items()]
+    beside = sum(isinstance(x, Tape) and state[1] for (_, state, *_), x in every)
+    return {"difference": max(me.gather(max(differences))), "graphs": graphs, "tapes": beside}

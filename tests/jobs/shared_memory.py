@@ -1,0 +1,310 @@
+"""Jobs over symmetric memory: reuse, errors, limits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import attention
+from attention.kernels import KERNELS, Absent, Call
+from attention.masks.band import Mask
+from runner.launch.rank import Rank
+from tests.jobs.reference import call_of, rel, spoil
+
+
+def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "auto") -> dict[str, Any]:
+    """Forward and backward over changing shapes, a new function every hundred calls: the largest error of some of them,
+    the symmetric memory held after a tenth of the calls and at the end, on a GPU what is allocated then, and files in memory left
+    open. With a kernel that is given, in its dtype."""
+    from attention.transports import held_bytes
+
+    errors, held, allocated = [], [], []
+    dtype, head_dim = (torch.float32, 16) if kernel == "auto" else (torch.bfloat16, 64)
+    for i in range(calls):
+        if i % 100 == 0:
+            fn = attention.make(name, kernel=kernel, transport=transport)
+        tokens, heads = 8 * me.world * (1 + i % 5), 4
+        generator = torch.Generator().manual_seed(i)
+        q, k, v = (
+            torch.randn(1 + i % 2, tokens, heads, head_dim, generator=generator).to(me.device, dtype).requires_grad_()
+            for _ in range(3)
+        )
+        out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+        if i % 50 == 0 or i % 37 == 36:  # of every shape
+            exact = KERNELS["math"].forward(
+                q.double(), k.double(), v.double(), call_of(Mask.of(True), None, head_dim, me.device)
+            )
+            errors += [rel(out, exact[0]), 0.0 if gradients[0].isfinite().all() else 1.0]
+        if i in (calls // 10 - 1, calls - 1):
+            held.append(held_bytes())
+            q = k = v = out = gradients = exact = None
+            gc.collect()
+            allocated.append(torch.cuda.memory_allocated() if me.device.type == "cuda" else 0)
+    left = memory_files()
+    return {"error": max(me.gather(max(errors))), "held": held, "allocated": allocated, "files": left}
+
+
+def after_an_exception(me: Rank, name: str, transport: str, before: str | None = None) -> float:
+    """The error of a call that follows ones in which the kernel of every rank raised half-way, forward and backward; behind one of
+    the variant `before`, if one is given, which leaves nothing of them."""
+    fn = attention.make(name, transport=transport)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+    local = [fn.shard(x).requires_grad_() for x in (q, k, v)]
+    fn(*local, causal=True)
+    kernel = fn.plan(*local, causal=True).kernel
+
+    class Failing:
+        align = 1
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            raise RuntimeError("half-way")
+
+        backward = forward
+
+    for _ in range(3):
+        whole = fn(*local, causal=True)
+        for plan in fn.plans.values():
+            object.__setattr__(plan, "kernel", Failing())
+        for fails in (lambda: fn(*local, causal=True), whole.sum().backward):
+            try:
+                fails()
+            except RuntimeError as error:
+                assert "half-way" in str(error)
+        for plan in fn.plans.values():
+            object.__setattr__(plan, "kernel", kernel)
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device))
+    errors = []
+    if before is not None:
+        other = attention.make(before, transport=transport)
+        lanes = other._transport(me.device).pool.lanes.values()
+        assert any(lane.filling for lane in lanes)
+        errors.append(rel(other.unshard(other(*(other.shard(x) for x in (q, k, v)), causal=True)), exact))
+        assert not any(lane.filling for lane in lanes)
+    errors.append(rel(fn.unshard(fn(*local, causal=True)), exact))
+    return max(me.gather(max(errors)))
+
+
+def local_kv_apart(
+    me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False, dtype: str = "bfloat16"
+) -> float:
+    """The largest difference that a backward with a rank's own keys apart, or of the last group of heads last, has to one with
+    them first, be the calls on the own keys late or the others, with NaN in all memory that is free."""
+    from attention.geometry import costs
+
+    def make(**more: Any) -> Any:
+        return attention.make(name, kernel=kernel, transport="symm", **{**options, **more})
+
+    fn = make()
+    cuda = me.device.type == "cuda"
+    local = KERNELS[kernel]
+    tokens, head_dim = (512 if cuda else 64) * me.world, 64 if cuda else 16
+    packs = [0, tokens // 4, tokens // 2, tokens] if packed else None
+    state: dict[str, bool | None] = {
+        "late": None
+    }  # the calls on one's own keys, which have an edge of the mask, or the others
+
+    def backward(*tensors: torch.Tensor, **how: Any) -> Any:
+        call = next(x for x in tensors if isinstance(x, Call))
+        if cuda and state["late"] == (not call.mask.full):
+            torch.cuda._sleep(4_000_000)
+        grads = original(*tensors, **how)
+        spoil(me.device)
+        return grads
+
+    def behind() -> Any:
+        nonlocal behinds
+        behinds += 1
+        return type(front).behind(front)
+
+    differences, behinds = [], 0
+    at_once, halves = (
+        ({"head_parts": 1}, {"head_parts": 2})
+        if fn.variant.exchange == "ring"
+        else ({"heads_k_stride": None}, {"heads_k_stride": 2})
+    )
+    front = fn._transport(me.device).front
+    original, threshold = local.backward, costs.APART
+    try:
+        local.backward, front.behind = backward, behind  # type: ignore[method-assign]
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            shapes = [(*(() if packed else (1,)), tokens, heads, head_dim) for heads in (8, 4, 4, 8)]
+            q, k, v, dout = (
+                fn.shard(torch.randn(shape, generator=generator).to(me.device, getattr(torch, dtype)), packs)
+                for shape in shapes
+            )
+            expected: list[torch.Tensor] = []
+            ways = [(threshold, {}, late) for late in (None, True, False)] + [
+                (0, halves, late) for late in (None, True, False)
+            ]
+            for apart, more, late in [(0, at_once, None), *ways]:
+                costs.APART, state["late"] = apart, late
+                fn = make(**more)  # which its plans are decided for once
+                given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
+                found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
+                spoil(me.device)
+                assert any(me.gather(behinds > before)) == (apart > 0), "the own keys were to be apart"
+                if not expected:
+                    expected = [x.clone() for x in found]
+                differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
+    finally:
+        del local.backward, front.behind
+        costs.APART = threshold
+    return max(me.gather(max(differences)))
+
+
+def after_a_release(me: Rank, transport: str) -> float:
+    """The error of a living function's call after the symmetric memory was given back."""
+    from attention.transports import held_bytes, release
+
+    fn = attention.make("zigzag", transport=transport)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+    local = [fn.shard(x) for x in (q, k, v)]
+    fn(*local, causal=True)
+    assert held_bytes() > 0
+    me.barrier()
+    release()
+    assert held_bytes() == 0
+    me.barrier()
+    out = fn.unshard(fn(*local, causal=True))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device))
+    return max(me.gather(rel(out, exact)))
+
+
+def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[str, Any]]:
+    """By rank, what its calls over `symm` raise and after how many seconds, and the same of the call behind that, where rank 1 takes
+    part in a forward, backward or decode (`which`) once, and then `doing`: raises half-way, hangs, or calls something else."""
+    group = dist.new_group(list(range(me.world)), timeout=timedelta(seconds=100))
+    fn = attention.make("ring_decode" if which == "decode" else "zigzag", group=group, transport="symm")
+    other = attention.make("ulysses", group=group, transport="symm")
+    x = [torch.randn(1, 8, 4, 16, device=me.device).requires_grad_(which == "backward") for _ in range(3)]
+    out: list[torch.Tensor] = []
+
+    def prepare() -> None:
+        out[:] = [fn(*x, causal=True)] if which == "backward" else []
+
+    def call() -> None:
+        if which == "backward":
+            torch.autograd.grad(out[0].sum(), x, retain_graph=True)
+        else:
+            fn(*x, causal=which == "forward")
+
+    def mistaken() -> None:
+        if doing == "raises":
+            for plan in fn.plans.values():
+                object.__setattr__(plan, "kernel", Absent("absent", "", "gone half-way"))
+            with suppress(attention.UnsupportedCall):
+                call()
+        elif doing == "calls_another":
+            other(*x)
+
+    def until_told(run: Callable[[], None], times: int = 3) -> tuple[str, float]:
+        start = time.perf_counter()
+        try:
+            for _ in range(times):  # the first may still find all that it needs
+                run()
+        except RuntimeError as error:
+            return str(error), time.perf_counter() - start
+        return "", time.perf_counter() - start
+
+    prepare()
+    call()
+    other(*x)
+    prepare()
+    me.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+    first = until_told(call) if me.rank != 1 else until_told(mistaken, 3 if doing == "calls_another" else 1)
+    again = until_told(call) if me.rank != 1 else ("", 0.0)
+    return me.gather({"first": first, "again": again})
+
+
+def growing_apart(me: Rank) -> list[str]:
+    """What each rank is told where their first calls want different amounts of memory."""
+    group = dist.new_group(list(range(me.world)))
+    fn = attention.make("ring", group=group, transport="symm")
+    x = [torch.randn(1, 8 if me.rank else 4096, 4, 16, device=me.device) for _ in range(3)]
+    try:
+        fn(*x)
+    except RuntimeError as error:
+        return me.gather(str(error))
+    return me.gather("")
+
+
+def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
+    """A function made while one rank can open no further file: what each rank says of its transport, the error of its call
+    over a transport that stands in, and that of a group made later, whose ranks can all open files again."""
+    groups = [dist.new_group(list(range(me.world))) for _ in range(2)]
+    for group in groups:
+        dist.barrier(group)
+    fns = [attention.make("zigzag", group=group, transport="symm") for group in groups]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator) for _ in range(3))
+    local = [fns[0].shard(x) for x in (q, k, v)]
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if me.rank == failing:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        note = fns[0].plan(*local, causal=True).transport.note
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    errors = [rel(fn.unshard(fn(*local, causal=True)), exact) for fn in fns]
+    return {
+        "notes": me.gather(note),
+        "later": me.gather(fns[1].plan(*local, causal=True).transport.note),
+        "error": max(me.gather(max(errors))),
+    }
+
+
+def memory_files() -> int:
+    """How many files in memory of ours this process has open."""
+    from attention.transports.fabric import MEMORY_FILE
+
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(f"/memfd:{MEMORY_FILE}" in link for link in links)
+
+
+def outgrown(me: Rank, failing: int) -> dict[str, Any]:
+    """A call whose shared memory cannot grow on one rank: what every rank raises, the error of the next call and the files
+    left behind."""
+    before = memory_files()
+    group = dist.new_group(list(range(me.world)))
+    dist.barrier(group)
+    fn = attention.make("ring", group=group, transport="symm")
+    generator = torch.Generator().manual_seed(0)
+    small, large = (torch.randn(3, 1, n * me.world, 4, 64, generator=generator) for n in (8, 1024))
+    fn(*(fn.shard(x) for x in small))
+    local = [fn.shard(x) for x in large]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = "nothing"
+    if me.rank == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        fn(*local)
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    out = fn.unshard(fn(*local))
+    exact, _ = KERNELS["math"].forward(*large.double(), call_of(Mask(), None, 64, me.device))
+    me.barrier()
+    return {
+        "said": me.gather(said),
+        "error": max(me.gather(rel(out, exact))),
+        "files": max(me.gather(memory_files() - before)),
+    }

@@ -1,0 +1,205 @@
+"""Jobs that use the function as a model does: in training, compiled, copied."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import attention
+from runner.launch.rank import Rank
+from tests.jobs.reference import rel
+
+
+def checkpointed(me: Rank, name: str) -> float:
+    """Largest difference of the gradients with and without activation checkpointing."""
+    from torch.utils.checkpoint import checkpoint
+
+    fn = attention.make(name)
+    torch.manual_seed(0)
+    q, k, v = (fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3))
+    plain = torch.autograd.grad(fn(q, k, v, causal=True).square().sum(), (q, k, v))
+    out = checkpoint(lambda *x: fn(*x, causal=True), q, k, v, use_reentrant=False)
+    again = torch.autograd.grad(out.square().sum(), (q, k, v))
+    return max(float((a - b).abs().max()) for a, b in zip(plain, again, strict=True))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def without_a_gradient(me: Rank, name: str) -> float:
+    """Rank 0's out comes back without a gradient, the others' with one: the largest difference of any rank's gradients from
+    those with zeros there."""
+    fn = attention.make(name)
+    torch.manual_seed(0)
+    shards = [fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3)]
+    given = float(me.rank > 0)
+    expected = torch.autograd.grad((given * fn(*shards, causal=True)).sum(), shards)
+    out = fn(*shards, causal=True)
+    found = torch.autograd.grad((out if me.rank else _NoGradient.apply(out)).sum(), shards)
+    worst = torch.stack([(a - b).abs().max() for a, b in zip(found, expected, strict=True)]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    assert float(expected[1].abs().max()) > 0  # a rank's keys have a gradient from the others' queries
+    return float(worst)
+
+
+def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) -> dict[str, Any]:
+    """A model around the function, eager and compiled on rank 0, where it is called twice: the largest difference of out and
+    gradients, the operations of each graph that it was compiled to, and what was warned of. `inside`: the model itself shards
+    and unshards."""
+    fn = attention.make(name)
+    how = {} if fn.variant.decode else {"causal": True}
+    graphs: list[list[str]] = []
+    said: list[str] = []
+
+    def around(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return fn(q * 2, k.tanh(), v, **how).relu() + 1
+
+    def through(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = fn.shard(q * 2, role="q"), fn.shard(k.tanh(), role="kv"), fn.shard(v, role="kv")
+        return fn.unshard(fn(q, k, v, **how)).relu() + 1
+
+    def compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    torch.manual_seed(0)
+    whole = (torch.randn(1, 8 * me.world, 4, 16) for _ in range(3))
+    xs = [x if inside else fn.shard(x, role=role) for x, role in zip(whole, ("q", "kv", "kv"), strict=True)]
+    model, trained = through if inside else around, not fn.variant.decode
+    xs = [x.requires_grad_(trained) for x in xs]
+    again = model
+    if me.rank == 0:
+        torch.compiler.reset()
+        again = torch.compile(model, backend=compile)
+    found = []
+    with warnings.catch_warnings(record=True) as warned, _logged("torch", said):
+        warnings.simplefilter("always")
+        for run in (model, again, again):
+            out = run(*xs)
+            found.append((out, *(torch.autograd.grad(out.square().sum(), xs) if trained else ())))
+    said += [str(each.message) for each in warned]
+    eager, *others = found
+    return {
+        "error": max(float((a - b).detach().abs().max()) for each in others for a, b in zip(eager, each, strict=True)),
+        "graphs": graphs,
+        "said": said,
+    }
+
+
+@contextmanager
+def _logged(name: str, into: list[str]) -> Iterator[None]:
+    """What a logger and those below it warn of."""
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            into.append(record.getMessage())
+
+    handler = Listening(logging.WARNING)
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def phase_names(me: Rank, name: str) -> list[str]:
+    from attention.profiling import Recorder, recording
+
+    fn = attention.make(name)
+    q, k, v = (fn.shard(torch.randn(1, 16 * me.world, 4, 16)).requires_grad_() for _ in range(3))
+    with recording(Recorder(me.device)) as recorder:
+        fn(q, k, v, causal=True).sum().backward()
+    return sorted({span.name for span in recorder.spans})
+
+
+def trained_after_inference(me: Rank, name: str, transport: str) -> float:
+    """The first call of a group under inference mode, then a training step: how far its output and gradients are from those
+    of another group's, which never saw that mode."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 32 * me.world, 4, 64, generator=generator).to(me.device) for _ in range(3)]
+    if me.device.type == "cuda":
+        whole = [x.bfloat16() for x in whole]
+    found = []
+    for inferring in (True, False):
+        fn = attention.make(name, group=dist.new_group(list(range(me.world))), transport=transport)
+        q, k, v = (fn.shard(x) for x in whole)
+        if inferring:
+            with torch.inference_mode():
+                fn(q, k, v, causal=True)
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = fn(*inputs, causal=True)
+        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)])
+    return max(me.gather(max(rel(x, y) for x, y in zip(*found, strict=True))))
+
+
+def second_derivatives(me: Rank, names: list[str]) -> list[list[Any]]:
+    """For each variant, whether the first gradients are the same with create_graph=True, and how others are refused: of each
+    input, and of what unshard gathers."""
+    found = []
+    for name in names:
+        fn = attention.make(name, kernel="math")
+        torch.manual_seed(0)
+        qkv = [fn.shard(torch.randn(1, 8 * me.world, 4, 8)).requires_grad_() for _ in range(3)]
+        first = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv)
+        again = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv, create_graph=True)
+        said = [_refusal(sum(x.square().sum() for x in again), x) for x in qkv]  # type: ignore[arg-type]
+        if fn.layout.replicated:
+            said.append("create_graph=True: unshard has no second derivative")
+        else:
+            (grad,) = torch.autograd.grad(fn.unshard(qkv[0]).sum() ** 3, qkv[0], create_graph=True)
+            said.append(_refusal(grad.sum(), qkv[0]))
+        found.append([name, all(map(torch.equal, first, again)), said])
+    return found
+
+
+def _refusal(loss: torch.Tensor, x: torch.Tensor) -> str:
+    try:
+        torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True)
+    except attention.UnsupportedCall as error:
+        return str(error).split(";")[0]
+    return "not refused"
+
+
+def copied(me: Rank, transport: str) -> dict[str, Any]:
+    """Differences of what copies of a function give before and after its first call, what group a deep copy has, and how one
+    over a given group refuses to be pickled."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 16, 4, 8) for _ in range(3)]
+    group = dist.new_group(list(range(me.world)))
+    errors, said = [], ""
+    for given in (None, group):
+        fn = attention.make("ring", group=given, transport=transport)
+        layer = torch.nn.Module()
+        layer.fn = fn  # type: ignore[assignment]
+        qkv = [fn.shard(x).requires_grad_() for x in whole]
+        others = [copy.deepcopy(layer).fn]
+        expected = fn(*qkv, causal=True)
+        others.append(copy.deepcopy(layer).fn)
+        same_group = all(other.group is given for other in others)
+        if given is None:
+            others.append(pickle.loads(pickle.dumps(layer)).fn)
+        else:
+            try:
+                pickle.dumps(layer)
+            except pickle.PicklingError as error:
+                said = str(error)
+        for other in others:
+            found = other(*qkv, causal=True)
+            torch.autograd.grad(found, qkv, torch.ones_like(found))
+            errors.append(float((found - expected).abs().max()))
+    return {"errors": [max(x) for x in zip(*me.gather(errors), strict=True)], "same_group": same_group, "said": said}

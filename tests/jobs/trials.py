@@ -1,0 +1,38 @@
+"""What `auto` takes by trial."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+import attention
+from runner.launch.rank import Rank
+
+
+def auto_by_trial(
+    me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), graphs: bool | str = False, **given: Any
+) -> list[dict[str, Any]]:
+    """What auto takes by trial on each rank, where executors may be slow, or fail before they exchange anything."""
+    executors = attention.executors.EXECUTORS
+    before = dict(executors)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.25)
+        return before[slowed].forward(*args)
+
+    def fail(*args: Any) -> Any:
+        raise attention.UnsupportedCall("broken here")
+
+    for name, forward in [(slowed, slow)] * (slowed is not None) + [(name, fail) for name in broken]:
+        executors[name] = type("Other", (), {"forward": staticmethod(forward), "backward": before[name].backward})
+    random = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
+    try:
+        with torch.no_grad():
+            fn = attention.make("auto", graphs=graphs, device=me.device, **given)
+    finally:
+        executors.update(before)
+    assert fn.choice is not None
+    after = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
+    return me.gather({"variant": fn.variant.name, "random": bool(torch.equal(random, after)), **fn.choice.plain()})
