@@ -214,7 +214,7 @@ def _run(arguments: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
     from runner import app, interleave
     from runner.config.values import Refused, shown
-    from runner.output import display, results
+    from runner.output import display, summary
 
     interleave.register()
     stops = Stops()
@@ -240,7 +240,7 @@ def _run(arguments: list[str]) -> int:
         stops.hold()
         app.pool.close()
         for folder in app.sweeps:
-            display.sweep_table(results.sweep_rows(folder))
+            display.sweep_table(summary.sweep_rows(folder))
             display.out.print(f"Sweep: {folder}", soft_wrap=True)
     return exit_status(app.statuses)
 

@@ -30,8 +30,9 @@ from runner.config.schema import (
 from runner.launch.worlds import Outcome, Pool, WorldSpec, cores
 from runner.measure import metrics, ncu
 from runner.measure.statistics import Samples
-from runner.output import display, record, results
-from runner.output.record import Problem, Result
+from runner.output import display, reader, results, summary
+from runner.output.reader import Problem
+from runner.output.record import Result
 
 pool = Pool()
 statuses: list[str] = []  # of this invocation's runs
@@ -223,11 +224,11 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
 
 def _earlier(folder: Path, key: str) -> Result | None:
     """What the same run came to before. A file that is no result, or that of another run, is named on stderr."""
-    earlier = record.read_result(folder)
+    earlier = reader.read_result(folder)
     if isinstance(earlier, Result) and earlier.key != key:
-        earlier = Problem(folder / record.RESULT, f"its key is {earlier.key}, this run's is {key}")
+        earlier = Problem(folder / reader.RESULT, f"its key is {earlier.key}, this run's is {key}")
     if isinstance(earlier, Problem):
-        record.name_problems([earlier])
+        reader.report_problems([earlier])
         return None
     return earlier
 
@@ -235,7 +236,7 @@ def _earlier(folder: Path, key: str) -> Result | None:
 def _note_sweep(folder: Path) -> None:
     if folder not in sweeps:
         sweeps.append(folder)
-    results.summarize_sweep(folder)
+    summary.summarize_sweep(folder)
 
 
 def no_room(where: Path | str, error: OSError) -> str:

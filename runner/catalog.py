@@ -21,7 +21,7 @@ from attention.variants.registry import Variant, everything, nearest
 from runner import environment
 from runner.config import overrides, schema
 from runner.measure import metrics
-from runner.output import display
+from runner.output import terminal
 
 
 def attention() -> Table:
@@ -69,7 +69,7 @@ def config() -> Table:
         heads = f"{work.heads}:{work.kv_heads}" if work.heads != work.kv_heads else f"{work.heads}"
         table.add_row(
             cfg.category, cfg.config, f"{work.batch}", heads, f"{work.head_dim}", f"{work.seq_len:,}",
-            work.mask.describe(), work.dtype, display.flop(flops), display.gib(2 * elements),
+            work.mask.describe(), work.dtype, terminal.flop(flops), terminal.gib(2 * elements),
         )  # fmt: skip
     return table
 
@@ -111,7 +111,7 @@ def _cost_cells(spec: schema.Experiment, v: Variant) -> list[str]:
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, spec.options, work.q_len)
     by_rank = costs.rank_flops(problem, shapes)
     whole = costs.forward_flops(shapes, work.pairs)
-    computed = [display.flop(max(by_rank)), f"{max(by_rank) * problem.ranks / whole:.2f}"]
+    computed = [terminal.flop(max(by_rank)), f"{max(by_rank) * problem.ranks / whole:.2f}"]
     if v.exchange == "peer":
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]
     forward, backward = (
@@ -119,7 +119,7 @@ def _cost_cells(spec: schema.Experiment, v: Variant) -> list[str]:
         for which in (False, True)
     )
     most = max(forward, key=lambda found: sum(found.values()))
-    back = "none" if v.decode else display.gib(max(sum(found.values()) for found in backward))
+    back = "none" if v.decode else terminal.gib(max(sum(found.values()) for found in backward))
     peaks = [
         max(costs.peak_bytes(v, problem, shapes, rank, spec.options, which) for rank in range(problem.ranks))
         for which in ((False,) if v.decode else (False, True))
@@ -129,16 +129,16 @@ def _cost_cells(spec: schema.Experiment, v: Variant) -> list[str]:
         parts += f"; back {_parts(max(backward, key=lambda found: sum(found.values())))}" if parts else ""
     return [
         *computed,
-        display.gib(sum(most.values())),
+        terminal.gib(sum(most.values())),
         back,
-        display.gib(peaks[0]),
-        display.gib(peaks[1]) if len(peaks) > 1 else "none",
+        terminal.gib(peaks[0]),
+        terminal.gib(peaks[1]) if len(peaks) > 1 else "none",
         parts,
     ]
 
 
 def _parts(found: dict[str, int]) -> str:
-    return ", ".join(f"{what} {display.gib(n)}" for what, n in found.items() if n)
+    return ", ".join(f"{what} {terminal.gib(n)}" for what, n in found.items() if n)
 
 
 def kernel() -> Table:
@@ -206,14 +206,14 @@ LEFT_OUT = ("dtype", "category", "q+k+v", "of even share", "peak forward", "rece
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = display.new_table(title)
+    table = terminal.new_table(title)
     for column in columns:
         table.add_column(column, justify="right" if column in NUMBERS else "left")
     return table
 
 
 def show(table: Table) -> None:
-    display.note_dropped(display.show(table, WRAPPED, LEFT_OUT), ": a wider terminal, or COLUMNS=200, shows them")
+    terminal.note_dropped(terminal.show(table, WRAPPED, LEFT_OUT), ": a wider terminal, or COLUMNS=200, shows them")
 
 
 LISTS = {

@@ -25,11 +25,12 @@ from pathlib import Path
 
 from runner import pack
 from runner.measure.statistics import quantile, ratio_interval
-from runner.output import display
-from runner.report import runs as report_runs
-from runner.report import tables
-from runner.report.runs import FACTS, MADE, WORKLOAD, Run, varying_options
-from runner.report.tables import PASSES, Table, differing, digits, fact
+from runner.output.terminal import gib
+from runner.report.comparison import begun
+from runner.report.labels import varying_options
+from runner.report.runs import FACTS, PASSES, WAYS, WORKLOAD, Run, read, where
+from runner.report.table import Table, differing, digits, fact
+from runner.report.tables import LEFT, environment_table
 
 PROGRAM = "python -m runner.compare"
 EVEN, FASTER, SLOWER, INCONCLUSIVE = "even", "faster", "slower", "inconclusive"
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in ("tolerance", "memory_tolerance"):
             if not getattr(options, name) >= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
-        a, b = (report_runs.where(report_runs.read([folder]), options.where) for folder in (options.a, options.b))
+        a, b = (where(read([folder]), options.where) for folder in (options.a, options.b))
         pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
         if not any(pair.a and pair.b for pair in pairs):
             raise ValueError(f"{options.a} and {options.b}: nothing was asked for in both{_apart(a, b)}")
@@ -122,7 +123,7 @@ def _latest(runs: Sequence[Run]) -> dict[tuple[object, ...], Run]:
     found: dict[tuple[object, ...], Run] = {}
     for run in runs:
         key = _asked(run)
-        if key not in found or tables.begun(run) >= tables.begun(found[key]):
+        if key not in found or begun(run) >= begun(found[key]):
             found[key] = run
     return found
 
@@ -130,20 +131,20 @@ def _latest(runs: Sequence[Run]) -> dict[tuple[object, ...], Run]:
 def _asked(run: Run) -> tuple[object, ...]:
     """From the configuration, which a run that was refused has, too."""
     config = run.result.config
-    if not run.facts["attention"]:
+    if not run.attention:
         return ("not understood", run.result.key, str(config))
     drawn = ("seqlens_mean", "seqlens_std", "seed") if config.get("seqlens") == "random" else ()
     plain = [str(config.get(key)) for key in (*ASKED, *drawn)]
     groups = [str(run.result.group(key).get(name)) for key, name in GROUPS.items()]
     options = {k: v for k, v in run.result.group("attention").items() if v is not None}
-    return (run.facts["world_size"], run.facts["graphs"], *plain, *groups, str(sorted(options.items())))
+    return (run.world_size, run.graphs, *plain, *groups, str(sorted(options.items())))
 
 
 def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:
     """The facts in which the sets have no value in common."""
     found = []
-    for key in ("attention", *(key for key in WORKLOAD if key != "gpu"), *MADE):
-        values = [{str(run.facts[key]) for run in runs} for runs in (a, b)]
+    for key in ("attention", *(key for key in WORKLOAD if key != "gpu"), *WAYS):
+        values = [{str(getattr(run, key)) for run in runs} for runs in (a, b)]
         if not values[0] & values[1]:
             found.append(
                 f"{key} is {' '.join(sorted(values[0]))} in the one and {' '.join(sorted(values[1]))} in the other"
@@ -159,8 +160,8 @@ def _pair(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tol
     if not a.ok or not b.ok:
         return Pair(a, b, (MENDED if b.ok else BROKEN if a.ok else FAILED,))
     said, ratio = speed(a, b, which, tolerance)
-    held = [run.row["peak_bytes"] for run in (a, b)]
-    if all(held) and held[1] > (1 + memory_tolerance) * held[0]:
+    before, now = a.result.peak_bytes, b.result.peak_bytes
+    if before and now and now > (1 + memory_tolerance) * before:
         return Pair(a, b, (*((said,) if said != EVEN else ()), LARGER), ratio)
     return Pair(a, b, (said,), ratio)
 
@@ -214,7 +215,7 @@ def table(pairs: Sequence[Pair]) -> Table:
     runs = [run for pair in pairs for run in (pair.a, pair.b) if run is not None]
     shown = [key for key in differing([pair.either for pair in pairs]) if key not in ("gpu", "kernel", "transport")]
     for key, asked in (("kernel", "asked_kernel"), ("transport", "asked_transport")):
-        shown += [key] if len({run.facts[asked] for run in runs}) > 1 else []
+        shown += [key] if len({getattr(run, asked) for run in runs}) > 1 else []
     varying = varying_options(runs)
     titles = [FACTS[key] for key in shown]
     passes = [which for which in PASSES if any(run.ms(which) is not None and which in run.passes for run in runs)]
@@ -222,14 +223,10 @@ def table(pairs: Sequence[Pair]) -> Table:
     for pair in pairs:
         row = [fact(pair.either, key, varying) for key in shown]
         row += [_change(_time(pair.a, which), _time(pair.b, which), digits) for which in passes]
-        row += [_change(_peak(pair.a), _peak(pair.b), display.gib)]
+        row += [_change(_peak(pair.a), _peak(pair.b), gib)]
         row.append(_said(pair))
         rows.append(row)
-    left = {
-        FACTS[key]
-        for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "timing")
-    }
-    return Table([*titles, *(f"{which} ms" for which in passes), "peak memory a rank", ""], rows, left | {""})
+    return Table([*titles, *(f"{which} ms" for which in passes), "peak memory a rank", ""], rows, LEFT | {""})
 
 
 def _time(run: Run | None, which: str) -> float | None:
@@ -237,7 +234,7 @@ def _time(run: Run | None, which: str) -> float | None:
 
 
 def _peak(run: Run | None) -> float | None:
-    return run.row["peak_bytes"] if run is not None and run.ok else None
+    return run.result.peak_bytes if run is not None and run.ok else None
 
 
 def _change(a: float | None, b: float | None, said: Callable[[float], str]) -> str:
@@ -253,15 +250,13 @@ def _said(pair: Pair) -> str:
         text += f" (B/A {pair.ratio[0]:.3f} to {pair.ratio[1]:.3f})"
     failed = next((run for run in (pair.b, pair.a) if run is not None and not run.ok), None)
     if failed is not None:
-        text += ": " + ", ".join(
-            filter(None, (failed.row["status"], " ".join((failed.row["reason"] or "").split())[:100]))
-        )
+        text += ": " + ", ".join(filter(None, (failed.status, " ".join((failed.result.reason or "").split())[:100])))
     return f"**{text}**" if any(verdict in WORSE for verdict in pair.verdicts) else text
 
 
 def environment(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     """What differs between the machines, packages and commits of the two sets, a line each."""
-    before, now = (dict(tables.environment_table(runs).rows) for runs in (a, b))
+    before, now = (dict(environment_table(runs).rows) for runs in (a, b))
     titles = [title for title in dict.fromkeys([*before, *now]) if title != "command"]
     return [
         f"{title}: {before.get(title, 'not said')} → {now.get(title, 'not said')}"

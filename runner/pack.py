@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.measure.statistics import Samples, slowest
-from runner.output import record, results
+from runner.output import reader, results, summary
 from runner.output.record import Result
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
 def pack(sweep: Path, target: Path) -> list[Result]:
     """Pack the runs of a sweep into `target`, and read all back; returns the runs. Raises ValueError for a folder without
     runs, for a file that is no result, and where what is read back differs."""
-    folders = sorted(path.parent for path in sweep.glob(f"*/{record.RESULT}"))
-    runs, problems = record.read_results(sweep, below=False)
+    folders = sorted(path.parent for path in sweep.glob(f"*/{reader.RESULT}"))
+    runs, problems = reader.read_results(sweep, below=False)
     runs = [run for run in runs if run.folder in folders]
     if problems:
         raise ValueError(f"{problems[0]}; remove it, or run it again with resume=true")
@@ -90,10 +90,10 @@ def pack(sweep: Path, target: Path) -> list[Result]:
     if foreign:
         raise ValueError(f"{foreign.folder}: holds the run {foreign.name}; rename the folder")
     target.mkdir(parents=True, exist_ok=True)
-    before = {run.name: run for run in record.read_results(target, below=False)[0]}
+    before = {run.name: run for run in reader.read_results(target, below=False)[0]}
     everything = sorted((before | {run.name: run for run in runs}).values(), key=lambda run: run.name)
     names = {run.name for run in runs}
-    written = {target / record.PACKED: _results_table(everything)}
+    written = {target / reader.PACKED: _results_table(everything)}
     for kind, name in TABLES.items():
         tables = [_with_run(read_table(run.folder / name), run.name) for run in runs if (run.folder / name).exists()]
         kept = _kept(target / f"{kind}.parquet", names)
@@ -102,7 +102,7 @@ def pack(sweep: Path, target: Path) -> list[Result]:
     for path, table in written.items():  # only now: a table that cannot be made leaves the pack as it was
         _write(path, table)
     _verify(runs, target)
-    results.write_atomically(target / "summary.md", results.markdown(results.sweep_rows(target)))
+    results.write_text(target / "summary.md", summary.markdown(summary.sweep_rows(target)))
     return runs
 
 
@@ -110,7 +110,7 @@ def _results_table(runs: Iterable[Result]) -> pa.Table:
     import pyarrow as pa
 
     rows = [
-        results.row(run) | {"result": json.dumps(run.plain, ensure_ascii=False, separators=(",", ":"))} for run in runs
+        summary.row(run) | {"result": json.dumps(run.plain, ensure_ascii=False, separators=(",", ":"))} for run in runs
     ]
     said = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     return pa.Table.from_pylist([{key: row[key] for key in said} for row in rows])
@@ -191,7 +191,7 @@ def _write(path: Path, table: pa.Table) -> None:
 
 def _verify(runs: Sequence[Result], target: Path) -> None:
     """Raises ValueError where a result or a table is not what its file has."""
-    packed = record.packed_results(target)
+    packed = reader.packed_results(target)
     for run in runs:
         if packed.get(run.name) != run.plain:
             raise ValueError(f"{run.folder}: packed into {target}, its result reads back otherwise")
@@ -242,7 +242,7 @@ def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:
         if own.exists():
             return read_table(own).to_pylist()
         # a resumed sweep has a folder with .hydra alone for a packed run
-        if packed.exists() and not (run.folder / record.RESULT).exists():
+        if packed.exists() and not (run.folder / reader.RESULT).exists():
             return pq.read_table(packed, filters=[("run", "=", run.name)]).drop_columns(["run"]).to_pylist() or None
     except (OSError, KeyError, pa.ArrowException) as error:
         raise ValueError(

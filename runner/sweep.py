@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from runner.config import overrides
 from runner.config.schema import SEEDS
 from runner.config.values import InvalidConfig, Refused
-from runner.output import record
+from runner.output import reader
 
 SEED = "seed"  # the file of a sweep's folder that has it
 
@@ -87,7 +87,7 @@ def _recorded(folder: Path) -> int | None:
 
 def _drawn(folder: Path) -> Iterator[int]:
     """The seeds of a folder's runs for which none was given."""
-    found, _ = record.read_results(folder, below=False)
+    found, _ = reader.read_results(folder, below=False)
     for result in found:
         if result.experiment and result.experiment.seed is not None and result.config.get("seed") is None:
             yield result.experiment.seed

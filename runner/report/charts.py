@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.report.runs import BACK_TO_BACK, FACTS, WORKLOAD, Run, labels, rate, scaling
-from runner.report.tables import comparable, fact
+from runner.output.results import replacing
+from runner.report.comparison import comparable
+from runner.report.labels import labels
+from runner.report.runs import BACK_TO_BACK, FACTS, WORKLOAD, Run
+from runner.report.scaling import scaling
+from runner.report.table import fact
+from runner.report.tables import rate_title
 
 KINDS = {
     "time": "Time of a step",
@@ -25,7 +29,7 @@ TOKENS = (
     "datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + 'M' : "
     "datum.value >= 1024 ? format(datum.value / 1024, '~g') + 'K' : format(datum.value, '~g')"
 )
-OURS, PEER = "ours", "external"
+OURS, EXTERNAL = "ours", "external"
 SCALE = 2  # pixels a point
 
 
@@ -47,8 +51,8 @@ class Axes:
 
     @staticmethod
     def of(runs: Sequence[Run]) -> Axes:
-        varying = [key for key in WORKLOAD if len({run.facts[key] for run in runs}) > 1]
-        shares = {run.facts["seq_len"] / run.facts["world_size"] for run in runs}
+        varying = [key for key in WORKLOAD if len({getattr(run, key) for run in runs}) > 1]
+        shares = {(run.seq_len or 0) / (run.world_size or 1) for run in runs}
         if set(OVER) <= set(varying) and len(shares) == 1:
             return Axes("world_size", tuple(key for key in varying if key not in OVER), int(shares.pop()))
         named = labels(runs)
@@ -57,8 +61,8 @@ class Axes:
             """How many of what is otherwise the same are at several values of it, as a share."""
             seen: dict[tuple[Any, ...], set[Any]] = {}
             for run in runs:
-                rest = tuple(run.facts[other] for other in varying if other != key)
-                seen.setdefault((named[run], *rest), set()).add(run.facts[key])
+                rest = tuple(getattr(run, other) for other in varying if other != key)
+                seen.setdefault((named[run], *rest), set()).add(getattr(run, key))
             return sum(len(values) > 1 for values in seen.values()) / len(seen)
 
         over = max((key for key in OVER if key in varying), key=lines, default=None)
@@ -75,15 +79,15 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
         taken = which if which in run.passes else "forward"
         if not run.ok:
             continue
-        panel = [f"{FACTS[key]} {fact(run, key, set()) or 'none'}" for key in axes.panel]
+        panel = [f"{FACTS[key]} {fact(run, key) or 'none'}" for key in axes.panel]
         assert run.result.metrics is not None  # a result with times has them
         found, metrics = run.passes[taken], run.result.metrics.passes[taken]
         rows.append({
-            "label": named[run], "whose": PEER if run.peer else OURS, "panel": ", ".join(panel), "pass": taken,
-            "over": run.facts[axes.over] if axes.over else None, "time": found.median, "p10": found.p10,
+            "label": named[run], "whose": EXTERNAL if run.external else OURS, "panel": ", ".join(panel), "pass": taken,
+            "over": getattr(run, axes.over) if axes.over else None, "time": found.median, "p10": found.p10,
             "p90": found.p90, "tflops": metrics.tflops_per_device,
             "efficiency": against[run].efficiency if run in against else None,
-            "kernel": run.facts["kernel"],
+            "kernel": run.kernel,
         })  # fmt: skip
     return rows
 
@@ -96,10 +100,10 @@ def charts(runs: Sequence[Run], which: str = "total") -> dict[str, Any]:
         return {}
     axes = Axes.of(timed)
     rows = points(runs, axes, which)
-    made = {kind: _chart(rows, kind, axes, rate(timed)) for kind in ("time", "tflops")}
+    made = {kind: _chart(rows, kind, axes, rate_title(timed)) for kind in ("time", "tflops")}
     scaled = [row for row in rows if row["efficiency"] is not None]
     if axes.over == "world_size" and which == "total" and len({row["over"] for row in scaled}) > 1:
-        made["efficiency"] = _chart(scaled, "efficiency", axes, rate(timed))
+        made["efficiency"] = _chart(scaled, "efficiency", axes, rate_title(timed))
     return made
 
 
@@ -136,7 +140,7 @@ def _color(rows: list[dict[str, Any]]) -> Any:
     import altair as alt
 
     whose = {row["label"]: row["whose"] for row in rows}
-    names = sorted(whose, key=lambda name: whose[name] == PEER)  # ours first, each in the order of the runs
+    names = sorted(whose, key=lambda name: whose[name] == EXTERNAL)  # ours first, each in the order of the runs
     scale = alt.Scale(domain=names, scheme="tableau10" if len(names) <= 10 else "tableau20")
     return alt.Color("label:N", title=None, scale=scale, sort=names)
 
@@ -152,7 +156,7 @@ def _lines(base: Any, rows: list[dict[str, Any]], kind: str, title: str, axes: A
     at = base.encode(x=x, y=_height(rows, kind, title), color=_color(rows))
     line = at.mark_line(strokeWidth=2)
     if len({row["whose"] for row in rows}) > 1:
-        dash = alt.Scale(domain=[OURS, PEER], range=[[1, 0], [6, 4]])
+        dash = alt.Scale(domain=[OURS, EXTERNAL], range=[[1, 0], [6, 4]])
         legend = alt.Legend(symbolType="stroke", symbolSize=400, symbolStrokeColor="#555")
         line = line.encode(strokeDash=alt.StrokeDash("whose:N", title=None, scale=dash, legend=legend))
     return alt.layer(line, at.mark_circle(size=45, opacity=1)).properties(width=560, height=340)
@@ -180,7 +184,7 @@ def _bars(base: Any, rows: list[dict[str, Any]], kind: str, title: str) -> Any:
     order = alt.EncodingSortField(kind, order="ascending" if kind == "time" else "descending")
     x = alt.X(f"{kind}:Q", title=title, scale=alt.Scale(zero=True))
     y = alt.Y("label:N", title=None, sort=order)
-    whose = alt.Color("whose:N", title=None, scale=alt.Scale(domain=[OURS, PEER], range=["#4c78a8", "#bab0ac"]))
+    whose = alt.Color("whose:N", title=None, scale=alt.Scale(domain=[OURS, EXTERNAL], range=["#4c78a8", "#bab0ac"]))
     both = len({row["whose"] for row in rows}) > 1
     bars = base.mark_bar(color="#4c78a8").encode(x=x, y=y, **({"color": whose} if both else {}))
     text = base.mark_text(align="left", dx=4).encode(x=x, y=y, text=alt.Text(f"{kind}:Q", format=".4r"))
@@ -188,13 +192,9 @@ def _bars(base: Any, rows: list[dict[str, Any]], kind: str, title: str) -> Any:
 
 
 def write_png(chart: Any, path: Path) -> None:
-    """Whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    """Write a chart as a PNG; the file appears whole or not at all."""
+    with replacing(path) as scratch:
         chart.save(str(scratch), format="png", scale_factor=SCALE)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def bundle() -> str:

@@ -18,12 +18,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from runner.config import folders
-from runner.output.results import escaped, write_atomically
-from runner.report import charts as report_charts
-from runner.report import headline, page
-from runner.report import runs as report_runs
-from runner.report import tables as report_tables
-from runner.report.runs import Run
+from runner.output.results import write_text
+from runner.output.summary import escaped
+from runner.report import charts, page, tables
+from runner.report.comparison import COMPARED, comparable, comparison_table
+from runner.report.headline import headline_table
+from runner.report.labels import labels
+from runner.report.runs import PASSES, Run, read, where
+from runner.report.table import Table, in_common
 
 PROGRAM = "python -m runner.report"
 MADE_BY = re.compile(r"^Made by `python -m runner\.report (?P<arguments>[^`]*)`", re.MULTILINE)
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"no FOLDER given; for instance {PROGRAM} outputs/multirun/*")
         if bool(options.into) != bool(options.section):
             raise ValueError("--into FILE and --section NAME belong together: give both or none")
-        runs = report_runs.where(report_runs.read(options.folders), options.where)
+        runs = where(read(options.folders), options.where)
         return _section(runs, options, arguments) if options.into else _report(runs, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,9 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)"
     )
-    parser.add_argument(
-        "--pass", dest="which", choices=report_tables.COMPARED, default="total", help="what is compared"
-    )
+    parser.add_argument("--pass", dest="which", choices=COMPARED, default="total", help="what is compared")
     parser.add_argument("--together", action="store_true", help="one part for all runs, instead of one a sweep")
     parser.add_argument(
         "--out", type=Path, help="where the files go (default: FOLDER; of several folders outputs/report-<time>)"
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         default="runs",
         help="of the section; headline: auto beside each external package",
     )
-    parser.add_argument("--chart", choices=(*report_charts.KINDS, "none"), default="time", help="of the section")
+    parser.add_argument("--chart", choices=(*charts.KINDS, "none"), default="time", help="of the section")
     parser.add_argument(
         "--mixed", action="store_true", help="a headline's row may be of several commits or machines, and is marked"
     )
@@ -81,42 +81,58 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(runs: list[Run], options: argparse.Namespace) -> int:
+    """Write report.md, report.html and the charts, with a part for each sweep."""
     out = _out(options)
-    lacking = report_charts.missing()
+    missing = charts.missing()
     sweeps: dict[Path, list[Run]] = {}
     for run in runs:
         sweeps.setdefault(out if options.together else run.folder.parent, []).append(run)
-    parts, lines = [], [f"# {escaped(out.resolve().name)}", ""]
-    for number, (folder, found) in enumerate(sorted(sweeps.items())):
-        title = str(folder) if len(sweeps) > 1 else "Runs"
-        prefix = f"{_file_name(folder, sweeps)}_" if len(sweeps) > 1 else ""
-        tables = {"Runs": report_tables.runs_table(found)}
-        if len({report_runs.labels(found)[run] for run in found}) > 1 and report_tables.comparable(found):
-            said = options.which.replace("_", " ")
-            tables[f"Side by side, ms ({said})"] = report_tables.comparison_table(found, options.which)
-        drawn = options.which if options.which in report_tables.PASSES else "total"
-        charts = {} if lacking else report_charts.charts(found, drawn)
-        summary = f"{report_tables.machine(found)}\n{report_tables.same(found)}"
-        environment = report_tables.environment_table(found)
-        specs = {kind: chart.to_dict() for kind, chart in charts.items()}
-        parts.append(page.Part(title, summary, tables, environment, specs, lacking if number == 0 else None))
-        lines += [f"## {escaped(title)}", "", *(f"{escaped(line)}  " for line in summary.splitlines()), ""]
-        for heading, table in tables.items():
-            lines += [f"### {heading}", "", table.markdown()]
-        for kind, chart in charts.items():
-            report_charts.write_png(chart, out / f"{prefix}{kind}.png")
-            lines += [f"![{report_charts.KINDS[kind]}]({prefix}{kind}.png)", ""]
-        lines += ["### Environment", "", environment.markdown()]
-    write_atomically(out / "report.md", "\n".join(lines))
-    write_atomically(out / "report.html", page.page(out.resolve().name, parts))
-    if lacking:
-        print(lacking, file=sys.stderr)
+    parts: list[page.Part] = []
+    lines = [f"# {escaped(out.resolve().name)}", ""]
+    for folder, found in sorted(sweeps.items()):
+        title, prefix = "Runs", ""
+        if len(sweeps) > 1:
+            title, prefix = str(folder), f"{_file_name(folder, sweeps)}_"
+        drawn = {} if missing else charts.charts(found, options.which if options.which in PASSES else "total")
+        part = page.Part(
+            title,
+            f"{tables.machine(found)}\n{in_common(found)}",
+            _tables(found, options.which),
+            tables.environment_table(found),
+            {kind: chart.to_dict() for kind, chart in drawn.items()},
+            None if parts else missing,
+        )
+        parts.append(part)
+        lines += _markdown(part, prefix)
+        for kind, chart in drawn.items():
+            charts.write_png(chart, out / f"{prefix}{kind}.png")
+    write_text(out / "report.md", "\n".join(lines))
+    write_text(out / "report.html", page.page(out.resolve().name, parts))
+    if missing:
+        print(missing, file=sys.stderr)
     print(f"Report: {out / 'report.md'}, {out / 'report.html'}")
     return 0
 
 
+def _tables(runs: list[Run], which: str) -> dict[str, Table]:
+    """The tables of a part by their headings."""
+    found = {"Runs": tables.runs_table(runs)}
+    if len(set(labels(runs).values())) > 1 and comparable(runs):
+        found[f"Side by side, ms ({which.replace('_', ' ')})"] = comparison_table(runs, which)
+    return found
+
+
+def _markdown(part: page.Part, prefix: str) -> list[str]:
+    lines = [f"## {escaped(part.title)}", "", *(f"{escaped(line)}  " for line in part.summary.splitlines()), ""]
+    for heading, table in part.tables.items():
+        lines += [f"### {heading}", "", table.markdown()]
+    for kind in part.charts:
+        lines += [f"![{charts.KINDS[kind]}]({prefix}{kind}.png)", ""]
+    return [*lines, "### Environment", "", part.environment.markdown()]
+
+
 def _out(options: argparse.Namespace) -> Path:
-    """Where the report goes: never into one of several folders unasked. Raises OSError."""
+    """The folder of the report: --out, or the one folder given; of several folders, a new one. Raises OSError."""
     if options.out is None and len(options.folders) > 1:
         return folders.create(Path("outputs"), f"report-{folders.now()}")
     out: Path = options.out or options.folders[0]
@@ -125,12 +141,12 @@ def _out(options: argparse.Namespace) -> Path:
 
 
 def _file_name(folder: Path, among: Iterable[Path]) -> str:
-    """The sweep's folder below what all have in common, as part of a file's name."""
+    """The folder's path below the part that all have in common, as part of a file's name."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", os.path.relpath(folder, os.path.commonpath(among))).strip("._")
 
 
 def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str]) -> int:
-    """Put the table, the picture and the command into the file."""
+    """Replace a section of a file by a table, a chart and the command that made them."""
     file: Path = options.into
     text = file.read_text()
     pattern = _between(options.section)
@@ -139,18 +155,18 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
             f"--section {options.section}: {file} must have <!-- report:{options.section} --> and after it "
             f"<!-- /report:{options.section} --> once, each in a line of its own"
         )
-    table = report_tables.runs_table(runs)
+    table, unit = tables.runs_table(runs), f" Times in ms ({options.which.replace('_', ' ')})."
     if options.table == "comparison":
-        table = report_tables.comparison_table(runs, options.which)
-        table.notes += report_tables.failures(runs)
+        table = comparison_table(runs, options.which)
+        table.notes += tables.failures(runs)
     elif options.table == "headline":
-        table = headline.headline_table(runs, options.which, options.mixed)
-    picture = "" if options.chart == "none" else _picture(runs, options)
-    unit = f" Times in ms ({options.which.replace('_', ' ')})." if options.table != "runs" else ""
-    said = escaped(f"{report_tables.machine(runs)}; {report_tables.same(runs)}.{unit}")
-    made = f"Made by `{PROGRAM} {shlex.join(arguments)}`."
-    body = "\n".join([said, "", table.markdown(), *([picture, ""] if picture else []), made])
-    write_atomically(file, pattern.sub(lambda found: f"{found[1]}\n{body}\n{found[3]}", text))
+        table = headline_table(runs, options.which, options.mixed)
+    else:
+        unit = ""
+    picture = [] if options.chart == "none" else [_picture(runs, options), ""]
+    heading = escaped(f"{tables.machine(runs)}; {in_common(runs)}.{unit}")
+    body = "\n".join([heading, "", table.markdown(), *picture, f"Made by `{PROGRAM} {shlex.join(arguments)}`."])
+    write_text(file, pattern.sub(lambda found: f"{found[1]}\n{body}\n{found[3]}", text))
     return 0
 
 
@@ -160,23 +176,23 @@ def _between(name: str) -> re.Pattern[str]:
 
 
 def _picture(runs: list[Run], options: argparse.Namespace) -> str:
-    """The picture's link, from the file's place. Raises ValueError where it can't be made."""
-    if lacking := report_charts.missing():
-        raise ValueError(f"{lacking}, or leave the picture out with --chart none")
-    chart = report_charts.charts(runs, options.which).get(options.chart)
+    """Write the section's chart and return its link, relative to the file. Raises ValueError where it cannot be made."""
+    if missing := charts.missing():
+        raise ValueError(f"{missing}, or leave the picture out with --chart none")
+    chart = charts.charts(runs, options.which).get(options.chart)
     if chart is None:
         raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
     out: Path = options.out or options.folders[0]
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{options.section}_{options.chart}.png"
-    report_charts.write_png(chart, path)
-    title = report_charts.KINDS[options.chart]
+    charts.write_png(chart, path)
+    title = charts.KINDS[options.chart]
     return f"![{title}, {options.section.replace('_', ' ')}]({os.path.relpath(path, options.into.parent)})"
 
 
 def refresh(file: Path) -> int:
-    """Make every section of the file again; its paths are from where the command runs. Raises ValueError for one that
-    does not say how it was made."""
+    """Make every section of the file again by the command in it; relative paths start at the working directory. Raises
+    ValueError for a section without a command."""
     text = file.read_text()
     names = re.findall(r"^<!-- report:(\S+) -->$", text, re.MULTILINE)
     if not names:

@@ -1,4 +1,4 @@
-"""What may be compared: whether two medians differ beyond their spreads, and whether runs are of one commit and machine."""
+"""Fair comparison: whether two medians differ by more than their spreads, and whether runs are of one commit and machine."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ MIXED = "‡"
 
 
 def spread(run: Run, which: str) -> tuple[float, float] | None:
-    """The 95% interval of a pass's median, or with too few samples p10 to p90, ms; None of what has no samples of its own."""
-    found = run.passes.get(which) or (run.passes.get("forward") if which == "total" else None)
-    if found is None:
-        return None
-    if found.ci95 is not None:
-        return found.ci95
+    """The 95% interval of a pass's median or, with too few samples, p10 to p90, in ms. None for a pass without samples."""
+    found = run.times(which)
+    if found is None or found.ci95 is not None:
+        return found.ci95 if found else None
     return (found.p10, found.p90) if found.p10 is not None and found.p90 is not None else None
 
 
 def ratio(theirs: Run, ours: Run, which: str, names: tuple[str, str]) -> str:
-    """Theirs over ours, with both sides' names; `even` where the spreads of the two medians overlap."""
+    """Theirs over ours, with the names of both; `even` where the spreads of the two medians overlap."""
     a, b = theirs.ms(which), ours.ms(which)
     if not a or not b:
         return ""
-    ends = [spread(run, which) for run in (theirs, ours)]
-    overlap = ends[0] and ends[1] and ends[0][0] <= ends[1][1] and ends[1][0] <= ends[0][1]
-    return f"{'even' if overlap else f'{a / b:.2f}'} ({names[0]} / {names[1]})"
+    first, second = spread(theirs, which), spread(ours, which)
+    even = first and second and first[0] <= second[1] and second[0] <= first[1]
+    return f"{'even' if even else f'{a / b:.2f}'} ({names[0]} / {names[1]})"
 
 
 def noise(run: Run, which: str) -> str:
-    """`!` where a pass is noisy."""
-    found = run.passes.get(which) or (run.passes.get("forward") if which == "total" else None)
+    """`!` for a noisy pass."""
+    found = run.times(which)
     return "!" if found is not None and found.noisy else ""
 
 
@@ -39,11 +37,11 @@ def origins(runs: Iterable[Run]) -> list[str]:
     """The commits and machines of these runs, each once, in a few words."""
     found: dict[tuple[object, ...], str] = {}
     for run in runs:
-        about, told = run.environment, run.result.plain.get("environment") or {}
+        about = run.environment
         commit = (about.git.commit if about.git else None) or "unknown"
-        cards = tuple(sorted(gpu["uuid"] for gpu in about.gpus_before if isinstance(gpu.get("uuid"), str)))
-        machine = (about.host, told.get("machine_id"), about.cpu, about.cores, cards)
-        found[commit, *machine] = f"{commit[:7]} on {about.host or 'an unknown host'} of {about.cores or '?'} cores"
+        cards = tuple(sorted(gpu.uuid for gpu in about.gpus_before if gpu.uuid))
+        key = (commit, about.host, about.machine_id, about.cpu, about.cores, cards)
+        found[key] = f"{commit[:7]} on {about.host or 'an unknown host'} of {about.cores or '?'} cores"
     return sorted(set(found.values())) if len(found) > 1 else [*found.values()]
 
 
@@ -53,6 +51,6 @@ def mixed(runs: Sequence[Run]) -> bool:
 
 
 def mixed_note(rows: Iterable[Sequence[Run]]) -> list[str]:
-    """The footnote to rows that are marked with MIXED."""
+    """The note to rows that are marked with MIXED."""
     found = dict.fromkeys(origin for runs in rows if mixed(runs) for origin in origins(runs))
     return [f"`{MIXED}`: runs of several commits or machines in a row: {', '.join(found)}."] if found else []

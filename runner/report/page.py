@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.report.charts import KINDS, bundle
-from runner.report.tables import Table
+from runner.report.table import Table
 
 STYLE = """
 :root { color-scheme: light; }

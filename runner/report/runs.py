@@ -1,10 +1,11 @@
-"""What a report says of a run: what was asked, what was measured, and which runs may be compared. No torch, no pandas."""
+"""The runs of a report: a result, and the facts that set it apart from other runs. Loads neither torch nor pandas."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,307 +13,215 @@ from typing import Any
 from attention.external import PEERS
 from attention.masks.band import Mask
 from attention.variants.registry import BEST, everything, setting_label
-from runner.output import record, results
-from runner.output.record import Environment, Method, PassTimes, Result
+from runner.output import reader, summary
+from runner.output.fields import Environment, PassTimes
+from runner.output.record import Asked, Result
 
-# what may differ between runs, by the title of its column
+# the facts in which runs may differ, by the title of their column
 FACTS = {
     "attention": "attention", "options": "options", "world_size": "W", "batch": "batch", "seq_len": "S", "q_len": "queries",
     "heads": "heads", "head_dim": "D", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
     "transport": "transport", "graphs": "graphs", "timing": "timing", "mode": "mode", "gpu": "GPU",
 }  # fmt: skip
-# of those, the work itself; the others are a way to do it
+# the facts that are the work itself, and those that are a way to do it
 WORKLOAD = ("gpu", "mode", "dtype", "batch", "heads", "head_dim", "mask", "pack", "q_len", "seq_len", "world_size")
+WAYS = ("asked_kernel", "asked_transport", "graphs", "timing")
+PASSES = ("forward", "backward", "total")
 BACK_TO_BACK = "back_to_back"
-MADE = ("asked_kernel", "asked_transport", "graphs", "timing")
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One result. `facts` are what was asked and chosen, None where the result does not say; `row` is its row of the
-    sweep's summary, from which all numbers come."""
+    """A result and its facts, which are None where the result does not say them."""
 
-    folder: Path
-    row: dict[str, Any]
-    facts: dict[str, Any]
-    options: dict[str, Any]
-    result: Result = field(repr=False)
+    result: Result
+    attention: str | None
+    options: dict[str, Any]  # as asked: empty for attention=auto
+    took: str | None  # the variant and options that attention=auto took, or the options that were the best
+    config: str | None
+    world_size: int | None
+    batch: int | None
+    seq_len: int | None
+    q_len: int | None
+    heads: str | None  # query heads:KV heads
+    head_dim: int | None
+    mask: str | None
+    pack: str | None  # a packed batch, in a few words
+    dtype: str | None
+    mode: str | None
+    kernel: str | None  # the one that ran
+    transport: str | None
+    asked_kernel: str | None  # may be auto
+    asked_transport: str | None
+    graphs: bool | str
+    timing: str | None
+    gpu: str | None
+
+    @staticmethod
+    def of(result: Result) -> Run:
+        asked, used = result.asked, result.chosen or result.asked
+        options, took = _options(result)
+        heads = f"{asked.heads}:{asked.kv_heads or asked.heads}" if asked.heads is not None else None
+        known = asked.causal is not None and asked.window is not None
+        gpus = (gpu.name for gpu in result.environment.gpus_before)
+        same = ("attention", "config", "world_size", "batch", "seq_len", "q_len", "head_dim", "dtype", "graphs")
+        return Run(
+            result,
+            options=options,
+            took=took,
+            heads=heads,
+            mask=Mask.of(bool(asked.causal), asked.window or (-1, -1)).describe() if known else None,
+            pack=_pack(asked),
+            mode=asked.mode or _default_mode(asked.attention),
+            kernel=None if used.kernel == "auto" else used.kernel,
+            transport=None if used.transport in ("none", "auto") or asked.attention in PEERS else used.transport,
+            asked_kernel=asked.kernel,
+            asked_transport=asked.transport,
+            timing=summary.timing_text(asked.timing),
+            gpu=result.environment.gpu or next(gpus, None),
+            **{key: getattr(asked, key) for key in same},
+        )
+
+    @property
+    def folder(self) -> Path:
+        return self.result.folder
+
+    @property
+    def status(self) -> str:
+        return self.result.status
 
     @property
     def ok(self) -> bool:
-        return self.row["status"] == "ok" and self.row["forward_ms"] is not None
+        return self.result.timed
 
     @property
-    def peer(self) -> bool:
-        return self.facts["attention"] in PEERS
+    def external(self) -> bool:
+        """Whether it ran an external package."""
+        return self.attention in PEERS
 
     @property
     def environment(self) -> Environment:
         return self.result.environment
 
-    @cached_property
+    @property
     def passes(self) -> dict[str, PassTimes]:
-        """The summary of each pass's samples."""
-        return self.result.timing.passes if self.result.timing else {}
+        return self.result.passes
 
     @cached_property
-    def work(self) -> tuple[Any, ...]:
-        return tuple(self.facts[key] for key in WORKLOAD)
+    def row(self) -> dict[str, Any]:
+        """The columns of the sweep's summary."""
+        return summary.row(self.result)
+
+    @cached_property
+    def workload(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, key) for key in WORKLOAD)
+
+    @property
+    def tflops(self) -> float | None:
+        """TFLOP/s per device of the last pass."""
+        return self.result.last_metrics.tflops_per_device if self.result.last_metrics else None
 
     @property
     def back_to_back(self) -> float | None:
-        """The ms of an iteration among many in a row, as the warm-up has them."""
-        found: float | None = self.row["back_to_back_ms"]
-        return found if self.ok else None
+        """The ms of an iteration among many in a row, measured during the warm-up."""
+        return self.result.timing.back_to_back_ms if self.ok and self.result.timing else None
+
+    def times(self, which: str) -> PassTimes | None:
+        """The times of a pass; the total of a run without a backward is its forward."""
+        return self.passes.get(which) or (self.passes.get("forward") if which == "total" else None)
 
     def ms(self, which: str) -> float | None:
-        """The median of a pass, or "back_to_back"; the total of a run that has a forward only is its forward."""
+        """The median of a pass, or the time back to back."""
         if which == BACK_TO_BACK:
             return self.back_to_back
-        found = self.passes.get(which) or (self.passes.get("forward") if which == "total" else None)
+        found = self.times(which)
         return found.median if found and self.ok else None
 
 
+def _options(result: Result) -> tuple[dict[str, Any], str | None]:
+    """The options as asked, and what `auto` or `best` took, which may differ from one workload to the next."""
+    if taken := result.taken:
+        return {}, " ".join([*taken, "graphs=true"] if result.replay_taken else taken)
+    options = result.asked.options
+    best = [name for name, value in result.group("attention").items() if value == BEST and name in options]
+    if not result.chosen or not best:
+        return options, None
+    return options | dict.fromkeys(best, BEST), setting_label(options, best)
+
+
+def _pack(asked: Asked) -> str | None:
+    if not asked.seqlens:
+        return None
+    text = asked.seqlens if isinstance(asked.seqlens, str) else f"{len(asked.seqlens)} sequences"
+    return text + (", in a new order each time" if asked.timing.new_packs else "")
+
+
+def _default_mode(attention: str | None) -> str:
+    variant = everything().get(attention or "")
+    return "forward" if variant and variant.decode else "forward_backward"
+
+
 def read(folders: Iterable[Path]) -> list[Run]:
-    """The runs in these folders and all below, packed or not, in the order of the tables; files that are no results are named
-    on stderr. Raises ValueError where there is none."""
+    """The runs in these folders and below, packed or not, in the order of the tables. Files that are no results are named on
+    stderr. Raises ValueError where there is no result."""
     folders = list(folders)
     found: dict[Path, Result] = {}
     for folder in folders:
-        values, problems = record.read_results(folder)
-        record.name_problems(problems)
+        values, problems = reader.read_results(folder)
+        reader.report_problems(problems)
         found |= {value.folder.resolve(): value for value in values if value.folder.resolve() not in found}
-    runs = [_run(value) for value in found.values()]
-    if not runs:
-        said = ", ".join(str(folder) for folder in folders)
+    if not found:
+        names = ", ".join(str(folder) for folder in folders)
         raise ValueError(
-            f"{said}: no result.json or {record.PACKED} there or below that can be read; give the folder of a run, a sweep, or several"
+            f"{names}: no result.json or {reader.PACKED} there or below that can be read; give the folder of a run, a sweep, "
+            "or several"
         )
-    gpus = {run.facts["gpu"] for run in runs} - {None}
-    for run in runs:  # a run that was refused at once did not look
-        run.facts["gpu"] = run.facts["gpu"] or (next(iter(gpus)) if len(gpus) == 1 else None)
+    runs = [Run.of(value) for value in found.values()]
+    gpus = {run.gpu for run in runs if run.gpu}
+    if len(gpus) == 1:  # a run that was refused early does not name the GPU
+        runs = [dataclasses.replace(run, gpu=run.gpu or min(gpus)) for run in runs]
     return in_order(runs)
 
 
-def _run(value: Result) -> Run:
-    row, config, experiment = results.row(value), value.config, value.experiment
-    # of a refused run the row has what is of the right type
-    work: dict[str, Any] = vars(experiment.workload) if experiment else {**row, **_shape(config)}
-    options = experiment.options if experiment else {k: v for k, v in value.group("attention").items() if k != "name"}
-    timing = experiment.timing if experiment else _method(value.group("timing"))
-    world = experiment.world_size if experiment else row["world_size"]
-    if config.get("world_size") == "auto" and world is None and (named := re.search(r"_w(\d+)_", value.name)):
-        world = int(named[1])  # a refused run's name has the ranks that auto stands for
-    heads, kv_heads = work.get("heads"), work.get("kv_heads") or work.get("heads")
-    # the configuration: in the experiment attention=auto has put what it took
-    asked = {
-        key: results.text(value.group(key).get("name")) or (getattr(experiment, key) if experiment else None)
-        for key in ("kernel", "transport")
-    }
-    kernel = value.chosen.kernel if value.chosen else asked["kernel"]
-    transport = value.chosen.transport if value.chosen else asked["transport"]
-    took = None
-    if value.chosen and value.chosen.variant is not None:  # by attention=auto, which may take another in each workload
-        took = " ".join([value.chosen.variant, *(f"{k}={v}" for k, v in options.items() if v is not None)])
-        if config.get("graphs") == "auto" and value.chosen.graphs:
-            took += " graphs=true"
-        options = {}
-    best = [name for name, asked_for in value.group("attention").items() if asked_for == BEST and name in options]
-    if value.chosen and best:  # which may be another in each workload
-        took = setting_label(options, best)
-        options = options | dict.fromkeys(best, BEST)
-    facts = {
-        "attention": row["attention"],
-        "config": row["config"],
-        "world_size": world,
-        "gpu": _gpu(value.environment),
-        "batch": work.get("batch"),
-        "seq_len": work.get("seq_len"),
-        "q_len": work.get("q_len"),
-        "heads": f"{heads}:{kv_heads}" if heads is not None else None,
-        "head_dim": work.get("head_dim"),
-        "mask": _mask(work),
-        "pack": _pack(work.get("seqlens"), bool(timing and timing.new_packs)),
-        "dtype": experiment.workload.dtype if experiment else row["dtype"],
-        "mode": (experiment.mode if experiment else None) or row["mode"] or _mode(row["attention"]),
-        "timing": results.timed(timing) if timing else None,
-        "kernel": kernel if kernel != "auto" else None,  # none was chosen
-        # a world of one has none, a peer's is its own affair
-        "transport": None if transport in ("none", "auto") or row["attention"] in PEERS else transport,
-        # results of before there were any don't say
-        "graphs": graphs if isinstance(graphs := config.get("graphs"), (bool, str)) else False,
-        "took": took,
-        "asked_kernel": asked["kernel"],
-        "asked_transport": asked["transport"],
-    }
-    return Run(value.folder, row, facts, {k: v for k, v in options.items() if v is not None}, value)
-
-
-def _shape(config: dict[str, Any]) -> dict[str, Any]:
-    seqlens = config.get("seqlens")
-    return {"window": config.get("window"), "seqlens": seqlens if isinstance(seqlens, (str, list)) else None}
-
-
-def _method(group: dict[str, Any]) -> Method | None:
-    """How a refused run was to be timed, as far as that can be read."""
-    known = {
-        key: group.get(key) for key in ("layers", "autograd_thread", "new_packs") if type(group.get(key)) in (int, bool)
-    }
-    method = group.get("method")
-    return Method(method=method, **known) if isinstance(method, str) else None  # type: ignore[arg-type]
-
-
-def _mode(attention: str | None) -> str:
-    found = everything().get(attention or "")
-    return "forward" if found and found.decode else "forward_backward"
-
-
-def _gpu(environment: Environment) -> str | None:
-    return environment.gpu or next((gpu.get("name") for gpu in environment.gpus_before), None)
-
-
-def _mask(work: dict[str, Any]) -> str | None:
-    """None where a refused run's configuration does not say it."""
-    window = work.get("window")
-    if not isinstance(work.get("causal"), bool) or not isinstance(window, (list, tuple)) or len(window) != 2:
-        return None
-    if not all(isinstance(side, int) for side in window):
-        return None
-    return Mask.of(work["causal"], (window[0], window[1])).describe()
-
-
-def _pack(seqlens: Any, new: bool) -> str | None:
-    if not seqlens:
-        return None
-    said = f"{len(seqlens)} sequences" if isinstance(seqlens, (list, tuple)) else str(seqlens)
-    return said + (", in a new order each time" if new else "")
-
-
 def in_order(runs: Iterable[Run]) -> list[Run]:
-    """By workload, then ours before the peers' in the order of the catalog, each from few ranks to many."""
+    """By workload, then our variants in the order of the catalog before external packages, then by world size."""
     names = list(everything())
 
     def key(run: Run) -> tuple[Any, ...]:
-        facts = run.facts
-        place = (run.peer, names.index(facts["attention"]) if facts["attention"] in names else len(names))
-        work = [sortable(facts[key]) for key in WORKLOAD if key != "world_size"]
-        made = [sortable(facts[key]) for key in ("world_size", *MADE)]
-        return (work, place, sorted((k, str(v)) for k, v in run.options.items()), made, run.row["name"])
+        place = (run.external, names.index(run.attention) if run.attention in names else len(names))
+        work = [sortable(getattr(run, name)) for name in WORKLOAD if name != "world_size"]
+        ways = [sortable(getattr(run, name)) for name in ("world_size", *WAYS)]
+        return (work, place, sorted((k, str(v)) for k, v in run.options.items()), ways, run.result.name)
 
     return sorted(runs, key=key)
 
 
 def sortable(value: Any) -> tuple[Any, ...]:
-    """Numbers by size, also those within a text such as 32:8, and None first."""
+    """A sort key: numbers by size, also inside a text such as 32:8, and None first."""
     parts = re.split(r"(\d+)", "" if value is None else str(value))
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
 def where(runs: Sequence[Run], conditions: Iterable[str]) -> list[Run]:
-    """The runs for which every KEY=VALUE,VALUE.. holds, of what was asked or of an option. Raises ValueError for a key
-    that no run has, a condition that is none, or when nothing is left."""
+    """The runs that fulfil every KEY=VALUE,VALUE..., where KEY is an option, a fact or a column of the summary. Raises
+    ValueError for a key that no run has, for another form, or when no run is left."""
     kept = list(runs)
     for condition in conditions:
         key, sign, wanted = condition.partition("=")
-        values = [_looked_up(run, key) for run in runs]
-        if not sign or all(value is None for value in values):
-            known = sorted({*runs[0].facts, *(k for run in runs for k in run.options), *results.COLUMNS})
+        if not sign or all(_value(run, key) is None for run in runs):
+            known = sorted({*_FACTS, *(k for run in runs for k in run.options), *summary.COLUMNS})
             raise ValueError(f"--where {condition}: must be KEY=VALUE with one of these keys: {', '.join(known)}")
-        kept = [run for run in kept if str(_looked_up(run, key)).lower() in wanted.lower().split(",")]
+        kept = [run for run in kept if str(_value(run, key)).lower() in wanted.lower().split(",")]
     if not kept:
         raise ValueError(f"--where {' '.join(conditions)}: none of the {len(runs)} runs is so")
     return kept
 
 
-def _looked_up(run: Run, key: str) -> Any:
-    return next((at[key] for at in (run.options, run.facts, run.row) if at.get(key) is not None), None)
+_FACTS = {field.name for field in dataclasses.fields(Run)} - {"result", "options"}
 
 
-def varying_options(runs: Sequence[Run]) -> set[tuple[str, str]]:
-    """(variant, option) of those options that differ between runs of the same variant."""
-    seen: dict[tuple[str, str], set[str]] = {}
-    for run in runs:
-        for option in {o for r in runs if r.facts["attention"] == run.facts["attention"] for o in r.options}:
-            seen.setdefault((run.facts["attention"], option), set()).add(str(run.options.get(option)))
-    return {key for key, values in seen.items() if len(values) > 1}
-
-
-def options_text(run: Run, varying: set[tuple[str, str]]) -> str:
-    return " ".join(f"{k}={v}" for k, v in run.options.items() if (run.facts["attention"], k) in varying)
-
-
-def rate(runs: Sequence[Run]) -> str:
-    """What TFLOP/s are of."""
-    return "TFLOP/s a GPU" if any(run.facts["gpu"] for run in runs) else "TFLOP/s a rank"
-
-
-def each_over_several_kernels(runs: Sequence[Run]) -> bool:
-    """Whether these are several variants, each over several local kernels."""
-    taken: dict[str, set[str]] = {}
-    for run in runs:
-        if run.row["status"] != "invalid":
-            taken.setdefault(run.facts["attention"], set()).add(run.facts["asked_kernel"])
-    return sum(len(kernels) > 1 for kernels in taken.values()) > 1
-
-
-def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]:
-    """How each run was made, in a few words: the variant, and of its options, kernel, transport and timing what sets it
-    apart, but for those of `MADE` that are told elsewhere (`without`). Runs of the same label differ in their workload
-    only."""
-    varying = varying_options(runs)
-    made = [key for key in MADE if key not in without]
-    asked = {key: {run.facts[key] for run in runs if run.row["status"] != "invalid"} for key in made}
-    one = len({run.facts["attention"] for run in runs}) == 1
-    parts: dict[Run, list[str]] = {}
-    for run in runs:
-        parts[run] = [options_text(run, varying), *(_made(run, key) for key in made if len(asked[key]) > 1)]
-        if not one or not any(parts[run]):
-            parts[run].insert(0, str(run.facts["attention"]))
-    if len({run.facts["kernel"] for run in runs if run.ok}) > 1 and len(asked.get("asked_kernel", ())) == 1:
-        took: dict[str, dict[str, None]] = {}  # what kernel=auto took in all runs of a label
-        for run in runs:
-            if run.ok:
-                took.setdefault(" ".join(parts[run]), {})[str(run.facts["kernel"])] = None
-        for run in runs:
-            parts[run].append("/".join(took.get(" ".join(parts[run]), {})))
-    return {run: " ".join(filter(None, parts[run])) for run in runs}
-
-
-def _made(run: Run, key: str) -> str:
-    if key == "graphs":
-        return f"graphs={str(run.facts[key]).lower()}" if run.facts[key] else ""
-    return str(run.facts[key])
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Against one device. `mark` says what the reference is: "" the run's own baseline, "*" that extrapolated by FLOPs,
-    "†" the fastest run on one device among those reported."""
-
-    speedup: float
-    efficiency: float
-    mark: str
-
-
-def scaling(runs: Sequence[Run]) -> dict[Run, Scaling]:
-    """Speedup and efficiency of the runs that have a baseline, or a run on one device beside them: of the same workload,
-    or else of as many tokens a rank (weak scaling, where efficiency is TFLOP/s a device over that of the one)."""
-    found: dict[Run, Scaling] = {}
-    many = any(run.ok and run.facts["world_size"] > 1 for run in runs)
-    for run in filter(lambda run: run.ok, runs):
-        if run.row["efficiency"] is not None:
-            mark = "*" if run.result.baseline and run.result.baseline.extrapolated else ""
-            found[run] = Scaling(run.row["speedup"], run.row["efficiency"], mark)
-        elif many and (rates := _single_rates(run, runs)):
-            efficiency = run.row["tflops_per_device"] / max(rates)
-            found[run] = Scaling(efficiency * run.facts["world_size"], efficiency, "†")
-    return found
-
-
-def _single_rates(run: Run, runs: Sequence[Run]) -> list[float]:
-    def rates(seq_len: float) -> list[float]:
-        wanted = {**run.facts, "seq_len": seq_len, "world_size": 1}
-        work = tuple(wanted[key] for key in WORKLOAD)
-        return [r.row["tflops_per_device"] for r in runs if r.ok and r.work == work]
-
-    return rates(run.facts["seq_len"]) or rates(run.facts["seq_len"] / run.facts["world_size"])
+def _value(run: Run, key: str) -> Any:
+    if run.options.get(key) is not None:
+        return run.options[key]
+    fact = getattr(run, key) if key in _FACTS else None
+    return run.row.get(key) if fact is None else fact

@@ -5,7 +5,7 @@ import pytest
 from attention.external import PEERS
 from attention.variants.registry import VARIANTS
 from runner import catalog
-from runner.output import display
+from runner.output import terminal
 
 SIZE = ["config=tiny", "batch=1", "seq_len=1024", "heads=8", "kv_heads=2", "head_dim=64"]
 
@@ -13,7 +13,7 @@ SIZE = ["config=tiny", "batch=1", "seq_len=1024", "heads=8", "kv_heads=2", "head
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
     """No cell goes on in the next line, whatever the terminal is."""
-    monkeypatch.setattr(display.out, "width", 200)
+    monkeypatch.setattr(terminal.out, "width", 200)
 
 
 def rows(capsys, *arguments: str) -> dict[str, str]:

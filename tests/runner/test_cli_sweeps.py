@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from runner.launch.worlds import cores
-from runner.output import results
+from runner.output import summary
 from runner.output.record import Result
 from tests.runner.test_cli import only, results_in, run, started_by
 
@@ -154,5 +154,5 @@ def test_auto_records_what_it_chose_and_why(tmp_path):
     assert chosen["left_out"]["dense"] == "nothing is sharded"
     assert "ceilings" in chosen["basis"]
     assert value["correctness"]["passed"]
-    assert results.row(Result.of(value))["attention"] == "auto"
-    assert results.row(Result.of(value))["options"].split()[0] == chosen["variant"]
+    assert summary.row(Result.of(value))["attention"] == "auto"
+    assert summary.row(Result.of(value))["options"].split()[0] == chosen["variant"]

@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from runner import app, compare, pack
-from runner.output import record, results
-from runner.report import command as report
+from runner.output import reader, results, summary
 from runner.report import runs as report_runs
+from runner.report.comparison import comparison_table
+from runner.report.tables import runs_table
 from tests.runner.report.test_report import result, written
 
 ROOT = Path(__file__).parents[2]
@@ -86,26 +87,26 @@ def test_a_pack_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_p
     def tables() -> list[str]:
         runs = report_runs.read([sweep])
         return [
-            report.report_tables.runs_table(runs).markdown(),
-            report.report_tables.comparison_table(runs).markdown(),
+            runs_table(runs).markdown(),
+            comparison_table(runs).markdown(),
         ]
 
     folders, before = sorted(path.parent for path in sweep.glob("*/result.json")), tables()
-    rows = results.sweep_rows(sweep)
-    samples = {run.name: pack.table_of(run, "samples") for run in record.read_results(sweep)[0]}
+    rows = summary.sweep_rows(sweep)
+    samples = {run.name: pack.table_of(run, "samples") for run in reader.read_results(sweep)[0]}
     assert pack.main([str(sweep), "--remove"]) == 0
     assert not any(folder.exists() for folder in folders)
-    assert tables() == before and results.sweep_rows(sweep) == rows
-    assert {run.name: pack.table_of(run, "samples") for run in record.read_results(sweep)[0]} == samples
+    assert tables() == before and summary.sweep_rows(sweep) == rows
+    assert {run.name: pack.table_of(run, "samples") for run in reader.read_results(sweep)[0]} == samples
     assert compare.main([str(sweep), str(sweep)]) == 0
     assert [app._earlier(folder, "0").status for folder in folders].count("ok") == 3
     assert app._earlier(folders[0], "another") is None and "this run's is another" in capsys.readouterr().err
     # a run that was done again goes before the packed one, and is packed in its place
     again = app._earlier(folders[0], "0").plain | {"status": "crash", "reason": "again", "timing": None}
     results.write_result(folders[0], again)
-    assert [run.status for run in record.read_results(sweep)[0]].count("crash") == 1
+    assert [run.status for run in reader.read_results(sweep)[0]].count("crash") == 1
     assert pack.main([str(sweep), "--remove"]) == 0
-    found = {run.name: run.status for run in record.read_results(sweep)[0]}
+    found = {run.name: run.status for run in reader.read_results(sweep)[0]}
     assert len(found) == 4 and found[folders[0].name] == "crash"
     packed = pq.read_table(sweep / "samples.parquet")
     assert set(packed["run"].to_pylist()) == {folders[1].name}  # of the run that was done again there are none
@@ -113,7 +114,7 @@ def test_a_pack_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_p
 
 def test_packed_samples_are_found_beside_a_folder_that_hydra_made_for_a_resumed_run(sweep):
     assert pack.main([str(sweep), "--remove"]) == 0
-    run = next(run for run in record.read_results(sweep)[0] if pack.table_of(run, "samples"))
+    run = next(run for run in reader.read_results(sweep)[0] if pack.table_of(run, "samples"))
     before = pack.table_of(run, "samples")
     (run.folder / ".hydra").mkdir(parents=True)
     assert pack.table_of(run, "samples") == before
@@ -157,7 +158,7 @@ def test_a_pack_that_is_damaged_is_named_and_what_lies_beside_it_is_read(sweep, 
     path = tmp_path / "packs" / "sweep" / "results.parquet"
     for content in (b"", b"PAR1 and no more", path.read_bytes()[:-9]):
         path.write_bytes(content)
-        found, problems = record.read_results(tmp_path / "packs")
+        found, problems = reader.read_results(tmp_path / "packs")
         assert len(found) == 1
         assert str(problems[0]).startswith(f"{path}: left out: is no pack of results") and len(problems) == 1
         assert len(report_runs.read([tmp_path / "packs"])) == 1
@@ -190,14 +191,14 @@ def test_the_packs_of_the_results_are_whole(folder):
     """Each run is a result, and the medians of the samples packed beside it are those that it states."""
     from runner.measure.statistics import quantile
 
-    found, problems = record.read_results(folder)
+    found, problems = reader.read_results(folder)
     assert found and not problems
     for run in [run for run in found if run.status == "ok"][:2]:
         slowest: dict[tuple[str, int], float] = {}
         for sample in pack.table_of(run, "samples"):
             at = (sample["pass"], sample["iteration"])
             slowest[at] = max(slowest.get(at, 0.0), sample["ms"])
-        for which, summary in run.timing.passes.items():
+        for which, times in run.timing.passes.items():
             if which != "total":
                 ms = sorted(x for (name, _), x in slowest.items() if name == which)
-                assert (len(ms), quantile(ms, 0.5)) == (summary.n, summary.median)
+                assert (len(ms), quantile(ms, 0.5)) == (times.n, times.median)

@@ -14,10 +14,12 @@ from runner import app, compare, pack
 from runner.launch.worlds import WorldSpec
 from runner.measure import metrics
 from runner.measure.statistics import summarize
-from runner.output import display, results
-from runner.output.record import Problem, Result, read_result, read_results
+from runner.output import display, results, summary, terminal
+from runner.output.reader import Problem, read_result, read_results
+from runner.output.record import Result
 from runner.report import runs as report_runs
-from runner.report import tables
+from runner.report.comparison import comparison_table
+from runner.report.tables import runs_table
 from tests.support.composing import python, resolved
 
 ROOT = Path(__file__).parents[3]
@@ -194,7 +196,7 @@ def test_a_file_that_is_no_result_is_named_in_a_line_and_the_others_are_kept(tmp
     found, problems = read_results(tmp_path)
     assert [result.name for result in found] == ["good"]
     assert re.search(f"^{re.escape(str(odd))}: left out: .*{said}", str(problems[0])) and len(problems) == 1
-    assert [row["name"] for row in results.summarize_sweep(tmp_path)] == ["good"]
+    assert [row["name"] for row in summary.summarize_sweep(tmp_path)] == ["good"]
     assert compare.main([str(tmp_path), str(tmp_path)]) == 0
     assert [run.result.name for run in report_runs.read([tmp_path])] == ["good"]
     assert capsys.readouterr().err == f"{problems[0]}\n"
@@ -224,8 +226,8 @@ def test_a_refused_runs_configuration_may_hold_anything(tmp_path, key, value):
     results.write_result(tmp_path / "good", measured("good"))
     runs = report_runs.read([tmp_path])
     assert sorted(run.result.name for run in runs) == ["good", "odd"]
-    assert tables.runs_table(runs).rows and tables.comparison_table(runs).rows
-    assert len(results.sweep_rows(tmp_path)) == len(compare.compare(runs, runs, "total", 0.02, 0.05)) == 2
+    assert runs_table(runs).rows and comparison_table(runs).rows
+    assert len(summary.sweep_rows(tmp_path)) == len(compare.compare(runs, runs, "total", 0.02, 0.05)) == 2
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ WRITERS = {
     "result.json": "results.write_result(folder, results.result(status='ok', reason='x' * 100_000))",
     "samples.parquet": "results.write_samples(folder / 'samples.parquet', [{'forward': [i / 7 for i in range(9999)]}])",
     "phases.csv": "results.write_csv(folder / 'phases.csv', [{'ms': i / 7} for i in range(9999)], ['ms'])",
-    "summary.parquet": "results._write_parquet(folder / 'summary.parquet', [{'ms': i / 7} for i in range(9999)])",
+    "summary.parquet": "summary.write_parquet(folder / 'summary.parquet', [{'ms': i / 7} for i in range(9999)])",
 }
 
 
@@ -268,7 +270,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_file_and_nothing_else(t
 import resource, sys
 from pathlib import Path
 import pyarrow.parquet
-from runner.output import results
+from runner.output import results, summary
 folder = Path({str(tmp_path)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # Python ignores SIGXFSZ: writing beyond it gives EFBIG
 try:
@@ -304,8 +306,8 @@ def test_a_table_is_written_as_csv_with_the_asked_columns(tmp_path):
 
 
 def test_a_row_of_the_summary_is_the_last_pass_of_the_slowest_rank():
-    row = results.row(Result.of(measured("a", 2048)))
-    assert tuple(row) == results.COLUMNS
+    row = summary.row(Result.of(measured("a", 2048)))
+    assert tuple(row) == summary.COLUMNS
     expected = {
         "name": "a", "status": "ok", "reason": None, "attention": "zigzag", "config": "default", "world_size": 2,
         "device": "cpu", "kernel": "sdpa_flash", "transport": "gloo", "batch": 2, "seq_len": 2048, "heads": 8,
@@ -323,10 +325,10 @@ def test_a_row_of_the_summary_is_the_last_pass_of_the_slowest_rank():
 def test_a_sweeps_summary_has_a_row_for_every_run_the_failed_ones_with_their_reason(tmp_path):
     results.write_result(tmp_path / "a", measured("a"))
     results.write_result(tmp_path / "b", refused("b", "oom", "rank 1 in phase timing: out of memory, 3 GiB asked"))
-    rows = results.summarize_sweep(tmp_path)
+    rows = summary.summarize_sweep(tmp_path)
     assert [row["name"] for row in rows] == ["a", "b"]
     for table in (pd.read_csv(tmp_path / "summary.csv"), pd.read_parquet(tmp_path / "summary.parquet")):
-        assert list(table.columns) == list(results.COLUMNS)
+        assert list(table.columns) == list(summary.COLUMNS)
         assert list(table["status"]) == ["ok", "oom"]
         assert table["reason"][1] == "rank 1 in phase timing: out of memory, 3 GiB asked"
         assert table["total_ms"][0] == 14 and pd.isna(table["total_ms"][1])
@@ -354,26 +356,26 @@ def test_a_sweeps_table_shows_what_was_swept_and_only_that(capsys, column, title
     for number, values in enumerate(sets):
         value = measured(f"run{number}")
         value["experiment"]["workload"] |= values
-        rows.append(results.row(Result.of(value)))
+        rows.append(summary.row(Result.of(value)))
     assert rows[0][column] != rows[1][column]
-    headings = results.markdown(rows).splitlines()[0].strip("| ").split(" | ")
-    titles = {title for key, title, _ in results.SHOWN if key in results.WHERE_DIFFERENT}
+    headings = summary.markdown(rows).splitlines()[0].strip("| ").split(" | ")
+    titles = {title for key, title, _ in summary.SHOWN if key in summary.WHERE_DIFFERENT}
     assert titles & set(headings) == {title}
     display.sweep_table(rows)
     assert title in capsys.readouterr().out
 
 
 def test_a_summary_picks_up_new_runs_and_passes_over_unfinished_ones(tmp_path):
-    assert results.summarize_sweep(tmp_path) == []
+    assert summary.summarize_sweep(tmp_path) == []
     assert files(tmp_path) == set()
     results.write_result(tmp_path / "b", refused("b", "crash", "rank 0"))
-    results.summarize_sweep(tmp_path)
+    summary.summarize_sweep(tmp_path)
     (tmp_path / "c").mkdir()
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "result.json").write_text('{"status":')
     results.write_result(tmp_path / "a", measured("a"))
     results.write_result(tmp_path / "b", measured("b", 4096))
-    results.summarize_sweep(tmp_path)
+    summary.summarize_sweep(tmp_path)
     found = pd.read_parquet(tmp_path / "summary.parquet")
     assert list(found["name"]) == ["a", "b"]
     assert list(found["status"]) == ["ok", "ok"]
@@ -388,14 +390,14 @@ def test_a_refused_runs_row_says_what_was_asked_as_far_as_it_is_of_the_right_typ
         "heads": True, "batch": "two", "seed": None, "dtype": "bf16",
     }  # fmt: skip
     value = results.result(status="unsupported", reason="no GPU", key="0", name="a", config=config)
-    asked = {key: x for key, x in results.row(Result.of(value)).items() if x is not None}
+    asked = {key: x for key, x in summary.row(Result.of(value)).items() if x is not None}
     assert asked == {
         "name": "a", "status": "unsupported", "reason": "no GPU", "attention": "tree", "options": "reduce=fused",
         "timing": "cudagraph", "config": "decode_128k", "seq_len": 1024, "causal": False,
     }  # fmt: skip
     for number, n in enumerate((512, 1024)):
         results.write_result(tmp_path / str(number), value | {"config": config | {"seq_len": n}})
-    assert [row["seq_len"] for row in results.summarize_sweep(tmp_path)] == [512, 1024]
+    assert [row["seq_len"] for row in summary.summarize_sweep(tmp_path)] == [512, 1024]
 
 
 def test_numbers_beyond_int64_leave_the_summary_whole(tmp_path):
@@ -403,7 +405,7 @@ def test_numbers_beyond_int64_leave_the_summary_whole(tmp_path):
         value = refused(name, "invalid", f"seq_len={asked}: too large")
         value["config"] |= {"seq_len": asked, "seed": asked}
         results.write_result(tmp_path / name, value)
-    results.summarize_sweep(tmp_path)
+    summary.summarize_sweep(tmp_path)
     table = pd.read_parquet(tmp_path / "summary.parquet", dtype_backend="pyarrow").set_index("name")
     assert table["seq_len"].isna().to_dict() == {"a": True, "b": True, "c": False}
     assert table["seq_len"]["c"] == 2**63 - 1 and "100000000000000000000" in table["reason"]["a"]
@@ -415,27 +417,27 @@ def test_a_summarys_rows_stand_in_the_order_of_the_runs(tmp_path):
         value = refused(name, "crash", "rank 0") if name == "a" else measured(name)
         value["environment"] = (value["environment"] or {}) | {"started_at": started}
         results.write_result(tmp_path / name, value)
-    assert [row["name"] for row in results.summarize_sweep(tmp_path)] == ["b", "a", "c"]
+    assert [row["name"] for row in summary.summarize_sweep(tmp_path)] == ["b", "a", "c"]
 
 
 def test_a_summary_of_failures_only_can_be_written(tmp_path):
     value = results.result(status="invalid", reason="seq_len=x", key="0", name="a", config={"overrides": ["seq_len=x"]})
     results.write_result(tmp_path / "a", value)
-    results.summarize_sweep(tmp_path)
+    summary.summarize_sweep(tmp_path)
     assert list(pd.read_parquet(tmp_path / "summary.parquet")["status"]) == ["invalid"]
 
 
 def test_what_was_counted_stands_in_the_summary_beside_the_models_bytes():
     value = measured("grouped")
     value["metrics"]["kv_bytes_read_by_rank"] = [10, 12]
-    assert results.row(Result.of(value))["kv_read_bytes"] is None
+    assert summary.row(Result.of(value))["kv_read_bytes"] is None
     value["timing"]["counters"] = {"passes": {"forward": {"memory_read_bytes": 5, "l2_read_bytes": 7}}}
-    found = results.row(Result.of(value))
+    found = summary.row(Result.of(value))
     assert [found[key] for key in ("kv_read_bytes", "forward_memory_read_bytes", "forward_l2_read_bytes")] == [12, 5, 7]
 
 
 def test_every_column_and_every_key_of_a_result_is_named_in_the_readme_of_the_outputs():
-    assert set(results.COLUMNS) <= NAMED
+    assert set(summary.COLUMNS) <= NAMED
     assert set(results.FIELDS) <= NAMED
     experiments = sorted(path for path in ROOT.glob("results/*/*") if path.is_dir())
     for folder in experiments:
@@ -503,7 +505,7 @@ def swept(folder, *overrides: list[str] | None) -> list[dict]:
                 value["experiment"]["world_size"] = int(text)
         value["environment"] = {"started_at": number} | ({"overrides": given} if given is not None else {})
         results.write_result(folder / f"run{number}", value)
-    return results.summarize_sweep(folder)
+    return summary.summarize_sweep(folder)
 
 
 def test_what_has_no_column_of_its_own_is_told_apart_by_its_settings(tmp_path, capsys):
@@ -551,21 +553,21 @@ def test_what_auto_took_and_what_a_resumed_sweep_kept_do_not_hide_or_add_setting
 
 
 def test_packs_beside_single_sequences_are_said_to_be_other_work(capsys):
-    rows = [results.row(Result.of(measured(name))) for name in "ab"]
+    rows = [summary.row(Result.of(measured(name))) for name in "ab"]
     rows[1]["seqlens"] = "512,512"
-    assert "of packs" in results.markdown(rows) and "| sequences |" in results.markdown(rows)
+    assert "of packed batches" in summary.markdown(rows) and "| sequences |" in summary.markdown(rows)
     display.sweep_table(rows)
     said = capsys.readouterr().out
-    assert "512,512" in said and "of packs" in said
+    assert "512,512" in said and "of packed batches" in said
     rows[0]["seqlens"] = "512,512"
-    assert "of packs" not in results.markdown(rows)
+    assert "of packed batches" not in summary.markdown(rows)
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 @pytest.mark.parametrize("columns", [30, 60, 400])
 def test_no_figure_is_cut_in_a_narrow_terminal(columns, term, capsys, monkeypatch):
     monkeypatch.setenv("TERM", term)
-    rows = [results.row(Result.of(measured(f"run{number}", 1024 * (number + 1)))) for number in range(2)]
+    rows = [summary.row(Result.of(measured(f"run{number}", 1024 * (number + 1)))) for number in range(2)]
     rows[1] |= {
         "total_ms": 123456.789,
         "forward_ms": 3.0,
@@ -573,7 +575,7 @@ def test_no_figure_is_cut_in_a_narrow_terminal(columns, term, capsys, monkeypatc
         "attention": "zigzag_llama3",
         "dtype": "fp32",
     }
-    monkeypatch.setattr(display, "out", Console(width=columns, height=25, highlight=False, force_terminal=True))
+    monkeypatch.setattr(terminal, "out", Console(width=columns, height=25, highlight=False, force_terminal=True))
     display.sweep_table(rows)
     said = capsys.readouterr().out
     assert "123456.789" in said and "zigzag_llama3" in said and "…" not in said
@@ -581,9 +583,9 @@ def test_no_figure_is_cut_in_a_narrow_terminal(columns, term, capsys, monkeypatc
 
 
 def test_a_run_of_the_forward_alone_keeps_its_time_in_a_narrow_terminal(capsys, monkeypatch):
-    rows = [results.row(Result.of(measured(name))) for name in "ab"]
+    rows = [summary.row(Result.of(measured(name))) for name in "ab"]
     rows[0] |= {"total_ms": None, "backward_ms": None, "forward_ms": 4.321, "mode": "forward"}
-    monkeypatch.setattr(display, "out", Console(width=30, height=25, highlight=False, force_terminal=True))
+    monkeypatch.setattr(terminal, "out", Console(width=30, height=25, highlight=False, force_terminal=True))
     display.sweep_table(rows)
     assert "4.321" in capsys.readouterr().out
 
@@ -608,24 +610,24 @@ def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(p
     assert value["timing"] is None and value["metrics"] is None
     assert value["reason"] == "not timed: launch.share_gpu=true has all ranks on one GPU"
     assert display.run_line(Result.of(value, tmp_path)) == f"shared: ok: {value['reason']}"
-    row = results.row(Result.of(value, tmp_path))
+    row = summary.row(Result.of(value, tmp_path))
     assert row["status"] == "ok" and row.get("forward_ms") is None
-    assert f"- `shared`: ok: {value['reason']}" in results.markdown([row])
-    monkeypatch.setattr(display, "out", Console(width=200, record=True))
+    assert f"- `shared`: ok: {value['reason']}" in summary.markdown([row])
+    monkeypatch.setattr(terminal, "out", Console(width=200, record=True))
     display.run_table(Result.of(value, tmp_path))
-    said = display.out.export_text()
+    said = terminal.out.export_text()
     assert "Correctness passed" in said and value["reason"] in said
 
 
 def printed(monkeypatch, capsys, width: int, show) -> list[str]:
-    monkeypatch.setattr(display, "out", Console(width=width, height=25, highlight=False))
+    monkeypatch.setattr(terminal, "out", Console(width=width, height=25, highlight=False))
     capsys.readouterr()
     show()
     return capsys.readouterr().out.splitlines()
 
 
 def test_a_table_fits_80_columns_whole_words_and_all_rates_and_a_wide_terminal_shows_all(monkeypatch, capsys):
-    rows = [results.row(Result.of(measured(f"run{number}", 1024 * 4**number))) for number in range(4)]
+    rows = [summary.row(Result.of(measured(f"run{number}", 1024 * 4**number))) for number in range(4)]
     for number, row in enumerate(rows):
         row |= {
             "seed": number,
@@ -648,11 +650,11 @@ def test_a_table_fits_80_columns_whole_words_and_all_rates_and_a_wide_terminal_s
 
 
 def test_what_is_the_same_of_all_rows_goes_first():
-    table = display.new_table()
+    table = terminal.new_table()
     for title in ("name", "first", "same"):
         table.add_column(title)
     for name, first in zip("abcd", ["x" * 30, "y" * 30, "z", "w"], strict=True):
         table.add_row(name, first, "one" * 10)
-    assert display.fit(table, 40, drop=("first", "same"))[1] == ["same"]
-    assert display.fit(table, 20, drop=("first", "same"))[1] == ["same", "first"]
-    assert display.fit(table, 200, drop=("first", "same"))[1] == []
+    assert terminal.fit(table, 40, drop=("first", "same"))[1] == ["same"]
+    assert terminal.fit(table, 20, drop=("first", "same"))[1] == ["same", "first"]
+    assert terminal.fit(table, 200, drop=("first", "same"))[1] == []

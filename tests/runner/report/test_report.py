@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from runner.output import results
-from runner.output.record import Result, read_results
-from runner.report import charts, headline, tables
+from runner.output import results, summary
+from runner.output.reader import read_results
+from runner.output.record import Result
+from runner.report import charts, headline
 from runner.report import command as report
 from runner.report import runs as report_runs
-from runner.report.runs import FACTS, labels, read, scaling, where
-from runner.report.tables import comparison_table, digits, runs_table
+from runner.report.comparison import comparison_table
+from runner.report.labels import labels
+from runner.report.runs import FACTS, read, where
+from runner.report.scaling import scaling
+from runner.report.table import NOISY, Table, digits, in_common
+from runner.report.tables import runs_table
 from tests.support.composing import python
 
 ROOT = Path(__file__).parents[3]
@@ -21,7 +26,7 @@ SWEEPS = sorted(path for path in RESULTS.glob("*/*") if path.is_dir())
 needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
 
 
-def summary(ms: float) -> dict:
+def pass_times(ms: float) -> dict:
     ends = {"p10": ms, "p90": ms, "ci95": [0.999 * ms, 1.001 * ms]}
     return {"n": 20, "median": ms, "iqr_over_median": 0.01, "noisy": False, **ends}
 
@@ -60,7 +65,7 @@ def result(attention: str, ms: float | None, **changes) -> dict:
     return value | {
         "chosen": {"kernel": asked["chosen"], "transport": "nccl"},
         "timing": {
-            "passes": {which: summary(x) for which, x in passes.items()},
+            "passes": {which: pass_times(x) for which, x in passes.items()},
             "back_to_back_ms": asked["back_to_back_ms"],
         },
         "metrics": {"passes": {which: {"tflops_per_device": rate / x} for which, x in passes.items()}},
@@ -104,7 +109,7 @@ def test_several_layers_are_another_way_to_time_and_new_packs_another_workload(t
     ]
 
 
-def cells(table: tables.Table, title: str) -> list[str]:
+def cells(table: Table, title: str) -> list[str]:
     return [row[table.titles.index(title)] for row in table.rows]
 
 
@@ -216,7 +221,7 @@ def test_a_comparison_marks_noise_and_calls_even_what_the_spreads_do_not_tell_ap
     values = [noisy(result("zigzag", 2), 5.5, 6.5), result("torch_cp", 2.1)]
     table = comparison_table(read([written(tmp_path, *values)]))
     assert table.rows == [["32,768", "**6.000!**", "6.300", "even (torch_cp / zigzag)"]]
-    assert table.notes == [tables.NOISY] and "<b>6.000!</b>" in table.html()
+    assert table.notes == [NOISY] and "<b>6.000!</b>" in table.html()
 
 
 def on(value: dict, commit: str, cores: int = 64) -> dict:
@@ -261,7 +266,7 @@ def test_a_headline_is_auto_beside_each_package_at_its_best_of_one_commit_and_ma
         "fastest external / auto": "1.50 (PyTorch / auto)",
     }
     with pytest.raises(ValueError, match="needs runs of attention=auto and of an external package"):
-        headline.headline_table([run for run in read([folder]) if not run.peer])
+        headline.headline_table([run for run in read([folder]) if not run.external])
     written(tmp_path / "runs", on(result("torch_cp", 2.9), "b" * 40))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "N.md").write_text("<!-- report:x -->\n<!-- /report:x -->\n")
@@ -294,8 +299,8 @@ def test_what_stands_in_a_result_can_not_leave_its_place_in_a_report(tmp_path):
     assert all(re.search(r"(?<!\\)\|", line) for line in rows)
     page = (folder / "report.html").read_text()
     assert "<!--<script>" not in page and page.count("</script>") == page.count("<script>")
-    assert "<script" not in results.markdown(results.sweep_rows(folder))
-    header, _, *body = results.markdown(results.sweep_rows(folder)).splitlines()
+    assert "<script" not in summary.markdown(summary.sweep_rows(folder))
+    header, _, *body = summary.markdown(summary.sweep_rows(folder)).splitlines()
     cells = {len(re.findall(r"(?<!\\)\|", line)) for line in (header, *body) if line.startswith("| ")}
     assert len(cells) == 1
 
@@ -337,8 +342,7 @@ def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(
     values = [result("ring", 8, world_size=1), result("zigzag", 9, world_size=1), result("zigzag", 2.5)]
     values.append(result("ulysses", 2.0, baseline=own))
     found = {
-        labels([run])[run] + str(run.facts["world_size"]): s
-        for run, s in scaling(read([written(tmp_path, *values)])).items()
+        labels([run])[run] + str(run.world_size): s for run, s in scaling(read([written(tmp_path, *values)])).items()
     }
     assert found["zigzag4"].efficiency == pytest.approx(8 / (4 * 2.5))
     assert found["zigzag4"].speedup == pytest.approx(8 / 2.5)
@@ -565,8 +569,8 @@ def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
     compared = comparison_table(runs)
     assert compared.titles == ["S", "zigzag", "zigzag graphs=true", "rfa_zigzag", "fastest external / fastest of ours"]
     assert compared.rows[0][-1] == "1.50 (rfa_zigzag / zigzag)" and not compared.notes  # launched against launched
-    assert "graphs=true" in tables.same([runs[1]])
-    assert "graphs" not in tables.same([runs[0]])
+    assert "graphs=true" in in_common([runs[1]])
+    assert "graphs" not in in_common([runs[0]])
 
 
 def test_what_auto_replays_of_itself_is_said(tmp_path):
@@ -577,8 +581,8 @@ def test_what_auto_replays_of_itself_is_said(tmp_path):
         value["experiment"]["graphs"] = replayed
     runs = report_runs.read([written(tmp_path, *values)])
     assert cells(runs_table(runs), "attention") == ["auto: zigzag graphs=true", "auto: zigzag"]
-    assert "graphs=auto" in tables.same(runs)
-    assert [results.row(Result.of(value))["options"] for value in values] == ["zigzag graphs=True", "zigzag"]
+    assert "graphs=auto" in in_common(runs)
+    assert [summary.row(Result.of(value))["options"] for value in values] == ["zigzag graphs=True", "zigzag"]
 
 
 def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(tmp_path):

@@ -1,0 +1,119 @@
+"""Read recorded runs: `result.json` in a folder for each run, or a packed sweep (`runner/pack.py`). A file that is no
+result is returned as a `Problem`, and the others are read all the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from runner.output.record import Result
+
+RESULT, PACKED = "result.json", "results.parquet"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that could not be read as a result."""
+
+    path: Path
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: left out: {self.why}"
+
+
+def read_result(folder: Path) -> Result | Problem | None:
+    """The result in a run's folder or, where it has none, in the packed sweep that the folder would lie in."""
+    path = folder / RESULT
+    if path.exists() or path.is_symlink():
+        return _read(path, path.read_text, folder)
+    packed = _packed(folder.parent / PACKED)
+    if isinstance(packed, Problem):
+        return packed
+    text = packed.get(folder.name)
+    return None if text is None else _read(folder.parent / PACKED, lambda: text, folder)
+
+
+def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[Problem]]:
+    """All results of a folder, which is that of a run, a sweep or a packed sweep, or (`below`) holds any of these. A run's
+    own folder replaces a packed run of the same name."""
+    found: dict[Path, Result] = {}
+    problems: list[Problem] = []
+
+    def add(read: Result | Problem) -> None:
+        if isinstance(read, Result):
+            found[read.folder.resolve()] = read
+        else:
+            problems.append(read)
+
+    for path in sorted(folder.rglob(PACKED)) if below else [folder / PACKED]:
+        packed = _packed(path)
+        if isinstance(packed, Problem):
+            add(packed)
+            continue
+        for name, text in packed.items():
+            add(_read(path, lambda text=text: text, path.parent / name, name))  # type: ignore[misc]
+    for path in sorted(folder.rglob(RESULT) if below else [*folder.glob(RESULT), *folder.glob(f"*/{RESULT}")]):
+        add(_read(path, path.read_text, path.parent))
+    return [found[key] for key in sorted(found)], problems
+
+
+def packed_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The JSON of each run in a packed sweep, by the run's name. Raises ValueError for a file that is no packed sweep."""
+    packed = _packed(folder / PACKED)
+    if isinstance(packed, Problem):
+        raise ValueError(str(packed))
+    return {name: json.loads(text) for name, text in packed.items()}
+
+
+_reported: set[str] = set()
+
+
+def report_problems(problems: Iterable[Problem]) -> None:
+    """Print a line each on stderr, each only once in a process."""
+    for problem in problems:
+        if str(problem) not in _reported:
+            _reported.add(str(problem))
+            print(problem, file=sys.stderr)
+
+
+def _read(path: Path, text: Callable[[], str], folder: Path, run: str = "") -> Result | Problem:
+    try:
+        return Result.of(json.loads(text()), folder)
+    except RecursionError:
+        why = "nested too deep"
+    except json.JSONDecodeError as error:
+        why = f"is no JSON ({error})" if path.name == PACKED or path.stat().st_size else "is empty"
+    except UnicodeDecodeError:
+        why = "is no text"
+    except OSError as error:
+        why = f"could not be read ({error.strerror})"
+    except ValueError as error:
+        why = str(error)
+    return Problem(path, f"run {run}: {why}" if run else why)
+
+
+def _packed(path: Path) -> dict[str, str] | Problem:
+    """The JSON of each run in a packed sweep, by the run's name; empty where there is no such file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return {}
+    return _packed_at(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)
+def _packed_at(path: Path, modified: int, size: int) -> dict[str, str] | Problem:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, columns=["name", "result"])
+        return dict(zip(table["name"].to_pylist(), table["result"].to_pylist(), strict=True))
+    except (OSError, pa.ArrowException, KeyError) as error:
+        return Problem(path, f"is no pack of results ({' '.join(str(error).split())[:100]})")

@@ -1,0 +1,107 @@
+"""The consoles, tables that fit a terminal, and numbers with their units."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2  # between the columns of `new_table`
+LONGEST_WORD = 26  # a longer one, such as a list of 40 lengths, may be broken
+
+
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, emoji=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        console.width = 200  # a file has no width
+    return console
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
+
+
+def new_table(title: str | None = None) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def fit(table: Table, width: int, words: Collection[str] = (), drop: Sequence[str] = ()) -> tuple[Table, list[str]]:
+    """The table in a terminal of `width` characters, and the titles of the columns that were left out.
+
+    Columns of `drop` are left out until the rest fits: first those with the same cell in all rows, then in the order of `drop`. The
+    cells of the columns in `words` wrap at spaces; other cells are never broken, even where the table stays too wide."""
+    columns = [(str(c.header), c.justify, [str(cell) for cell in c.cells]) for c in table.columns]
+    same = [title for title, _, cells in columns if title in drop and len(cells) > 1 and len(set(cells)) == 1]
+    dropped: list[str] = []
+    for title in [*same, *(title for title in drop if title not in same)]:
+        if sum(least + GAP for least, _ in _widths(columns, words)) <= width:
+            break
+        if any(title == column[0] for column in columns):
+            dropped.append(title)
+            columns = [column for column in columns if column[0] != title]
+    widths = _widths(columns, words)
+    spare = width - sum(least + GAP for least, _ in widths)
+    fitted = new_table(str(table.title) if table.title else None)
+    fitted.leading = table.leading
+    wanted = [most - least for least, most in widths]
+    for (title, justify, _), (least, _), more in zip(columns, widths, wanted, strict=True):
+        share = min(more, max(0, spare) * more // max(1, sum(wanted)))
+        fitted.add_column(title, justify=justify, width=least + share, overflow="fold")
+    for row in zip(*(cells for *_, cells in columns), strict=True):
+        fitted.add_row(*row)
+    return fitted, dropped
+
+
+def _widths(columns: Sequence[tuple[str, Any, list[str]]], words: Collection[str]) -> list[tuple[int, int]]:
+    """The smallest and the largest useful width of each column; titles may wrap between words."""
+    found = []
+    for title, _, cells in columns:
+        lines = [line for cell in cells for line in Text.from_markup(cell).plain.splitlines()]
+        whole = max((cell_len(line) for line in lines), default=0)
+        least = whole
+        if title in words:
+            least = min(LONGEST_WORD, max((cell_len(word) for line in lines for word in line.split()), default=0))
+        least = max(least, max((cell_len(word) for word in title.split()), default=0))
+        found.append((least, max(least, whole, cell_len(title))))
+    return found
+
+
+def show(table: Table, words: Collection[str] = (), drop: Sequence[str] = ()) -> list[str]:
+    """Print a table fitted to the terminal; returns the titles of the columns that were left out. No number is ever cut: a table that
+    is still too wide continues in the terminal's next line."""
+    fitted, dropped = fit(table, out.width, words, drop)
+    wide = Console(width=10_000, height=25)  # without a height, dumb terminals are 80 wide
+    needed = Measurement.get(wide, wide.options, fitted).maximum
+    (out if needed <= out.width else Console(width=needed, height=25, highlight=False)).print(fitted)
+    return dropped
+
+
+def note_dropped(dropped: Sequence[str], where: str) -> None:
+    if dropped:
+        out.print(f"too narrow here for {', '.join(dropped)}{where}")
+
+
+def seconds(s: float) -> str:
+    if s < 120:
+        return f"{s:.0f} s"
+    return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
+
+
+def flop(n: float) -> str:
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n / 1e6:.3g} MFLOP"
+
+
+def gib(n: float) -> str:
+    if n < 2**20:
+        return f"{n / 2**10:.0f} KiB"
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"

@@ -1,0 +1,63 @@
+"""How a run was made, in as few words as tell it apart from the runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from runner.report.runs import WAYS, Run
+
+Varying = set[tuple[str | None, str]]  # (variant, option)
+
+
+def varying_options(runs: Sequence[Run]) -> Varying:
+    """The options in which runs of the same variant differ."""
+    values: dict[tuple[str | None, str], set[str]] = {}
+    for run in runs:
+        for option in {key for other in runs if other.attention == run.attention for key in other.options}:
+            values.setdefault((run.attention, option), set()).add(str(run.options.get(option)))
+    return {key for key, found in values.items() if len(found) > 1}
+
+
+def options_text(run: Run, varying: Varying) -> str:
+    return " ".join(f"{key}={value}" for key, value in run.options.items() if (run.attention, key) in varying)
+
+
+def each_over_several_kernels(runs: Sequence[Run]) -> bool:
+    """Whether several variants ran over several local kernels each."""
+    kernels: dict[str | None, set[str | None]] = {}
+    for run in runs:
+        if run.status != "invalid":
+            kernels.setdefault(run.attention, set()).add(run.asked_kernel)
+    return sum(len(found) > 1 for found in kernels.values()) > 1
+
+
+def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]:
+    """A label for each run: its variant, and those of its options, kernel, transport, graphs and timing in which the runs
+    differ. Runs of one label differ in their workload only. `without`: members of WAYS that the table shows elsewhere."""
+    varying = varying_options(runs)
+    valid = [run for run in runs if run.status != "invalid"]
+    ways = [key for key in WAYS if key not in without and len({getattr(run, key) for run in valid}) > 1]
+    one_variant = len({run.attention for run in runs}) == 1
+    found: dict[Run, str] = {}
+    for run in runs:
+        parts = [options_text(run, varying), *(_way(run, key) for key in ways)]
+        if not one_variant or not any(parts):
+            parts.insert(0, str(run.attention))
+        found[run] = " ".join(filter(None, parts))
+    asked_one = "asked_kernel" not in without and len({run.asked_kernel for run in valid}) == 1
+    return _with_kernels(found) if asked_one and len({run.kernel for run in runs if run.ok}) > 1 else found
+
+
+def _with_kernels(found: dict[Run, str]) -> dict[Run, str]:
+    """The labels with the kernels that kernel=auto took, over all runs of a label."""
+    taken: dict[str, dict[str, None]] = {}
+    for run, label in found.items():
+        if run.ok:
+            taken.setdefault(label, {})[str(run.kernel)] = None
+    return {run: " ".join(filter(None, [label, "/".join(taken.get(label, {}))])) for run, label in found.items()}
+
+
+def _way(run: Run, key: str) -> str:
+    if key == "graphs":
+        return f"graphs={str(run.graphs).lower()}" if run.graphs else ""
+    return str(getattr(run, key))

@@ -1,0 +1,98 @@
+"""A table of texts, as Markdown and HTML, and the texts of a run's facts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runner.output.record import STATUSES
+from runner.output.summary import escaped, markdown_row
+from runner.report.labels import Varying, options_text, varying_options
+from runner.report.runs import FACTS, Run
+
+BEST = "**{}**"
+NOISY = "`!`: noisy, the interquartile range is above 5% of the median."
+
+
+@dataclass
+class Table:
+    """Cells are plain text or **bold**. `left` has the titles of the columns that are aligned left; `notes` stand below."""
+
+    titles: list[str]
+    rows: list[list[str]]
+    left: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        rule = ["---" if title in self.left else "---:" for title in self.titles]
+        lines = [markdown_row(self.titles), "|" + "|".join(rule) + "|", *(markdown_row(row) for row in self.rows)]
+        notes = ("\n".join(escaped(line) for line in note.split("\n")) for note in self.notes)
+        return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
+
+    def html(self) -> str:
+        def cell(tag: str, title: str, text: str) -> str:
+            bold = text.startswith("**") and text.endswith("**")
+            shown = html.escape(text.strip("*") if bold else text)
+            kinds = ["words"] * (title in self.left) + ["failed"] * (text in STATUSES[1:])
+            kind = f' class="{" ".join(kinds)}"' if kinds else ""
+            return f"<{tag}{kind}>{f'<b>{shown}</b>' if bold else shown}</{tag}>"
+
+        head = "".join(cell("th", title, title) for title in self.titles)
+        rows = ["".join(cell("td", *pair) for pair in zip(self.titles, row, strict=True)) for row in self.rows]
+        body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+        notes = "".join(f"<p>{html.escape(note).replace('`', '')}</p>" for note in self.notes)
+        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{notes}'
+
+
+def digits(value: float | None) -> str:
+    """A time or rate with four digits, or three below 1: none is measured more exactly."""
+    if value is None:
+        return ""
+    return f"{value:.1f}" if value >= 99.995 else f"{value:.2f}" if value >= 9.9995 else f"{value:.3f}"
+
+
+def counted(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def fact(run: Run, key: str, varying: Varying | None = None) -> str:
+    """The text of a fact; of the options, those in `varying`."""
+    if key == "options":
+        return options_text(run, varying or set())
+    value = getattr(run, key)
+    if value is None:
+        return ""
+    if key == "attention" and run.took:
+        return f"{value}: {run.took}"
+    if key == "graphs":
+        return str(value).lower() if value else ""
+    if key == "mode":
+        return str(value).replace("_", " and ")
+    return f"{value:,}" if key in ("seq_len", "q_len") and isinstance(value, int) else str(value)
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The facts in which the runs differ. An empty text counts as a value only where it means none, not unknown."""
+    varying = varying_options(runs)
+    none_counts = ("options", "pack", "graphs")
+    texts = {key: {fact(run, key, varying) for run in runs} for key in FACTS}
+    found = [key for key in FACTS if len(texts[key] - (set() if key in none_counts else {""})) > 1]
+    return found or ["attention"]
+
+
+def in_common(runs: Sequence[Run]) -> str:
+    """The facts that all runs share, in a line."""
+    shown = set(differing(runs))
+    phrases = {
+        "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
+        "heads": "{} heads (query:KV)", "head_dim": "D = {}", "mask": "{}", "pack": "a packed batch of {}", "dtype": "{}",
+        "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "timing": "timing {}",
+    }  # fmt: skip
+    parts = [] if "attention" in shown else [f"attention {runs[0].attention}"]
+    for key, phrase in phrases.items():
+        value = next((text for run in runs if (text := fact(run, key))), "")
+        if key not in shown and value:
+            parts.append(phrase.format(value))
+    samples = {run.passes["forward"].n for run in runs if run.ok}
+    return ", ".join(parts) + (f" of {samples.pop()} samples" if len(samples) == 1 and "timing" not in shown else "")
