@@ -15,8 +15,8 @@ def auto_by_trial(
     me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), graphs: bool | str = False, **given: Any
 ) -> list[dict[str, Any]]:
     """What auto takes by trial on each rank, where executors may be slow, or fail before they exchange anything."""
-    executors = attention.executors.EXECUTORS
-    before = dict(executors)
+    executors: dict[Any, Any] = attention.executors._loaded
+    before: dict[Any, Any] = {name: attention.executors.executor(name) for name in attention.executors.NAMES}
 
     def slow(*args: Any) -> Any:
         time.sleep(0.25)
@@ -26,7 +26,8 @@ def auto_by_trial(
         raise attention.UnsupportedCall("broken here")
 
     for name, forward in [(slowed, slow)] * (slowed is not None) + [(name, fail) for name in broken]:
-        executors[name] = type("Other", (), {"forward": staticmethod(forward), "backward": before[name].backward})
+        other = type("Other", (), {"forward": staticmethod(forward), "backward": staticmethod(before[name].backward)})
+        executors[name] = other()
     random = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
     try:
         with torch.no_grad():
