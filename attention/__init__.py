@@ -4,10 +4,10 @@
     q, k, v = (fn.shard(x) for x in (q, k, v))   # global [B, S, H, D] to this rank's part
     out = fn.unshard(fn(q, k, v, causal=True))
 
-make             a variant as a function over a process group
-names            every variant, with a line of what it is
-ContextParallel  what make gives: shard, the call, unshard
-UnsupportedCall  the ValueError of a call that this variant, kernel or machine can't do
+make             makes a variant's function over a process group
+names            every variant, with a one-line description
+ContextParallel  the function's type: shard, call, unshard
+UnsupportedCall  a ValueError: this variant, kernel or machine cannot do the call
 
 The layouts, schedules and masks are pure Python and import without torch."""
 
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
         return UnsupportedCall
     if name in __all__:
-        from attention import api as function
+        from attention import api
 
-        return getattr(function, name)
+        return getattr(api, name)
     raise AttributeError(f"module 'attention' has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""The phase recorder that the executors call. It does nothing unless a recorder is active.
+"""The executors mark their phases here. Nothing is recorded unless a recorder is active.
 
-Names: `comp_*` is compute, `comm_*` the transfer itself, `wait_*` the time the compute stream (or, on a CPU, the calling
-thread) stands still for a transfer: that is exposed communication, but for what another stream computes meanwhile."""
+Names: `comp_*` is compute. `comm_*` is a transfer. `wait_*` is the time that the compute stream (on a CPU, the calling
+thread) waits for a transfer. It is exposed communication, unless another stream computes meanwhile."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NO_STEP = -1
 
 
 class Span(Protocol):
-    """One timed stretch of one phase."""
+    """One timed execution of one phase."""
 
     name: str
     step: int
 
     def since(self, mark: Any) -> tuple[float, float]:
-        """Its begin and end in ms after a mark: perf_counter_ns on a CPU, an event on CUDA."""
+        """(begin, end) in ms after `mark`: a perf_counter_ns on a CPU, an event on CUDA."""
 
 
 class _CpuSpan:
@@ -37,7 +37,7 @@ class _CpuSpan:
 
 
 class _CudaSpan:
-    """An event pair on the current stream, resolved after the pass: nothing is synchronised while recording."""
+    """Two events on the current stream. Their times are read later, so that recording synchronises nothing."""
 
     def __init__(self, name: str, step: int):
         self.name, self.step = name, step
@@ -53,8 +53,8 @@ class _CudaSpan:
 
 
 class Recorder:
-    """Collects spans, whose times may be asked for when the device is idle. With `annotate` the phases also become ranges of a
-    running torch profiler."""
+    """Collects spans; read their times when the device is idle. With `annotate`, each phase is also a range of the running
+    torch profiler."""
 
     def __init__(self, device: torch.device, annotate: bool = False):
         self.spans: list[Span] = []
@@ -107,5 +107,5 @@ def active() -> bool:
 
 
 def phase(name: str, step: int = NO_STEP) -> _Phase | _Nothing:
-    """A context manager around one stretch of work of one step."""
+    """A context manager around the work of one phase of one step."""
     return _NOTHING if _active is None else _Phase(_active, name, step)

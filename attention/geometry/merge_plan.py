@@ -1,6 +1,7 @@
-"""What has to be done with the parts of a result that come one by one and cover different tokens, when it is known
-beforehand which: the first part of a token is kept as it is, one in between is combined with what is there into a wide
-running result, and the last goes straight to the final one. Pure Python."""
+"""The plan of merging partial results ("parts") that arrive one by one and cover different tokens, declared in advance.
+
+The first part of a token is kept as it is. A later one is merged into a running result in the accumulation dtype. The last
+is merged and rounded straight into the final result. So most tokens need one sweep over memory. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from attention.geometry.transfers import Intervals
 from attention.geometry.weighted_lru import memo
 from attention.masks.band import Interval
 
-FEW = 8  # passes of a kind that are cheaper one by one, where they copy nothing
+FEW = 8  # up to so many sweeps of one kind are cheaper one by one, without copies
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Tokens `[start, stop)` of the result, which are those from `at` on of the part at hand. `kept`: the number of their
-    first part and where they start in it, to be combined with while it is the only one. `first`, `last`: whether the part
-    at hand is the tokens' first or last."""
+class Sweep:
+    """One sweep over the tokens `[start, stop)` of the result.
+
+    at: where these tokens start in the current part.
+    first, last: whether the current part is the first or the last of these tokens.
+    kept: where the only earlier part is still kept, its number and where these tokens start in it."""
 
     start: int
     stop: int
@@ -28,8 +31,8 @@ class Pass:
     last: bool
     kept: tuple[int, int] | None = None
 
-    def continues(self, before: Pass) -> bool:
-        """Whether one pass can do both, `before` being that of the tokens before."""
+    def continues(self, before: Sweep) -> bool:
+        """Whether one sweep can do both; `before` is that of the preceding tokens."""
         n = before.stop - before.start
         kept = before.kept and (before.kept[0], before.kept[1] + n)
         return (self.start, self.at, self.first, self.last, self.kept) == (
@@ -39,8 +42,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Passes of one kind that are done together: the result's tokens, which those of the part at hand they are, and of which
-    part, and where in it, the first ones to be combined with."""
+    """Sweeps of one kind, done together: the tokens of the result (`rows`), where they lie in the current part (`at`), and
+    the number of the kept part with where they lie in it (`kept`)."""
 
     rows: Intervals
     at: Intervals
@@ -49,7 +52,7 @@ class Bundle:
     kept: tuple[int, Intervals] | None
 
     @staticmethod
-    def of(alike: Sequence[Pass]) -> Bundle:
+    def of(alike: Sequence[Sweep]) -> Bundle:
         sizes = [x.stop - x.start for x in alike]
         kept = None
         if alike[0].kept:
@@ -60,11 +63,12 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Passes:
-    """`of[i]` are those of part i, and `bundles[i]` the same where many of a kind are one. `until[i]`: with which part the last pass reads the kept part i. `running`: what spans the
-    tokens of three parts or more. `bare`: the tokens of none."""
+class MergePlan:
+    """of: the sweeps of each part. bundles: the same, with many sweeps of one kind as one.
+    until: for each part, the number of the part whose sweeps read it last.
+    running: the span of the tokens with three parts or more. bare: the tokens of no part."""
 
-    of: tuple[tuple[Pass, ...], ...]
+    of: tuple[tuple[Sweep, ...], ...]
     bundles: tuple[tuple[Bundle, ...], ...]
     until: tuple[int, ...]
     running: Interval
@@ -72,12 +76,12 @@ class Passes:
 
 
 @memo(lambda found, *_: 1 + sum(map(len, found.of)))
-def passes(n: int, parts: tuple[Intervals, ...]) -> Passes:
-    """For a result of `n` tokens. Each part has the tokens of its intervals, which are disjoint, side by side."""
+def passes(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
+    """The plan for a result of `n` tokens. A part holds the tokens of its disjoint intervals, side by side."""
     cuts = sorted({0, n, *(edge for intervals in parts for interval in intervals for edge in interval)})
     segments = list(pairwise(cuts))
     number_of = {start: i for i, (start, _) in enumerate(segments)}
-    left = [0] * len(segments)  # parts still to come
+    left = [0] * len(segments)  # parts of each segment still to come
     for intervals in parts:
         for i in _within(intervals, number_of, n):
             left[i] += 1
@@ -88,14 +92,14 @@ def passes(n: int, parts: tuple[Intervals, ...]) -> Passes:
     found = []
     until = list(range(len(parts)))
     for number, intervals in enumerate(parts):
-        mine: list[Pass] = []
+        mine: list[Sweep] = []
         at = 0
         for interval in intervals:
             for i in _within((interval,), number_of, n):
                 start, stop = segments[i]
                 left[i] -= 1
                 kept = None if combined[i] else seen[i]
-                one = Pass(start, stop, at, seen[i] is None, left[i] == 0, kept)
+                one = Sweep(start, stop, at, seen[i] is None, left[i] == 0, kept)
                 if kept is not None:
                     until[kept[0]], combined[i] = number, True
                 if seen[i] is None:
@@ -103,15 +107,15 @@ def passes(n: int, parts: tuple[Intervals, ...]) -> Passes:
                 at += stop - start
                 if mine and one.continues(mine[-1]):
                     before = mine.pop()
-                    one = Pass(before.start, stop, before.at, before.first, before.last, before.kept)
+                    one = Sweep(before.start, stop, before.at, before.first, before.last, before.kept)
                 mine.append(one)
         found.append(tuple(mine))
     running = (several[0][0], several[-1][1]) if several else (0, 0)
-    return Passes(tuple(found), tuple(map(_bundled, found)), tuple(until), running, bare)
+    return MergePlan(tuple(found), tuple(map(_bundled, found)), tuple(until), running, bare)
 
 
-def _bundled(mine: tuple[Pass, ...]) -> tuple[Bundle, ...]:
-    alike: dict[tuple[bool, bool, int | None], list[Pass]] = {}
+def _bundled(mine: tuple[Sweep, ...]) -> tuple[Bundle, ...]:
+    alike: dict[tuple[bool, bool, int | None], list[Sweep]] = {}
     for each in mine:
         alike.setdefault((each.first, each.last, each.kept and each.kept[0]), []).append(each)
     found: list[Bundle] = []
@@ -121,7 +125,7 @@ def _bundled(mine: tuple[Pass, ...]) -> tuple[Bundle, ...]:
 
 
 def _within(intervals: Intervals, number_of: dict[int, int], n: int) -> Iterable[int]:
-    """The numbers of the segments that intervals consist of."""
+    """The numbers of the segments that make up the intervals."""
     for start, stop in intervals:
         if start < stop:
             yield from range(number_of[start], number_of[stop] if stop < n else len(number_of))

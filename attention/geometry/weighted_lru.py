@@ -1,5 +1,5 @@
-"""Results that are kept by how much they hold: a schedule of a pack of hundreds of sequences is thousands of times that of one, and a
-training has a new pack in each step."""
+"""An LRU cache with a weight for each result. The schedule of a packed batch of hundreds of sequences is thousands of times
+larger than that of one sequence, and training has a new packed batch in each step. So entries cannot simply be counted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from functools import update_wrapper
 from threading import Lock
 from typing import Any, Generic, ParamSpec, TypeVar
 
-MOST = 1 << 17  # intervals, blocks or the like: some tens of MB
+MOST = 1 << 17  # intervals or blocks: some tens of MB
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Memo(Generic[P, R]):
-    """As functools.lru_cache, of positional arguments: what was used last is kept, up to `most` in weight, and the latest always.
+    """functools.lru_cache for positional arguments, limited by weight: the results used last are kept, `most` in all, and
+    always the newest.
 
-    weight: of a result and the arguments that it is of."""
+    weight: called with a result and its arguments."""
 
     def __init__(self, function: Callable[P, R], most: int, weight: Callable[..., int]):
         self.function, self.most, self.weight = function, most, weight
@@ -51,5 +52,5 @@ class Memo(Generic[P, R]):
 
 
 def memo(weight: Callable[..., int], most: int = MOST) -> Callable[[Callable[P, R]], Memo[P, R]]:
-    """A decorator of `Memo`."""
+    """Makes a function a `Memo`."""
     return lambda function: Memo(function, most, weight)

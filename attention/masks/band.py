@@ -1,7 +1,7 @@
-"""Masks as bands. A `Mask(left, right)` aligned bottom-right lets query `i` of `Sq` see the keys `j` of `Sk` with
-`i + Sk - Sq - left <= j <= i + Sk - Sq + right`; -1 is unbounded. Full, causal and sliding-window attention are all
-bands, and a rectangular tile of a band, once trimmed, is a band again: that is what lets one geometry serve every
-layout. Pure Python, no torch."""
+"""Masks as bands. Under `Mask(left, right)`, query `i` of `Sq` sees the keys `j` of `Sk` with
+`i + Sk - Sq - left <= j <= i + Sk - Sq + right` (aligned bottom-right); -1 is unbounded. Full, causal and sliding-window
+attention are bands. A rectangular tile of a band, trimmed, is a band again, so one geometry serves every layout.
+Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Mask:
 
     @staticmethod
     def of(causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Mask:
-        """The band of `causal` and `window` together; causal cuts the window's right side to 0.
+        """The band of `causal` and `window` together; causal sets the right bound to 0.
 
         Raises ValueError for a window below -1."""
         left, right = window
@@ -34,7 +34,7 @@ class Mask:
 
     @property
     def edges(self) -> int:
-        """Of the two bounds, how many there are."""
+        """The number of bounds: 0, 1 or 2."""
         return (self.left >= 0) + (self.right >= 0)
 
     @property
@@ -47,7 +47,7 @@ class Mask:
         return not (self.full or self.causal)
 
     def pairs(self, sq: int, sk: int) -> int:
-        """How many (query, key) pairs the band keeps in a bottom-right aligned `sq` by `sk` rectangle."""
+        """The number of (query, key) pairs that the band keeps in an `sq` by `sk` rectangle."""
         shift = sk - sq
         upto = _pairs_below(sq, sk, shift + self.right) if self.right >= 0 else sq * sk
         before = _pairs_below(sq, sk, shift - self.left - 1) if self.left >= 0 else 0
@@ -75,9 +75,10 @@ def _pairs_below(sq: int, sk: int, shift: int) -> int:
 
 
 def tile(mask: Mask, q: Interval, k: Interval) -> tuple[Interval, Interval, Mask] | None:
-    """The part of a band that falls on queries `q` and keys `k`, both in one sequence's positions with query i
-    aligned to key i. Rows and columns without any pair are trimmed away; the mask that comes back is relative to the
-    trimmed tile, bottom-right aligned, with bounds that bind nothing set to -1. None when no pair is left."""
+    """The part of a band within queries `q` and keys `k`: (queries, keys, mask), or None where no pair is left.
+
+    `q` and `k` are positions in one sequence, in which query i is aligned to key i. Rows and columns without a pair are
+    trimmed. The mask is relative to the trimmed tile, aligned bottom-right; a bound that cuts nothing becomes -1."""
     (a, b), (c, d) = q, k
     if mask.right >= 0:
         a = max(a, c - mask.right)
@@ -97,6 +98,6 @@ def tile(mask: Mask, q: Interval, k: Interval) -> tuple[Interval, Interval, Mask
         right = -1
     if left >= d - c - 1:  # the last row still sees the first key
         left = -1
-    if left < 0 and right <= 0:  # nearly all are, and a new one each would take as long as the rest
+    if left < 0 and right <= 0:  # the common case: a new Mask would take as long as the rest of this function
         return (a, b), (c, d), CAUSAL if right == 0 else FULL
     return (a, b), (c, d), Mask(left, right)

@@ -1,8 +1,8 @@
-"""What links were measured to do, by GPU, world size, transport and pattern. The table `links.csv` beside this file holds
-them; a GPU that is not in it is estimated by `runner.measure.ceilings` or by defaults. No torch.
+"""Measured bandwidth and latency by GPU, world size, transport and pattern, from the table `links.csv` beside this file. A GPU
+without a row is estimated from `runner.measure.ceilings` or from defaults. No torch.
 
-Patterns: `pull`, from one peer; `pull_all`, from all peers at once; `p2p`, send and receive; `all_gather`; `slots`, small
-partial results exchanged between all peers in one kernel; `copy`, within a GPU, read plus written."""
+Patterns: `pull`, from one remote rank; `pull_all`, from all at once; `p2p`, send and receive; `all_gather`; `slots`, small
+partial results exchanged between all ranks in one kernel; `copy`, within a GPU (bytes read plus written)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ COLUMNS = ("gpu", "world", "transport", "pattern", "gb_s", "latency_us", "slows"
 
 @dataclass(frozen=True)
 class Link:
-    """A transfer takes `latency_us` and, for what a rank receives, 1 / `gb_s`. `slows`: by what share compute beside it
-    takes longer."""
+    """A transfer takes `latency_us`, plus the received bytes over `gb_s`. `slows`: the share by which compute that runs
+    meanwhile takes longer."""
 
     gb_s: float
     latency_us: float
     slows: float = 0.0
 
     def seconds(self, received: float) -> float:
-        """Nothing for no bytes."""
+        """Of one transfer; 0 for no bytes."""
         return self.latency_us / 1e6 + received / self.gb_s / 1e9 if received else 0.0
 
 
@@ -43,8 +43,8 @@ class Measured:
 
 
 def through(small: tuple[float, float], large: tuple[float, float], slows: float = 0.0) -> Link:
-    """The link on which two messages, each (bytes received, seconds), take as long as they did. Raises ValueError unless
-    the larger one took longer."""
+    """The link that fits two measured messages, each (bytes received, seconds). Raises ValueError unless the larger one took
+    longer."""
     (few, soon), (many, late) = small, large
     if not (few < many and 0 < soon < late):
         raise ValueError(f"{small} and {large}: the second message must have more bytes and take longer")
@@ -53,13 +53,13 @@ def through(small: tuple[float, float], large: tuple[float, float], slows: float
 
 
 def find(table: Iterable[Measured], gpu: str, world: int, transport: str, pattern: str) -> Link | None:
-    """Of the measured world size that is nearest by ratio; None where that pattern was not measured on that GPU."""
+    """The link of the measured world size nearest by ratio; None where the pattern was not measured on that GPU."""
     here = [m for m in table if (m.gpu, m.transport, m.pattern) == (gpu, transport, pattern)]
     return min(here, key=lambda m: abs(math.log(m.world / world))).link if here else None
 
 
 def parse(text: str) -> tuple[Measured, ...]:
-    """Raises ValueError for a table with other columns or a bandwidth that is none."""
+    """The rows of a table. Raises ValueError for other columns or a value below 0."""
     rows = csv.DictReader(io.StringIO(text))
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"columns {', '.join(rows.fieldnames or ())}: must be {', '.join(COLUMNS)}")

@@ -1,6 +1,6 @@
-"""What kernels were measured to do, by GPU and class of call, and the order that follows. The table `rates.csv` beside this
-file is written by `python -m runner.calibrate --write` only; a GPU or a class that is not in it leaves the order to
-`FASTEST` in `attention/kernels`. No torch."""
+"""Measured speed of the local kernels, by GPU and class of call, and their order by it. Only
+`python -m runner.calibrate --write` writes the table `rates.csv` beside this file. Where a GPU or a class has no row,
+`FASTEST` in `attention/kernels` gives the order. No torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from attention.masks.band import CAUSAL, FULL, Mask
 if TYPE_CHECKING:
     from attention.kernels.interface import Shape
 
-LONG = 4096  # tokens of queries in a call from which it counts as long
-TOKENS = {"long": 16384, "short": 2048}  # of a class's sequences, or of its pack
-SHARES = (4, 6, 2, 1, 3)  # of a pack, its sequences
-HALF_TILE = 64  # keys: of a kernel's tile of 128 on a mask's edge half is computed for nothing, on average
+LONG = 4096  # query tokens from which a call counts as long
+TOKENS = {"long": 16384, "short": 2048}  # in a class's sequence or packed batch
+SHARES = (4, 6, 2, 1, 3)  # how a packed batch is divided among its sequences
+HALF_TILE = 64  # keys: of a tile of 128 on the edge of a mask half is computed in vain, on average
 MOST_EDGE = 2048
 COLUMNS = (
     "gpu", "head_dim", "heads", "mask", "layout", "length", "kernel", "forward_tflops", "backward_tflops", "versions",
@@ -31,7 +31,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class CallClass:
-    """Calls among which one order of kernels is taken to hold; bf16 and fp16 alike."""
+    """Calls for which one order of kernels is taken to hold; bf16 and fp16 alike."""
 
     head_dim: int
     heads: str  # mha or gqa
@@ -44,7 +44,7 @@ class CallClass:
 
 
 def sequences(call: CallClass, tokens: int) -> tuple[int, ...]:
-    """The lengths of a class's sequences, a batch's each once."""
+    """The lengths of a class's sequences; of a dense batch, one."""
     if call.layout == "dense":
         return (tokens,)
     return tuple(tokens * share // sum(SHARES) for share in SHARES)
@@ -56,8 +56,8 @@ def mask_of(call: CallClass, tokens: int) -> Mask:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s of a kernel within a mask, and how many keys more it takes a query on an edge of the mask for: of the tile there,
-    and of what queries of few keys cost beside."""
+    """FLOP/s of a kernel within a mask. `edge`: what each query on an edge of the mask costs in addition, in keys. It covers
+    the partly masked tile and the fixed cost of short rows."""
 
     flops: float
     edge: float = HALF_TILE
@@ -65,7 +65,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Rate:
-    """TFLOP/s of one kernel in a class on a GPU; `versions` is what it was measured with."""
+    """TFLOP/s of one kernel for a class of calls on a GPU; `versions`: the packages that it was measured with."""
 
     gpu: str
     call: CallClass
@@ -76,19 +76,19 @@ class Rate:
 
     @property
     def edge_share(self) -> float:
-        """Edges that the class's queries are on, for each of its pairs."""
+        """Queries on an edge of the mask, per (query, key) pair."""
         tokens = TOKENS[self.call.length]
         mask = mask_of(self.call, tokens)
         lengths = sequences(self.call, tokens)
         return mask.edges * sum(lengths) / sum(mask.pairs(n, n) for n in lengths)
 
     def seconds_per_tflop(self, backward: bool) -> float:
-        """Of forward FLOPs: with the backward, what both passes take for them."""
+        """Seconds per TFLOP of the forward; with `backward`, those of forward and backward together."""
         return 1 / self.forward + (BACKWARD / self.backward if backward else 0)
 
 
 def class_of(shape: Shape, masks: Sequence[Mask]) -> CallClass | None:
-    """The class of a schedule's calls, named by its hardest mask; None for dtypes that are not measured."""
+    """The class of a schedule's calls, by its hardest mask (window, causal, full); None for a dtype that is not measured."""
     if shape.dtype.itemsize != 2:
         return None
     mask = "window" if any(m.windowed for m in masks) else "causal" if any(m.causal for m in masks) else "full"
@@ -102,8 +102,8 @@ def class_of(shape: Shape, masks: Sequence[Mask]) -> CallClass | None:
 
 
 def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> list[str]:
-    """The kernels measured for the class on that GPU, fastest first; by both passes where there is a backward. A head dim
-    that was not measured takes the next larger one that was, to which kernels pad. Empty where there is none."""
+    """The kernels measured for the class on that GPU, fastest first; with `backward` by forward plus backward. A head dim
+    that was not measured counts as the next larger one that was, since kernels pad to it. Empty without measurements."""
     here = [r for r in rates if r.gpu == gpu and _but_head_dim(r.call) == _but_head_dim(call)]
     measured = [r.call.head_dim for r in here if r.call.head_dim >= call.head_dim]
     found = [r for r in here if measured and r.call.head_dim == min(measured)]
@@ -111,8 +111,8 @@ def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> l
 
 
 def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
-    """(forward, backward) of a measured class: what it costs to be on an edge of the mask is what the same kernel's long and
-    short sequences differ by, of as many KV heads where both were measured."""
+    """(forward, backward) speeds of a measured class. The cost of an edge follows from the difference between the same
+    kernel's long and short dense sequences, by preference with the same heads."""
     of: dict[str, Rate] = {}
     for heads in (measured.call.heads, *("gqa", "mha")):
         if len(of) < 2:
@@ -135,7 +135,7 @@ def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
 
 
 def parse(text: str) -> list[Rate]:
-    """Raises ValueError for a table with other columns or a rate that is none."""
+    """The rows of a table. Raises ValueError for other columns or a rate of 0 or less."""
     rows = csv.DictReader(io.StringIO(text))
     if rows.fieldnames is None:
         return []
@@ -147,7 +147,7 @@ def parse(text: str) -> list[Rate]:
 
 
 def render(rates: Iterable[Rate]) -> str:
-    """The table as text, in a steady order: by GPU and class, the fastest first."""
+    """The table as text, ordered by GPU and class, fastest first."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -157,14 +157,13 @@ def render(rates: Iterable[Rate]) -> str:
 
 
 def renewed(old: Iterable[Rate], new: Sequence[Rate]) -> list[Rate]:
-    """The old table where nothing new was measured: a GPU's class is replaced as a whole, so that an order is always of
-    one measurement."""
+    """The old rows and the new. A GPU's class is replaced as a whole, so that kernels are compared within one measurement."""
     replaced = {(r.gpu, r.call) for r in new}
     return [*(r for r in old if (r.gpu, r.call) not in replaced), *new]
 
 
 def path() -> Path:
-    """Where the package's table lies, or would."""
+    """Where the package's table lies, whether it exists or not."""
     return Path(str(resources.files("attention.measured") / "rates.csv"))
 
 
