@@ -206,6 +206,8 @@ def _main() -> int:
 
 def _run(arguments: list[str]) -> int:
     """Hydra's program, its errors and signals turned into one line each."""
+    import warnings
+
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -218,6 +220,8 @@ def _run(arguments: list[str]) -> int:
 
     interleave.register()
     stops = Stops()
+    # Hydra only warns of a folder that it does not find
+    warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(app.execute)()
     except (KeyboardInterrupt, SystemExit, Exception) as error:
@@ -227,6 +231,8 @@ def _run(arguments: list[str]) -> int:
             return stops.exit_status
         if isinstance(error, Refused):
             return refuse(message(error), arguments)
+        if isinstance(error, UserWarning):
+            return refuse(f"{message(error)} Give a folder that exists, or pkg://PACKAGE", arguments)
         if traced or isinstance(error, SystemExit):
             raise
         if isinstance(error, OSError) and not isinstance(error, HydraException):

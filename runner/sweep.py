@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config import overrides
 from runner.config.schema import SEEDS
@@ -32,7 +32,9 @@ class Count(Callback):
         global _runs
         texts = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
         try:
-            _runs = overrides.count([*texts, *config.hydra.overrides.task])
+            # as they were given: read one by one, an override with an interpolation in it would be resolved
+            given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+            _runs = overrides.count([*texts, *given])  # type: ignore[misc, list-item]
         except InvalidConfig as error:
             raise Refused(str(error)) from None
 

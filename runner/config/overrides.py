@@ -200,7 +200,7 @@ def _composed(chosen: tuple[str, ...]) -> Any:
 
 def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str | None:
     paths = list(_paths(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
-    interpolated = []
+    interpolated: list[tuple[str, Any, str]] = []
     for override in keys:
         name = override.key_or_group
         if name not in paths:
@@ -226,9 +226,10 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
             if name == "output" and not str(value):
                 return "output=: must be a folder; give output=DIR, or leave it out for output=outputs"
             if "${" in str(value):
-                interpolated.append((name, text))
-    for name, text in interpolated:
+                interpolated.append((name, value, text))
+    for name, value, text in interpolated:
         try:
+            OmegaConf.update(cfg, name, value)  # a later value of a sweep may have taken its place
             node = OmegaConf.select(cfg, name, throw_on_resolution_failure=True)
             if OmegaConf.is_config(node):
                 OmegaConf.to_container(node, resolve=True)

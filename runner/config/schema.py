@@ -676,9 +676,9 @@ def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: 
 
 
 def _window(cfg: DictConfig) -> tuple[int, int]:
+    if not OmegaConf.is_list(cfg.window) or len(cfg.window) != 2:  # an interpolation may lead to anything
+        raise InvalidConfig(f"window={shown(cfg.window)}: must be [left,right], for instance window=[512,0]")
     window = list(cfg.window)
-    if len(window) != 2:
-        raise InvalidConfig(f"window={shown(window)}: must be [left,right], for instance window=[512,0]")
     left, right = window
     if not all(isinstance(side, int) and -1 <= side <= LARGEST for side in window):
         raise InvalidConfig(

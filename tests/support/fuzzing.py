@@ -50,6 +50,14 @@ OUTPUTS = (
 )  # fmt: skip
 
 
+# command lines that once ended wrongly
+FOUND = [
+    ["-m", "config=tiny", "seq_len=128", "seqlens='${nothing}',1"],
+    ["config=tiny", "hydra.searchpath=[nope]"],
+    ["config=tiny", "seq_len=128", "window=${seq_len}"],
+]
+
+
 def keys() -> tuple[list[str], list[str]]:
     """Every key that has a value, and every group."""
     from omegaconf import OmegaConf

@@ -19,7 +19,7 @@ TIMES = 8  # as much as an ordinary command line takes here
 @pytest.mark.timeout(7200)  # of thousands of cases, where they are asked for
 def test_no_command_line_ends_in_a_traceback_or_takes_long(request, tmp_path):
     seed, number = request.config.getoption("fuzz_seed"), request.config.getoption("fuzz_overrides")
-    tried = fuzzing.cases(seed)[:number]
+    tried = [*fuzzing.FOUND, *fuzzing.cases(seed)[:number]]
     command = [sys.executable, str(Path(fuzzing.__file__)), str(tmp_path)]
     given = [["config=tiny", "seq_len=128"]] * 3 + tried
     lines = "".join(json.dumps(case) + "\n" for case in given)
@@ -39,5 +39,6 @@ def test_no_command_line_ends_in_a_traceback_or_takes_long(request, tmp_path):
     print(
         f"--fuzz-seed {seed}: {len(found)} command lines, by status {dict(statuses)}, most {max(o['cpu_s'] for o in found):.2f} s"
     )
+    assert [one["status"] for one in found[: len(fuzzing.FOUND)]] == [2] * len(fuzzing.FOUND)
     assert not bad, f"--fuzz-seed {seed}: {len(bad)} of {len(found)}:\n" + "\n".join(bad)
     assert statuses[2] > len(found) // 3
