@@ -19,7 +19,7 @@ from attention.geometry.transfers import Intervals
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
 from attention.runtime.batched_copy import copy_all
-from attention.tensors import room, rooms, take, tokens
+from attention.tensors import empty_pair, empty_tokens, take, tokens
 from attention.transports import Handle, Message, Messages
 
 Saved = tuple[Tensor, ...]
@@ -106,7 +106,7 @@ class _ToHeads:
         me, ranks = plan.head, range(plan.problem.ulysses)
         # by part, to each rank of the group its heads; nothing to oneself
         offered = [
-            room(_cut(x, share[part][i]), 0) if i == me else _cut(x, share[part][i])
+            empty_tokens(_cut(x, share[part][i]), 0) if i == me else _cut(x, share[part][i])
             for part in range(len(heads[0]))
             for i in ranks
             for x, share in zip(xs, heads, strict=True)
@@ -117,9 +117,9 @@ class _ToHeads:
         plan, s, n = self.plan, self.s, len(self.xs)
         me, group = plan.head, _group(plan)
         mine = [_cut(x, share[part][me]) for x, share in zip(self.xs, self.heads, strict=True)]
-        out = [room(mine[0], len(group) * s)]
+        out = [empty_tokens(mine[0], len(group) * s)]
         if n > 1:  # keys and values side by side, so that they can be one copy
-            out += rooms(mine[1], len(group) * s)
+            out += empty_pair(mine[1], len(group) * s)
         moving = self.offer.fetch(_to_heads(group, me, s, n, part), out, part)
         with phase("comp_place", part):
             copy_all((take(target, ((me * s, (me + 1) * s),)), x) for x, target in zip(mine, out, strict=True))

@@ -5,6 +5,7 @@ while the others' travel, in a backward of several groups on the last one's at t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 
 import torch
@@ -19,7 +20,7 @@ from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
 from attention.runtime.batched_copy import copy_all, moves
-from attention.tensors import FEW, lse_room, put_, room, rooms, take, token_dim, tokens
+from attention.tensors import FEW, empty_lse, empty_pair, empty_tokens, put_, take, token_dim, tokens
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
@@ -52,7 +53,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
                 out, lse = plan.kernel.forward(q, k, v, each.call)
         else:
             out = torch.empty_like(q)
-            lse = lse_room(q).fill_(-torch.inf)
+            lse = empty_lse(q).fill_(-torch.inf)
             if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
                 out.zero_()  # some query sees no key
         for i, group in enumerate(groups):
@@ -190,7 +191,7 @@ class _Keys:
 class _Pulled:
     def __init__(self, source: _Keys, offer: Offer, i: int):
         plan, route, mine = source.plan, source.moving.route, source.mine[i]
-        self.keys = rooms(mine[0], plan.steps[-1].n_keys)
+        self.keys = empty_pair(mine[0], plan.steps[-1].n_keys)
         self.handle: Handle = offer.fetch(plan.messages(route, first=2 * i), self.keys, i)
         with phase("comp_place", i):
             ends = zip(mine, self.keys, strict=True)
@@ -204,7 +205,7 @@ class _Pulled:
 class _AllGathered:
     def __init__(self, source: _Keys, i: int):
         self.plan, self.step = source.plan, i
-        self.keys = [room(x, self.plan.steps[-1].n_keys) for x in source.mine[i]]
+        self.keys = [empty_tokens(x, self.plan.steps[-1].n_keys) for x in source.mine[i]]
         both = torch.stack(source.mine[i])
         self.staged = both.new_empty((self.plan.problem.world, *both.shape))
         self.handle = self.plan.transport.all_gather(self.staged, both, "kv", i)
@@ -241,7 +242,7 @@ class _Return:
         *self.own, self.step = plan.steps
         self.most = self.step.most
         self.route = self.moving.route.reversed()
-        self.received: list[tuple[Intervals, list[Tensor]]] = []
+        self.received: list[tuple[Intervals, tuple[Tensor, Tensor]]] = []
         if apart:  # where peers are done before this rank is, theirs can come meanwhile
             self._make_rooms(keys)
         self.sums = plan.transport.room("dkv", [keys.shape, keys.shape], keys, self.most)
@@ -258,8 +259,8 @@ class _Return:
             first = not parts and each.k == everything
             with phase("comp_block", self.number):
                 direct = len(each.q) == 1 and not self.own
-                target = take(dq, each.q) if direct else room(dq, length(each.q))
-                dkv = self.sums if first else [room(keys, length(each.k)) for _ in self.sums]
+                target = take(dq, each.q) if direct else empty_tokens(dq, length(each.q))
+                dkv = self.sums if first else [empty_tokens(keys, length(each.k)) for _ in self.sums]
                 self.plan.kernel.backward(
                     take(dout, each.q),
                     take(q, each.q),
@@ -294,7 +295,7 @@ class _Return:
             self.handle = self.offer.fetch(plan.messages(self.route, apart=True), into, self.number, early=self.apart)
 
     def _make_rooms(self, like: Tensor) -> None:
-        self.received = [(piece.target, rooms(like, length(piece.target))) for piece in self.route.receives]
+        self.received = [(piece.target, empty_pair(like, length(piece.target))) for piece in self.route.receives]
 
     def _add_queries(self) -> None:
         with phase("comp_merge", self.number):
@@ -308,7 +309,7 @@ class _Return:
             self._add_queries()
         self.handle.wait()
         totals = [self.group.keys(x) for x in (dk, dv)]
-        parts: list[tuple[list[Tensor], Intervals]] = []
+        parts: list[tuple[Sequence[Tensor], Intervals]] = []
         with phase("comp_merge", self.number):
             here, place = (tuple(x[end] for x in self.moving.local) for end in (0, 1))
             if len(here) > FEW:

@@ -63,7 +63,7 @@ def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...
 
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
-    from attention.kernels.ops.grouped import grouped_forward
+    from attention.kernels.triton_grouped import grouped_forward
 
     if q.dim() == 4:
         rows = tuple(interval for each in calls for interval in each.q)

@@ -13,6 +13,7 @@ from contextlib import closing, nullcontext
 
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.executors.head_groups import HeadGroup, head_groups
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.costs import ring_parts
@@ -24,7 +25,7 @@ from attention.profiling import phase
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
 from attention.runtime.priority_stream import Front
-from attention.tensors import room, rooms, take, tokens, wide
+from attention.tensors import empty_pair, empty_tokens, take, tokens
 from attention.transports import Handle, Offer
 
 Saved = tuple[Tensor, ...]
@@ -59,7 +60,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
     groups = _backward_groups(q, k, plan)
     before = plan.front(len(groups))
     if wanted is None and (len(groups) > 1 or before.apart):
-        wanted = (room(q, tokens(q)), room(k, tokens(k)), room(v, tokens(v)))
+        wanted = (empty_tokens(q, tokens(q)), empty_tokens(k, tokens(k)), empty_tokens(v, tokens(v)))
     rounds = _rounds(len(groups), plan)
     sums: list[_Gradients] = []
     returning: _Return | None = None
@@ -79,7 +80,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, wanted: Triple | None = Non
             for each in step.calls:
                 into: Triple | None = None
                 if home is not None and home.direct:
-                    into = (room(grads.q, length(each.q)), home.parts[0], home.parts[1])
+                    into = (empty_tokens(grads.q, length(each.q)), home.parts[0], home.parts[1])
                 elif mine:
                     into = grads.own_rooms(each)
                 with front.behind() if mine else nullcontext(), phase("comp_block", i):
@@ -158,11 +159,15 @@ class _Gradients:
     def own_rooms(self, each: LocalCall) -> Triple | None:
         """Where a call on the own keys should write: where it has all tokens and comes last the result, to which the other parts are
         then added, unless that is wide and has their sum so far; else, of memory of the front, what it needs."""
-        if self.own_last and self.q.dtype != wide(self.q.dtype) and _of_all(each, self.q, self.k):
+        if self.own_last and self.q.dtype != accumulation_dtype(self.q.dtype) and _of_all(each, self.q, self.k):
             return self.wanted
         if not self.front.apart:
             return None
-        return room(self.q, length(each.q)), room(self.k, length(each.k)), room(self.v, length(each.k))
+        return (
+            empty_tokens(self.q, length(each.q)),
+            empty_tokens(self.k, length(each.k)),
+            empty_tokens(self.v, length(each.k)),
+        )
 
     def add_own(self, dq_part: Tensor, dk_part: Tensor, dv_part: Tensor) -> None:
         if self.front.apart:
@@ -228,7 +233,7 @@ class _Incoming:
         self.handle: Handle | None = None
         k, v = source.mine[group]
         if step.owner != plan.rank:
-            k, v = rooms(k, step.n_keys)
+            k, v = empty_pair(k, step.n_keys)
         self.keys = (k, v)
         if source.offer is not None and step.most:
             self.handle = source.offer.fetch(plan.messages(step.route, first=2 * group), self.keys, i)
@@ -250,7 +255,7 @@ class _Return:
         mine = step.owner == plan.rank
         n = 0 if mine else step.n_keys
         shapes = [(*x.shape[:-3], n, *x.shape[-2:]) for x in (sums.k, sums.v)]
-        self.received: list[list[Tensor]] = []
+        self.received: list[tuple[Tensor, Tensor]] = []
         if sums.front.apart:  # where peers are done before this rank is, theirs can come meanwhile
             self._make_rooms()
         self.parts = plan.transport.room("dkv", shapes, sums.k, step.most)
@@ -270,7 +275,7 @@ class _Return:
             self.handle = offer.fetch(plan.messages(self.route, apart=True), into, self.i, early=apart)
 
     def _make_rooms(self) -> None:
-        self.received = [rooms(self.sums.k, length(piece.target)) for piece in self.route.receives]
+        self.received = [empty_pair(self.sums.k, length(piece.target)) for piece in self.route.receives]
 
     def arrive(self) -> None:
         self.handle.wait()

@@ -11,11 +11,12 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.executors.plan import Plan
 from attention.geometry.mailbox import pieces, received_bytes
 from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
-from attention.tensors import take, wide
+from attention.tensors import take
 from attention.transports import Message, Messages, mailboxes
 from attention.variants.registry import node_size
 
@@ -48,7 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
 
 def _partial(q: Tensor) -> tuple[Tensor, Tensor]:
     """Room for a partial result, which is merged before it is rounded."""
-    out = torch.empty(q.shape, dtype=wide(q.dtype), device=q.device)
+    out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     return out, out.new_empty((q.shape[0], q.shape[2], q.shape[1]))
 
 
@@ -157,7 +158,7 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """reduce=fused: one kernel merges this rank's splits, writes the result into every peer's memory, waits for theirs and
     merges those. All of it counts as waiting: of a few microseconds, most is."""
-    from attention.kernels.ops.tree import exchange
+    from attention.ops.tree import exchange
 
     rows, world = q.shape[:3].numel(), plan.problem.world
     boxes = mailboxes(plan.transport, pieces(rows, q.shape[3]), q.device)

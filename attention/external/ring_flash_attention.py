@@ -20,7 +20,7 @@ from attention.external.flash_functions import (
     serve_backward,
 )
 from attention.geometry.layouts import CuSeqlens
-from attention.tensors import uploaded
+from attention.runtime.uploads import uploaded
 
 FUNCTIONS = {
     "rfa_ring": "ring_flash_attn_func",

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.math import PlainRectangles
 from attention.masks.band import Mask
-from attention.tensors import wide
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -423,7 +423,7 @@ def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:
 
 def sum_groups(x: Tensor, groups: int) -> Tensor:
     """The gradient of `repeat_interleave(groups)` over heads."""
-    return x.unflatten(2, (-1, groups)).sum(3, dtype=wide(x.dtype)).to(x.dtype) if groups > 1 else x
+    return x.unflatten(2, (-1, groups)).sum(3, dtype=accumulation_dtype(x.dtype)).to(x.dtype) if groups > 1 else x
 
 
 def _explicit(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:

@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.kernels.interface import Call, Pair, Triple, settle
 from attention.masks.band import CAUSAL, FULL, Interval, Mask, tile
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
-from attention.tensors import take, wide
+from attention.tensors import take
 
 WINDOW_CHUNK = 512  # queries a windowed part: its explicit mask is [512, 512 + window]
 
@@ -77,7 +78,7 @@ def forward(
     if call.q_lengths is not None and call.k_lengths is not None:
         out, lse = into or (
             torch.empty_like(q),
-            torch.empty((q.shape[1], q.shape[0]), dtype=wide(q.dtype), device=q.device),
+            torch.empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype), device=q.device),
         )
         out.zero_()
         lse.fill_(-torch.inf)

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks.band import Mask
-from attention.tensors import held, wide
+from attention.runtime.uploads import held
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -56,7 +57,7 @@ class Flex:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.numel() == 0 or k.numel() == 0:
             lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
-            return settle((torch.zeros_like(q), lse.to(wide(q.dtype))), into)
+            return settle((torch.zeros_like(q), lse.to(accumulation_dtype(q.dtype))), into)
         with torch.no_grad():
             out, lse = attend(_heads_first(q, call), _heads_first(k, call), _heads_first(v, call), call)
         if some_row_without_keys(q, k, call):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.masks.band import FULL, Mask
-from attention.tensors import uploaded
+from attention.runtime.uploads import uploaded
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple
 from attention.masks.band import Interval, Mask, tile
-from attention.tensors import wide
 
 SCORES = 1 << 26  # the most scores held at once: 256 MiB in fp32
 
@@ -87,7 +87,7 @@ class PlainRectangles:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).to(wide(x.dtype))
+    return x.transpose(1, 2).to(accumulation_dtype(x.dtype))
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:

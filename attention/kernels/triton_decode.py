@@ -18,8 +18,8 @@ from torch import Tensor
 from attention.kernels.aten import HALF, name_of
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
-from attention.kernels.ops.merge_n import merge_n_triton
 from attention.masks.band import Mask
+from attention.ops.merge_n import merge_n_triton
 from attention.reduction.lse_merge import empty_result
 from attention.runtime.triton_launcher import MOST, Start
 

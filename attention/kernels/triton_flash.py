@@ -10,8 +10,8 @@ from attention.kernels.aten import HALF, flash2_backward
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall
 from attention.kernels.math import PlainRectangles
-from attention.kernels.ops.grouped import HEAD_DIMS, Tiling, grouped_forward
 from attention.kernels.triton_decode import dtype_rule, missing
+from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
 from attention.masks.band import Mask
 
 

@@ -26,7 +26,7 @@ from attention.kernels.aten import (
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks.band import Mask
-from attention.tensors import held
+from attention.runtime.uploads import held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.masks.band import Interval
-from attention.tensors import FEW, put_, rows, take
+from attention.tensors import FEW, put_, take, tokens_contiguous
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
@@ -40,14 +40,14 @@ def copy_all(pairs: Pairs) -> None:
             for target, source in found:
                 target.copy_(source)
             continue
-        from attention.kernels.ops.copy import copy_triton
+        from attention.ops.copy import copy_triton
 
         for i in range(0, len(found), MOST):
             copy_triton(found[i : i + MOST])
     if len(plain) == 1:
         plain[0][0].copy_(plain[0][1])
     elif plain:
-        from attention.kernels.ops.copy import copy_words
+        from attention.ops.copy import copy_words
 
         for i in range(0, len(plain), MOST):
             copy_words(plain[i : i + MOST])
@@ -64,7 +64,7 @@ def by_kernel(shape: tuple[int, ...], *strides: tuple[int, ...]) -> bool:
     """Whether our kernel copies `[B, S, H, D]` or `[T, H, D]` in these strides: a plain copy is the driver's."""
     batch = shape[0] if len(shape) == 4 else 1
     plain = all(_contiguous(shape, each) for each in strides)
-    return not plain and rows(shape, *strides) and MOST * batch <= MOST_PROGRAMS
+    return not plain and tokens_contiguous(shape, *strides) and MOST * batch <= MOST_PROGRAMS
 
 
 def moves(into: Tensor, x: Tensor, places: Sequence[tuple[Interval, Interval]]) -> Pairs:

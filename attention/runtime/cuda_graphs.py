@@ -18,7 +18,7 @@ from attention.kernels.interface import UnsupportedCall
 from attention.runtime.batched_copy import copy_all
 from attention.runtime.launch_trace import Run
 from attention.runtime.streams import capturing, current
-from attention.tensors import holding
+from attention.runtime.uploads import holding
 
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
 

@@ -8,43 +8,44 @@ import pytest
 import torch
 
 from attention import tensors
+from attention.runtime import uploads
 
 
 def test_an_unchanged_tensor_is_read_once():
     x = torch.tensor([0, 4, 8])
-    found = tensors.kept(x)
+    found = tensors.read_once(x)
     assert found == (0, 4, 8)
-    assert tensors.kept(x) is found
+    assert tensors.read_once(x) is found
 
 
 def test_a_tensor_that_was_written_is_read_again():
     x = torch.tensor([0, 4, 8, 9])
-    tensors.kept(x)
+    tensors.read_once(x)
     x[1] = 5
-    assert tensors.kept(x) == (0, 5, 8, 9)
+    assert tensors.read_once(x) == (0, 5, 8, 9)
     x[1:3].fill_(6)  # through a view
-    assert tensors.kept(x) == (0, 6, 6, 9)
+    assert tensors.read_once(x) == (0, 6, 6, 9)
     x.data = torch.tensor([0, 9])
-    assert tensors.kept(x) == (0, 9)
+    assert tensors.read_once(x) == (0, 9)
 
 
 def test_tensors_of_equal_numbers_are_told_apart_and_none_is_kept_alive():
     gc.collect()
     before = len(tensors._read)
     some = [torch.tensor([0, n]) for n in range(100)]
-    assert [tensors.kept(x) for x in some] == [(0, n) for n in range(100)]
+    assert [tensors.read_once(x) for x in some] == [(0, n) for n in range(100)]
     del some
     gc.collect()
     assert len(tensors._read) == before
-    assert tensors.kept(torch.tensor([0, 1000])) == (0, 1000)
+    assert tensors.read_once(torch.tensor([0, 1000])) == (0, 1000)
 
 
 def test_an_inference_tensor_is_read_each_time():
     with torch.inference_mode():
         x = torch.tensor([0, 4, 8])
-        assert tensors.kept(x) == (0, 4, 8)
+        assert tensors.read_once(x) == (0, 4, 8)
         x[1] = 5
-        assert tensors.kept(x) == (0, 5, 8)
+        assert tensors.read_once(x) == (0, 5, 8)
 
 
 def test_what_numpy_wrote_to_a_cpu_tensor_is_seen():
@@ -60,7 +61,7 @@ def test_tokens_of_intervals_are_numbered_in_order(intervals):
     wanted = [t for a, b in intervals for t in range(a, b)]
     assert tensors.tokens_of(intervals).tolist() == wanted
     assert tensors.tokens_of(intervals, numpy.int32).dtype == numpy.int32
-    found = tensors.index(intervals, torch.device("cpu"), torch.int32)
+    found = tensors.token_indices(intervals, torch.device("cpu"), torch.int32)
     assert found.dtype == torch.int32 and found.tolist() == wanted
 
 
@@ -69,12 +70,12 @@ def test_tokens_of_intervals_are_numbered_in_order(intervals):
 def test_what_is_uploaded_is_there_for_all_streams_and_waits_for_none():
     device = torch.device("cuda", torch.cuda.current_device())
     numbers = numpy.arange(50_000, dtype=numpy.int32)
-    assert tensors.uploaded(numbers, torch.device("cuda")).device == device  # takes pinned memory
+    assert uploads.uploaded(numbers, torch.device("cuda")).device == device  # takes pinned memory
     busy, other = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(1_000_000_000)
         started = time.perf_counter()
-        found = tensors.uploaded(numbers, device)
+        found = uploads.uploaded(numbers, device)
         took = time.perf_counter() - started
         assert not busy.query() and took < 0.1
         late = found.clone()
@@ -82,7 +83,7 @@ def test_what_is_uploaded_is_there_for_all_streams_and_waits_for_none():
         assert torch.equal(found.cpu(), torch.from_numpy(numbers)) and not busy.query()
     del found  # `busy` has still to read it
     for _ in range(50):
-        tensors.uploaded(numpy.full_like(numbers, -1), device)
+        uploads.uploaded(numpy.full_like(numbers, -1), device)
     assert not busy.query()
     torch.cuda.synchronize()
     assert torch.equal(late.cpu(), torch.from_numpy(numbers))

@@ -344,7 +344,7 @@ def _sums_in_bf16() -> Iterator[None]:
     def make(original: Any) -> Any:
         return lambda dtype: torch.bfloat16
 
-    with changed(grad_sum, "wide", make), changed(lse_merge, "wide", make):
+    with changed(grad_sum, "accumulation_dtype", make), changed(lse_merge, "accumulation_dtype", make):
         yield
 
 
@@ -376,7 +376,7 @@ def _keys_too_early() -> Iterator[None]:
         return inner
 
     incoming = ring._Incoming
-    with changed(ring, "rooms", noting), changed(incoming, "__init__", begun), changed(incoming, "wait", waited):
+    with changed(ring, "empty_pair", noting), changed(incoming, "__init__", begun), changed(incoming, "wait", waited):
         yield
 
 

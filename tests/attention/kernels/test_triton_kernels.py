@@ -22,11 +22,11 @@ pytestmark = pytest.mark.skipif(
 from triton.runtime import interpreter  # noqa: E402
 
 from attention.kernels import triton_flash  # noqa: E402
-from attention.kernels.ops import grouped  # noqa: E402
-from attention.kernels.ops.grouped import Tiling, grouped_forward, tiling  # noqa: E402
-from attention.kernels.ops.merge_n import merge_n_triton  # noqa: E402
+from attention.kernels import triton_grouped as grouped  # noqa: E402
 from attention.kernels.triton_decode import Decode, decode, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
+from attention.kernels.triton_grouped import Tiling, grouped_forward, tiling  # noqa: E402
+from attention.ops.merge_n import merge_n_triton  # noqa: E402
 from attention.reduction.lse_merge import merge_n, merge_n_eager  # noqa: E402
 
 torch.set_num_threads(1)

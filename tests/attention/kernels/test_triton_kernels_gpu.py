@@ -14,9 +14,9 @@ pytestmark = [
 ]
 
 from attention.geometry.schedules import length  # noqa: E402
-from attention.kernels.ops.grouped import Tiling, grouped_forward  # noqa: E402
 from attention.kernels.triton_decode import decode  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
+from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
 from attention.reduction.grad_sum import sum_all, sum_eager, sum_parts  # noqa: E402
 from attention.reduction.lse_merge import empty_result, merge, merge_eager, merge_n, merge_n_eager  # noqa: E402
 
@@ -187,7 +187,7 @@ def test_parts_are_summed_as_eager_sums_them_also_in_place(dtype, batch, heads, 
 @every_dtype
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_sums_that_are_alike_are_one_launch_and_as_eager_sums_them(dtype, head_dim, monkeypatch):
-    from attention.kernels.ops import sum as triton_sum
+    from attention.ops import sum as triton_sum
 
     n, launched, start = 1003, [], triton_sum.Start.__call__
     monkeypatch.setattr(triton_sum.Start, "__call__", lambda *given: launched.append(1) or start(*given))
@@ -235,7 +235,7 @@ def test_many_stretches_are_summed_by_number_as_eager_sums_them(dtype, batch, he
 
 
 def test_sums_of_new_lengths_compile_nothing_anew():
-    from attention.kernels.ops.sum import _sum
+    from attention.ops.sum import _sum
 
     compiled = []
     for n in (1000, 1001, 2, 17, 4096):

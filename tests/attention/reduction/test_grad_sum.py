@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from attention.geometry.schedules import length
+from attention.geometry.sum_ranges import Range, ranges
 from attention.reduction.grad_sum import (
     MOST_PROGRAMS,
-    Range,
     Sum,
     alike,
-    ranges,
     sum_all,
     sum_eager,
     sum_numbered,
     sum_parts,
 )
-from attention.tensors import rows
+from attention.tensors import tokens_contiguous
 from tests.support.naive import normal
 
 torch.set_num_threads(1)
@@ -33,11 +32,13 @@ both = pytest.mark.parametrize(
 def summed(how, out, parts):
     if how == "eager":
         return sum_eager(out, parts)
-    if how == "numbered" and not (parts and all(rows(x.shape, x.stride()) for x in (out, *(x for x, _ in parts)))):
+    if how == "numbered" and not (
+        parts and all(tokens_contiguous(x.shape, x.stride()) for x in (out, *(x for x, _ in parts)))
+    ):
         pytest.skip("by their numbers: a token's heads must lie together, and there must be parts")
     if how == "numbered":
         return sum_numbered(out, parts)
-    from attention.kernels.ops.sum import sum_triton
+    from attention.ops.sum import sum_triton
 
     return sum_triton((out,), [((part,), intervals) for part, intervals in parts])
 
@@ -172,7 +173,7 @@ def together(sums):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("head_dim", [40, 64])
 def test_sums_that_are_alike_are_summed_together(n, head_dim):
-    from attention.kernels.ops.sum import sum_triton
+    from attention.ops.sum import sum_triton
 
     sums = several(n, 0, head_dim)
     exact = [expected(*each) for each in sums]
@@ -191,7 +192,7 @@ def test_each_of_several_sums_is_made():
 
 @needs_interpreter
 def test_more_parts_than_one_kernel_adds_are_added_to_each_of_several_sums():
-    from attention.kernels.ops.sum import sum_triton
+    from attention.ops.sum import sum_triton
 
     places = [((0, 21),) if i % 2 else ((0, 5), (9, 20)) for i in range(20)]
     sums = []

@@ -195,7 +195,7 @@ def test_half_precision_parts_accumulate_in_fp32(first_whole):
 @pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
 def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head_dim, rows):
     """A part into the other in place, and two parts into a third tensor of another dtype."""
-    from attention.kernels.ops.merge import merge_triton
+    from attention.ops.merge import merge_triton
 
     start, n = rows[0], rows[1] - rows[0]
 
@@ -223,7 +223,7 @@ def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head
 
 
 def test_the_triton_kernel_refuses_a_strided_head_dim():
-    from attention.kernels.ops.merge import merge_triton
+    from attention.ops.merge import merge_triton
 
     out, lse, part, part_lse = merge_case(False, False, torch.float32, 64)
     with pytest.raises(ValueError, match="head dim contiguous"):

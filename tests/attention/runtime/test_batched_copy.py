@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.runtime.batched_copy import by_kernel, by_words, copy_all, moves
-from attention.tensors import put_, rows, take
+from attention.tensors import put_, take, tokens_contiguous
 
 triton = pytest.importorskip("triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -94,7 +94,7 @@ def test_moves_write_the_tokens_they_name(device, n):
     ids=["contiguous", "some heads", "one head", "some of a head", "heads first", "two dims"],
 )
 def test_what_rows_are(x, so):
-    assert rows(x.shape, x.stride()) == so
+    assert tokens_contiguous(x.shape, x.stride()) == so
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_kernel_copies_some_heads_of_every_token(shape, heads, so):
 @pytest.mark.parametrize("leading, into, of, head_dim", FORMS, ids=str)
 @pytest.mark.parametrize("n_pairs", [1, 2, 5])
 def test_the_kernel_itself_under_the_interpreter(leading, into, of, head_dim, n_pairs):
-    from attention.kernels.ops.copy import copy_triton
+    from attention.ops.copy import copy_triton
 
     targets = [some_heads((*leading, 0, head_dim), *into, seed=i) for i in range(n_pairs)]
     sources = [some_heads((*leading, 0, head_dim), *of, seed=50 + i)[1] for i in range(n_pairs)]
@@ -135,7 +135,7 @@ SIZES = [[(5, 3)], [(4096 * 4,), (1,)], [(3, 5, 2), (9999,), (1, 300, 4, 16), (4
 @pytest.mark.parametrize("shapes", SIZES, ids=str)
 @pytest.mark.parametrize("run", ["copy_words", "copy_all"])
 def test_contiguous_tensors_of_any_shapes_and_dtypes_are_one_copy(device, shapes, run):
-    from attention.kernels.ops.copy import copy_words
+    from attention.ops.copy import copy_words
 
     if run == "copy_words" and device == "cpu" and torch.cuda.is_available():
         pytest.skip("not interpreted where there is a GPU")
@@ -195,7 +195,7 @@ def test_many_stretches_are_taken_and_put(device, dtype, leading, heads_first):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU")
 @pytest.mark.parametrize("leading", [(100,), (2, 100)], ids=str)
 def test_tokens_by_number_under_the_interpreter(leading):
-    from attention.kernels.ops.rows import sum_rows
+    from attention.ops.rows import sum_rows
 
     out, x = (normal(*leading, 6, 40, seed=i)[..., 1:5, :] for i in range(2))
     numbers = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:37].int()

@@ -439,11 +439,11 @@ def test_a_table_that_is_kept_is_no_part_of_a_pass_and_one_that_is_made_in_each_
         monkeypatch.setattr(module, "uploaded", sent)
     cpu, stretches = torch.device("cpu"), ((1, 2), (5, 6))
     kept = [
-        lambda: tensors.index(stretches, cpu),
+        lambda: tensors.token_indices(stretches, cpu),
         lambda: grad_sum._numbers(8, stretches, cpu),
     ]
     for make in kept:
-        tensors._index.cache_clear()
+        tensors._token_indices.cache_clear()
         grad_sum._numbers.cache_clear()
 
         made, _ = recorded(lambda x, make=make: (torch.empty_like(x).copy_(x), make())[:1], numbers(4))

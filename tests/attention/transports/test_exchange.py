@@ -13,7 +13,7 @@ from tests.support.naive import assert_lse, normal, relative
 
 pytest.importorskip("triton")
 
-from attention.kernels.ops.tree import exchange
+from attention.ops.tree import exchange
 
 # batch, queries, heads, head dim, and how many partial results each rank has; the last calls again like the first
 CALLS = [

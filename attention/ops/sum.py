@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
+from attention.geometry.sum_ranges import MOST, ranges
 from attention.geometry.transfers import Intervals
-from attention.reduction.grad_sum import MOST, PartsOfAll, ranges
 from attention.runtime.triton_launcher import MOST as MOST_STARTS
 from attention.runtime.triton_launcher import Start
-from attention.tensors import wide
 
 TILE = 2048  # elements of a program: 16 a thread with 4 warps, two 16-byte loads of bf16 a part
 COLUMNS = 1024
@@ -73,12 +73,12 @@ def _sum(  # type: ignore[no-untyped-def]
     tl.store(at, total.to(out.dtype.element_ty), mask=(t < last)[:, None] & inside)
 
 
-def sum_triton(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
+def sum_triton(outs: Sequence[Tensor], parts: Sequence[tuple[Sequence[Tensor], Intervals]]) -> None:
     """As `attention.reduction.grad_sum.sum_all`, of outs that are alike in shapes, strides and dtypes, as are each part's tensors. On CUDA or on
     a CPU under Triton's interpreter. More parts than `MOST` are summed in several passes, the running sum in the wide dtype."""
     out = outs[0]
     if len(parts) > MOST:
-        running = [torch.empty(out.shape, dtype=wide(out.dtype), device=out.device) for _ in outs]
+        running = [torch.empty(out.shape, dtype=accumulation_dtype(out.dtype), device=out.device) for _ in outs]
         sum_triton(running, parts[:MOST])
         sum_triton(outs, [(running, ((0, out.shape[-3]),)), *parts[MOST:]])
         return

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.runtime.triton_launcher import MOST, Start
-from attention.tensors import wide
 
 TILE = 4096  # elements of a program: 16 a thread with 8 warps
 COLUMNS = 2048
@@ -59,7 +59,7 @@ def sum_rows(out: Tensor, to: Tensor, parts: Numbered) -> None:
     out and the parts: `[B, S, H, D]` or `[T, H, D]`, floating-point, any strides but for a token's heads lying together; `to`
     and each part's numbers: int32 `[n]`, `to` without repetition. A part may lie in out, at the place of its tokens. Raises ValueError for no parts."""
     if len(parts) > MOST_PARTS:
-        running = torch.empty(out.shape, dtype=wide(out.dtype), device=out.device)
+        running = torch.empty(out.shape, dtype=accumulation_dtype(out.dtype), device=out.device)
         sum_rows(running, to, parts[:MOST_PARTS])
         sum_rows(out, to, [(running, to), *parts[MOST_PARTS:]])
         return

@@ -25,7 +25,7 @@ from attention.kernels.triton_decode import dtype_rule
 from attention.reduction.lse_merge import empty_result
 from attention.runtime import launch_trace
 from attention.runtime.triton_launcher import MOST, Start
-from attention.tensors import held, uploaded
+from attention.runtime.uploads import held, uploaded
 
 MAX_GROUPS = 8
 MAX_SETS = 4

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.reduction.lse_merge import result_tensors
+from attention.ops.results import result_tensors
 from attention.runtime.triton_launcher import MOST, Start
 
 TILE = 4096  # fp32 elements a program holds of [rows, parts, head dim]: 32 registers a thread with 4 warps

@@ -1,0 +1,71 @@
+"""Index tables on a device: their upload, and their lifetime where a CUDA graph reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.runtime.streams import On, capturing, current
+
+_uploads: dict[int, torch.cuda.Stream] = {}  # by device index
+
+
+def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """A copy of x on the device, which any stream may read when this returns.
+
+    The upload has a stream of its own and waits only for itself. `Tensor.to(device)` would wait for all work on the current
+    stream. Before the result is freed, the stream that is current now must wait for all other streams that read it."""
+    here = torch.from_numpy(x)
+    if device.type != "cuda":
+        return here.to(device)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if capturing(device):
+        return here.to(device)
+    if device.index not in _uploads:
+        _uploads[device.index] = torch.cuda.Stream(device)
+    reader, stream = current(device), _uploads[device.index]
+    with On(stream):
+        pinned = torch.empty(x.shape, dtype=here.dtype, pin_memory=True)
+        pinned.numpy()[...] = x
+        found = pinned.to(device, non_blocking=True)
+        stream.synchronize()
+        found.record_stream(reader)
+    return found
+
+
+T = TypeVar("T")
+_captured: dict[int, object] = {}  # for graphs that the caller captures
+
+
+class _Holders(threading.local):
+    """A thread's stack of the dicts that keep captured objects alive; the innermost is last."""
+
+    def __init__(self) -> None:
+        self.stack: list[dict[int, object]] = [_captured]
+
+
+_holders = _Holders()
+
+
+def held(x: T, device: torch.device) -> T:
+    """x, kept alive if a CUDA graph is being captured: each replay reads x at the same address."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _holders.stack[-1][id(x)] = x
+    return x
+
+
+@contextmanager
+def holding(into: dict[int, object]) -> Iterator[None]:
+    """Objects that are `held` within live as long as `into`."""
+    _holders.stack.append(into)
+    try:
+        yield
+    finally:
+        _holders.stack.pop()
