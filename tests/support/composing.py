@@ -28,9 +28,21 @@ def composed(*overrides: str, **options: bool) -> DictConfig:
 def configured(*overrides: str) -> DictConfig:
     """As `composed`, but keys are set in a copy of what the groups' choices make: composing takes much longer."""
     choices = [text for text in overrides if text.lstrip("+").partition("=")[0] in GROUPS]
-    cfg = copy.deepcopy(composed(*choices))
+    cfg = _chosen(*choices)
     for override in PARSER.parse_overrides([text for text in overrides if text not in choices]):
         OmegaConf.update(cfg, override.key_or_group, override.value(), force_add=override.is_add())
+    return cfg
+
+
+def _chosen(*choices: str) -> DictConfig:
+    """What groups' choices make. One `attention=NAME` replaces another's keys, unless the other choices changed some of them."""
+    others = [text for text in choices if not text.startswith("attention=")]
+    cfg = composed(*others)
+    if len(choices) - len(others) != 1 or cfg.attention != composed(f"attention={cfg.attention.name}").attention:
+        return copy.deepcopy(composed(*choices))
+    (choice,) = set(choices) - set(others)
+    cfg = copy.deepcopy(cfg)
+    cfg.attention = composed(choice).attention
     return cfg
 
 
