@@ -5,6 +5,11 @@ import secrets
 from pathlib import Path
 
 import pytest
+
+# Before torch is loaded. Threads that spin while they wait take the cores from the other workers' threads: small operations
+# then take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 if not torch.cuda.is_available():
