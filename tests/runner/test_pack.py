@@ -9,6 +9,7 @@ import pytest
 
 from runner import app, compare, pack
 from runner.output import reader, results, summary
+from runner.output.run_tables import TABLES, table_of
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
@@ -49,12 +50,12 @@ def assert_same(run: Path, packed: Path) -> None:
     """Every value of the run's files stands in the pack; the files are read here by other means than the pack's."""
     frames = {
         kind: pq.read_table(packed / f"{kind}.parquet")
-        for kind in ("results", *pack.TABLES)
+        for kind in ("results", *TABLES)
         if (packed / f"{kind}.parquet").exists()
     }
     stored = dict(zip(frames["results"]["name"].to_pylist(), frames["results"]["result"].to_pylist(), strict=True))
     assert json.loads(stored[run.name]) == json.loads((run / "result.json").read_text())
-    for kind, name in pack.TABLES.items():
+    for kind, name in TABLES.items():
         if not (run / name).exists():
             continue
         if name.endswith(".csv"):
@@ -93,11 +94,11 @@ def test_a_pack_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_p
 
     folders, before = sorted(path.parent for path in sweep.glob("*/result.json")), tables()
     rows = summary.sweep_rows(sweep)
-    samples = {run.name: pack.table_of(run, "samples") for run in reader.read_results(sweep)[0]}
+    samples = {run.name: table_of(run, "samples") for run in reader.read_results(sweep)[0]}
     assert pack.main([str(sweep), "--remove"]) == 0
     assert not any(folder.exists() for folder in folders)
     assert tables() == before and summary.sweep_rows(sweep) == rows
-    assert {run.name: pack.table_of(run, "samples") for run in reader.read_results(sweep)[0]} == samples
+    assert {run.name: table_of(run, "samples") for run in reader.read_results(sweep)[0]} == samples
     assert compare.main([str(sweep), str(sweep)]) == 0
     assert [app._earlier(folder, "0").status for folder in folders].count("ok") == 3
     assert app._earlier(folders[0], "another") is None and "this run's is another" in capsys.readouterr().err
@@ -114,10 +115,10 @@ def test_a_pack_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_p
 
 def test_packed_samples_are_found_beside_a_folder_that_hydra_made_for_a_resumed_run(sweep):
     assert pack.main([str(sweep), "--remove"]) == 0
-    run = next(run for run in reader.read_results(sweep)[0] if pack.table_of(run, "samples"))
-    before = pack.table_of(run, "samples")
+    run = next(run for run in reader.read_results(sweep)[0] if table_of(run, "samples"))
+    before = table_of(run, "samples")
     (run.folder / ".hydra").mkdir(parents=True)
-    assert pack.table_of(run, "samples") == before
+    assert table_of(run, "samples") == before
 
 
 def without_round(path: Path) -> None:
@@ -195,7 +196,7 @@ def test_the_packs_of_the_results_are_whole(folder):
     assert found and not problems
     for run in [run for run in found if run.status == "ok"][:2]:
         slowest: dict[tuple[str, int], float] = {}
-        for sample in pack.table_of(run, "samples"):
+        for sample in table_of(run, "samples"):
             at = (sample["pass"], sample["iteration"])
             slowest[at] = max(slowest.get(at, 0.0), sample["ms"])
         for which, times in run.timing.passes.items():

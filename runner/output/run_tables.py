@@ -1,0 +1,70 @@
+"""Read the tables of a run (samples, phases, kernels) from its folder or from its packed sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+
+from runner.measure.statistics import Samples, slowest
+from runner.output.reader import RESULT
+from runner.output.record import Result
+
+# the file in a run's folder; a packed sweep has NAME.parquet, where the column `run` comes before the others
+TABLES = {"phases": "phases.csv", "samples": "samples.parquet", "kernels": "kernels.csv"}
+WHOLE = ("iteration", "round", "rank", "step", "calls")  # columns of whole numbers
+
+
+def read_table(path: Path) -> pa.Table:
+    """The table in a run's folder, with the types that a packed sweep has. Raises OSError and pyarrow's errors."""
+    found = csv.read_csv(path) if path.suffix == ".csv" else pq.read_table(path)
+
+    def kind(name: str) -> pa.DataType:
+        if name in WHOLE:
+            return pa.int32()
+        return pa.float64() if name.endswith(("ms", "us")) else pa.string()
+
+    found = found.cast(pa.schema([(name, kind(name)) for name in found.column_names]))
+    return found if path.suffix == ".csv" else with_round(found)
+
+
+def with_round(samples: pa.Table) -> pa.Table:
+    """The samples with the column `round`; older versions wrote none, and it is 0."""
+    if "round" in samples.column_names:
+        return samples
+    place = samples.column_names.index("iteration") + 1
+    return samples.add_column(place, "round", pa.array([0] * len(samples), pa.int32()))
+
+
+def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:
+    """The rows of a run's table; `kind` is one of TABLES. None where there is none. Raises ValueError for a file that cannot be
+    read."""
+    path, packed = run.folder / TABLES[kind], run.folder.parent / f"{kind}.parquet"
+    try:
+        if path.exists():
+            return read_table(path).to_pylist()
+        # a resumed sweep leaves a packed run a folder without a result
+        if packed.exists() and not (run.folder / RESULT).exists():
+            return pq.read_table(packed, filters=[("run", "=", run.name)]).drop_columns(["run"]).to_pylist() or None
+    except (OSError, KeyError, pa.ArrowException) as error:
+        why = " ".join(str(error).split())[:100]
+        raise ValueError(f"{path if path.exists() else packed}: no table ({why})") from None
+    return None
+
+
+def samples(run: Result) -> Samples | None:
+    """By pass, the ms of the slowest rank in each iteration; None where the run has no samples that can be read."""
+    try:
+        rows = table_of(run, "samples")
+    except ValueError:
+        return None
+    by_rank: dict[int, Samples] = {}
+    for row in sorted(rows or (), key=lambda row: row["iteration"]):
+        by_rank.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
+    try:
+        return slowest(list(by_rank.values())) if by_rank else None
+    except (KeyError, ValueError):  # the ranks have other passes, or another number of samples
+        return None
