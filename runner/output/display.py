@@ -148,9 +148,9 @@ def _baseline_cells(baseline: Baseline, which: str, several: bool) -> list[str]:
 
 def _time_notes(timing: Timing, metrics: Metrics, baseline: Baseline) -> Iterator[str]:
     passes = timing.passes.values()
-    noisy = "; ! means noisy" if any(times.noisy for times in passes) else ""
+    noisy = "; ! means noisy, an IQR above 5% of the median" if any(times.noisy for times in passes) else ""
     trend = "; ~ means that samples rose or fell while they were taken" if any(times.trend for times in passes) else ""
-    yield f"ms is the median of {timing.passes['forward'].n}, TFLOP/s are those of one device{noisy}{trend}"
+    yield f"ms is the median of {timing.passes['forward'].n} samples, TFLOP/s are of one device{noisy}{trend}"
     if timing.overhead_high:
         us, share = timing.overhead_ms * 1e3, timing.overhead_share
         yield f"timing itself takes {us:.1f} us, {share:.1%} of the shortest pass"
@@ -194,13 +194,13 @@ def _correctness(found: Correctness) -> None:
 
 def _phases(which: str, found: PassPhases) -> None:
     _print([
-        f"Phases of {which} on rank {found.rank}: {found.total_ms:.3f} ms, compute {found.compute_share:.0%}, "
+        f"Phases of {which}, timed separately, on rank {found.rank}: {found.total_ms:.3f} ms, compute {found.compute_share:.0%}, "
         f"exposed communication {found.exposed_communication_ms:.3f} ms ({found.communication_share:.0%}), "
-        f"skew {found.skew:.0%}"
+        f"skew between ranks {found.skew:.0%}"
     ])  # fmt: skip
     table = _new_columns(new_table(), ("phase", "ms", "share", "medians by rank, ms"))
     for name, phase in found.phases.items():
-        share = "beside" if name.startswith("comm_") or phase.share is None else f"{phase.share:.0%}"
+        share = "overlaps" if name.startswith("comm_") or phase.share is None else f"{phase.share:.0%}"
         table.add_row(name, f"{phase.ms or 0:.3f}", share, " ".join(f"{ms:.3f}" for ms in phase.by_rank_ms))
     table.add_row("other", f"{found.other_ms:.3f}", f"{found.other_share:.0%}", "")
     show(table, words=("medians by rank, ms",))

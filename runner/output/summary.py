@@ -183,9 +183,12 @@ def differ(rows: list[dict[str, Any]], key: str) -> bool:
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
     """The sentences that a reader needs to compare the rows."""
     ran = [entry for entry in rows if entry["status"] == "ok"]
+    found = []
     if {entry.get("seqlens") is None for entry in ran} == {True, False}:
-        return ["Rows with sequences are of packed batches: less work than one sequence of as many tokens."]
-    return []
+        found.append("Rows with sequences are of packed batches: less work than one sequence of as many tokens.")
+    if any(entry.get("exposed_forward_ms") is not None for entry in ran):
+        found.append("exp. fwd, exp. bwd: ms in which compute waits for communication, timed separately from fwd and bwd.")
+    return found
 
 
 def cells(entry: dict[str, Any]) -> list[str]:

@@ -116,7 +116,7 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
 
 def _tables(runs: list[Run], which: str) -> dict[str, Table]:
     """The tables of a part by their headings."""
-    found = {"Runs": tables.runs_table(runs)}
+    found = {"Each run": tables.runs_table(runs)}
     if len(set(labels(runs).values())) > 1 and comparable(runs):
         found[f"Side by side, ms ({which.replace('_', ' ')})"] = comparison_table(runs, which)
     return found
