@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
 from attention.kernels.flash3 import Flash3
@@ -35,24 +35,14 @@ class Absent:
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
         return self.reason
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def forward(self, *_: Any, **__: Any) -> Pair:
         raise UnsupportedCall(self.reason)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
-    ) -> Triple:
+    def backward(self, *_: Any, **__: Any) -> Triple:
         raise UnsupportedCall(self.reason)
 
 
-def _ours() -> list[Kernel]:
+def _triton_kernels() -> list[Kernel]:
     try:
         from attention.kernels.triton_decode import Decode
         from attention.kernels.triton_flash import TritonFlash
@@ -75,12 +65,12 @@ _ALL: list[Kernel] = [
     Flash4(),
     Xformers(),
     Flex(),
-    *_ours(),
+    *_triton_kernels(),
 ]
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 
-# what `auto` takes, fastest first, where the table of measured rates does not know the GPU. Not flex, which compiles for
-# each shape, nor xformers, which has FlashAttention-2's kernels and copies.
+# The order of `auto`, fastest first, on a GPU that is not in the table of measured rates. Without flex, which compiles for each
+# shape, and xformers, which runs FlashAttention-2's kernels with additional copies.
 FASTEST = {
     "cuda": ("flash4", "sdpa_cudnn", "flash3", "flash2", "sdpa_efficient", "math"),
     "cpu": ("sdpa_flash", "math"),
@@ -92,12 +82,12 @@ def names() -> list[str]:
 
 
 def refusal(kernel: Kernel, shape: Shape, mask: Mask) -> str | None:
-    """Why a kernel does not do this call here, or None."""
+    """Why a kernel cannot do this call on this machine, or None."""
     return kernel.missing(shape.device) or kernel.refuses(shape, mask)
 
 
 def preference(shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> tuple[str, ...]:
-    """The kernels that `auto` tries, in order: those measured for such calls on this GPU, then the rest of `FASTEST`."""
+    """The kernels that `auto` tries, in order: those measured for this class of calls on this GPU, then the rest of `FASTEST`."""
     fastest = FASTEST.get(shape.device, FASTEST["cpu"])
     if shape.device != "cuda":
         return fastest
@@ -109,14 +99,14 @@ def preference(shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> t
 
 @cache
 def gpu_name() -> str:
-    """As the table of rates calls this machine's GPU; empty where there is none."""
+    """The name of this machine's GPU, as in the table of rates; empty without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> Kernel:
-    """The kernel of that name, or for `auto` the fastest that does all of a schedule's masks; `decode`: with few queries.
+    """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. decode: the call has few queries.
 
-    Raises ValueError for an unknown name, UnsupportedCall when the kernel can't do the call, naming those that can."""
+    Raises ValueError for an unknown name, and UnsupportedCall, which names other kernels, where the kernel cannot do the call."""
     if name == "auto":
         for candidate in preference(shape, masks, decode):
             if _why_not(candidate, shape, masks) is None:
@@ -132,17 +122,17 @@ def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = Fals
 
 
 def passed_over(taken: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> dict[str, str]:
-    """The kernels that `auto` would rather have taken than `taken`, and why it could not."""
+    """The kernels that `auto` prefers to `taken`, and why each could not be used."""
     order = preference(shape, masks, decode)
     better = order[: order.index(taken)] if taken in order else ()
     return {name: reason for name in better if (reason := _why_not(name, shape, masks))}
 
 
 def _why_not(name: str, shape: Shape, masks: tuple[Mask, ...]) -> str | None:
-    """Why `auto` does not take the kernel for all of the masks, or None."""
+    """Why `auto` does not take the kernel for these masks, or None."""
     for mask in masks:
         if reason := refusal(KERNELS[name], shape, mask):
             return reason
     if name == "sdpa_cudnn" and shape.packed:
-        return "one call a sequence: slower than a kernel that takes the pack"
+        return "one call per sequence: slower than a kernel that takes packed batches"
     return None

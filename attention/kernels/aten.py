@@ -1,6 +1,6 @@
-"""The kernels inside PyTorch, called through aten because only there they give the LSE: `sdpa_flash` (on a CPU PyTorch's
-own CPU flash attention, on CUDA FlashAttention-2), `sdpa_cudnn`, `sdpa_efficient`, and `flash2` on the same
-FlashAttention-2 kernels where the flash-attn package is not built."""
+"""The kernels inside PyTorch, called through aten, the only interface that returns the LSE: `sdpa_flash` (PyTorch's CPU flash
+attention, on CUDA FlashAttention-2), `sdpa_cudnn`, `sdpa_efficient`, and `flash2`, which takes the same FlashAttention-2
+kernels where the package flash-attn is not installed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
-from attention.kernels.math import PlainRectangles
+from attention.kernels.math import PLAIN
 from attention.masks.band import Mask
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
+
+
+# Rules of kernels: why they do not run on a device, or do not take a call; None where they do.
 
 
 def cuda_missing(device: str) -> str | None:
@@ -36,17 +39,18 @@ def head_dim_rule(shape: Shape, most: int, multiple: int = 8) -> str | None:
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """The short name of a dtype: "bf16", "fp32"."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}.get(
         dtype, str(dtype)
     )
 
 
 class _CpuRectangles:
-    """PyTorch's CPU flash attention: causal is top-left, so squares only; a band goes in as an explicit mask. Its
-    backward has no GQA: there, keys are repeated and their gradients summed. A NaN in q or k may be lost where a call has fewer
-    than 16 keys: PyTorch's maximum over a short row passes it over."""
+    """PyTorch's CPU flash attention. Its causal mask is aligned top-left, so it is used on squares only; a band is given as an
+    explicit mask. Its backward has no GQA, so KV heads are repeated and their gradients summed. With fewer than 16 keys a NaN
+    in q or k may be lost, because PyTorch's maximum over a short row skips it."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *_bhsd(q, k, v), 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
         )
@@ -54,51 +58,14 @@ class _CpuRectangles:
 
     def rectangle_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Triple:
         groups = q.shape[2] // k.shape[2]
-        k_, v_ = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+        k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_bhsd(dout, q, k_, v_, out), lse, 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
         )
         dq, dk, dv = _bhsd(dq, dk, dv)
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
-
-
-class _CudnnRectangles:
-    """cuDNN's fused attention: causal is top-left, so squares only. It refuses a single query with a single key, which
-    the plain kernel does instead."""
-
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
-        if q.shape[1] == k.shape[1] == 1:
-            return PlainRectangles().rectangle(q, k, v, scale, mask)
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *_bhsd(q, k, v), None, True, 0.0, mask.causal, False, scale=scale
-        )
-        return out.transpose(1, 2), lse.squeeze(-1)
-
-    def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if q.shape[1] == k.shape[1] == 1:
-            return PlainRectangles().rectangle_backward(dout, q, k, v, out, lse, scale, mask)
-        if dout.stride() != out.stride():  # it takes them to be alike
-            dout, out = dout.contiguous(), out.contiguous()
-        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            *_bhsd(dout, q, k, v, out),
-            lse.contiguous().unsqueeze(-1),
-            no_dropout,
-            no_dropout,
-            None,
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            mask.causal,
-            scale=scale,
-        )
-        return _bhsd(*grads)  # type: ignore[return-value]
 
 
 @fitted
@@ -139,9 +106,12 @@ class SdpaFlash:
 
 
 @fitted
-class SdpaCudnn:
+class SdpaCudnn(decompose.Decomposed):
+    """Its causal mask is aligned top-left, so it is used on squares only. It refuses a single query with a single key, which
+    `math` computes instead."""
+
     name = "sdpa_cudnn"
-    summary = "cuDNN's fused attention through PyTorch; packs go sequence by sequence"
+    summary = "cuDNN's fused attention through PyTorch; packed batches go sequence by sequence"
     align = 16
 
     def missing(self, device: str) -> str | None:
@@ -154,40 +124,68 @@ class SdpaCudnn:
             return f"window=({mask.left}, {mask.right}): no sliding window"
         return half_only(shape) or head_dim_rule(shape, 256 if not shape.backward or _hopper() else 128)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        return decompose.forward(_CudnnRectangles(), q, k, v, call, into)
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+        if q.shape[1] == k.shape[1] == 1:
+            return PLAIN.rectangle(q, k, v, scale, mask)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *_bhsd(q, k, v), None, True, 0.0, mask.causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse.squeeze(-1)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
     ) -> Triple:
-        return decompose.backward(_CudnnRectangles(), dout, q, k, v, out, lse, call, into)
+        if q.shape[1] == k.shape[1] == 1:
+            return PLAIN.rectangle_backward(dout, q, k, v, out, lse, scale, mask)
+        if dout.stride() != out.stride():  # it assumes equal strides
+            dout, out = dout.contiguous(), out.contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        sizes = None, None, None, q.shape[1], k.shape[1]
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *_bhsd(dout, q, k, v, out),
+            lse.contiguous().unsqueeze(-1),
+            seed,
+            seed,
+            *sizes,
+            0.0,
+            mask.causal,
+            scale=scale,
+        )
+        return _bhsd(*grads)  # type: ignore[return-value]
 
 
-class _EfficientRectangles:
-    """PyTorch's memory-efficient attention (from xformers' CUTLASS kernels). It has no GQA, so keys are repeated and
-    their gradients summed, and it pads its LSE to multiples of 32."""
+@fitted
+class SdpaEfficient(decompose.Decomposed):
+    """xformers' CUTLASS kernels, inside PyTorch. They have no GQA, so KV heads are repeated and their gradients summed, and
+    they pad the LSE to a multiple of 32."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+    name = "sdpa_efficient"
+    summary = "PyTorch's memory-efficient attention; also fp32; packed batches go sequence by sequence"
+    align = 16
+
+    def missing(self, device: str) -> str | None:
+        return cuda_missing(device)
+
+    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+        if mask.windowed:
+            return f"window=({mask.left}, {mask.right}): no sliding window"
+        if shape.dtype not in (*HALF, torch.float32):
+            return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
+        return head_dim_rule(shape, 1024, 4 if shape.dtype == torch.float32 else 8)
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         groups = q.shape[2] // k.shape[2]
-        k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+        k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
         out, lse, *_ = aten._efficient_attention_forward(
-            q, k, v, None, None, None, q.shape[1], k.shape[1], 0.0, int(mask.causal), True, scale=scale
+            q, k_, v_, None, None, None, q.shape[1], k.shape[1], 0.0, int(mask.causal), True, scale=scale
         )
         return out, lse[..., : q.shape[1]]
 
     def rectangle_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Triple:
         groups = q.shape[2] // k.shape[2]
-        k_, v_ = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+        k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
         padding = -q.shape[1] % 32
         lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -211,39 +209,6 @@ class _EfficientRectangles:
             scale=scale,
         )
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
-
-
-@fitted
-class SdpaEfficient:
-    name = "sdpa_efficient"
-    summary = "PyTorch's memory-efficient attention; also fp32; packs go sequence by sequence"
-    align = 16
-
-    def missing(self, device: str) -> str | None:
-        return cuda_missing(device)
-
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
-        if mask.windowed:
-            return f"window=({mask.left}, {mask.right}): no sliding window"
-        if shape.dtype not in (*HALF, torch.float32):
-            return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
-        return head_dim_rule(shape, 1024, 4 if shape.dtype == torch.float32 else 8)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        return decompose.forward(_EfficientRectangles(), q, k, v, call, into)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
-    ) -> Triple:
-        return decompose.backward(_EfficientRectangles(), dout, q, k, v, out, lse, call, into)
 
 
 @fitted
@@ -291,13 +256,13 @@ class Flash2:
         call: Call,
         into: Triple | None = None,
     ) -> Triple:
-        # the package's backward is the same kernel as PyTorch's, whose signature is the steadier one
+        # the package's kernel is PyTorch's, whose signature changes less
         return flash2_backward(dout, q, k, v, out, lse, call, into)
 
 
 def flash_attn_interface() -> Any | None:
-    """The flash-attn 2 package's low-level functions, or None. flash-attn-4 alone also makes a package `flash_attn`,
-    but one without this module."""
+    """The low-level functions of the package flash-attn 2, or None. flash-attn-4 installs a `flash_attn`, too, but without this
+    module."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
@@ -316,12 +281,12 @@ def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
 
 
 class _Flash2Rectangles:
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         return flash2_forward(q, k, v, Call(scale, mask))
 
     def rectangle_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Triple:
         return flash2_backward(dout, q, k, v, out, lse, Call(scale, mask))
 
 
@@ -333,8 +298,8 @@ def _lengths(q: Tensor, k: Tensor, call: Call) -> list[tuple[int, int]]:
 
 
 def bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
-    """FlashAttention-2 takes a window's missing bound for Sk, and a bound of Sk and more for missing; with more queries
-    than keys either can be wrong. Chunks of at most Sk queries are safe."""
+    """Whether FlashAttention-2 would mask this window wrongly. It replaces a missing bound by Sk and drops a bound of Sk or
+    more; with more queries than keys either can be wrong. Chunks of at most Sk queries are safe."""
     mask = call.mask
     if not mask.windowed or all(sq <= sk for sq, sk in _lengths(q, k, call)):
         return False
@@ -342,11 +307,19 @@ def bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
 
 
 def some_row_without_keys(q: Tensor, k: Tensor, call: Call) -> bool:
+    """Whether some query of the call sees no key."""
     right = call.mask.right
     return any(sk == 0 or (right >= 0 and sk - sq + right < 0) for sq, sk in _lengths(q, k, call))
 
 
+def mark_rows_without_keys(lse: Tensor, q: Tensor, k: Tensor, call: Call) -> None:
+    """The LSE of a query that sees no key is -inf; FlashAttention-2 and -3 return +inf."""
+    if some_row_without_keys(q, k, call):
+        lse.masked_fill_(lse == torch.inf, -torch.inf)
+
+
 def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    """FlashAttention-2 inside PyTorch, on CUDA; shapes as in `Call`."""
     if bound_lost(q, k, call):
         return decompose.forward(_Flash2Rectangles(), q, k, v, call, into)
     out, lse, *_ = aten._flash_attention_forward(
@@ -362,8 +335,7 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | Non
         scale=call.scale,
         **_flash2_window(call.mask),
     )
-    if some_row_without_keys(q, k, call):
-        lse.masked_fill_(lse == torch.inf, -torch.inf)  # FlashAttention-2 says +inf there
+    mark_rows_without_keys(lse, q, k, call)
     return settle((out, lse), into)
 
 
@@ -377,6 +349,7 @@ def flash2_backward(
     call: Call,
     into: Triple | None = None,
 ) -> Triple:
+    """The backward of `flash2_forward`, from the final out and lse."""
     if bound_lost(q, k, call):
         return decompose.backward(_Flash2Rectangles(), dout, q, k, v, out, lse, call, into)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -402,7 +375,7 @@ def flash2_backward(
 
 
 class _deterministic:
-    """aten's flash backward reads the global switch."""
+    """Sets PyTorch's global switch, which aten's flash backward reads."""
 
     def __init__(self, on: bool):
         self.on = on
@@ -421,12 +394,18 @@ def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in xs)
 
 
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
+    """`[B, S, Hk, D]` to `[B, S, Hk * groups, D]`, for kernels without GQA."""
+    return x.repeat_interleave(groups, 2) if groups > 1 else x
+
+
 def sum_groups(x: Tensor, groups: int) -> Tensor:
-    """The gradient of `repeat_interleave(groups)` over heads."""
+    """The gradient of `repeat_heads`, summed in the accumulation dtype."""
     return x.unflatten(2, (-1, groups)).sum(3, dtype=accumulation_dtype(x.dtype)).to(x.dtype) if groups > 1 else x
 
 
 def _explicit(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+    """A window as an additive mask `[Sq, Sk]`; None for other bands."""
     if not mask.windowed:
         return None
     keep = decompose.band_matrix(mask, q.shape[1], k.shape[1], q.device)

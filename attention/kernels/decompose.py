@@ -1,7 +1,8 @@
-"""From a primitive that only knows one dense rectangle (full, causal square, or with a small explicit mask) to every
-call: packs go sequence by sequence, rectangular causal masks split into a full and a square part, windows go in chunks
-of queries. Parts over the same queries merge by LSE; in the backward each part's gradients are exact shares of the
-whole, since they are taken with the final out and lse."""
+"""Every call, made of calls that do one dense rectangle only (full, causal and square, or with a small explicit mask).
+
+Packed batches go sequence by sequence. A rectangular causal mask is split into a full and a square part. Windows go in
+chunks of queries. Parts over the same queries are merged by their LSEs. The backward takes each part's gradients with the
+final out and lse, so they add up to the exact gradients of the whole."""
 
 from __future__ import annotations
 
@@ -17,24 +18,44 @@ from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
 from attention.tensors import take
 
-WINDOW_CHUNK = 512  # queries a windowed part: its explicit mask is [512, 512 + window]
+WINDOW_CHUNK = 512  # queries per part of a window, whose explicit mask is [512, 512 + window]
 
 Part = tuple[Interval, Interval, Mask]
 
 
 class Primitive(Protocol):
-    """Dense only. `mask` is full, causal with Sq == Sk, or any band over a small rectangle, unless the
-    kernel refuses windows."""
+    """One dense rectangle. `mask` is full, causal with Sq == Sk, or (unless the kernel refuses windows) a band over a small
+    rectangle. Shapes as in a dense `Call`."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]: ...
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair: ...
 
     def rectangle_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> Triple: ...
+
+
+class Decomposed(Primitive):
+    """A kernel whose every call is made of its own rectangles."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        return forward(self, q, k, v, call, into)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        return backward(self, dout, q, k, v, out, lse, call, into)
 
 
 def parts(mask: Mask, sq: int, sk: int) -> list[Part]:
-    """Disjoint rectangles that cover the mask's pairs: each full, causal and square, or a band."""
+    """Disjoint rectangles (queries, keys, mask) that cover the pairs of the mask; each is full, causal and square, or a band."""
     if sq == 0 or sk == 0:
         return []
     if mask.full:
@@ -53,15 +74,15 @@ def parts(mask: Mask, sq: int, sk: int) -> list[Part]:
         piece = tile(mask, (start + shift, stop + shift), (0, sk))
         if piece is not None:
             (a, b), (c, d), band = piece
-            # what a chunk keeps of a window may be full or causal
+            # a window, cut to a chunk, may be full or causal
             inner = [((0, b - a), (0, d - c), band)] if band.windowed else parts(band, b - a, d - c)
             at = a - shift
-            found += [((at + i, at + j), (c + m, c + n), left_over) for (i, j), (m, n), left_over in inner]
+            found += [((at + i, at + j), (c + m, c + n), band) for (i, j), (m, n), band in inner]
     return found
 
 
 def band_matrix(mask: Mask, sq: int, sk: int, device: torch.device) -> Tensor:
-    """The mask as a boolean `[sq, sk]`: for small rectangles and tests only."""
+    """The mask as a boolean `[sq, sk]`, for small rectangles and tests."""
     i = torch.arange(sq, device=device).unsqueeze(1) + (sk - sq)
     j = torch.arange(sk, device=device).unsqueeze(0)
     keep = torch.ones(sq, sk, dtype=torch.bool, device=device)
@@ -72,9 +93,8 @@ def band_matrix(mask: Mask, sq: int, sk: int, device: torch.device) -> Tensor:
     return keep
 
 
-def forward(
-    primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    """(out, lse) of any call, in `into` where given; shapes as in `Call`."""
     if call.q_lengths is not None and call.k_lengths is not None:
         out, lse = into or (
             torch.empty_like(q),
@@ -90,7 +110,7 @@ def forward(
     return settle(_dense_forward(primitive, q, k, v, call), into)
 
 
-def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     pieces = parts(call.mask, q.shape[1], k.shape[1])
     total = Accumulator(q, [(rows,) for rows, _, _ in pieces])
     for rows, keys, mask in pieces:
@@ -109,6 +129,7 @@ def backward(
     call: Call,
     into: Triple | None = None,
 ) -> Triple:
+    """(dq, dk, dv) of any call, in `into` where given; out and lse are the final ones."""
     if call.q_lengths is not None and call.k_lengths is not None:
         dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         for x in (dq, dk, dv):
@@ -132,7 +153,7 @@ def backward(
 
 def _dense_backward(
     primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Triple:
     pieces = parts(call.mask, q.shape[1], k.shape[1])
     queries = Sum([q], [(rows,) for rows, _, _ in pieces])
     keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces])
@@ -154,6 +175,7 @@ def _dense_backward(
 
 
 def _sequences(call: Call) -> list[tuple[Interval, Interval]]:
+    """(queries, keys) of each sequence, as positions in the packed batch."""
     found = []
     at_q = at_k = 0
     for n_q, n_k in zip(call.q_lengths or (), call.k_lengths or (), strict=True):

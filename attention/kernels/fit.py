@@ -1,4 +1,4 @@
-"""How a kernel's tensors must lie in memory, and the one place that sees to it."""
+"""The strides and alignment that kernels need, ensured in one place."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ K = TypeVar("K", bound=type)
 
 
 def fitted(kernel: K) -> K:
-    """A class decorator of kernels: forward, backward and splits get q, k, v, dout, out and `into` as `fits` says for the class's
-    `align`. Inputs that lie otherwise are copied; results for such an `into` are copied there. Autocast is off within: the
-    inputs' dtype decides what is computed in."""
+    """A class decorator of kernels: `forward`, `backward` and `splits` get q, k, v, dout, out and `into` such that `fits` holds
+    with the class's `align`. Other inputs are copied first; results for another `into` are copied into it afterwards. Autocast is
+    off inside: the dtype of the inputs decides."""
     align: int = kernel.align  # type: ignore[attr-defined]
     forward, backward, splits = kernel.forward, kernel.backward, getattr(kernel, "splits", None)  # type: ignore[attr-defined]
 
     @wraps(forward)
     def fitted_forward(self: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        with _as_given(q):
+        with _without_autocast(q):
             q, k, v = fit((q, k, v), align)
             if into is None or fits(into[0], align):
                 return forward(self, q, k, v, call, into)
@@ -42,7 +42,7 @@ def fitted(kernel: K) -> K:
         call: Call,
         into: Triple | None = None,
     ) -> Triple:
-        with _as_given(q):
+        with _without_autocast(q):
             dout, q, k, v, out = fit((dout, q, k, v, out), align)
             if into is None or all(fits(x, align) for x in into):
                 return backward(self, dout, q, k, v, out, lse, call, into)
@@ -54,7 +54,7 @@ def fitted(kernel: K) -> K:
 
         @wraps(splits)
         def fitted_splits(self: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-            with _as_given(q):
+            with _without_autocast(q):
                 return splits(self, *fit((q, k, v), align), call)
 
         kernel.splits = fitted_splits  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def fitted(kernel: K) -> K:
 
 
 def fit(xs: Sequence[Tensor], align: int = 1) -> Sequence[Tensor]:
-    """The tensors, copied where they do not fit; differentiable."""
+    """The tensors, with copies of those that do not fit; differentiable."""
     for x in xs:
         if not fits(x, align):
             return [x if fits(x, align) else _dense_like(x).copy_(x) for x in xs]
@@ -70,8 +70,8 @@ def fit(xs: Sequence[Tensor], align: int = 1) -> Sequence[Tensor]:
 
 
 def fits(x: Tensor, align: int) -> bool:
-    """Whether the last dim is contiguous, rows are at least its length apart (so not those of `expand`), and the first element
-    and, of a strided tensor, all rows lie on multiples of `align` bytes."""
+    """Whether the last dim is contiguous, rows do not overlap (as those of `expand` do), and the first element and, in a strided
+    tensor, every row lie on multiples of `align` bytes."""
     if align > 1 and x.data_ptr() % align:
         return False
     return x.is_contiguous() or _rows_fit(x.shape, x.stride(), x.element_size(), align)
@@ -92,6 +92,6 @@ def _dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _as_given(x: Tensor) -> AbstractContextManager[object]:
+def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -1,5 +1,5 @@
-"""`flash3`: FlashAttention-3, the package built from flash-attention's `hopper` folder, where it is installed. GQA, packs
-and bands go in as they are; dq, dk and dv are written in place, out is not."""
+"""`flash3`: FlashAttention-3, the package built from the folder `hopper` of flash-attention. It takes GQA, packed batches and
+bands directly, and writes dq, dk and dv (not out) into given tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, some_row_without_keys
+from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, mark_rows_without_keys
 from attention.kernels.fit import fitted
-from attention.kernels.flash4 import dense_like, pack_lengths
+from attention.kernels.flash4 import dense_like, lse_like, pack_lengths
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks.band import Mask
 
@@ -41,13 +41,11 @@ class Flash3:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.numel() == 0 or k.numel() == 0:
-            lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
-            return settle((torch.zeros_like(q), lse), into)
+            return settle((torch.zeros_like(q), lse_like(q).fill_(-torch.inf)), into)
         out, lse, *_ = _functions()._flash_attn_forward(
             q, k, v, **pack_lengths(call), softmax_scale=call.scale, causal=call.mask.causal, **window(call.mask)
         )
-        if some_row_without_keys(q, k, call):
-            lse.masked_fill_(lse == torch.inf, -torch.inf)
+        mark_rows_without_keys(lse, q, k, call)
         return settle((out, lse), into)
 
     def backward(
@@ -85,7 +83,7 @@ class Flash3:
 
 @lru_cache
 def interface() -> tuple[ModuleType | None, str]:
-    """The package's low-level functions, or None and why."""
+    """The package's low-level functions, or None and the reason."""
     for name in ("flash_attn_interface", "flash_attn_3.flash_attn_interface"):
         try:
             return importlib.import_module(name), ""
@@ -97,7 +95,7 @@ def interface() -> tuple[ModuleType | None, str]:
 
 
 def window(mask: Mask) -> dict[str, int]:
-    """A band as the kernel's arguments: aligned bottom-right too, -1 unbounded too."""
+    """A band as the kernel's arguments, which mean the same: aligned bottom-right, -1 unbounded."""
     return {"window_size_left": mask.left, "window_size_right": mask.right}
 
 

@@ -1,16 +1,16 @@
-"""`flex`: PyTorch's flex attention, compiled for each shape (seconds, once a process).
+"""`flex`: PyTorch's flex attention, compiled for each shape (some seconds, once per process).
 
-Dense bands and packs are one thing to it: query i sees the keys `[first[i], stop[i])` of a row of keys, with the bounds in
-two tensors, so that another mask over the same shape needs no other compilation. Which blocks of keys a block of queries
-needs, wholly or in part, is computed from the bounds; nothing of the size of queries times keys is ever held.
+Dense bands and packed batches are treated alike: query i sees the keys `[first[i], stop[i])`. The bounds are two tensors, so
+another mask over the same shape needs no new compilation. The blocks of keys that a block of queries needs, wholly or in
+part, follow from the bounds. No tensor of queries times keys is ever held.
 
-PyTorch has no backward from a given out and lse: the one it has is bound to its own forward. So the backward runs the
-forward over its keys again and scales what it feeds it. With the part's own out `o`, lse `l`, probabilities `p`, and the
-final `O`, `L`, the final probabilities are `w p`, `w = exp(l - L)` a row, and
+PyTorch's backward belongs to its own forward; it cannot start from a given out and lse. So the backward runs the forward over
+its keys again and scales the gradients that it passes in. Let `o`, `l`, `p` be this part's out, lse and probabilities, and `O`,
+`L` the final out and lse. The final probabilities are `w p` with `w = exp(l - L)` per row, and
 
     dv = (w p)^T dO,  ds = w p (dO v - sum(dO O)) = p (do v - sum(do o) + dl)
 
-for `do = w dO` and `dl = w (sum(dO o) - sum(dO O))`: the exact share of these keys, at the price of one more forward.
+for `do = w dO` and `dl = w (sum(dO o) - sum(dO O))`. These are the exact gradients of these keys, for one more forward.
 
 Source: Dong et al., "FlexAttention" (2024)."""
 
@@ -88,18 +88,19 @@ class Flex:
 
 
 def share(dout: Tensor, final: Pair, part: Pair) -> Pair:
-    """What a part's own backward must be fed, as the gradients of its out and lse, for the part's share of the final
-    gradients. dout and both outs `[B, H, S, D]`, both lses `[B, H, S]`."""
+    """The gradients of a part's out and lse with which its own backward gives its share of the final gradients.
+
+    dout and both outs `[B, H, S, D]`, both lses `[B, H, S]`."""
     (out, lse), (own, own_lse) = final, part
     w = (own_lse - lse.masked_fill(lse == -torch.inf, 0)).exp()  # 0 for a row that sees none of these keys
-    own = own.to(w.dtype).masked_fill((own_lse == -torch.inf).unsqueeze(-1), 0)  # where it may hold anything
+    own = own.to(w.dtype).masked_fill((own_lse == -torch.inf).unsqueeze(-1), 0)  # such rows may hold anything
     wide_dout = dout.to(w.dtype)
     dlse = w * (wide_dout * (own - out.to(w.dtype))).sum(-1)
     return (w.unsqueeze(-1) * wide_dout).to(dout.dtype), dlse
 
 
 def bounds(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(first, stop), int32 `[sum of q_lengths]`: query i sees the keys `[first[i], stop[i])`, counted through all sequences.
+    """(first, stop), int32 `[sum of q_lengths]`: query i sees the keys `[first[i], stop[i])`, numbered through all sequences.
     A query without keys has first = stop."""
     starts = accumulate(k_lengths, initial=0)
     firsts, stops = [], []
@@ -113,8 +114,8 @@ def bounds(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -
 
 
 def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(in part, wholly), bool `[blocks of queries, blocks of keys]`, for the bounds of all queries. A block that sticks out
-    of the queries or keys counts as needed in part, as flex attention expects."""
+    """The blocks of keys that each block of queries needs (in part, wholly), both bool `[query blocks, key blocks]`. A block
+    that extends past the last query or key counts as needed in part, as flex attention expects."""
     n_queries = len(first)
     rows = -(-n_queries // size)
     padding = rows * size - n_queries
@@ -123,7 +124,7 @@ def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -
     def folded(x: Tensor, value: int) -> Tensor:
         return pad(x.long(), (0, padding), value=value).view(rows, size)
 
-    key = torch.arange(-(-n_keys // size)) * size  # the first of each block
+    key = torch.arange(-(-n_keys // size)) * size  # the first key of each block
     empty = stop <= first
     lowest = folded(first.masked_fill(empty, n_keys), n_keys).amin(1, keepdim=True)
     highest = folded(stop.masked_fill(empty, 0), 0).amax(1, keepdim=True)
@@ -134,8 +135,8 @@ def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -
 
 @lru_cache(maxsize=256)
 def block_mask(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> Any:
-    """The BlockMask of a band over every sequence of a pack, or over one dense sequence. Kept, since it is made on the
-    host."""
+    """The BlockMask of a band over every sequence of a packed batch, or over one dense sequence. Cached, since it is computed
+    on the CPU."""
     first, stop = bounds(mask, q_lengths, k_lengths)
     in_part, wholly = (x.to(device).view(1, 1, *x.shape) for x in needed_blocks(first, stop, sum(k_lengths)))
     first, stop = first.to(device), stop.to(device)
@@ -156,7 +157,9 @@ def block_mask(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-    """q `[B, H, Sq, D]`, k and v `[B, Hk, Sk, D]`; packs with B = 1. Gives (out as q, lse `[B, H, Sq]`)."""
+    """(out as q, lse `[B, H, Sq]`) of q `[B, H, Sq, D]` over k and v `[B, Hk, Sk, D]`; packed batches have B = 1.
+
+    Raises UnsupportedCall where PyTorch's compiler has no kernel for these lengths."""
     q_lengths, k_lengths = call.q_lengths or (q.shape[2],), call.k_lengths or (k.shape[2],)
     dense = call.mask.full and not call.packed
     chosen = None if dense else held(block_mask(call.mask, q_lengths, k_lengths, q.device), q.device)
@@ -181,8 +184,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float) -> Pair:
 
 @cache
 def _compiled(key: tuple[Any, ...]) -> Callable[..., Pair]:
-    """The compiled call of one shape. Each has code of its own: PyTorch counts the compilations of a code object, and past
-    a limit would run it uncompiled, which here means scores of queries times keys."""
+    """The compiled call of one shape, with a code object of its own: PyTorch limits the compilations per code object. Past the
+    limit it would run uncompiled and hold all scores at once."""
     code = _call.__code__.replace(co_name=f"flex_{_compiled.cache_info().currsize}")
     return torch.compile(FunctionType(code, _call.__globals__), dynamic=False, fullgraph=True)
 

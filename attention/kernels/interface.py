@@ -1,4 +1,4 @@
-"""What a local kernel is: *(q, k, v, call) -> (out, lse)*, with a backward from the final out and lse."""
+"""The interface of local kernels: *(q, k, v, call) -> (out, lse)*, with a backward from the final out and lse."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class UnsupportedCall(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One kernel call. Without `q_lengths` it is dense: q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, lse `[B, H, Sq]`.
-    With them it is packed: q `[Tq, H, D]`, k and v `[Tk, Hk, D]`, lse `[H, Tq]`, and sequence i of the queries sees
-    sequence i of the keys. The mask is aligned bottom-right in every sequence. lse is fp32 (fp64 for fp64), natural
-    log."""
+    """One kernel call. Dense: q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, lse `[B, H, Sq]`. Packed (varlen), with `q_lengths`:
+    q `[Tq, H, D]`, k and v `[Tk, Hk, D]`, lse `[H, Tq]`, and sequence i of the queries sees sequence i of the keys.
+
+    The mask is aligned bottom-right in every sequence. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError for a
+    scale that is not positive and finite."""
 
     scale: float
     mask: Mask = FULL
@@ -40,7 +41,7 @@ class Call:
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
-            raise ValueError(f"scale={self.scale}: a kernel's must be positive and finite; negate q for a negative one")
+            raise ValueError(f"scale={self.scale}: must be positive and finite; for a negative scale, negate q")
 
     @property
     def packed(self) -> bool:
@@ -64,7 +65,7 @@ class Call:
         deterministic: bool = False,
     ) -> Call:
         n = len(q_lengths) + 1
-        aligned = -(-n // 4) * 4  # both begin at a multiple of 16 bytes, and go to the device at once
+        aligned = -(-n // 4) * 4  # both start at a multiple of 16 bytes, in one copy to the device
         both = [*accumulate(q_lengths, initial=0), *[0] * (aligned - n), *accumulate(k_lengths, initial=0)]
         there = uploaded(np.array(both, np.int32), device)
         cu_q, cu_k = there[:n], there[aligned:]
@@ -73,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel's support depends on, beside the mask."""
+    """What decides, together with the mask, whether a kernel supports a call."""
 
     device: str
     dtype: torch.dtype
@@ -82,39 +83,38 @@ class Shape:
     head_dim: int
     packed: bool = False
     backward: bool = True
-    tokens: int | None = None  # of queries in a call, of all sequences; None: unknown, taken for many
+    tokens: int | None = None  # queries of a call, over all sequences; None: unknown, treated as many
 
     @staticmethod
     def of(q: Tensor, k: Tensor, backward: bool | None = None) -> Shape:
-        """backward: by default whether q asks for a gradient."""
+        """Of one call. backward: by default, whether q requires a gradient."""
         packed, tokens = q.dim() == 3, q.shape[-3]
         backward = q.requires_grad if backward is None else backward
         return Shape(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], packed, backward, tokens)
 
 
 class Kernel(Protocol):
-    """A kernel that splits the keys may leave the merging to its caller: `splits(q, k, v, call)` gives partial results
-    `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
+    """A local kernel. Shapes as in `Call`.
 
-    `into` are tensors to be written instead of new ones, and then are what is returned: of the shapes and dtypes that
-    the call gives, out also in the wide dtype, not overlapping its inputs, in any strides. A kernel that can't write there
-    copies (`settle`), so that a caller always gets what it asked for and at best pays nothing (and a wide out may have been
-    rounded).
+    into: tensors to write and return instead of new ones. They have the shapes and dtypes of the results (out may also be in
+    the accumulation dtype), any strides, and do not overlap the inputs. A kernel that cannot write into them copies (`settle`);
+    an out in the accumulation dtype may then have been rounded.
 
-    A caller may give tensors of any strides, which `fit.fitted`, around each kernel's class, copies where they do not lie as the
-    kernel declares that it needs them: inside, all but lse have a contiguous last dim, and `align` holds."""
+    Callers may give tensors of any strides. `fit.fitted`, which decorates every kernel class, copies those that do not fit: inside
+    the kernel every tensor but lse has a contiguous last dim, and `align` holds.
+
+    A kernel that splits the keys may leave merging to its caller, by a method `splits(q, k, v, call)`. It returns partial
+    results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`."""
 
     name: str
     summary: str
-    align: (
-        int  # bytes: the first element and the rows of q, k, v, dout, out and of what is written are at multiples of it
-    )
+    align: int  # bytes: the first element and every row of q, k, v, dout, out and the results lie on multiples of it
 
     def missing(self, device: str) -> str | None:
         """Why the kernel cannot run on this machine's `device` ("cpu" or "cuda"), or None."""
 
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
-        """Why the kernel cannot do such a call, as `value: rule`, or None."""
+        """Why the kernel does not support such a call, as `value: rule`, or None."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair: ...
 
@@ -135,7 +135,7 @@ T = TypeVar("T", Pair, Triple)
 
 
 def settle(result: T, into: T | None) -> T:
-    """The result of a kernel that can't write into given tensors, copied there if there are any."""
+    """The result of a kernel that cannot write into given tensors: copied into `into`, where given."""
     if into is None:
         return result
     for x, value in zip(into, result, strict=True):

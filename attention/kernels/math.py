@@ -1,5 +1,5 @@
-"""`math`: plain softmax attention in fp32 (fp64 for fp64), in chunks of queries so that no S by S matrix is ever held.
-It does every call, on every device; the correctness references are this kernel on upcast inputs."""
+"""`math`: plain softmax attention in fp32 (fp64 for fp64), in chunks of queries, so that no S by S matrix is ever held.
+It does every call on every device. The correctness references are this kernel on upcast inputs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple
+from attention.kernels.interface import Pair, Shape, Triple
 from attention.masks.band import Interval, Mask, tile
 
-SCORES = 1 << 26  # the most scores held at once: 256 MiB in fp32
+SCORES = 1 << 26  # at most so many scores are held at once: 256 MiB in fp32
 
 
 @fitted
-class Math:
+class Math(decompose.Decomposed):
     name = "math"
     summary = "plain softmax in fp32 or fp64, in chunks of queries: the reference"
     align = 1
 
     def __init__(self, scores: int | None = None):
-        """`scores`: the most of them held at once; the more, the fewer launches."""
-        self.scores = scores
+        """scores: the most scores held at once; more of them need fewer launches."""
+        self.scores = scores or SCORES
 
     def missing(self, device: str) -> str | None:
         return None
@@ -31,32 +31,11 @@ class Math:
     def refuses(self, shape: Shape, mask: Mask) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        return decompose.forward(PlainRectangles(self.scores), q, k, v, call, into)
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
-    ) -> Triple:
-        return decompose.backward(PlainRectangles(self.scores), dout, q, k, v, out, lse, call, into)
-
-
-class PlainRectangles:
-    def __init__(self, scores: int | None = None):
-        self.scores = scores
-
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)  # [B, Hk, G, S, D], [B, Hk, S, D]
         out = torch.zeros_like(q_)
         lse = torch.full(q_.shape[:-1], -torch.inf, dtype=q_.dtype, device=q.device)
-        for (a, b), (c, d), band in _chunks(q_, k_, mask, self.scores or SCORES):
+        for (a, b), (c, d), band in _chunks(q_, k_, mask, self.scores):
             s = _scores(q_, k_, (a, b), (c, d), scale, band)
             part = s.logsumexp(-1)
             out[..., a:b, :] = torch.einsum("bhgqk,bhkd->bhgqd", (s - part.unsqueeze(-1)).exp_(), v_[:, :, c:d])
@@ -65,13 +44,13 @@ class PlainRectangles:
 
     def rectangle_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Triple:
         q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)
         dout_, out_ = _grouped(dout, k), _grouped(out, k)
         delta = (dout_ * out_).sum(-1)
         lse_ = lse.to(q_.dtype).unflatten(1, (k.shape[2], -1))
         dq, dk, dv = torch.zeros_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
-        for (a, b), (c, d), band in _chunks(q_, k_, mask, self.scores or SCORES):
+        for (a, b), (c, d), band in _chunks(q_, k_, mask, self.scores):
             s = _scores(q_, k_, (a, b), (c, d), scale, band)
             p = s.sub_(lse_[..., a:b].unsqueeze(-1)).exp_()
             dv[:, :, c:d] += torch.einsum("bhgqk,bhgqd->bhkd", p, dout_[..., a:b, :])
@@ -79,19 +58,19 @@ class PlainRectangles:
             ds = dp.sub_(delta[..., a:b].unsqueeze(-1)).mul_(p).mul_(scale)
             dq[..., a:b, :] = torch.einsum("bhgqk,bhkd->bhgqd", ds, k_[:, :, c:d])
             dk[:, :, c:d] += torch.einsum("bhgqk,bhgqd->bhkd", ds, q_[..., a:b, :])
-        return (
-            _ungrouped(dq).to(q.dtype),
-            dk.transpose(1, 2).to(k.dtype),
-            dv.transpose(1, 2).to(v.dtype),
-        )
+        return _ungrouped(dq).to(q.dtype), dk.transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
+
+
+PLAIN = Math()
 
 
 def _heads_first(x: Tensor) -> Tensor:
+    """`[B, S, H, D]` as `[B, H, S, D]`, in the accumulation dtype."""
     return x.transpose(1, 2).to(accumulation_dtype(x.dtype))
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """`[B, S, H, D]` to `[B, Hk, H // Hk, S, D]`, wide."""
+    """`[B, S, H, D]` as `[B, Hk, H / Hk, S, D]`, in the accumulation dtype."""
     return _heads_first(q).unflatten(1, (k.shape[2], -1))
 
 
@@ -100,6 +79,7 @@ def _ungrouped(x: Tensor) -> Tensor:
 
 
 def _chunks(q: Tensor, k: Tensor, mask: Mask, scores: int) -> list[tuple[Interval, Interval, Mask]]:
+    """(queries, keys, mask) of each chunk; at least one query, else at most `scores` scores."""
     sq, sk = q.shape[-2], k.shape[-2]
     rows = max(1, scores // max(1, q.shape[0] * q.shape[1] * q.shape[2] * sk))
     shift = sk - sq

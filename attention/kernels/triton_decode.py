@@ -1,6 +1,6 @@
-"""`decode`: flash-decoding, for few queries against a long KV. One query gives a flash kernel as many programs as there
-are heads; here the keys are split, each program takes one split of one KV head for all the queries that share it, and
-`triton_merge_n` merges the splits. Forward only.
+"""`decode`: flash-decoding, for few queries against many keys. With one query a flash kernel has only as many programs as heads.
+Here the keys are split: a program takes one split of one KV head for all queries that share it, and `merge_n` merges
+the splits. Forward only.
 
 Source: Dao et al., "Flash-Decoding for long-context inference" (2023)."""
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -23,13 +24,13 @@ from attention.ops.merge_n import merge_n_triton
 from attention.reduction.lse_merge import empty_result
 from attention.runtime.triton_launcher import MOST, Start
 
-MAX_ROWS = 64  # queries a program takes: above it the accumulator costs the occupancy that hides the loads
-MAX_ROWS_FP32 = 16  # without tensor cores the operands are in registers too
-STAGE_BYTES = 32768  # of K and V together
-STAGES = 4  # in flight, where a block's shared memory has room for them, else 3
-FOUR_STAGES_BYTES = 112 << 10  # as compiled, rounded up
-SHORTEST_SPLIT = 256  # keys: below it writing and merging the partial results outweighs the parallelism
-BUSY = 0.95  # share of the SMs that have something to do, on average, from which more splits gain nothing
+MAX_ROWS = 64  # queries per program: a larger accumulator costs the occupancy that hides the loads
+MAX_ROWS_FP32 = 16  # without tensor cores the operands are in registers, too
+STAGE_BYTES = 32768  # K and V of one stage
+STAGES = 4  # in flight, where shared memory holds them, else 3
+FOUR_STAGES_BYTES = 112 << 10  # shared memory that four stages take, rounded up
+SHORTEST_SPLIT = 256  # keys: below it, writing and merging the partial results outweighs the parallelism
+BUSY = 0.95  # average share of busy SMs from which more splits gain nothing
 LOG2E = 1.4426950408889634
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -70,7 +71,7 @@ def _split(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # KV heads vary fastest: programs that run together read the neighbouring heads of the same keys
+    # KV heads vary fastest: concurrent programs read neighbouring heads of the same keys
     kv_head = (tl.program_id(0) // row_blocks).to(tl.int64)
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -123,8 +124,8 @@ def missing(device: str) -> str | None:
 
 
 def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
-    """Why a dot of `dtype` is not done on `device`, or None. Triton's interpreter (3.6 to 3.9) multiplies the bits of
-    bf16 as integers."""
+    """Why our kernels do not take `dtype` on `device`, or None. Triton's interpreter (3.6 to 3.9) multiplies bf16 wrongly, as
+    integers."""
     if device == "cuda":
         return None if dtype in (*HALF, torch.float32) else f"dtype={name_of(dtype)}: bf16, fp16 and fp32 only"
     return (
@@ -137,7 +138,7 @@ def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
 @fitted
 class Decode:
     name = "decode"
-    summary = "flash-decoding in Triton: KV split among programs, for few queries; forward only"
+    summary = "flash-decoding in Triton: keys split among programs, for few queries; forward only"
     align = 1
 
     def missing(self, device: str) -> str | None:
@@ -169,17 +170,7 @@ class Decode:
         _check(q, k, v)
         return _splits(q, k, v, call.scale)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
-    ) -> Triple:
+    def backward(self, *_: Any, **__: Any) -> Triple:
         raise UnsupportedCall("kernel=decode: forward only; for gradients take another kernel, or kernel=auto")
 
 
@@ -191,14 +182,14 @@ def decode(
     splits: int | None = None,
     into: Pair | None = None,
 ) -> Pair:
-    """Attention of all queries over all keys.
+    """Attention of all queries over all keys: (out `[B, Sq, H, D]` in q's dtype, lse `[B, H, Sq]` in fp32, natural log).
 
     q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up to
-    256. Gives (out `[B, Sq, H, D]` in q's dtype; lse fp32 `[B, H, Sq]`, natural log). Over no keys out is 0 and lse -inf.
-    `splits` is at most how many pieces the keys are cut into, by default enough to fill the GPU; `into` as in `Kernel`: an
-    fp32 out is a partial result, to be merged with others.
+    256. Without keys out is 0 and lse -inf.
+    splits: the most pieces that the keys are cut into, by default enough to fill the GPU.
+    into: as in `Kernel`; an fp32 out is a partial result, to be merged with others.
 
-    Raises ValueError for what the kernel does not do."""
+    Raises ValueError for other shapes, dtypes or strides."""
     _check(q, k, v)
     if k.shape[1] == 0 or q.numel() == 0:
         out, lse = empty_result(q)
@@ -218,8 +209,8 @@ def _splits(
     into: Pair | None = None,
     single: torch.dtype = torch.float32,
 ) -> Pair:
-    """The partial results of at most `splits` pieces of the keys, `[n, B, Sq, H, D]` in fp32, and their LSEs. If there is but
-    one, it is in `into` or of dtype `single`."""
+    """The partial results of at most `splits` pieces of the keys, `[n, B, Sq, H, D]` in fp32, and their LSEs. A single one is
+    in `into`, or in the dtype `single`."""
     batch, n_queries, heads, _ = q.shape
     n_keys, kv_heads = k.shape[1:3]
     tiles = _tiles(q.shape, kv_heads, q.dtype)
@@ -234,7 +225,7 @@ def _splits(
         parts = torch.empty((splits, *q.shape), dtype=dtype, device=q.device)
         lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
     if parts.numel():
-        # a batch of one has no batch stride, which would change as a cache grows that is made anew
+        # the batch stride of a batch of one changes with a growing KV cache; as 0 it needs no new launcher
         strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
         strides += parts.stride(), lses.stride()
         start = _start(q.shape, kv_heads, q.dtype, strides, scale, splits, stages_on(q.device))
@@ -244,7 +235,7 @@ def _splits(
 
 @dataclass(frozen=True)
 class _Tiles:
-    """What a program does: `rows` of the queries and of the heads that one KV head serves, `keys` at a time."""
+    """The tile of one program: `rows` of the queries times the heads of one KV head, `keys` keys at a time."""
 
     rows: int
     row_blocks: int
@@ -273,7 +264,7 @@ def _start(
     splits: int,
     stages: int,
 ) -> Start:
-    """shape: of q; strides: of q, k, v, the parts and their LSEs."""
+    """The launcher for q of that shape; strides of q, k, v, the parts and their LSEs."""
     batch, n_queries, heads, head_dim = shape
     tiles, group, fp32 = _tiles(shape, kv_heads, dtype), heads // kv_heads, dtype == torch.float32
     of_q, of_k, of_v, of_parts, of_lses = strides
@@ -302,15 +293,15 @@ def _start(
 
 
 def split_count(n_keys: int, programs: int, n_sm: int) -> int:
-    """How many pieces to cut `n_keys` keys into, where every piece is `programs` programs on a GPU of `n_sm` SMs, each of
-    which reads as fast with one program as with two."""
+    """The number of pieces to cut `n_keys` keys into. Each piece is `programs` programs on a GPU of `n_sm` SMs; an SM reads as
+    fast with one program as with two."""
     most = triton.cdiv(4 * n_sm, programs)
     return _split_count(min(most, max(1, n_keys // SHORTEST_SPLIT)), programs, n_sm)
 
 
 @lru_cache
 def _split_count(most: int, programs: int, n_sm: int) -> int:
-    """The fewest with which the SMs are busy, or else those with which they are the most."""
+    """The fewest pieces, up to `most`, that keep the SMs busy; else those that keep them busiest."""
 
     def busy(splits: int) -> float:
         return programs * splits / (triton.cdiv(programs * splits, n_sm) * n_sm)
@@ -320,7 +311,7 @@ def _split_count(most: int, programs: int, n_sm: int) -> int:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """SMs of a GPU; 1 under the interpreter, which runs program after program."""
+    """SMs of a GPU; 1 under Triton's interpreter, which runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -329,8 +320,8 @@ def stages_on(device: torch.device) -> int:
     if device.type != "cuda":
         return STAGES
     properties = torch.cuda.get_device_properties(device)
-    room = getattr(properties, "shared_memory_per_block_optin", FOUR_STAGES_BYTES)
-    return STAGES if room >= FOUR_STAGES_BYTES else STAGES - 1
+    available = getattr(properties, "shared_memory_per_block_optin", FOUR_STAGES_BYTES)
+    return STAGES if available >= FOUR_STAGES_BYTES else STAGES - 1
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""`triton`: dense flash attention as the grouped kernel with a single group, so that separate calls and the fused call
-of the grouped experiment run the same inner loop."""
+"""`triton`: flash attention by the kernel for nested prefixes (`grouped_forward`) with a single group. So the experiment that
+compares one fused call with separate calls compares the same inner loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attention.kernels import decompose
 from attention.kernels.aten import HALF, flash2_backward
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall
-from attention.kernels.math import PlainRectangles
+from attention.kernels.math import Math
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
 from attention.masks.band import Mask
@@ -18,7 +18,7 @@ from attention.masks.band import Mask
 @fitted
 class TritonFlash:
     name = "triton"
-    summary = "our own flash forward in Triton, FlashAttention-2's backward; packs go sequence by sequence"
+    summary = "our own flash forward in Triton, FlashAttention-2's backward; packed batches go sequence by sequence"
     align = 16
 
     def missing(self, device: str) -> str | None:
@@ -54,10 +54,10 @@ class TritonFlash:
         return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call, into)
 
 
-class _Rectangles(PlainRectangles):
-    """The backward of fp32, and of a CPU, is the plain one."""
+class _Rectangles(Math):
+    """In fp32 and on a CPU the backward is that of `math`."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         return flash_forward(q, k, v, scale, mask.causal)
 
 
@@ -70,6 +70,8 @@ def flash_forward(
     tiles: Tiling | None = None,
     into: Pair | None = None,
 ) -> Pair:
-    """q: `[B, Sq, H, D]`; k, v: `[B, Sk, Hk, D]`, any lengths, D 64 or 128; causal is aligned bottom-right. Gives
-    (out like q, lse fp32 `[B, H, Sq]`); rows without keys give 0, -inf. Raises ValueError as `grouped_forward`."""
+    """Attention of q `[B, Sq, H, D]` over k and v `[B, Sk, Hk, D]`, any lengths, D 64 or 128; causal is aligned bottom-right.
+
+    Returns (out like q, lse fp32 `[B, H, Sq]`); a query without keys gives 0 and -inf. Raises ValueError as
+    `grouped_forward`."""
     return grouped_forward(q, k, v, (k.shape[1],), scale, causal, tiles, into)

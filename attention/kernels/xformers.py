@@ -1,5 +1,5 @@
-"""`xformers`: memory-efficient attention of the package xformers, through its FlashAttention operators, which take bands and
-packs; GQA goes in five-dimensional forward, and with repeated keys backward, where its operators have no other way."""
+"""`xformers`: the FlashAttention operators of the package xformers. They take bands and packed batches. With GQA the forward
+takes five-dimensional tensors; the backward has no such form and gets repeated KV heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from attention.kernels.aten import (
     cuda_missing,
     half_only,
     head_dim_rule,
-    some_row_without_keys,
+    mark_rows_without_keys,
+    repeat_heads,
     sum_groups,
 )
 from attention.kernels.fit import fitted
@@ -37,7 +38,7 @@ INSTALL = "pip install xformers==0.0.35"
 @fitted
 class Xformers:
     name = "xformers"
-    summary = "the package xformers, by its FlashAttention operators; odd windows of packs go sequence by sequence"
+    summary = "the package xformers, by its FlashAttention operators; non-causal windows of packed batches go sequence by sequence"
     align = 16
 
     def missing(self, device: str) -> str | None:
@@ -60,8 +61,7 @@ class Xformers:
             return decompose.forward(_Rectangles(), q, k, v, call, into)
         else:
             out, lse = _forward(q, k, v, call.scale, _band(call.mask, q.shape[1], k.shape[1]))
-        if some_row_without_keys(q, k, call):
-            lse.masked_fill_(lse == torch.inf, -torch.inf)  # FlashAttention-2 says +inf there
+        mark_rows_without_keys(lse, q, k, call)
         return settle((out, lse), into)
 
     def backward(
@@ -76,7 +76,9 @@ class Xformers:
         into: Triple | None = None,
     ) -> Triple:
         if call.deterministic:
-            raise UnsupportedCall("kernel=xformers: deterministic=true: its backward is not; take flash2 or flash4")
+            raise UnsupportedCall(
+                "kernel=xformers: deterministic=true: its backward is not deterministic; take flash2 or flash4"
+            )
         if call.packed:
             kind = pack_bias(call)
             if kind is None:
@@ -91,7 +93,7 @@ class Xformers:
 
 
 class _Rectangles:
-    """Rectangles without rows that see nothing."""
+    """Rectangles in which every query sees a key."""
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         return _forward(q, k, v, scale, _band(mask, q.shape[1], k.shape[1]))
@@ -104,18 +106,18 @@ class _Rectangles:
 
 @lru_cache
 def package() -> tuple[ModuleType | None, str]:
-    """`xformers.ops.fmha`, or None and why.
+    """`xformers.ops.fmha`, or None and the reason.
 
-    Where flash-attn-4 is installed but flash-attn is not, xformers finds a package `flash_attn`, imports
-    `flash_attn.flash_attn_interface` from it and fails. Such a package is hidden from it while it is imported, so that it
-    takes the FlashAttention inside PyTorch."""
+    Where flash-attn-4 is installed without flash-attn, xformers finds a package `flash_attn`, imports
+    `flash_attn.flash_attn_interface` from it, and fails. So that package is hidden during the import, and xformers takes the
+    FlashAttention inside PyTorch."""
     try:
         if importlib.util.find_spec("xformers") is None:
             return None, f"needs the package xformers: {INSTALL}"
         with _without_a_partial_flash_attn():
             fmha = importlib.import_module("xformers.ops.fmha")
         built = importlib.import_module("xformers._cpp_lib")
-        if not built._built_with_cuda:  # its operators refuse every call then
+        if not built._built_with_cuda:  # then its operators refuse every call
             why = " ".join(str(built._cpp_library_load_exception).split("\n  ")[:2])
             return None, f"xformers' extension does not load here ({why}); take the xformers made for this PyTorch"
         for operator in (fmha.flash.FwOp, fmha.flash.BwOp):
@@ -139,7 +141,7 @@ def _without_a_partial_flash_attn() -> Iterator[None]:
         yield
         return
     before = sys.modules.get("flash_attn")
-    sys.modules["flash_attn"] = None  # type: ignore[assignment]  # what makes find_spec say there is none
+    sys.modules["flash_attn"] = None  # type: ignore[assignment]  # find_spec then finds none
     try:
         yield
     finally:
@@ -150,8 +152,8 @@ def _without_a_partial_flash_attn() -> Iterator[None]:
 
 
 def band_bias(mask: Mask, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | None:
-    """The class of bias of a dense band and its arguments, or None for no bias. A missing bound of a window becomes one
-    that binds nothing, which the kernel takes for missing."""
+    """The bias class of a dense band and its arguments, or None for a full mask. A missing bound of a window becomes a bound
+    that cuts nothing, which the kernel treats as missing."""
     if mask.full:
         return None
     if mask.causal:
@@ -160,8 +162,8 @@ def band_bias(mask: Mask, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | Non
 
 
 def pack_bias(call: Call) -> tuple[str, int] | None:
-    """The class of bias of a pack and its window, or None where it has to go sequence by sequence: windows that are not
-    causal, and causal masks over sequences with more queries than keys."""
+    """The bias class of a packed batch and its window, or None where the batch must go sequence by sequence: non-causal windows,
+    and causal masks over sequences with more queries than keys."""
     mask = call.mask
     if mask.full:
         return "BlockDiagonalMask", 0
@@ -193,7 +195,7 @@ def _pack(kind: tuple[str, int], call: Call, device: torch.device) -> Any:
 def _pack_of(
     kind: tuple[str, int], q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device
 ) -> Any:
-    """Kept, since it copies the lengths to the device."""
+    """Cached, since it copies the lengths to the device."""
     name, window = kind
     biases = _fmha().attn_bias
     plain = biases.BlockDiagonalMask.from_seqlens(list(q_lengths), list(k_lengths), device=device)
@@ -205,7 +207,7 @@ def _pack_of(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Any) -> Pair:
-    """q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`; packs with B = 1."""
+    """(out, lse) of q `[B, Sq, H, D]` over k and v `[B, Sk, Hk, D]`; packed batches have B = 1."""
     if q.numel() == 0 or k.numel() == 0:
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
         return torch.zeros_like(q), lse
@@ -228,7 +230,7 @@ def _backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     fmha = _fmha()
     groups = q.shape[2] // k.shape[2]
-    k_, v_ = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+    k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
     dq, dk, dv = fmha.memory_efficient_attention_backward(
         dout.contiguous(), out.contiguous(), lse.contiguous(), q, k_, v_, bias, scale=scale, op=fmha.flash.BwOp
     )

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from attention.geometry.merge_plan import Pass, passes
+from attention.geometry.merge_plan import Sweep, passes
 
 
 def follow(n, parts):
@@ -60,11 +60,11 @@ def test_a_zigzag_ring_makes_one_pass_a_part_where_it_can():
     whole, late = ((0, 8),), ((4, 8),)
     # rank 0 of 2: the early half has one part, which stays where it is
     assert passes(8, (whole, late)).of == (
-        (Pass(0, 4, 0, True, True), Pass(4, 8, 4, True, False)),
-        (Pass(4, 8, 0, False, True, (0, 4)),),
+        (Sweep(0, 4, 0, True, True), Sweep(4, 8, 4, True, False)),
+        (Sweep(4, 8, 0, False, True, (0, 4)),),
     )
     # rank 1 of 2: all queries have two
-    assert passes(8, (whole, whole)).of == ((Pass(0, 8, 0, True, False),), (Pass(0, 8, 0, False, True, (0, 0)),))
+    assert passes(8, (whole, whole)).of == ((Sweep(0, 8, 0, True, False),), (Sweep(0, 8, 0, False, True, (0, 0)),))
     assert passes(8, (whole, whole)).running == (0, 0)
     # rank 0 of 4: only the late half is ever wide
     plan = passes(8, (whole, late, late, late))
