@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,21 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 from runner.launch.worlds import Outcome, Pool, WorldSpec, cores  # noqa: E402
 from tests.support.gpus import shared  # noqa: E402
 
+SLOW_S = 3  # a test that takes longer on an idle machine is marked `slow`
+BUDGET_S = 5 * SLOW_S  # that others may take: machines are busy, and the first test in a world starts the world
 GPU_S = 120  # that a test on a GPU may take, so that one which hangs leaves the machine to others
 GPU_WORLD_S = 240  # and one with worlds, which start and compile first
 
 
 def pytest_xdist_auto_num_workers(config):
-    """The files of tests go to several workers, which have their own worlds; GPUs are not shared."""
-    return 0 if torch.cuda.is_available() else min(4, cores())
+    """Files of tests go to several workers, which have their own worlds; one more than cores, as workers mostly wait for the
+    processes that they start. GPUs are not shared."""
+    return 0 if torch.cuda.is_available() else min(4, cores() + 1)
 
 
 def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="the first case of each test, without the slow tests")
+    parser.addoption("--budget", action="store_true", help=f"a test over {BUDGET_S} s that is not marked slow fails")
     parser.addoption("--fuzz", type=int, default=200, help="random calls of the library to try")
     parser.addoption("--fuzz-overrides", type=int, default=120, help="command lines to try that nobody would write")
     parser.addoption("--fuzz-seed", type=int, default=None, help="repeats the random calls of a run")
@@ -55,12 +61,30 @@ def pytest_report_header(config):
     return f"--fuzz-seed {config.option.fuzz_seed}"
 
 
-def pytest_collection_modifyitems(items):
-    """What hangs in a call of CUDA's ends by a thread: no signal's handler is run there. It takes the session with it."""
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        # Threads end what hangs in a call of CUDA, since no signal handler runs there. That ends the session, too.
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
             limit_s = GPU_WORLD_S if "pool" in item.fixturenames else GPU_S
             item.add_marker(pytest.mark.timeout(limit_s, method="thread"))
+    if config.getoption("quick"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        chosen = {item for item in first.values() if not item.get_closest_marker("slow")}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    # The longest files first, so that no worker is left with one at the end
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    over = item.config.getoption("budget") and report.when == "call" and report.duration > BUDGET_S
+    if over and report.passed and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+        report.outcome = "failed"
+        report.longrepr = f"{report.duration:.1f} s: make it faster than {SLOW_S} s on an idle machine, or mark it slow"
+    return report
 
 
 @pytest.fixture(scope="session")
