@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from runner.measure.statistics import quantile, ratio_interval
-from runner.output import run_tables
+from runner.output import commands, run_tables
 from runner.output.terminal import gib
 from runner.report.comparison import begun
 from runner.report.labels import varying_options
@@ -33,7 +33,6 @@ from runner.report.runs import FACTS, PASSES, WAYS, WORKLOAD, Run, read, where
 from runner.report.table import Table, differing, digits, fact
 from runner.report.tables import LEFT, environment_table
 
-PROGRAM = "python -m runner.compare"
 Interval = tuple[float, float]
 
 
@@ -78,38 +77,32 @@ class Pair:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    try:
-        for name in ("tolerance", "memory_tolerance"):
-            if not getattr(options, name) >= 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
-        a, b = (where(read([folder]), options.where) for folder in (options.a, options.b))
-        pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
-        if not any(pair.a and pair.b for pair in pairs):
-            raise ValueError(f"{options.a} and {options.b}: nothing was asked for in both{_apart(a, b)}")
-        if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
-            raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename}: could not be read ({error.strerror})", file=sys.stderr)
-        return 2
+    return commands.exit_status(lambda: _main(options), os_error=2)
+
+
+def _main(options: argparse.Namespace) -> int:
+    for name in ("tolerance", "memory_tolerance"):
+        if not getattr(options, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
+    a, b = (where(read([folder]), options.where) for folder in (options.a, options.b))
+    pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
+    if not any(pair.a and pair.b for pair in pairs):
+        raise ValueError(f"{options.a} and {options.b}: nothing was asked for in both{_apart(a, b)}")
+    if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
+        raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
     print("\n".join([table(pairs).markdown(), *environment(a, b), summary(pairs, options.which)]))
     return 1 if any(pair.worse for pair in pairs) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("a", type=Path, metavar="A", help="folder of a run or of many: before")
-    parser.add_argument("b", type=Path, metavar="B", help="folder of a run or of many: after")
-    parser.add_argument(
-        "--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)"
-    )
-    parser.add_argument("--pass", dest="which", choices=PASSES, default="total", help="what decides (default: total)")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="of times (default 0.02: 2%%)")
-    parser.add_argument("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
+    parser = commands.parser("runner.compare", __doc__)
+    add = parser.add_argument
+    add("a", type=Path, metavar="A", help="folder of a run or of many: before")
+    add("b", type=Path, metavar="B", help="folder of a run or of many: after")
+    add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
+    add("--pass", dest="which", choices=PASSES, default="total", help="the times that decide (default: total)")
+    add("--tolerance", type=float, default=0.02, help="of times (default 0.02: 2%%)")
+    add("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
     return parser
 
 

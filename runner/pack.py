@@ -23,48 +23,40 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from runner.output import reader, summary
+from runner.output import commands, reader, summary
 from runner.output.record import Result
 from runner.output.results import replacing, write_text
 from runner.output.run_tables import TABLES, read_table, with_round
 
-PROGRAM = "python -m runner.pack"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    try:
-        for sweep in options.sweeps:
-            target = options.into / sweep.resolve().name if options.into else sweep
-            runs = pack(sweep, target)
-            if unfinished := [run.name for run in runs if run.timing and run.timing.rounds.unfinished]:
-                print(
-                    f"{sweep}: without all their rounds: {', '.join(unfinished)}; resume=true continues them in their folders, "
-                    "and runs them anew where only the packed sweep is left",
-                    file=sys.stderr,
-                )
-            if options.remove:
-                remove(sweep, runs)
-            size = sum(path.stat().st_size for path in target.glob("*.parquet"))
-            print(f"{target}: {len(runs)} runs packed, read back and the same; {size / 2**10:.0f} KiB")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename}: could not be written or read ({error.strerror})", file=sys.stderr)
-        return 1
+    return commands.exit_status(lambda: _main(options))
+
+
+def _main(options: argparse.Namespace) -> int:
+    for sweep in options.sweeps:
+        target = options.into / sweep.resolve().name if options.into else sweep
+        runs = pack(sweep, target)
+        if unfinished := [run.name for run in runs if run.timing and run.timing.rounds.unfinished]:
+            print(
+                f"{sweep}: without all their rounds: {', '.join(unfinished)}; resume=true continues them in their folders, "
+                "and runs them anew where only the packed sweep is left",
+                file=sys.stderr,
+            )
+        if options.remove:
+            remove(sweep, runs)
+        size = sum(path.stat().st_size for path in target.glob("*.parquet"))
+        print(f"{target}: {len(runs)} runs packed, read back and the same; {size / 2**10:.0f} KiB")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("sweeps", nargs="+", type=Path, metavar="SWEEP", help="a sweep's folder")
-    parser.add_argument("--into", type=Path, metavar="DIR", help="DIR/<the sweep's name> (default: the sweep's folder)")
-    parser.add_argument(
-        "--remove", action="store_true", help="delete the folders of the packed runs, and summary.csv and .parquet"
-    )
+    parser = commands.parser("runner.pack", __doc__)
+    add = parser.add_argument
+    add("sweeps", nargs="+", type=Path, metavar="SWEEP", help="a sweep's folder")
+    add("--into", type=Path, metavar="DIR", help="DIR/<the sweep's name> (default: the sweep's folder)")
+    add("--remove", action="store_true", help="delete the folders of the packed runs, and summary.csv and .parquet")
     return parser
 
 

@@ -9,19 +9,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from runner.output import summary, terminal
-from runner.output.fields import (
-    Baseline,
-    Chosen,
-    Correctness,
-    During,
-    Memory,
-    Metrics,
-    PassMetrics,
-    PassPhases,
-    PassTimes,
-    Timing,
-)
+from runner.output import fields, summary, terminal
 from runner.output.record import Result
 from runner.output.terminal import err as err
 from runner.output.terminal import flop, gib, new_table, note_dropped, seconds, show
@@ -76,7 +64,7 @@ def run_table(result: Result) -> None:
     if not result.timing or not result.metrics or not result.memory:
         _print([result.reason] if result.status == "ok" and result.reason else [])
         return
-    _times(result.timing, result.metrics, result.baseline or Baseline(), several=len(result.memory.by_rank) > 1)
+    _times(result.timing, result.metrics, result.baseline or fields.Baseline(), several=len(result.memory.by_rank) > 1)
     clocks = clocks_text(result.environment.during)
     _print([f"clocks while timing: {clocks}"] if clocks else [])
     _print([result.environment.commit])
@@ -103,7 +91,7 @@ def _new_columns(table: Table, columns: Sequence[str]) -> Table:
     return table
 
 
-def _choices(chosen: Chosen) -> Iterator[str]:
+def _choices(chosen: fields.Chosen) -> Iterator[str]:
     """What was used where the run left the choice open, and why."""
     if chosen.why:
         yield f"auto: {chosen.why} ({chosen.basis})"
@@ -116,7 +104,7 @@ def _choices(chosen: Chosen) -> Iterator[str]:
         yield f"note: {chosen.note}"
 
 
-def _times(timing: Timing, metrics: Metrics, baseline: Baseline, several: bool) -> None:
+def _times(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Baseline, several: bool) -> None:
     """several: whether there are several ranks; the speedup of one rank means nothing."""
     columns = ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single", "speedup", "eff.")
     table = _new_columns(new_table("Time, the slowest rank of each iteration"), columns)
@@ -126,7 +114,7 @@ def _times(timing: Timing, metrics: Metrics, baseline: Baseline, several: bool) 
     _print(_time_notes(timing, metrics, baseline))
 
 
-def _time_cells(times: PassTimes, metrics: PassMetrics) -> list[str]:
+def _time_cells(times: fields.PassTimes, metrics: fields.PassMetrics) -> list[str]:
     return [
         f"{times.median:.3f}",
         times.spread,
@@ -136,7 +124,7 @@ def _time_cells(times: PassTimes, metrics: PassMetrics) -> list[str]:
     ]
 
 
-def _baseline_cells(baseline: Baseline, which: str, several: bool) -> list[str]:
+def _baseline_cells(baseline: fields.Baseline, which: str, several: bool) -> list[str]:
     single = baseline.passes.get(which)
     known = several and which in baseline.speedup
     return [
@@ -146,7 +134,7 @@ def _baseline_cells(baseline: Baseline, which: str, several: bool) -> list[str]:
     ]
 
 
-def _time_notes(timing: Timing, metrics: Metrics, baseline: Baseline) -> Iterator[str]:
+def _time_notes(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Baseline) -> Iterator[str]:
     passes = timing.passes.values()
     noisy = "; ! means noisy, an IQR above 5% of the median" if any(times.noisy for times in passes) else ""
     trend = "; ~ means that samples rose or fell while they were taken" if any(times.trend for times in passes) else ""
@@ -165,7 +153,7 @@ def _time_notes(timing: Timing, metrics: Metrics, baseline: Baseline) -> Iterato
         yield f"no single-device baseline: {baseline.unsupported}"
 
 
-def clocks_text(during: During) -> str | None:
+def clocks_text(during: fields.During) -> str | None:
     """The GPUs' clocks while timing, and the reasons that lowered them."""
     ranges = [gpu.sm_mhz for gpu in during.by_device if gpu.sm_mhz]
     if not ranges:
@@ -175,7 +163,7 @@ def clocks_text(during: During) -> str | None:
     return f"{text}, held down by {', '.join(reasons)}" if reasons else text
 
 
-def _correctness(found: Correctness) -> None:
+def _correctness(found: fields.Correctness) -> None:
     verdict = "[green]passed[/]" if found.passed else "[red]failed[/]"
     columns = ("tensor", "rel L2", "max abs", "worst row", "local call's rel L2", "ratio")
     table = _new_columns(new_table(f"Correctness {verdict} (against {found.reference})"), columns)
@@ -192,7 +180,7 @@ def _correctness(found: Correctness) -> None:
         _print([f"the timed outputs were not checked: {found.timed.why}"])
 
 
-def _phases(which: str, found: PassPhases) -> None:
+def _phases(which: str, found: fields.PassPhases) -> None:
     _print([
         f"Phases of {which}, timed separately, on rank {found.rank}: {found.total_ms:.3f} ms, compute {found.compute_share:.0%}, "
         f"exposed communication {found.exposed_communication_ms:.3f} ms ({found.communication_share:.0%}), "
@@ -206,7 +194,7 @@ def _phases(which: str, found: PassPhases) -> None:
     show(table, words=("medians by rank, ms",))
 
 
-def _memory(memory: Memory) -> str:
+def _memory(memory: fields.Memory) -> str:
     peaks = [
         gib(rank.peak_resident or 0)
         if rank.peak_allocated is None

@@ -73,7 +73,6 @@ class Git:
 @dataclass(frozen=True, kw_only=True)
 class Range:
     min: float
-    median: float
     max: float
 
 
@@ -82,7 +81,6 @@ class Sampled:
     """A GPU (`device` is its UUID) or a node's CPU while it was timed."""
 
     device: str
-    samples: int
     sm_mhz: Range | None = None
     throttle_reasons: list[str] = field(default_factory=list)
 
@@ -142,25 +140,18 @@ class TensorError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LseError:
-    checked: bool | None = None
+class Check:
+    checked: bool | None = None  # of the LSE
+    passed: bool | None = None  # of the outputs that the last timed iteration left
     why: str | None = None  # why it was not checked
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimedCheck:
-    """The check of the outputs that the last timed iteration left."""
-
-    passed: bool | None = None
-    why: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correctness:
     passed: bool | None = None
     tensors: dict[str, TensorError] = field(default_factory=dict)
-    lse: LseError = field(default_factory=LseError)
-    timed: TimedCheck = field(default_factory=TimedCheck)
+    lse: Check = field(default_factory=Check)
+    timed: Check = field(default_factory=Check)
     reference: str | None = None
     checked_share: float = 1.0
 

@@ -9,21 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from runner.output.fields import (
-    Baseline,
-    Chosen,
-    Correctness,
-    Environment,
-    Experiment,
-    Memory,
-    Method,
-    Metrics,
-    PassMetrics,
-    PassPhases,
-    PassTimes,
-    RankProfile,
-    Timing,
-)
+from runner.output import fields
 from runner.output.parsing import parsed, shown, what_parses
 
 SCHEMA_VERSION = 2  # the newest that can be read; older ones can be, too
@@ -41,7 +27,7 @@ class Asked:
     options: dict[str, Any] = field(default_factory=dict)  # of the variant, without those that are None
     kernel: str | None = None
     transport: str | None = None
-    timing: Method = field(default_factory=Method)
+    timing: fields.Method = field(default_factory=fields.Method)
     world_size: int | None = None
     device: str | None = None
     batch: int | None = None
@@ -88,16 +74,16 @@ class Result:
     status: str
     reason: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    experiment: Experiment | None = None
-    chosen: Chosen | None = None
-    environment: Environment = field(default_factory=Environment)
-    correctness: Correctness | None = None
-    timing: Timing | None = None
-    metrics: Metrics | None = None
-    baseline: Baseline | None = None
-    memory: Memory | None = None
-    phases: dict[str, PassPhases] = field(default_factory=dict)
-    profile: list[RankProfile] = field(default_factory=list)
+    experiment: fields.Experiment | None = None
+    chosen: fields.Chosen | None = None
+    environment: fields.Environment = field(default_factory=fields.Environment)
+    correctness: fields.Correctness | None = None
+    timing: fields.Timing | None = None
+    metrics: fields.Metrics | None = None
+    baseline: fields.Baseline | None = None
+    memory: fields.Memory | None = None
+    phases: dict[str, fields.PassPhases] = field(default_factory=dict)
+    profile: list[fields.RankProfile] = field(default_factory=list)
     plain: dict[str, Any] = field(default_factory=dict, repr=False)
     folder: Path = field(default_factory=Path)
 
@@ -123,12 +109,12 @@ class Result:
         return self.status == "ok" and self.timing is not None
 
     @property
-    def passes(self) -> dict[str, PassTimes]:
+    def passes(self) -> dict[str, fields.PassTimes]:
         """The times by pass: forward and, where they were timed, backward and total."""
         return self.timing.passes if self.timing else {}
 
     @property
-    def last_metrics(self) -> PassMetrics | None:
+    def last_metrics(self) -> fields.PassMetrics | None:
         """The metrics of the last pass: of the total or, without a backward, of the forward."""
         return self.metrics.passes[list(self.passes)[-1]] if self.metrics and self.passes else None
 

@@ -24,40 +24,18 @@ COLUMNS = (
 )  # fmt: skip
 # the columns of summary.md and of the printed table: title and format
 SHOWN = (
-    ("attention", "attention", "{}"),
-    ("options", "options", "{}"),
-    ("config", "config", "{}"),
-    ("world_size", "W", "{}"),
-    ("batch", "batch", "{}"),
-    ("seq_len", "tokens", "{:,}"),
-    ("q_len", "queries", "{}"),
-    ("seqlens", "sequences", "{}"),
-    ("heads", "heads", "{}"),
-    ("kv_heads", "KV heads", "{}"),
-    ("head_dim", "D", "{}"),
-    ("causal", "causal", "{}"),
-    ("window", "window", "{}"),
-    ("dtype", "dtype", "{}"),
-    ("mode", "mode", "{}"),
-    ("seed", "seed", "{}"),
-    ("kernel", "kernel", "{}"),
-    ("transport", "transport", "{}"),
-    ("timing", "timing", "{}"),
-    ("settings", "settings", "{}"),
-    ("rounds", "rounds", "{}"),
-    ("status", "status", "{}"),
-    ("forward_ms", "fwd ms", "{:.3f}"),
-    ("backward_ms", "bwd ms", "{:.3f}"),
-    ("total_ms", "total ms", "{:.3f}"),
-    ("tflops_per_device", "TFLOP/s", "{:.3g}"),
-    ("efficiency", "eff.", "{:.0%}"),
-    ("exposed_forward_ms", "exp. fwd", "{:.3f}"),
-    ("exposed_backward_ms", "exp. bwd", "{:.3f}"),
-    ("kv_read_bytes", "KV bytes, model", "{:,}"),
-    ("forward_memory_read_bytes", "memory read", "{:,}"),
-    ("forward_l2_read_bytes", "L2 read", "{:,}"),
+    ("attention", "attention", "{}"), ("options", "options", "{}"), ("config", "config", "{}"), ("world_size", "W", "{}"),
+    ("batch", "batch", "{}"), ("seq_len", "tokens", "{:,}"), ("q_len", "queries", "{}"), ("seqlens", "sequences", "{}"),
+    ("heads", "heads", "{}"), ("kv_heads", "KV heads", "{}"), ("head_dim", "D", "{}"), ("causal", "causal", "{}"),
+    ("window", "window", "{}"), ("dtype", "dtype", "{}"), ("mode", "mode", "{}"), ("seed", "seed", "{}"),
+    ("kernel", "kernel", "{}"), ("transport", "transport", "{}"), ("timing", "timing", "{}"), ("settings", "settings", "{}"),
+    ("rounds", "rounds", "{}"), ("status", "status", "{}"), ("forward_ms", "fwd ms", "{:.3f}"),
+    ("backward_ms", "bwd ms", "{:.3f}"), ("total_ms", "total ms", "{:.3f}"), ("tflops_per_device", "TFLOP/s", "{:.3g}"),
+    ("efficiency", "eff.", "{:.0%}"), ("exposed_forward_ms", "exp. fwd", "{:.3f}"),
+    ("exposed_backward_ms", "exp. bwd", "{:.3f}"), ("kv_read_bytes", "KV bytes, model", "{:,}"),
+    ("forward_memory_read_bytes", "memory read", "{:,}"), ("forward_l2_read_bytes", "L2 read", "{:,}"),
     ("rel_l2_out", "rel L2", "{:.1e}"),
-)
+)  # fmt: skip
 # of those, the ones shown only where the runs differ in them
 WHERE_DIFFERENT = {
     "batch", "q_len", "seqlens", "heads", "kv_heads", "head_dim", "causal", "window", "mode", "seed", "transport",
@@ -187,7 +165,9 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
     if {entry.get("seqlens") is None for entry in ran} == {True, False}:
         found.append("Rows with sequences are of packed batches: less work than one sequence of as many tokens.")
     if any(entry.get("exposed_forward_ms") is not None for entry in ran):
-        found.append("exp. fwd, exp. bwd: ms in which compute waits for communication, timed separately from fwd and bwd.")
+        found.append(
+            "exp. fwd, exp. bwd: ms in which compute waits for communication, timed separately from fwd and bwd."
+        )
     return found
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from runner.config import folders
+from runner.output import commands
 from runner.output.results import write_text
 from runner.output.summary import escaped
 from runner.report import charts, page, tables
@@ -34,49 +35,35 @@ MADE_BY = re.compile(r"^Made by `python -m runner\.report (?P<arguments>[^`]*)`"
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
-    try:
-        if options.refresh:
-            return refresh(options.refresh)
-        if not options.folders:
-            raise ValueError(f"no FOLDER given; for instance {PROGRAM} outputs/multirun/*")
-        if bool(options.into) != bool(options.section):
-            raise ValueError("--into FILE and --section NAME belong together: give both or none")
-        runs = where(read(options.folders), options.where)
-        return _section(runs, options, arguments) if options.into else _report(runs, options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename}: could not be written or read ({error.strerror})", file=sys.stderr)
-        return 1
+    return commands.exit_status(lambda: _main(options, arguments))
+
+
+def _main(options: argparse.Namespace, arguments: list[str]) -> int:
+    if options.refresh:
+        return refresh(options.refresh)
+    if not options.folders:
+        raise ValueError(f"no FOLDER given; for instance {PROGRAM} outputs/multirun/*")
+    if bool(options.into) != bool(options.section):
+        raise ValueError("--into FILE and --section NAME belong together: give both or none")
+    runs = where(read(options.folders), options.where)
+    return _section(runs, options, arguments) if options.into else _report(runs, options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="of a run, a sweep, or many")
-    parser.add_argument(
-        "--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)"
-    )
-    parser.add_argument("--pass", dest="which", choices=COMPARED, default="total", help="what is compared")
-    parser.add_argument("--together", action="store_true", help="one part for all runs, instead of one a sweep")
-    parser.add_argument(
-        "--out", type=Path, help="where the files go (default: FOLDER; of several folders outputs/report-<time>)"
-    )
-    parser.add_argument("--into", type=Path, metavar="FILE", help="only put a table and a picture into this file")
-    parser.add_argument("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
-    parser.add_argument(
-        "--table",
-        choices=("runs", "comparison", "headline"),
-        default="runs",
-        help="of the section; headline: auto beside each external package",
-    )
-    parser.add_argument("--chart", choices=(*charts.KINDS, "none"), default="time", help="of the section")
-    parser.add_argument(
-        "--mixed", action="store_true", help="a headline's row may be of several commits or machines, and is marked"
-    )
-    parser.add_argument("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")
+    parser = commands.parser("runner.report", __doc__)
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, metavar="FOLDER", help="of a run, a sweep, or many")
+    add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
+    add("--pass", dest="which", choices=COMPARED, default="total", help="the times that are compared")
+    add("--together", action="store_true", help="one part for all runs, instead of one for each sweep")
+    add("--out", type=Path, help="the report's folder (default: FOLDER; of several folders outputs/report-<time>)")
+    add("--into", type=Path, metavar="FILE", help="only put a table and a chart into this file")
+    add("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
+    tables = ("runs", "comparison", "headline")
+    add("--table", choices=tables, default="runs", help="of the section; headline: auto beside each external package")
+    add("--chart", choices=(*charts.KINDS, "none"), default="time", help="of the section")
+    add("--mixed", action="store_true", help="let a headline's row mix commits or machines, and mark it")
+    add("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")
     return parser
 
 
@@ -104,8 +91,10 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
         )
         parts.append(part)
         lines += _markdown(part, prefix)
+        if drawn:
+            from runner.report.drawing import write_png
         for kind, chart in drawn.items():
-            charts.write_png(chart, out / f"{prefix}{kind}.png")
+            write_png(chart, out / f"{prefix}{kind}.png")
     write_text(out / "report.md", "\n".join(lines))
     write_text(out / "report.html", page.page(out.resolve().name, parts))
     if missing:
@@ -179,13 +168,15 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
     """Write the section's chart and return its link, relative to the file. Raises ValueError where it cannot be made."""
     if missing := charts.missing():
         raise ValueError(f"{missing}, or leave the picture out with --chart none")
+    from runner.report.drawing import write_png
+
     chart = charts.charts(runs, options.which).get(options.chart)
     if chart is None:
         raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
     out: Path = options.out or options.folders[0]
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{options.section}_{options.chart}.png"
-    charts.write_png(chart, path)
+    write_png(chart, path)
     title = charts.KINDS[options.chart]
     return f"![{title}, {options.section.replace('_', ' ')}]({os.path.relpath(path, options.into.parent)})"
 
@@ -205,7 +196,3 @@ def refresh(file: Path) -> int:
             raise ValueError(f"--refresh {file}: section {name} does not say the command that made it; run that once")
         worst = max(worst, main(shlex.split(made["arguments"])))
     return worst
-
-
-if __name__ == "__main__":
-    sys.exit(main())

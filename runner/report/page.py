@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.report.charts import KINDS, bundle
+from runner.report.charts import KINDS
 from runner.report.table import Table
 
 STYLE = """
@@ -32,8 +32,7 @@ details td:first-child { white-space: nowrap; }
 
 @dataclass(frozen=True)
 class Part:
-    """What is said of the runs that are reported together. `charts` by kind, as vega-lite has them; where there are none,
-    `why` not."""
+    """The report of some runs. `charts` has the vega-lite specification of each kind; `why` says why there are none."""
 
     title: str
     summary: str
@@ -55,7 +54,11 @@ def page(title: str, parts: Sequence[Part]) -> str:
             specs.append(spec)
         body += [f"<p>{html.escape(part.why)}</p>"] if part.why else []
         body.append(f"<details><summary>Environment</summary>{part.environment.html()}</details>")
-    drawn = f"<script>{bundle()}</script>\n<script>{_embed(specs)}</script>" if specs else ""
+    drawn = ""
+    if specs:
+        from runner.report.drawing import bundle
+
+        drawn = f"<script>{bundle()}</script>\n<script>{_embed(specs)}</script>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>\n" + "\n".join(body) + f"\n{drawn}</body></html>\n"
