@@ -28,10 +28,12 @@ from attention.arguments import (
 from attention.autograd import Unshard, attend, stretch, wants_gradient
 from attention.autotune import machine as automatic
 from attention.autotune.model import AUTO, SUMMARY, Choice, check_graphs
+from attention.errors import nearest
 from attention.executors import nested_prefixes
 from attention.executors.plan import Plan, plan_steps, resized
 from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Shard, sizes_of
+from attention.geometry.options import Options
 from attention.geometry.schedules import masks
 from attention.kernels import Shape, UnsupportedCall
 from attention.kernels.fit import fit
@@ -39,7 +41,9 @@ from attention.masks.band import Mask
 from attention.runtime.cuda_graphs import Replays
 from attention.tensors import token_dim
 from attention.transports import Transport
-from attention.variants.registry import Variant, everything, nearest, variant
+from attention.variants.base import Variant
+from attention.variants.external import External
+from attention.variants.registry import everything, variant
 
 __all__ = ["ContextParallel", "make", "names"]
 
@@ -78,17 +82,14 @@ def make(
             group, kernel, transport, {**options, "graphs": graphs, "deterministic": deterministic}
         )
         best = choice.best
-        name, transport, options = best.candidate.variant, best.transport, dict(best.candidate.options)
+        name, transport, options = best.candidate.variant, best.transport, best.candidate.options.plain()
         graphs = graphs if best.graphs else False
     chosen = variant(name)
     for option in options:
         if option.startswith("dropout"):
             raise ValueError(f"{option}={options[option]!r}: dropout is not supported by any variant; leave it out")
-        if option not in chosen.options:
-            known = ", ".join(chosen.options) or "none"
-            raise ValueError(f"{option}={options[option]!r}: {name} has no such option; its options: {known}")
     _check_names(kernel, transport)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, {**chosen.options, **options}, graphs)
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(options), graphs)
     fn.choice = choice
     return fn
 
@@ -124,12 +125,12 @@ class ContextParallel:
 
     def __init__(
         self,
-        variant: Variant,
+        variant: Variant[Any],
         group: dist.ProcessGroup | None,
         kernel: str,
         transport: str,
         deterministic: bool,
-        options: dict[str, Any],
+        options: Options,
         graphs: bool | str = False,
     ):
         self.variant = variant
@@ -156,7 +157,7 @@ class ContextParallel:
     def __copy__(self) -> ContextParallel:
         """The same function over the same group, which plans and connects anew; so is a deep copy."""
         other = object.__new__(type(self))
-        other.__dict__ = {**self.__dict__, "options": dict(self.options)}
+        other.__dict__ = dict(self.__dict__)
         other._begin()
         return other
 
@@ -171,7 +172,7 @@ class ContextParallel:
                 f"{self!r}: its process group can't be pickled; make it with group=None, over the default group, or again "
                 "where it is unpickled"
             )
-        name, options = self.variant.name, dict(self.options)
+        name, options = self.variant.name, self.options
         return _again, (
             name,
             self.kernel_name,
@@ -260,7 +261,7 @@ class ContextParallel:
             return_lse=return_lse,
         )  # fmt: skip
         q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
-        if self.variant.exchange == "peer":
+        if isinstance(self.variant, External):
             return calls.attend(q, k, v, plan, self.group)
         out, lse = attend(q, k, v, plan, self.replays)
         return (out, lse) if return_lse else out
@@ -295,15 +296,15 @@ class ContextParallel:
             mask = Mask.of(causal, window)
             problem = self.variant.problem(cu, self.world, mask, self.options, q_tokens)
             self._check_share(held, cu)
-            self.variant.check_options(self.options, shape.heads, shape.kv_heads, self.world)
+            self.options.check(shape.heads, shape.kv_heads, self.world)
             if self.variant.decode and shape.backward:
                 raise ValueError(f"requires_grad=True: {self.variant.name} has no backward; call it under no_grad")
             nested_prefixes.check(self.options, q.device, shape.head_dim)
-            if self.options.get("reduce") == "fused" and self.world > 1 and q.device.type != "cuda":
+            if getattr(self.options, "reduce", None) == "fused" and self.world > 1 and q.device.type != "cuda":
                 raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
-            if self.variant.exchange == "peer":
-                calls.check(self.variant.name, shape, q.shape[0], self.transport_name, return_lse)
-                kernel = calls.kernel(self.variant.name, self.kernel_name, shape, masks(problem))
+            if isinstance(self.variant, External):
+                calls.check(self.variant, shape, q.shape[0], self.transport_name, return_lse)
+                kernel = calls.kernel(self.variant, self.kernel_name, shape, masks(problem))
             else:
                 kernel = kernels.select(self.kernel_name, shape, masks(problem), self.variant.decode)
             transport = self._transport(q.device)
@@ -327,7 +328,7 @@ class ContextParallel:
                 return_lse,
                 kernel,
                 transport,
-                self.variant.settled(self.options, writable),
+                self.options.resolved(writable),
                 plan_steps(problem, place, scale, packed, self.deterministic, q.device),
                 self.known,
             )
@@ -358,7 +359,7 @@ class ContextParallel:
                     f"{dist.get_world_size()} ranks now: make it after init_process_group"
                 )
             name = transports.resolve(self.transport_name, device)
-            if self.variant.exchange == "peer":  # brings its own exchange; ours only gathers what unshard wants
+            if isinstance(self.variant, External):  # brings its own exchange; ours only gathers what unshard wants
                 name = "nccl" if device.type == "cuda" else "gloo"
             # a function made for one rank of a larger world, as a baseline is, moves nothing
             made = transports.select(name, device, self.group) if self.world > 1 else None
@@ -371,7 +372,7 @@ def _again(
     kernel: str,
     transport: str,
     deterministic: bool,
-    options: dict[str, Any],
+    options: Options,
     graphs: bool | str,
     choice: Choice | None,
 ) -> ContextParallel:
@@ -381,18 +382,18 @@ def _again(
 
 
 def _check_graphs(
-    variant: Variant, options: dict[str, Any], transport: Transport, device: torch.device, world: int
+    variant: Variant[Any], options: Options, transport: Transport, device: torch.device, world: int
 ) -> None:
     """Raises UnsupportedCall for what is not captured."""
     reason = None
     if device.type != "cuda":
         reason = f"a {device.type} has no CUDA graphs"
-    elif variant.exchange == "peer":
+    elif isinstance(variant, External):
         reason = f"{variant.name} brings its own exchange"
     elif variant.decode:
         reason = "a decode's keys grow from call to call; capture the call yourself, between two lengths"
-    elif options.get("grouping") == "packed":
-        reason = "grouping=packed sends lengths to the GPU in each pass; take separate or fused"
+    elif options.uncapturable is not None:
+        reason = options.uncapturable
     elif world > 1 and not transport.pulls:
         reason = f"transport={transport.name} may hang in a graph; symm is needed"
         reason += f" ({transport.note})" if transport.note else ""

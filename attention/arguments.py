@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.geometry.layouts import CuSeqlens
+from attention.geometry.options import check_heads
 from attention.tensors import on_host
-from attention.variants.registry import check_heads
 
 Packs = Tensor | list[int] | tuple[int, ...] | None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -54,7 +54,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | Non
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         plan.transport.begin()
-        out, lse, saved = executor(plan.variant.exchange).forward(q, k, v, plan)
+        out, lse, saved = executor(plan.variant.executor).forward(q, k, v, plan)
         plan.transport.join()
         return (out, lse, *saved) if keep else (out, lse)
 
@@ -64,7 +64,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | Non
 def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replays | None) -> tuple[Tensor, ...]:
     def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         plan.transport.begin()
-        grads = executor(plan.variant.exchange).backward(dout, saved, plan)
+        grads = executor(plan.variant.executor).backward(dout, saved, plan)
         plan.transport.join()
         return grads
 

@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
-from attention import external
+from attention.variants.registry import everything
 from runner import environment, rounds, sweep
 from runner.config.schema import (
     Experiment,
@@ -267,7 +267,8 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
         check_fits(spec, _machine(gpus))
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
-        if reason := external.missing(spec.variant, spec.device):
+        chosen = everything().get(spec.variant)  # none: attention=auto
+        if chosen is not None and (reason := chosen.missing(spec.device)):
             raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
         about["environment"] = environment.host() | environment.period(started)

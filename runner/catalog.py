@@ -15,9 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from attention.autotune.model import AUTO, OPTIONS, SUMMARY
-from attention.external import missing as peer_missing
+from attention.errors import nearest
 from attention.geometry import costs
-from attention.variants.registry import Variant, everything, nearest
+from attention.variants.base import Variant
+from attention.variants.registry import everything
 from runner import environment
 from runner.config import overrides, schema
 from runner.measure import metrics
@@ -40,7 +41,7 @@ def attention() -> Table:
     for v in everything().values():
         masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
         masks += (["window"] if v.windows else []) + (["packs"] if v.packs and not v.decode else [])
-        add(v.name, v.summary, v.use, v.source, _works(peer_missing(v.name, device)), ", ".join(masks), v.options)
+        add(v.name, v.summary, v.use, v.source, _works(v.missing(device)), ", ".join(masks), v.options.defaults())
     return table
 
 
@@ -106,13 +107,13 @@ def cost(arguments: list[str]) -> Table:
     return table
 
 
-def _cost_cells(spec: schema.Experiment, v: Variant) -> list[str]:
+def _cost_cells(spec: schema.Experiment, v: Variant[Any]) -> list[str]:
     work, shapes = spec.workload, metrics.shapes(spec)
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, spec.options, work.q_len)
     by_rank = costs.rank_flops(problem, shapes)
     whole = costs.forward_flops(shapes, work.pairs)
     computed = [terminal.flop(max(by_rank)), f"{max(by_rank) * problem.ranks / whole:.2f}"]
-    if v.exchange == "peer":
+    if v.executor == "external":
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]
     forward, backward = (
         [costs.bytes_received(v, problem, shapes, rank, which, spec.options) for rank in range(problem.ranks)]

@@ -8,7 +8,7 @@ slowest rank counts. It is meant to order candidates, not to predict millisecond
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -19,13 +19,15 @@ from attention.geometry import costs
 from attention.geometry.costs import Shapes
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.merge_plan import passes
+from attention.geometry.options import check_heads
 from attention.geometry.schedules import Problem, Step, length, masks, steps, union
 from attention.geometry.transfers import Intervals, gather_move, packed_calls, step_route
 from attention.masks.band import Mask
 from attention.measured import links, rates
 from attention.measured.links import Link, Measured
 from attention.measured.rates import LONG, Rate, Speed
-from attention.variants.registry import VARIANTS, Variant, check_heads, divisors
+from attention.variants.base import Variant
+from attention.variants.registry import VARIANTS
 
 AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": None}  # of attention=auto itself
@@ -221,12 +223,12 @@ class Machine:
 @dataclass(frozen=True)
 class Candidate:
     variant: str
-    options: Mapping[str, Any]  # all of the variant's
+    options: Any  # of the variant's own class
 
     @property
     def label(self) -> str:
-        own = VARIANTS[self.variant].options
-        given = [f"{k}={v}" for k, v in self.options.items() if own[k] != v]
+        own = self.options.defaults()
+        given = [f"{k}={v}" for k, v in self.options.plain().items() if own[k] != v]
         return " ".join([self.variant, *given])
 
     def problem(self, task: Task) -> Problem:
@@ -320,7 +322,7 @@ class Choice:
         best = self.best
         return {
             "variant": best.candidate.variant,
-            "options": dict(best.candidate.options),
+            "options": best.candidate.options.plain(),
             "graphs": best.graphs,
             "why": self.why,
             "basis": self.basis,
@@ -375,13 +377,13 @@ def choose(task: Task, machine: Machine) -> Choice:
 def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estimate]:
     """Over each transport. Raises ValueError for what this machine does not do."""
     problem = candidate.problem(task)
-    kernel = machine.kernel(masks(problem, _places(problem)))
+    kernel = machine.kernel(masks(problem))
     _check_memory(candidate, task, machine)
-    if candidate.options.get("grouping") == "fused" and not machine.measured("triton"):
+    if getattr(candidate.options, "grouping", None) == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
-    if candidate.options.get("grouping") == "packed" and machine.graphed:
+    if candidate.options.uncapturable is not None and machine.graphed:
         raise ValueError("sends lengths to the GPU in each pass, which a CUDA graph can't")
-    if candidate.options.get("reduce") == "fused" and not (machine.device == "cuda" and machine.symmetric):
+    if getattr(candidate.options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
         raise ValueError("needs CUDA GPUs with symmetric memory")
     # a world of one moves nothing
     transports = machine.transports if task.world > 1 else machine.transports[:1]
@@ -390,7 +392,7 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
 
 def nothing(task: Task, left_out: Mapping[str, str]) -> str:
     """What to say where no candidate is left: the reasons of those that were in question, each once."""
-    asked = {x: why for x, why in left_out.items() if not _out_of_question(VARIANTS[x.split()[0]], task)}
+    asked = {x: why for x, why in left_out.items() if not _unsuitable(VARIANTS[x.split()[0]], task)}
     return f"attention=auto: no variant can do this: {'; '.join(dict.fromkeys(asked.values()))}"
 
 
@@ -401,57 +403,23 @@ def candidates(task: Task) -> tuple[list[Candidate], dict[str, str]]:
     able: list[Candidate] = []
     left_out: dict[str, str] = {}
     for name, v in VARIANTS.items():
-        reason = _out_of_question(v, task)
+        reason = _unsuitable(v, task)
         if reason:
             left_out[name] = reason
             continue
-        for chosen in _settings(v, task):
-            candidate = Candidate(name, {**v.options, **chosen})
+        for options in v.options.candidates(task.shapes.kv_heads, task.world, task.mask):
+            candidate = Candidate(name, options)
             try:
                 candidate.problem(task)
-                v.check_options(candidate.options, task.shapes.heads, task.shapes.kv_heads, task.world)
+                options.check(task.shapes.heads, task.shapes.kv_heads, task.world)
                 able.append(candidate)
             except ValueError as error:
                 left_out[candidate.label] = str(error)
     return able, left_out
 
 
-def _out_of_question(v: Variant, task: Task) -> str | None:
-    """Why a variant is no candidate, whatever its options: it is for something else, or the same as another."""
-    if v.decode != task.decode:
-        return f"{v.name} is {'a' if v.decode else 'no'} decode"
-    if v.name == "grouped":
-        return "grouped is one rank's share, for measurement"
-    if task.decode:
-        return None
-    if (v.name == "dense") != (task.world == 1):
-        return "nothing is sharded" if v.name == "dense" else "dense is the same in a world of one"
-    for plain, packs in (("ring", "ring_varlen"), ("zigzag", "zigzag_varlen")):
-        if v.name == (plain if task.packed else packs):
-            return f"the same as {packs if task.packed else plain}"
-    return None
-
-
-def _settings(v: Variant, task: Task) -> Iterator[dict[str, Any]]:
-    """The options that differ in time."""
-    if v.name == "usp":  # groups of one are zigzag or ring, one group is ulysses
-        sizes = divisors(task.world)[1:-1]
-        rings = ["zigzag", "contiguous"] if task.mask.causal else ["contiguous"]
-        yield from ({"ulysses_size": n, "ring": ring} for n in sizes for ring in rings)
-    elif v.name == "ulysses":
-        each = task.shapes.kv_heads // task.world
-        yield from ({"head_parts": n} for n in (None, 1, 2, 4) if n is None or n == 1 or (each and each % n == 0))
-    elif v.name == "tree":
-        yield from ({"reduce": how} for how in ("packed", "two", "three", "fused"))
-    elif "heads_k_stride" in v.options:
-        kv_heads = task.shapes.kv_heads
-        strides = [None, *divisors(kv_heads)[:-1]]
-        groupings = ("separate", "packed", "fused") if "grouping" in v.options else (None,)
-        for how in groupings:
-            for stride in strides:
-                yield {"heads_k_stride": stride, **({"grouping": how} if how else {})}
-    else:
-        yield {}
+def _unsuitable(v: Variant[Any], task: Task) -> str | None:
+    return v.unsuitable(task.world, task.packed, task.decode)
 
 
 def _places(problem: Problem) -> list[int]:
@@ -607,7 +575,11 @@ class _Rank:
 
     @property
     def exchange(self) -> str:
-        return VARIANTS[self.candidate.variant].exchange
+        return VARIANTS[self.candidate.variant].executor
+
+    @property
+    def grouping(self) -> str | None:
+        return getattr(self.candidate.options, "grouping", None)
 
     @property
     def pulls(self) -> bool:
@@ -684,7 +656,7 @@ class _Rank:
         *own, step = self.work
         most = max(_work(self.problem, place)[-1].seen for place in _places(self.problem))
         small_first, small_last = self.pulls and not own, self.pulls and backward
-        stride = options["heads_k_stride"]
+        stride = options.heads_k_stride
         groups = head_groups(sizes.heads, sizes.kv_heads, stride, small_first, small_last, most)
         shares = [(g.k_stop - g.k_start) / sizes.kv_heads for g in groups]
         received = self._received(backward)
@@ -693,7 +665,7 @@ class _Rank:
         incoming = [link.seconds(received["kv"] * share) for share in shares]
         homeward = [home.seconds(received["dkv"] * share) for share in shares] if backward else []
         calls, copies = self._calls(step), 0.0
-        if options.get("grouping") == "packed" and calls > 1 and not backward:
+        if options.grouping == "packed" and calls > 1 and not backward:
             # one call of queries and keys that are copied together, and of results that are copied apart
             calls = 1
             rows = 2 * (sizes.heads * step.queries + sizes.kv_heads * step.keys)
@@ -729,7 +701,7 @@ class _Rank:
         return self.machine.copied(tokens * self.kv_token) / MERGE_SHARE + launches * self.machine.overheads.merge / 1e6
 
     def _tree(self, backward: bool) -> Pass:
-        how = self.candidate.options["reduce"]
+        how = self.candidate.options.reduce
         transport, pattern = (self.transport, "all_gather")
         if self.pulls:  # whose collective operations are NCCL's
             transport, pattern = ("symm", "slots") if how == "fused" else ("nccl", "all_gather")
@@ -767,7 +739,7 @@ class _Rank:
             speed = self.machine.speeds(self.kernel, mask, self.task)[backward]
             flops = costs.forward_flops(self.shapes, pairs.computed(speed.edge))
             seconds += flops * (costs.BACKWARD if backward else 1) / speed.flops
-        if self.task.packed and (backward or self.candidate.options.get("grouping") != "packed"):
+        if self.task.packed and (backward or self.grouping != "packed"):
             sizes, reads = self.shapes, 3 if backward else 1  # dout, q and out; or q
             elements = reads * sizes.heads * step.taken_queries + 2 * sizes.kv_heads * step.taken_keys
             seconds += self.machine.copied(2 * elements * sizes.batch * sizes.head_dim * sizes.itemsize)
@@ -837,7 +809,7 @@ class _Rank:
     def _launched(self) -> Launched:
         each, task = self.machine.overheads, self.task
         played = self.pulls and costs.played(self.kernel, task.cu_seqlens[-1] // task.world)
-        played = played and self.candidate.options.get("grouping") != "packed"  # which sends lengths in each pass
+        played = played and self.grouping != "packed"  # which sends lengths in each pass
         return each.played if played else each.run
 
     def _ring_merges(self, backward: bool) -> float:

@@ -50,7 +50,7 @@ def by_trial(
             functions: dict[str, ContextParallel] = {}
             for e in estimates:
                 if e.graphs == replayed:
-                    variant, options = VARIANTS[e.candidate.variant], dict(e.candidate.options)
+                    variant, options = VARIANTS[e.candidate.variant], e.candidate.options
                     fn = ContextParallel(variant, group, kernel, e.transport, deterministic, options, replayed)
                     functions[e.label] = fn
             ms, refused = _tried(functions, inputs)

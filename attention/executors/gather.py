@@ -125,7 +125,7 @@ def _backward(
 def _groups(q: Tensor, k: Tensor, plan: Plan, backward: bool = False) -> list[HeadGroup]:
     # what is sent comes all at once anyway, and one's own keys give the first group the time to come
     pulls, first = plan.transport.pulls, len(plan.steps) == 1
-    stride, most = plan.options["heads_k_stride"], plan.steps[-1].most
+    stride, most = plan.options.heads_k_stride, plan.steps[-1].most
     return head_groups(q.shape[-2], k.shape[-2], stride, pulls and first, pulls and backward, most)
 
 

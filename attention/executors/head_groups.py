@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attention.geometry.costs import OVERLAPPED
+from attention.geometry.options import check_stride
 from attention.kernels.interface import Triple
-from attention.variants.registry import check_stride
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@ chunk), `packed` (one call for all of them) or `fused` (our Triton kernel, which
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from attention.executors.plan import LocalCall, Plan
+from attention.geometry.options import GatherOptions, Options
 from attention.geometry.transfers import Intervals
 from attention.kernels import KERNELS, Call, UnsupportedCall
 from attention.tensors import put_, take
@@ -18,7 +17,7 @@ Into = tuple[Tensor, Tensor]  # out and lse of all the rank's queries
 
 def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
     """All calls of a step, over disjoint queries, whose out and lse are written to `into`."""
-    how = plan.options.get("grouping", "separate")
+    how = plan.options.grouping
     if how == "separate" or len(calls) < 2 or len({each.call.mask for each in calls}) > 1:
         _separate(q, keys, values, calls, plan, into)
     elif how == "packed":
@@ -96,9 +95,9 @@ def _split(intervals: Intervals, lengths: tuple[int, ...]) -> list[tuple[int, in
     return found
 
 
-def check(options: dict[str, Any], device: torch.device, head_dim: int) -> None:
+def check(options: Options, device: torch.device, head_dim: int) -> None:
     """Raises UnsupportedCall when grouping=fused cannot run here or for this head dim."""
-    if options.get("grouping") != "fused":
+    if not isinstance(options, GatherOptions) or options.grouping != "fused":
         return
     reason = KERNELS["triton"].missing(device.type)
     if reason is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attention.geometry.costs import own_apart, played
 from attention.geometry.layouts import CuSeqlens, Shard
-from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, length, steps
+from attention.geometry.schedules import Block, Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
     Intervals,
     Move,
@@ -21,8 +21,8 @@ from attention.geometry.transfers import (
     gather_move,
     joined,
     move,
-    route_of,
     side_by_side,
+    step_routes,
     within,
 )
 from attention.kernels import Call, Kernel
@@ -30,7 +30,9 @@ from attention.masks.band import Interval, Mask
 from attention.runtime.launch_replay import Launches
 from attention.runtime.priority_stream import Front, Inline
 from attention.transports import Message, Messages, Transport
-from attention.variants.registry import Variant
+
+if TYPE_CHECKING:
+    from attention.variants.base import Variant
 
 INLINE = Inline()
 
@@ -62,7 +64,7 @@ class Plan:
     """`rank` is this rank's place in the schedule, which with Ulysses groups of `problem.ulysses` ranks share, `head`
     its number within the group."""
 
-    variant: Variant
+    variant: Variant[Any]
     problem: Problem
     rank: int
     head: int
@@ -74,7 +76,7 @@ class Plan:
     want_lse: bool
     kernel: Kernel
     transport: Transport
-    options: dict[str, Any]
+    options: Any  # of the base that the executor reads
     steps: tuple[PlannedStep, ...]
     known: set[Hashable]  # of the function's plans: `Launches`
 
@@ -156,18 +158,15 @@ class Plan:
 def plan_steps(
     problem: Problem, rank: int, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> tuple[PlannedStep, ...]:
+    """The steps of one rank, from its own steps and those of the ranks that read its keys."""
     planned = []
-    for everyones in zip(*[steps(problem, peer) for peer in range(problem.world)], strict=True):
-        step = everyones[rank]
-        mine = step.owner == rank
+    most, routes = most_keys(problem), step_routes(problem, rank)
+    for i, step in enumerate(steps(problem, rank)):
         keys = step.keys
-        # one's own keys are used in place, others' arrive as the needed intervals side by side
-        where = _identity if mine else within(keys)
+        # the rank's own keys are used in place, others' arrive as the needed intervals side by side
+        where = _identity if step.owner == rank else within(keys)
         calls = tuple(_calls(step, where, scale, packed, deterministic, device))
-        brought = {id(x.keys): x.keys for peer, x in enumerate(everyones) if x.owner != peer}  # all may want the same
-        route = Route((), ()) if step.owner == SEQUENCE else route_of(everyones, rank)
-        most = max(map(length, brought.values()), default=0)
-        planned.append(PlannedStep(step.owner, keys, length(keys), calls, route, most))
+        planned.append(PlannedStep(step.owner, keys, length(keys), calls, routes[i], most[i]))
     return tuple(planned)
 
 

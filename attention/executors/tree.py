@@ -18,7 +18,6 @@ from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
 from attention.tensors import take
 from attention.transports import Message, Messages, mailboxes
-from attention.variants.registry import node_size
 
 Saved = tuple[Tensor, ...]
 
@@ -28,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     if not q.numel():
         return *empty_result(q), ()
     reduced = plan.transport.name != "none"
-    fused = reduced and plan.options["reduce"] == "fused"
+    fused = reduced and plan.options.reduce == "fused"
     with phase("comp_shard_kv"):
         calls = plan.steps[0].calls if plan.steps else ()
         keys, values = (take(x, calls[0].k) if calls else x for x in (k, v))
@@ -43,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     if fused:
         out, lse = exchanged(parts, lses, q, plan)
     elif reduced:
-        out, lse = REDUCTIONS[plan.options["reduce"]](out, lse, plan)
+        out, lse = REDUCTIONS[plan.options.reduce](out, lse, plan)
     return out.to(q.dtype), lse, ()
 
 
@@ -127,7 +126,7 @@ def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Packed within each node, then across the nodes between the ranks that have the same place in theirs."""
-    node = node_size(plan.problem.world, plan.options)
+    node = plan.options.ranks_of_node(plan.problem.world)
     first, place = plan.rank // node * node, plan.rank % node
     within = [rank for rank in range(first, first + node) if rank != plan.rank]
     across = [rank for rank in range(place, plan.problem.world, node) if rank != plan.rank]

@@ -72,7 +72,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         cu_k,
         max_q,
         max_k,
-        heads_k_stride=plan.options["heads_k_stride"] or plan.kv_heads,
+        heads_k_stride=plan.options.heads_k_stride or plan.kv_heads,
         local_k_slice=needed,
         **common,
     )

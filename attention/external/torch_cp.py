@@ -53,7 +53,7 @@ def _choose(causal: bool, rotate: str) -> None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
     """GQA by enable_gqa: KV heads travel unrepeated."""
-    causal, rotate = plan.problem.mask.causal, plan.options["rotate"]
+    causal, rotate = plan.problem.mask.causal, plan.options.rotate
     attention = _opened(group or dist.distributed_c10d._get_default_group(), q.device)
     _choose(causal, rotate)
     with sdpa_kernel(BACKENDS[plan.kernel.name]):

@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         q.shape[-1],
         plan.problem.mask.causal,
         plan.scale,
-        plan.options["cp_comm_type"],
+        plan.options.cp_comm_type,
         group or dist.distributed_c10d._get_default_group(),
     )
     return module(q, k, v).unflatten(-1, (plan.heads, q.shape[-1]))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attention.geometry.mailbox import Mailbox, pieces, received_bytes
 from attention.geometry.merge_plan import FEW, passes
-from attention.geometry.schedules import Problem, length, steps, union
+from attention.geometry.options import Options, RingOptions, TreeOptions
+from attention.geometry.schedules import Problem, length, most_keys, steps, union
 from attention.geometry.transfers import gather_move, move, packed_calls, step_route
 from attention.masks.band import Mask
-from attention.variants.registry import Variant, node_size
+
+if TYPE_CHECKING:
+    from attention.variants.base import Variant
 
 RING_HALVED = 8192  # a rank's tokens from which a ring's backward goes by halves of the heads: memory before launches
 OVERLAPPED = 16384  # tokens from which a transfer costs more than the calls that hide it
@@ -27,11 +30,11 @@ MOST_PLAYED = 32768  # tokens a rank up to which passes are played; of more, no 
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 
 
-def ring_parts(options: Mapping[str, Any], kv_heads: int, tokens: int) -> int:
+def ring_parts(options: RingOptions, kv_heads: int, tokens: int) -> int:
     """In how many parts of the heads a ring's backward over a shard of `tokens` goes: `head_parts`, by default two where the
     shard is long."""
     default = 2 if kv_heads % 2 == 0 and tokens >= RING_HALVED else 1
-    return options.get("head_parts", 1) or default
+    return options.head_parts or default
 
 
 def played(kernel: str, tokens: int) -> bool:
@@ -48,13 +51,13 @@ def own_apart(problem: Problem, place: int) -> bool:
     return short and first.owner == place and any(step.blocks for step in others)
 
 
-def exchange_parts(options: Mapping[str, Any], kv_heads: int, ulysses: int, tokens: int) -> int:
+def exchange_parts(options: RingOptions, kv_heads: int, ulysses: int, tokens: int) -> int:
     """In how many parts a rank's share of the heads is computed over its group's `tokens`: `head_parts`, by default two if it
     has an even number of KV heads, and there are tokens enough that the host is ahead of the GPU."""
     each, more = divmod(kv_heads, ulysses)
     if more or not each:
         return 1
-    return options["head_parts"] or (2 if each % 2 == 0 and tokens >= EXCHANGED_BY_PARTS else 1)
+    return options.head_parts or (2 if each % 2 == 0 and tokens >= EXCHANGED_BY_PARTS else 1)
 
 
 @dataclass(frozen=True)
@@ -92,27 +95,27 @@ def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:
 
 
 def bytes_received(
-    variant: Variant,
+    variant: Variant[Any],
     problem: Problem,
     shapes: Shapes,
     rank: int,
     backward: bool,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     pulls: bool = False,
 ) -> dict[str, int]:
     """Bytes that a rank receives in one forward (or backward alone), by what moves: `kv`, `dkv`, and by exchange `q`,
     `out`, `qkv`, `dqkv`, or the tree's reductions. `pulls`: over a transport that brings each rank only the keys it
     needs, where others gather all for everyone unless there is a window."""
-    options = {**variant.options, **(options or {})}
+    chosen: Any = variant.parse(options)
     kv_token = 2 * shapes.batch * shapes.kv_heads * shapes.head_dim * shapes.itemsize  # k and v
     q_token = shapes.batch * shapes.heads * shapes.head_dim * shapes.itemsize
-    if variant.exchange == "tree":
-        return tree_bytes(problem, shapes, options)
+    if variant.executor == "tree":
+        return tree_bytes(problem, shapes, chosen)
     found: dict[str, int] = {}
-    if variant.exchange == "all_to_all":
+    if variant.executor == "all_to_all":
         found = _heads_for_sequence(problem, shapes, backward)
         kv_token = kv_token // shapes.kv_heads * kv_heads_each(problem, shapes)
-    if variant.exchange in ("ring", "all_to_all"):
+    if variant.executor in ("ring", "all_to_all"):
         place = rank // problem.ulysses
         routes = [step_route(problem, place, i) for i in range(len(steps(problem, place)))]
         found["kv"] = sum(r.received_tokens for r in routes) * kv_token
@@ -150,7 +153,7 @@ def _heads_for_sequence(problem: Problem, shapes: Shapes, backward: bool) -> dic
     return {"qkv": q + kv, "out": q}
 
 
-def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> dict[str, int]:
+def tree_bytes(problem: Problem, shapes: Shapes, options: TreeOptions) -> dict[str, int]:
     """A tree reduction's bytes, all in fp32. An all-reduce of n bytes counts 2 (W-1)/W n, what a rank receives in a
     ring all-reduce; nccl-tests' convention."""
     world = problem.world
@@ -160,13 +163,13 @@ def tree_bytes(problem: Problem, shapes: Shapes, options: Mapping[str, Any]) -> 
     def reduced(size: int) -> int:
         return 2 * (world - 1) * size // world
 
-    how = options["reduce"]  # null is counted as packed; fused brings the same but for some bytes a row
+    how = options.reduce  # null is counted as packed; fused brings the same but for some bytes a row
     if how == "three":
         return {"max_lse": reduced(rows), "sum_den": reduced(rows), "sum_num": reduced(rows * shapes.head_dim)}
     if how == "two":
         return {"max_lse": reduced(rows), "sum_num_den": reduced(whole)}
     if how == "hierarchical":
-        node = node_size(world, options)
+        node = options.ranks_of_node(world)
         return {"node": (node - 1) * whole, "nodes": (world // node - 1) * whole}
     if how == "fused":
         return {"partials": received_bytes(world, rows // 4, shapes.head_dim)}
@@ -197,31 +200,31 @@ def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) ->
 
 
 def peak_bytes(
-    variant: Variant,
+    variant: Variant[Any],
     problem: Problem,
     shapes: Shapes,
     rank: int,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     backward: bool = False,
 ) -> int:
     """What a rank holds at the height of a forward beside its inputs, or with `backward` of a training step: results, what
     is saved, the keys in flight and what it offers to its peers. A model of a transport that pulls, without the kernels'
     own scratch; one that sends holds a copy of gathered keys more."""
-    options = {**variant.options, **(options or {})}
-    if variant.exchange == "tree":
+    chosen: Any = variant.parse(options)
+    if variant.executor == "tree":
         q_tokens = problem.q_tokens or 0
         out = shapes.batch * shapes.heads * q_tokens * (shapes.head_dim * shapes.itemsize + 4)
-        if options["reduce"] == "fused":
+        if chosen.reduce == "fused":
             n = pieces(shapes.batch * shapes.heads * q_tokens, shapes.head_dim)
             return out + Mailbox.holding(problem.world, n).numel * 4
-        return out + tree_bytes(problem, shapes, options).get("partials", out)
-    return _Held(variant, problem, shapes, rank, options).peak(backward)
+        return out + tree_bytes(problem, shapes, chosen).get("partials", out)
+    return _Held(variant, problem, shapes, rank, chosen).peak(backward)
 
 
 class _Held:
     """The bytes that one rank's executor holds."""
 
-    def __init__(self, variant: Variant, problem: Problem, shapes: Shapes, rank: int, options: Mapping[str, Any]):
+    def __init__(self, variant: Variant[Any], problem: Problem, shapes: Shapes, rank: int, options: Any):
         self.variant, self.problem, self.options = variant, problem, options
         self.place = rank // problem.ulysses
         self.steps = steps(problem, self.place)
@@ -240,7 +243,7 @@ class _Held:
         return max(self._peak(False), self._peak(True)) if backward else self._peak(False)
 
     def _peak(self, backward: bool) -> int:
-        if self.variant.exchange == "gather":
+        if self.variant.executor == "gather":
             return self._gather(backward)
         if self.problem.ulysses == 1:
             parts = ring_parts(self.options, self.shapes.kv_heads, self.t)
@@ -307,7 +310,7 @@ class _Held:
     def _gather(self, backward: bool) -> int:
         problem, q, kv, lse, n = self.problem, self.q, self.kv, self.lse, self.q_tokens
         *own, step = self.steps
-        stride = self.options["heads_k_stride"] or self.shapes.kv_heads
+        stride = self.options.heads_k_stride or self.shapes.kv_heads
         share = stride / self.shapes.kv_heads
         flying = 1 if share == 1 else 2
         moved = n * q if problem.layout != problem.q_layout and not self.alone else 0
@@ -316,21 +319,21 @@ class _Held:
         out = n * (q + lse) + 2 * moved  # the queries moved, and the result moved back
         rows = [length(union([b.q])) for b in step.blocks]
         copied = int(self._copied(q, kv, lse, backward) * share)
-        together = self.options.get("grouping", "separate") != "separate" and len(step.blocks) > 1
+        together = self.options.grouping != "separate" and len(step.blocks) > 1
         if not backward:
             copies = 0 if together else copied
             if own:
                 copies += max(rows, default=0) * (q + lse)
             elif together:
                 copies += int(2 * n * (q + lse) * share)
-                if self.options["grouping"] == "packed":
+                if self.options.grouping == "packed":
                     copies += int(sum(b.k[1] - b.k[0] for b in step.blocks) * kv * share)
             return out + moved + offered + keys + copies
         results = n * q + self.t * kv
         by_length = sorted(b.k[1] - b.k[0] for b in step.blocks)
         beside = sum(by_length[:-1]) if by_length and by_length[-1] == length(step.keys) else sum(by_length)
         home = gather_move(problem, self.place).route.reversed().received_tokens
-        most = max(length(steps(problem, place)[-1].keys) for place in range(problem.world))
+        most = most_keys(problem)[-1]
         sums = min(2, self.shapes.kv_heads // stride + 1) * most * kv * share
         if own and own_apart(self.problem, self.place):
             targets = length(union(b.q for b in step.blocks)) * q

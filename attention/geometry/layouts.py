@@ -123,30 +123,14 @@ def positions(shard: Shard) -> list[int]:
     return [t for r in shard for t in r]
 
 
-def _chunk(length: int, n: int, i: int) -> range:
+def chunk(length: int, n: int, i: int) -> range:
+    """Chunk i of n."""
     return range(i * length // n, (i + 1) * length // n)
 
 
-def _contiguous(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: piece r of W. Ring Attention (Liu et al., 2023); of a whole pack ring-flash-attention's llama3 (Zhu, 2024)."""
-    return tuple((_chunk(length, world, r),) for r in range(world))
-
-
-def _zigzag(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: chunks r and 2W-1-r of 2W. ring-flash-attention (Zhu, 2024); The Llama 3 Herd of Models (Llama Team, 2024)."""
-    n = 2 * world
-    return tuple((_chunk(length, n, r), _chunk(length, n, n - 1 - r)) for r in range(world))
-
-
-def _stripe(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: tokens t with t mod W = r. Striped Attention (Brandon et al., 2023)."""
-    return tuple((range(r, length, world),) for r in range(world))
-
-
-def _paired(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: chunks 2r and 2W-1-2r of 2W. nnScaler's ring attention (Lin et al., 2024)."""
-    n = 2 * world
-    return tuple((_chunk(length, n, 2 * r), _chunk(length, n, n - 1 - 2 * r)) for r in range(world))
+def contiguous(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: piece r of W. Ring Attention (Liu et al., 2023); of a whole packed batch ring-flash-attention's llama3 (Zhu, 2024)."""
+    return tuple((chunk(length, world, r),) for r in range(world))
 
 
 def _replicated(length: int, world: int) -> tuple[Shard, ...]:
@@ -160,24 +144,8 @@ def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
     return tuple((range(min(r * each, length), min((r + 1) * each, length)),) for r in range(world))
 
 
-@lru_cache
-def chunked(n: int) -> Layout:
-    """Everything on every rank, in n chunks: how queries lie that are computed chunk by chunk. Of two, as zigzag_llama3 has
-    them, petrpan26/ring-flash-attention (2025)."""
-
-    def split(length: int, world: int) -> tuple[Shard, ...]:
-        return tuple(tuple(_chunk(length, n, i) for i in range(n)) for _ in range(world))
-
-    return Layout(f"replicated in {n} chunks", n, split, replicated=True)
-
-
-CONTIGUOUS = Layout("contiguous", 1, _contiguous)
-PACKED = Layout("packed contiguous", 1, _contiguous, per_sequence=False)
-ZIGZAG = Layout("zigzag", 2, _zigzag)
-STRIPE = Layout("stripe", 1, _stripe)
-# contiguous shards whose second halves are swapped between ranks r and W-1-r: a causal rank's two chunks then cost the
-# same on every rank (the inner layout of ring_allgather)
-PAIRED = Layout("paired", 2, _paired)
+# Layouts that several variants share; the others stand in their variant's file.
+CONTIGUOUS = Layout("contiguous", 1, contiguous)
 REPLICATED = Layout("replicated", 1, _replicated, replicated=True)
 # the keys of a decode: equal shards but for the last ranks', which may be short or empty
 DECODE = Layout("decode", 1, _ceiled, uneven=True)

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from attention.geometry.layouts import Shard, sizes_of
 from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, by_owner, length, steps
 from attention.geometry.weighted_lru import memo
-from attention.masks.band import Interval, Mask
+from attention.masks.band import Interval, Intervals, Mask
 
-Intervals = tuple[Interval, ...]
 Place = Callable[[Interval], Intervals]
 
 
@@ -61,23 +60,28 @@ def side_by_side(intervals: Intervals) -> Intervals:
     return tuple(placed)
 
 
+@memo(lambda found, *_: len(found))
+def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:
+    """What moves before each step: the keys that this rank's step needs come from their owner, side by side, and this rank's keys
+    go to every rank whose step needs them. After a gather's own schedule `gather_move` moves them instead."""
+    routes = []
+    for i, step in enumerate(steps(problem, rank)):
+        receives: tuple[Piece, ...] = ()
+        if step.owner not in (rank, SEQUENCE) and step.keys:
+            receives = (_side_by_side(step.owner, step.keys),)
+        others = problem.schedule.readers(problem, rank, i)
+        read = ((other, problem.schedule.step(problem, other, i).keys) for other in others)
+        routes.append(Route(tuple(_side_by_side(other, keys) for other, keys in read if keys), receives))
+    return tuple(routes)
+
+
 def step_route(problem: Problem, rank: int, i: int) -> Route:
-    """What moves before step `i`: the keys that this rank's step needs come from their owner, side by side, and this
-    rank's keys go to every rank whose step needs them."""
-    return route_of([steps(problem, peer)[i] for peer in range(problem.world)], rank)
+    """What moves before step `i`: see `step_routes`."""
+    return step_routes(problem, rank)[i]
 
 
-def route_of(everyones: Sequence[Step], rank: int) -> Route:
-    """As `step_route`, of the step of every rank."""
-    step = everyones[rank]
-    receives: tuple[Piece, ...] = ()
-    if step.owner != rank and step.keys:
-        receives = (Piece(step.owner, step.keys, side_by_side(step.keys)),)
-    sends = []
-    for peer, theirs in enumerate(everyones):
-        if peer != rank and theirs.owner == rank and theirs.keys:
-            sends.append(Piece(peer, theirs.keys, side_by_side(theirs.keys)))
-    return Route(tuple(sends), receives)
+def _side_by_side(other: int, keys: Intervals) -> Piece:
+    return Piece(other, keys, side_by_side(keys))
 
 
 Placed = list[tuple[int, int, int]]  # (start, stop, where it lies in the shard) of a shard's ranges, by global position

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attention.errors import nearest
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
@@ -16,7 +17,6 @@ from attention.kernels.math import Math
 from attention.kernels.xformers import Xformers
 from attention.masks.band import Mask
 from attention.measured import rates
-from attention.variants.registry import nearest
 
 __all__ = ["KERNELS", "Call", "Kernel", "Shape", "UnsupportedCall", "name_of", "names", "select"]
 

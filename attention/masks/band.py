@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Interval = tuple[int, int]  # [start, stop)
+Intervals = tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from attention.errors import nearest
 from attention.kernels.interface import UnsupportedCall
 from attention.transports.collective import Collective
 from attention.transports.groups import backend, default_group
@@ -14,7 +15,6 @@ from attention.transports.interface import Handle, Message, Messages, Nothing, O
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
 from attention.transports.symmetric import Symmetric, captures_undone, held_bytes, pool_of, release
-from attention.variants.registry import nearest
 
 __all__ = [
     "SUMMARIES", "Handle", "Message", "Messages", "Nothing", "Offer", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",

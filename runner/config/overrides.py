@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from attention.variants.registry import nearest
+from attention.errors import nearest
 from runner.config import schema
 from runner.config.groups import groups
 from runner.config.values import InvalidConfig, shown, written

@@ -21,8 +21,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from attention.autotune import model as choice
 from attention.geometry import costs
+from attention.geometry.options import BEST, check_heads
 from attention.masks.band import Mask
-from attention.variants.registry import BEST, Variant, check_heads, everything, variant
+from attention.variants.base import Variant
+from attention.variants.registry import everything, variant
 from runner import environment
 from runner.config import folders
 from runner.config.groups import groups
@@ -421,7 +423,7 @@ class Resolved:
 
     cfg: DictConfig
     name: str
-    variant: Variant | None  # None: attention=auto
+    variant: Variant[Any] | None  # None: attention=auto
     options: dict[str, Any]
     mode: str
     device: str
@@ -477,9 +479,9 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     )
 
 
-def _options(cfg: DictConfig, chosen: Variant | None) -> dict[str, Any]:
+def _options(cfg: DictConfig, chosen: Variant[Any] | None) -> dict[str, Any]:
     options = {k: v for k, v in _plain(cfg.attention).items() if k != "name"}
-    known = choice.OPTIONS if chosen is None else chosen.options
+    known = choice.OPTIONS if chosen is None else chosen.options.names()
     for option in options:
         if option not in known:
             raise InvalidConfig(
@@ -489,7 +491,7 @@ def _options(cfg: DictConfig, chosen: Variant | None) -> dict[str, Any]:
     return options
 
 
-def _mode(cfg: DictConfig, chosen: Variant | None) -> str:
+def _mode(cfg: DictConfig, chosen: Variant[Any] | None) -> str:
     decode = chosen.decode if chosen is not None else cfg.q_len is not None
     mode = cfg.mode or ("forward" if decode else "forward_backward")
     if decode and mode != "forward":
@@ -583,7 +585,7 @@ def _check_shared(run: Resolved) -> None:
             f"{asked} transport={cfg.transport.name}: NCCL refuses two ranks on one GPU, and gloo has CPU tensors only; "
             "use transport=symm"
         )
-    if run.variant.exchange == "peer":
+    if run.variant.executor == "external":
         raise UnsupportedHere(
             f"{asked} attention={run.name}: it exchanges over NCCL, which refuses two ranks on one GPU"
         )
@@ -640,7 +642,7 @@ def _check_automatic(work: Workload, world: int, options: dict[str, Any], mode: 
         raise ValueError(choice.nothing(task, left_out))
 
 
-def workload(cfg: DictConfig, device: str, chosen: Variant | None = None, seed: int = 0) -> Workload:
+def workload(cfg: DictConfig, device: str, chosen: Variant[Any] | None = None, seed: int = 0) -> Workload:
     """The sizes of a composed configuration; those left open are filled in for `device` and the variant. Raises
     InvalidConfig."""
     sizes = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from attention.variants.registry import nearest
+from attention.errors import nearest
 
 LARGEST = (1 << 31) - 1  # of any whole number here
 LONGEST = 80  # characters of a value in a message

@@ -321,7 +321,7 @@ class _Comparison:
         self.scales = {name: whole[name].new_zeros(whole[name].shape[:-1], dtype=torch.float32) for name in self.local}
         if not with_scales:
             self.scales = {}
-        own = experiment.kernel == "auto" and work.fn.variant.exchange != "peer"  # a peer's auto is not ours
+        own = experiment.kernel == "auto" and work.fn.variant.executor != "external"  # a peer's auto is not ours
         self.asked = "auto" if own else work.plan.kernel.name
 
     def add(self, piece: Piece, dtype: torch.dtype) -> None:

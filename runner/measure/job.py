@@ -19,12 +19,14 @@ from attention.autotune import machine as automatic
 from attention.autotune.model import AUTO, Choice, Task
 from attention.autotune.model import ceilings as choose_ceilings
 from attention.autotune.trials import Tried, fastest
-from attention.external.calls import served
 from attention.geometry import costs
+from attention.geometry.options import BEST
 from attention.geometry.schedules import masks
 from attention.kernels import Shape, passed_over
 from attention.profiling import Recorder, recording
-from attention.variants.registry import BEST, setting_label, variant
+from attention.variants.base import setting_label
+from attention.variants.external import External
+from attention.variants.registry import variant
 from runner import environment
 from runner.config.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
 from runner.launch.rank import Rank, memory_limit
@@ -76,17 +78,17 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["experiment"] = spec.plain()
         me.say("prepare")
     work = _together(me, lambda: AttentionWork(me, spec, build(spec)))
-    if work.plan.options != spec.options:  # some were left open
-        spec = replace(spec, options=work.plan.options)
+    if work.plan.options.plain() != spec.options:  # some were left open
+        spec = replace(spec, options=work.plan.options.plain())
         result["experiment"] = spec.plain()
     transport = work.plan.transport
     result["chosen"] = {"kernel": work.plan.kernel.name, "transport": transport.name, "note": transport.note}
     result["chosen"] |= choice.plain() if choice else {}
     if tried is not None:
         result["chosen"] |= {"settings_ms": tried.ms, "settings_left_out": tried.left_out}
-    peer = work.fn.variant.exchange == "peer"
-    if peer:
-        result["chosen"]["note"] = served(spec.variant, work.plan.kernel.name)
+    package = work.fn.variant if isinstance(work.fn.variant, External) else None
+    if package is not None:
+        result["chosen"]["note"] = package.served(work.plan.kernel.name)
     elif spec.kernel == "auto":
         result["chosen"]["passed_over"] = _passed_over(work)
     iteration_s = _estimate(me, spec, work)
@@ -133,7 +135,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         found = metrics.compute(spec, medians, limits, transport.pulls)
     result["metrics"] = metrics.without_exceeded(found)
     measured_s = sum(medians[which] for which in work.passes) / 1e3
-    if spec.phases and not peer:  # its phases and bytes are its own affair
+    if spec.phases and package is None:  # its phases and bytes are its own affair
         me.say("phases", iteration_s)
         rows, received = _phases(me, work, _watch(me, me.world > 1), _phase_runs(measured_s))
         result["phase_rows"] = rows
@@ -178,7 +180,7 @@ def _decided(spec: Experiment, choice: Choice) -> Experiment:
     """The experiment with the variant that auto took."""
     best = choice.best
     transport = best.transport if spec.world_size > 1 else spec.transport
-    options = dict(best.candidate.options)
+    options = best.candidate.options.plain()
     return replace(spec, variant=best.candidate.variant, options=options, transport=transport, graphs=best.graphs)
 
 
@@ -553,7 +555,7 @@ def _single_medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[s
     from attention.api import ContextParallel
 
     chosen = variant(spec.variant)
-    fn = ContextParallel(chosen, None, spec.kernel, "auto", spec.deterministic, dict(chosen.options))
+    fn = ContextParallel(chosen, None, spec.kernel, "auto", spec.deterministic, chosen.parse())
     fn.world, fn.rank = 1, 0
     work = AttentionWork(me, spec, fn)
     watch = _watch(me, False)

@@ -6,7 +6,8 @@ from typing import Any
 
 from attention.geometry import costs
 from attention.geometry.schedules import Problem
-from attention.variants.registry import Variant, variant
+from attention.variants.base import Variant
+from attention.variants.registry import variant
 from runner.config.schema import ITEMSIZE, Experiment
 
 EXCEEDED = 1.03  # of a limit: above it what the limit was made of is no ceiling
@@ -53,7 +54,9 @@ def compute(
     for which in median_ms:
         # a peer's own exchange is not read off a schedule
         received = (
-            None if chosen.exchange == "peer" else _received(chosen, problem, sizes, which, experiment.options, pulls)
+            None
+            if chosen.executor == "external"
+            else _received(chosen, problem, sizes, which, experiment.options, pulls)
         )
         entry: dict[str, Any] = {"bytes_received_by_rank": received}
         if ceilings:
@@ -115,7 +118,7 @@ _CEILINGS = {
 
 
 def _received(
-    chosen: Variant, problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any], pulls: bool
+    chosen: Variant[Any], problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any], pulls: bool
 ) -> list[dict[str, int]]:
     def one(rank: int, backward: bool) -> dict[str, int]:
         return costs.bytes_received(chosen, problem, sizes, rank, backward, options, pulls)

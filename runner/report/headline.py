@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention.autotune.model import AUTO
-from attention.external import PEERS
+from attention.variants.registry import EXTERNAL
 from runner.report.comparison import LEFT, RATIO, Row, by_workload, comparable, fact_columns, notes
 from runner.report.fair import MIXED, noise, origins, ratio
 from runner.report.labels import labels
@@ -17,7 +17,7 @@ def package(run: Run) -> str:
     """The column of a run: auto, or its external package."""
     if not run.external:
         return AUTO
-    needs = PEERS[str(run.attention)].needs
+    needs = EXTERNAL[str(run.attention)].needs
     return needs.replace("_", "-") if needs else "PyTorch"
 
 

@@ -10,9 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attention.external import PEERS
+from attention.geometry.options import BEST
 from attention.masks.band import Mask
-from attention.variants.registry import BEST, everything, setting_label
+from attention.variants.base import setting_label
+from attention.variants.registry import EXTERNAL, everything
 from runner.output import reader, summary
 from runner.output.fields import Environment, PassTimes
 from runner.output.record import Asked, Result
@@ -74,7 +75,7 @@ class Run:
             pack=_pack(asked),
             mode=asked.mode or _default_mode(asked.attention),
             kernel=None if used.kernel == "auto" else used.kernel,
-            transport=None if used.transport in ("none", "auto") or asked.attention in PEERS else used.transport,
+            transport=None if used.transport in ("none", "auto") or asked.attention in EXTERNAL else used.transport,
             asked_kernel=asked.kernel,
             asked_transport=asked.transport,
             timing=summary.timing_text(asked.timing),
@@ -97,7 +98,7 @@ class Run:
     @property
     def external(self) -> bool:
         """Whether it ran an external package."""
-        return self.attention in PEERS
+        return self.attention in EXTERNAL
 
     @property
     def environment(self) -> Environment:

@@ -1,5 +1,7 @@
 """What a rank holds of a global tensor is its own part and nothing else."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,7 +36,7 @@ def test_a_shard_keeps_nothing_of_the_whole(name, shape):
 
 def test_a_window_is_refused_where_the_chunks_are_fused():
     fn = of_rank("zigzag_llama3", 0)
-    fn.options["grouping"] = "fused"
+    fn.options = replace(fn.options, grouping="fused")
     x = torch.randn(1, 16, 2, 64)
     with pytest.raises(ValueError, match=r"window=\(9, 0\).*grouping=separate and packed take windows"):
         fn.plan(x, x, x, causal=True, window=(9, 0))

@@ -15,12 +15,12 @@ from attention import api as function
 from attention import autograd
 from attention.executors import all_to_all, ring
 from attention.executors.plan import LocalCall, Plan, PlannedStep
-from attention.geometry import schedules
+from attention.geometry import schedules, transfers
 from attention.kernels import decompose
 from attention.kernels import math as math_kernel
 from attention.masks.band import CAUSAL, Mask
 from attention.reduction import grad_sum, lse_merge
-from attention.variants.registry import Variant
+from attention.variants.base import Variant
 from runner.config.schema import Experiment
 from runner.launch.rank import Rank
 from runner.measure import job
@@ -69,12 +69,17 @@ def changed(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
     original = own.__func__ if isinstance(own, staticmethod) else own
     found = make(original)
     setattr(owner, name, staticmethod(found) if isinstance(own, staticmethod) else found)
-    schedules.steps.cache_clear()
+    _forget()
     try:
         yield
     finally:
         setattr(owner, name, own)
-        schedules.steps.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    for kept in (schedules.steps, schedules.most_keys, transfers.step_routes, transfers.gather_move):
+        kept.cache_clear()
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import attention
-from attention.external import PEERS
 from attention.kernels import KERNELS, Call
 from attention.masks.band import Mask
+from attention.variants.registry import EXTERNAL
 from runner.launch.rank import Rank
 from tests.jobs.reference import DTYPES, by_kernel, inputs, rel
 
@@ -79,18 +79,18 @@ _cuda_ops: list[_CudaOps] = []
 
 def compare_torch_cp(me: Rank, **arguments: Any) -> list[dict[str, Any]]:
     """`compare` with everything of PyTorch's context_parallel but the CUDA kernel, which it knows no CPU one of."""
-    plain, peer = F.scaled_dot_product_attention, PEERS["torch_cp"]
+    plain, peer = F.scaled_dot_product_attention, EXTERNAL["torch_cp"]
 
     def scaled_dot_product_attention(q: Any, k: Any, v: Any, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
 
     _cuda_ops[:] = _cuda_ops or [_CudaOps()]
     F.scaled_dot_product_attention = scaled_dot_product_attention
-    PEERS["torch_cp"] = replace(peer, cuda=False)
+    EXTERNAL["torch_cp"] = replace(peer, cuda=False)
     try:
         return compare(me, "torch_cp", kernel="sdpa_flash", **arguments)
     finally:
-        F.scaled_dot_product_attention, PEERS["torch_cp"] = plain, peer
+        F.scaled_dot_product_attention, EXTERNAL["torch_cp"] = plain, peer
 
 
 def kernels_seen(me: Rank, name: str) -> list[list[str]]:

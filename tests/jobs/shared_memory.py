@@ -130,7 +130,7 @@ def local_kv_apart(
     differences, behinds = [], 0
     at_once, halves = (
         ({"head_parts": 1}, {"head_parts": 2})
-        if fn.variant.exchange == "ring"
+        if fn.variant.executor == "ring"
         else ({"heads_k_stride": None}, {"heads_k_stride": 2})
     )
     front = fn._transport(me.device).front

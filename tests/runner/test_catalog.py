@@ -2,8 +2,7 @@
 
 import pytest
 
-from attention.external import PEERS
-from attention.variants.registry import VARIANTS
+from attention.variants.registry import EXTERNAL, VARIANTS
 from runner import catalog
 from runner.output import terminal
 
@@ -23,7 +22,7 @@ def rows(capsys, *arguments: str) -> dict[str, str]:
 
 def test_the_costs_are_of_every_variant_and_worked_out_by_hand(capsys):
     found = rows(capsys, "cost", *SIZE, "world_size=4")
-    assert {*VARIANTS, *PEERS} <= set(found)
+    assert {*VARIANTS, *EXTERNAL} <= set(found)
     # 4 B H D pairs, of which the ring's last rank has those of 256 queries on 768 keys, and its own causal ones
     pairs = 256 * 768 + 256 * 257 // 2
     assert f"{4 * 8 * 64 * pairs / 1e6:.3g} MFLOP" in found["ring"]

@@ -88,7 +88,7 @@ def draw(name: str, world: int, seed: int) -> Case:
         "kv_heads": kv_heads,
         "head_dim": rng.choice((8, 16, 32, 40, 64)),
         "seed": rng.randrange(1 << 30),
-        "options": {o: rng.choice(_values(o, world, kv_heads)) for o in chosen.options if rng.random() < 0.6},
+        "options": {o: rng.choice(_values(o, world, kv_heads)) for o in chosen.options.names() if rng.random() < 0.6},
         "transport": rng.choice(("gloo", "symm")) if world > 1 else "auto",
         "kernel": kernel,
         "dtype": rng.choice(("fp32", "fp32", "bf16", "fp16", "fp64") if kernel == "auto" else ("fp64", "fp32")),

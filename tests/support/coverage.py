@@ -2,15 +2,19 @@
 
 import random
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from itertools import accumulate
+from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
 
-from attention.geometry.layouts import positions
+from attention import variants
+from attention.geometry import layouts
+from attention.geometry.layouts import Layout, positions
 from attention.geometry.schedules import SEQUENCE, Problem, Step
 from attention.masks.band import CAUSAL, FULL, Mask
-from attention.variants.registry import Variant
+from attention.variants.base import Variant
 
 WORLDS = range(1, 9)
 SHARD = 6  # tokens of a single sequence that a rank holds
@@ -24,6 +28,12 @@ CAUSAL_ONLY = {"zigzag", "zigzag_varlen", "stripe", "zigzag_llama3", "grouped"}
 WITHOUT_WINDOW = {"zigzag", "zigzag_varlen", "stripe", "grouped"}
 DECODES = {"tree", "ring_decode"}  # neither causal nor windowed
 ANY_LENGTHS = {"dense", "llama3", "ulysses"}  # of a pack's sequences
+
+
+def every_layout() -> dict[str, Layout]:
+    """All that the geometry and the variants' files declare, by name."""
+    modules = [layouts, *(import_module(f"{variants.__name__}.{m.name}") for m in iter_modules(variants.__path__))]
+    return {x.name: x for module in modules for x in vars(module).values() if isinstance(x, Layout)}
 
 
 def cumulated(lengths) -> tuple[int, ...]:
@@ -40,7 +50,7 @@ def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
         return [{"ring": ring, "ulysses_size": n} for ring in ("zigzag", "contiguous") for n in divisors(world)]
     if variant.name == "grouped":
         return [{"n_groups": n} for n in range(1, 9)] if world == 1 else []
-    if "own_first" in variant.options:
+    if "own_first" in variant.options.names():
         return [{"own_first": False}, {"own_first": True}]
     return [{}]
 
@@ -50,7 +60,7 @@ def does(variant: Variant, mask: Mask, options: Mapping[str, Any] | None = None)
         return mask.full
     if mask.windowed and ((options or {}).get("own_first") or (options or {}).get("grouping") == "fused"):
         return False
-    zigzag = variant.name == "usp" and {**variant.options, **(options or {})}["ring"] == "zigzag"
+    zigzag = variant.name == "usp" and {**variant.options.defaults(), **(options or {})}["ring"] == "zigzag"
     if (zigzag or variant.name in CAUSAL_ONLY) and mask.right != 0:
         return False
     return not (mask.windowed and (zigzag or variant.name in WITHOUT_WINDOW))

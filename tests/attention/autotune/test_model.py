@@ -103,7 +103,7 @@ def test_head_groups_hide_the_gather_until_the_host_binds():
     by_label = {e.label: e.forward for e in short.estimates}
     many = by_label["zigzag_llama3 heads_k_stride=1, symm"]
     assert many.ms == pytest.approx(many.host, rel=0.01) and many.host > many.gpu
-    assert short.best.candidate.options.get("heads_k_stride") != 1
+    assert short.best.candidate.options.plain().get("heads_k_stride") != 1
 
 
 def test_a_graph_takes_the_host_out():
@@ -251,14 +251,14 @@ def test_a_pack_of_one_sequence_costs_about_what_the_sequence_does(tokens):
 def test_a_limit_of_memory_leaves_the_gathers_out():
     asked = task(tokens=1 << 20, kv_heads=32)
     wide = choose(asked, machine())
-    gathers = {name for name, v in VARIANTS.items() if v.exchange == "gather"}
+    gathers = {name for name, v in VARIANTS.items() if v.executor == "gather"}
     assert variants(wide) & gathers
     problem = choice.Candidate("zigzag", {}).problem(asked)
     peak = max(
         costs.peak_bytes(VARIANTS["zigzag"], problem, asked.shapes, rank, backward=asked.backward) for rank in range(4)
     )
     tight = choose(asked, machine(memory=peak))
-    whole = {e.label for e in tight.estimates if e.candidate.options.get("heads_k_stride", 0) is None}
+    whole = {e.label for e in tight.estimates if e.candidate.options.plain().get("heads_k_stride", 0) is None}
     assert "zigzag" in variants(tight)
     assert not whole
     assert re.search(r"holds .* GiB beside the inputs, of .* allowed", tight.left_out["zigzag_llama3"])
@@ -289,10 +289,10 @@ def test_a_kernel_that_refuses_leaves_the_candidate_out():
 def test_a_decode_is_reduced_rather_than_sent_round():
     asked = Task((0, 1 << 20), 8, FULL, shapes(), backward=False, q_tokens=1)
     found = choose(asked, machine())
-    assert (found.best.candidate.variant, found.best.candidate.options["reduce"]) == ("tree", "fused")
+    assert (found.best.candidate.variant, found.best.candidate.options.reduce) == ("tree", "fused")
     assert variants(found) == {"tree", "ring_decode"}
     nccl = choose(asked, machine(transports=("nccl",)))
-    assert nccl.best.candidate.options["reduce"] != "fused"
+    assert nccl.best.candidate.options.reduce != "fused"
     assert "symmetric memory" in nccl.left_out["tree reduce=fused"]
 
 
@@ -480,17 +480,17 @@ SHORT = {"tokens": 128, "heads": 8, "kv_heads": 8, "head_dim": 16, "causal": Tru
 
 def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
     (usual, _) = in_world(trials.auto_by_trial, 2, **SHORT)
-    exchange = VARIANTS[usual["variant"]].exchange
+    exchange = VARIANTS[usual["variant"]].executor
     (found, _) = in_world(trials.auto_by_trial, 2, slowed=exchange, trials=4, **SHORT)
     assert next(iter(found["estimates_ms"])) == next(iter(usual["estimates_ms"]))
-    assert VARIANTS[found["variant"]].exchange != exchange
+    assert VARIANTS[found["variant"]].executor != exchange
     assert usual["tried_ms"] is None
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_what_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_world, all_of_them):
     (usual, _) = in_world(trials.auto_by_trial, 2, **SHORT)
-    broken = {v.exchange for v in VARIANTS.values()} if all_of_them else {VARIANTS[usual["variant"]].exchange}
+    broken = {v.executor for v in VARIANTS.values()} if all_of_them else {VARIANTS[usual["variant"]].executor}
     found, other = in_world(trials.auto_by_trial, 2, broken=sorted(broken), trials=4, **SHORT)
     assert found == other
     refused = [label for label, why in found["left_out"].items() if why == "broken here"]
@@ -499,7 +499,7 @@ def test_what_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_world, all_of_t
         assert len(refused) == 4 and found["tried_ms"] is None and found["variant"] == usual["variant"]
     else:
         assert found["tried_ms"] and not set(refused) & set(found["tried_ms"])
-        assert VARIANTS[found["variant"]].exchange not in broken
+        assert VARIANTS[found["variant"]].executor not in broken
 
 
 def test_trials_that_cannot_be_say_why():
@@ -545,9 +545,9 @@ def test_every_candidate_runs_and_matches_fp64(in_world, case):
     able, _ = choice.candidates(asked)
     assert able
     for each in able:
-        if each.options.get("grouping") == "fused":
+        if each.options.plain().get("grouping") == "fused":
             continue  # left out where its kernel has no rate
-        (found,) = in_world(numerics.compare, 4, name=each.variant, options=dict(each.options), cases=[case])
+        (found,) = in_world(numerics.compare, 4, name=each.variant, options=each.options.plain(), cases=[case])
         assert max(found["errors"]) < 1e-5, (each.label, found)
 
 

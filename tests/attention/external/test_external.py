@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attention
-from attention.external import PEERS, missing
+from attention.variants.registry import EXTERNAL
 from runner import catalog
 from runner.environment import gpu_count
 from runner.measure import metrics
@@ -19,7 +19,7 @@ from tests.jobs import external
 from tests.support.composing import resolved
 
 WORLDS = (1, 2, 4)
-INSTALLED = [name for name in PEERS if missing(name, "cpu") is None]
+INSTALLED = [name for name in EXTERNAL if EXTERNAL[name].missing("cpu") is None]
 
 
 def device():
@@ -32,9 +32,9 @@ def cases(name, world):
     found = [base, base | {"kv_heads": 16}, base | {"kv_heads": 4, "head_dim": 80}]
     if name != "usp_yunchang":
         found += [base | {"kv_heads": 1}]
-    if not PEERS[name].variant.causal_only:
+    if not EXTERNAL[name].causal_only:
         found += [base | {"causal": False}]
-    if PEERS[name].variant.packs:
+    if EXTERNAL[name].packs:
         packs = [0, 1, 2 * world, 12 * world + 1, tokens]
         found += [base | {"packs": packs}, base | {"packs": packs, "causal": False, "kv_heads": 1}]
     else:
@@ -94,7 +94,7 @@ def test_lengths_are_read_from_the_device_once(in_world):
         assert in_world(external.lengths_read, 2) == 0
 
 
-@pytest.mark.parametrize("adapter", sorted({PEERS[name].adapter for name in INSTALLED}))
+@pytest.mark.parametrize("adapter", sorted({EXTERNAL[name].adapter for name in INSTALLED}))
 def test_importing_a_peer_leaves_no_flash_attn_behind(adapter):
     code = (
         "import sys, importlib, importlib.util\n"
@@ -122,13 +122,13 @@ def test_the_list_of_peers_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.needs])
+@pytest.mark.parametrize("name", [name for name, peer in EXTERNAL.items() if peer.needs])
 def test_a_peer_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp_path):
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text(
         "import importlib.util as u\n"
         "found = u.find_spec\n"
-        f"u.find_spec = lambda name, *rest: None if name == {PEERS[name].needs!r} else found(name, *rest)\n"
+        f"u.find_spec = lambda name, *rest: None if name == {EXTERNAL[name].needs!r} else found(name, *rest)\n"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     arguments = ["-m", "runner", f"attention={name}", "hardware=cpu", "config=tiny", f"output={tmp_path}"]
@@ -137,18 +137,18 @@ def test_a_peer_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp
     (result,) = tmp_path.glob("runs/*/*/result.json")
     value = json.loads(result.read_text())
     assert (found.returncode, value["status"]) == (1, "unsupported")
-    assert f"{name} needs the package {PEERS[name].needs}: {PEERS[name].install}" == value["reason"]
+    assert f"{name} needs the package {EXTERNAL[name].needs}: {EXTERNAL[name].install}" == value["reason"]
     assert "pip install" in value["reason"]
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", EXTERNAL)
 def test_the_catalog_says_whether_a_peer_works_here(name):
     with display.out.capture() as shown:
         width, display.out.width = display.out.width, 1000
         display.out.print(catalog.attention())
         display.out.width = width
     (line,) = [line for line in shown.get().splitlines() if line.split()[:1] == [name]]
-    assert (missing(name, device()) or "yes") in line
+    assert (EXTERNAL[name].missing(device()) or "yes") in line
 
 
 def refusal(name, dtype=torch.bfloat16, heads=(4, 2), batch=1, tokens=8, kernel="auto", transport="auto", **how):
@@ -181,13 +181,13 @@ def test_context_parallel_of_pytorch_needs_cuda():
 
 
 def test_ulysses_ranks_share_the_kv_heads_evenly():
-    usp = PEERS["usp_yunchang"].variant
+    usp = EXTERNAL["usp_yunchang"]
     with pytest.raises(ValueError, match=r"kv_heads=2: .* usp_yunchang with ulysses_size 1 or 2 would work"):
         usp.check_options({"ulysses_size": 4}, 8, 2, 4)
 
 
 def test_what_a_peer_moves_is_null_in_its_metrics():
-    for name in PEERS:
+    for name in EXTERNAL:
         size = ["seq_len=1024", "batch=1", "hardware=cuda"]
         spec = resolved(f"attention={name}", *size, "world_size=2", gpus=2)
         found = metrics.compute(spec, {"forward": 1.0, "backward": 2.0, "total": 3.0},

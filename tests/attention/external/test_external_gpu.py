@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from attention.external import PEERS, missing
 from attention.kernels import KERNELS
+from attention.variants.registry import EXTERNAL
 from runner.environment import gpu_count
 from runner.launch.worlds import WorldSpec
 from tests.jobs import external
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
 WORLDS = sorted({1, gpu_count() or 1})
-FLASH_CALLERS = [name for name, peer in PEERS.items() if peer.needs in ("ring_flash_attn", "yunchang")]
+FLASH_CALLERS = [name for name, peer in EXTERNAL.items() if peer.needs in ("ring_flash_attn", "yunchang")]
 SAME_KERNELS = ["flash2", "sdpa_cudnn", *(["flash4"] if "flash4" in KERNELS else [])]
 
 
@@ -37,7 +37,7 @@ def base(world, **other):
 
 
 def able(name, kernel="auto"):
-    reason = missing(name, "cuda") or (KERNELS[kernel].missing("cuda") if kernel != "auto" else None)
+    reason = EXTERNAL[name].missing("cuda") or (KERNELS[kernel].missing("cuda") if kernel != "auto" else None)
     if reason:
         pytest.skip(reason)
 
@@ -58,9 +58,9 @@ def test_pytorchs_context_parallel(in_world, rotate, kernel, world):
 def test_a_peer_over_each_local_kernel(in_world, name, kernel, world):
     able(name, kernel)
     cases = [base(world), base(world, kv_heads=16)]
-    if not PEERS[name].variant.causal_only:
+    if not EXTERNAL[name].causal_only:
         cases.append(base(world, causal=False))
-    if PEERS[name].variant.packs:
+    if EXTERNAL[name].packs:
         cases.append(base(world, packs=[0, 64 * world, 320 * world + 1, 512 * world]))
     elif name != "usp_yunchang":
         cases.append(base(world, kv_heads=1, batch=2))

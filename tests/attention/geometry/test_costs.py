@@ -5,6 +5,7 @@ import re
 import pytest
 
 from attention.geometry import costs
+from attention.geometry.options import TreeOptions
 from attention.geometry.schedules import Problem
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import VARIANTS
@@ -172,20 +173,20 @@ def test_over_many_keys_a_tree_moves_far_less_than_a_ring(world):
 
 def test_nodes_default_to_the_largest_divisor_up_to_eight_but_never_the_whole_world():
     expected = {1: 1, 2: 1, 3: 1, 4: 2, 5: 1, 6: 3, 8: 4, 9: 3, 12: 6, 16: 8, 24: 8, 64: 8, 7: 1, 14: 7, 22: 2}
-    assert {world: costs.node_size(world, {}) for world in expected} == expected
-    assert costs.node_size(16, {"node_size": None}) == 8
+    assert {world: TreeOptions().ranks_of_node(world) for world in expected} == expected
+    assert TreeOptions(node_size=None).ranks_of_node(16) == 8
 
 
 @every_world
 def test_a_node_size_must_divide_the_world(world):
     for wanted in range(-1, world + 3):
         if wanted in divisors(world):
-            assert costs.node_size(world, {"node_size": wanted}) == wanted
+            assert TreeOptions(node_size=wanted).ranks_of_node(world) == wanted
             continue
         with pytest.raises(ValueError, match=f"node_size={wanted}: must divide world_size={world}") as error:
-            costs.node_size(world, {"node_size": wanted})
+            TreeOptions(node_size=wanted).ranks_of_node(world)
         offers = re.findall(r"\d+", str(error.value).split("may be")[1])
-        assert [costs.node_size(world, {"node_size": int(n)}) for n in offers] == divisors(world)
+        assert [TreeOptions(node_size=int(n)).ranks_of_node(world) for n in offers] == divisors(world)
 
 
 def peak(name: str, seq_len: int, world: int, shapes=SHAPES, **options) -> int:

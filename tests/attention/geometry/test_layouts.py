@@ -9,8 +9,13 @@ import pytest
 
 from attention.geometry import layouts
 from attention.geometry.layouts import Layout, positions, size
+from attention.variants.grouped import chunked
+from attention.variants.llama3 import PACKED
+from attention.variants.stripe import STRIPE
+from attention.variants.zigzag import ZIGZAG
+from tests.support.coverage import every_layout
 
-LAYOUTS = {x.name: x for x in vars(layouts).values() if isinstance(x, Layout)}
+LAYOUTS = every_layout()
 WORLDS = range(1, 9)
 
 
@@ -129,9 +134,9 @@ def test_the_sequence_of_a_pack_that_does_not_divide_is_named(name):
 
 
 def test_a_packed_stream_divides_by_its_total_alone():
-    layouts.PACKED.check(cumulated((1, 2, 9)), 4)
+    PACKED.check(cumulated((1, 2, 9)), 4)
     with pytest.raises(ValueError, match=r"=13: .* 12 would work"):
-        layouts.PACKED.check(cumulated((4, 8, 1)), 4)
+        PACKED.check(cumulated((4, 8, 1)), 4)
 
 
 def test_replication_and_decodes_take_every_length():
@@ -154,7 +159,7 @@ def test_the_shards_of_a_decode_are_equal_but_for_the_last_which_are_short_or_em
 @pytest.mark.parametrize("n", range(1, 9))
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_chunked_replica_is_everything_in_equal_consecutive_chunks_of_every_sequence(n, world):
-    layout = layouts.chunked(n)
+    layout = chunked(n)
     for lengths in ((2 * n,), (n, 0, 3 * n)):
         for shard in layout.shards(cumulated(lengths), world):
             assert positions(shard) == list(range(sum(lengths)))
@@ -164,7 +169,7 @@ def test_a_chunked_replica_is_everything_in_equal_consecutive_chunks_of_every_se
 # layouts of groups, as Ulysses has them, with every number of ranks in a group
 INNER = [
     (layout, world, inner)
-    for layout in (layouts.CONTIGUOUS, layouts.ZIGZAG, layouts.STRIPE)
+    for layout in (layouts.CONTIGUOUS, ZIGZAG, STRIPE)
     for world in WORLDS
     for inner in range(1, world + 1)
     if world % inner == 0
@@ -194,13 +199,13 @@ def test_groups_of_one_are_the_layout_itself_and_contiguous_groups_are_contiguou
     for inner in range(1, world + 1):
         if world % inner == 0:
             assert replace(layouts.CONTIGUOUS, inner=inner).shards(cu, world) == layouts.CONTIGUOUS.shards(cu, world)
-    for layout in (layouts.ZIGZAG, layouts.STRIPE):
+    for layout in (ZIGZAG, STRIPE):
         assert replace(layout, inner=1).shards(cu, world) == layout.shards(cu, world)
 
 
 def test_zigzag_groups_by_hand():
     # two groups of two ranks: chunks 0 3 and 1 2 of four, cut in two
-    shards = replace(layouts.ZIGZAG, inner=2).shards((0, 16), 4)
+    shards = replace(ZIGZAG, inner=2).shards((0, 16), 4)
     assert [positions(s) for s in shards] == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 

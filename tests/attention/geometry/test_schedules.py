@@ -15,22 +15,15 @@ import torch
 import attention
 from attention.executors.plan import plan_steps
 from attention.geometry.layouts import CONTIGUOUS, positions
-from attention.geometry.schedules import (
-    SEQUENCE,
-    Problem,
-    gather,
-    gather_by_owner,
-    length,
-    masks,
-    own_first,
-    steps,
-    union,
-    zigzag,
-)
+from attention.geometry.options import check_heads
+from attention.geometry.schedules import GATHER, GATHER_BY_OWNER, SEQUENCE, Problem, length, masks, steps, union
 from attention.geometry.transfers import gather_move, move, needed_keys, step_route
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.transports.symmetric import stretches
-from attention.variants.registry import VARIANTS, Variant, check_heads, variant
+from attention.variants import zigzag
+from attention.variants.base import Variant
+from attention.variants.registry import VARIANTS, variant
+from attention.variants.zigzag_llama3 import OWN_FIRST
 from tests.support.coverage import (
     ANY_LENGTHS,
     DECODES,
@@ -53,7 +46,7 @@ from tests.support.coverage import (
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_world = pytest.mark.parametrize("world", WORLDS)
 SHARDED = [v.name for v in VARIANTS.values() if not v.layout.replicated]
-RINGS = [v.name for v in VARIANTS.values() if v.exchange == "ring" and not v.layout.replicated]
+RINGS = [v.name for v in VARIANTS.values() if v.executor == "ring" and not v.layout.replicated]
 
 
 def covered(problem: Problem, place: int) -> np.ndarray:
@@ -245,7 +238,7 @@ def test_zigzag_chunks_make_one_call_each_against_their_prefix_of_every_sequence
 @every_world
 def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
     for problem in problems(VARIANTS[name], world):
-        if not problem.mask.causal or problem.build is own_first:
+        if not problem.mask.causal or problem.schedule is OWN_FIRST:
             continue
         for rank in range(world):
             (step,) = steps(problem, rank)
@@ -259,11 +252,11 @@ def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_with_own_first_only_others_keys_are_gathered_and_whole(world):
     for problem in problems(VARIANTS["zigzag_llama3"], world):
-        if problem.build is not own_first:
+        if problem.schedule is not OWN_FIRST:
             continue
         for rank, shard in enumerate(problem.layout.shards(problem.cu_seqlens, world)):
             mine, others = steps(problem, rank)
-            plain = steps(replace(problem, build=zigzag), rank)[0]
+            plain = steps(replace(problem, schedule=zigzag.SCHEDULE), rank)[0]
             assert (mine.owner, mine.blocks, mine.keys) == (rank, plain.blocks, plain.keys)
             assert others.owner == SEQUENCE and all(block.mask.full for block in others.blocks)
             assert not set(positions(needed_keys(problem, rank))) & set(positions(shard))
@@ -275,10 +268,10 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
     cu = tuple(accumulate((2 * world * n for n in range(1, 10)), initial=0))
     chosen = VARIANTS["zigzag_llama3"]
     problem = chosen.problem(cu, world, CAUSAL)
-    assert problem.build is gather_by_owner
+    assert problem.schedule is GATHER_BY_OWNER
     shards = problem.layout.shards(cu, world)
     for rank in range(world):
-        plain = steps(replace(problem, build=gather), rank)
+        plain = steps(replace(problem, schedule=GATHER), rank)
         assert [step.blocks for step in steps(problem, rank)] == [step.blocks for step in plain]
         assert positions(needed_keys(problem, rank)) == [t for shard in shards for t in positions(shard)]
         assert gather_move(problem, rank) == move(shards, tuple(needed_keys(problem, i) for i in range(world)), rank)
@@ -292,8 +285,8 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
                 assert len(stretches(piece.source, piece.target)) == 1 and piece.target == ((0, cu[-1] // world),)
     few = (0, 2 * world, 6 * world)
     for other in (chosen.problem(few, world, CAUSAL), chosen.problem(cu, world, CAUSAL, {"grouping": "fused"})):
-        assert other.build is gather
-    assert chosen.problem(cu, world, Mask(5, 0)).build is gather
+        assert other.schedule is GATHER
+    assert chosen.problem(cu, world, Mask(5, 0)).schedule is GATHER
 
 
 @pytest.mark.parametrize(
@@ -311,8 +304,8 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
 )
 def test_single_sequences_begin_with_ones_own_keys(cu_seqlens, mask, options, expected):
     problem = VARIANTS["zigzag_llama3"].problem(cu_seqlens, 4, mask, options)
-    assert (problem.build is own_first) == expected
-    assert VARIANTS["zigzag_llama3"].problem(cu_seqlens, 1, mask, options).build is not own_first
+    assert (problem.schedule is OWN_FIRST) == expected
+    assert VARIANTS["zigzag_llama3"].problem(cu_seqlens, 1, mask, options).schedule is not OWN_FIRST
 
 
 @every_world
@@ -337,7 +330,7 @@ def test_the_border_holds_consecutive_pieces_of_the_shards_that_the_groups_compu
     for options in settings(chosen, world):
         for cu in packs(chosen, world, options):
             problem = chosen.problem(cu, world, CAUSAL, options)
-            held = [positions(s) for s in chosen.border(world, {**chosen.options, **options}).shards(cu, world)]
+            held = [positions(s) for s in chosen.border(world, chosen.parse(options)).shards(cu, world)]
             assert len(held) == problem.ranks == world and len({len(x) for x in held}) == 1
             for place, shard in enumerate(problem.q_layout.shards(cu, problem.world)):
                 group = held[place * problem.ulysses : (place + 1) * problem.ulysses]
@@ -350,7 +343,7 @@ def test_ulysses_computes_whole_sequences_and_meets_them_in_contiguous_shards(wo
     problem = chosen.problem(cu, world, CAUSAL)
     assert (problem.world, problem.ulysses) == (1, world)
     assert [step.owner for step in steps(problem, 0)] == [0]
-    assert chosen.border(world, chosen.options).shards(cu, world) == CONTIGUOUS.shards(cu, world)
+    assert chosen.border(world, chosen.parse()).shards(cu, world) == CONTIGUOUS.shards(cu, world)
 
 
 @every_world
@@ -523,7 +516,7 @@ def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(
     for heads in range(1, 17):
         for kv_heads in divisors(heads):
             for n in divisors(world):
-                options = {**usp.options, "ulysses_size": n}
+                options = {"ulysses_size": n}
                 if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0):
                     usp.check_options(options, heads, kv_heads, world)
                     continue
@@ -532,7 +525,7 @@ def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(
                 offers = re.findall(r"\d+", str(error.value).split("ulysses_size ")[1])
                 assert offers and str(n) not in offers
                 for offer in offers:
-                    usp.check_options({**usp.options, "ulysses_size": int(offer)}, heads, kv_heads, world)
+                    usp.check_options({"ulysses_size": int(offer)}, heads, kv_heads, world)
 
 
 @pytest.mark.parametrize(
@@ -546,25 +539,25 @@ def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(
 def test_an_option_takes_the_values_of_the_table_and_refuses_others_with_the_nearest(name, option, values):
     chosen = VARIANTS[name]
     for value in values:
-        chosen.check_options({**chosen.options, option: value}, 8, 8, 2)
+        chosen.check_options({option: value}, 8, 8, 2)
         typo = value[:-1] + "_"
         with pytest.raises(ValueError, match=f"{option}={typo}: did you mean .*{value}"):
-            chosen.check_options({**chosen.options, option: typo}, 8, 8, 2)
+            chosen.check_options({option: typo}, 8, 8, 2)
     with pytest.raises(ValueError) as error:
-        chosen.check_options({**chosen.options, option: "?"}, 8, 8, 2)
+        chosen.check_options({option: "?"}, 8, 8, 2)
     assert all(value in str(error.value) for value in values)
 
 
 def test_a_reduction_left_open_is_fused_where_ranks_can_write_to_each_other():
     tree, ring = VARIANTS["tree"], VARIANTS["ring"]
-    assert tree.options["reduce"] is None
-    tree.check_options(tree.options, 8, 8, 2)
-    assert tree.settled(tree.options, writable=True) == {**tree.options, "reduce": "fused"}
-    assert tree.settled(tree.options, writable=False) == {**tree.options, "reduce": "packed"}
-    assert tree.settled({**tree.options, "reduce": "two"}, writable=True)["reduce"] == "two"
-    assert ring.settled(ring.options, writable=True) == ring.options
+    assert tree.parse().reduce is None
+    tree.check_options({}, 8, 8, 2)
+    assert tree.parse().resolved(writable=True) == tree.parse({"reduce": "fused"})
+    assert tree.parse().resolved(writable=False) == tree.parse({"reduce": "packed"})
+    assert tree.parse({"reduce": "two"}).resolved(writable=True).reduce == "two"
+    assert ring.parse().resolved(writable=True) == ring.parse()
     with pytest.raises(ValueError, match="grouping=None"):
-        VARIANTS["zigzag_llama3"].check_options({**VARIANTS["zigzag_llama3"].options, "grouping": None}, 8, 8, 2)
+        VARIANTS["zigzag_llama3"].check_options({"grouping": None}, 8, 8, 2)
 
 
 def test_the_geometry_imports_without_torch():

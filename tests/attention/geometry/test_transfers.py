@@ -5,18 +5,28 @@ from itertools import product
 import numpy as np
 import pytest
 
-from attention.geometry import layouts
-from attention.geometry.layouts import Layout, Shard, positions, size
+from attention.geometry.layouts import CONTIGUOUS, Shard, positions, size
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_route
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
-from tests.support.coverage import SHARD, WORLDS, cumulated, global_pairs, key_positions, problems, query_positions
+from attention.variants.ring_allgather import PAIRED
+from attention.variants.stripe import STRIPE
+from tests.support.coverage import (
+    SHARD,
+    WORLDS,
+    cumulated,
+    every_layout,
+    global_pairs,
+    key_positions,
+    problems,
+    query_positions,
+)
 
 # an all-to-all has a ring across its groups
-RINGS = [v.name for v in VARIANTS.values() if v.exchange in ("ring", "all_to_all")]
-GATHERS = [v.name for v in VARIANTS.values() if v.exchange == "gather"]
-UNIT_STEPS = [x for x in vars(layouts).values() if isinstance(x, Layout) and x is not layouts.STRIPE and not x.uneven]
+RINGS = [v.name for v in VARIANTS.values() if v.executor in ("ring", "all_to_all")]
+GATHERS = [v.name for v in VARIANTS.values() if v.executor == "gather"]
+UNIT_STEPS = [x for x in every_layout().values() if x is not STRIPE and not x.uneven]
 every_world = pytest.mark.parametrize("world", WORLDS)
 
 
@@ -114,7 +124,7 @@ def test_a_move_redistributes_between_any_two_layouts(source, target):
 @every_world
 def test_a_move_there_and_its_reverse_are_the_moves_of_the_way_back(world):
     cu = cumulated(2 * world * n for n in (3, 1, 2))
-    sources, targets = (x.shards(cu, world) for x in (layouts.CONTIGUOUS, layouts.PAIRED))
+    sources, targets = (x.shards(cu, world) for x in (CONTIGUOUS, PAIRED))
     for rank in range(world):
         there, back = move(sources, targets, rank), move(targets, sources, rank)
         assert there.route.reversed() == back.route

@@ -11,7 +11,7 @@ from attention.geometry import costs
 from attention.kernels import Call, Shape, UnsupportedCall, name_of
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.reduction.lse_merge import empty_result
-from attention.variants.registry import GROUPINGS, VARIANTS
+from attention.variants.registry import VARIANTS
 from tests.support.naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kept, normal, relative
 
 pytest.importorskip("triton")
@@ -397,7 +397,7 @@ def test_a_tile_of_keys_is_read_once_for_all_groups_that_attend_it(tiles_read, p
     assert sorted(each[:3] for each in tiles_read) == expected(chain(*by_group))
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("grouping", ("separate", "packed", "fused"))
 def test_a_grouping_reads_the_bytes_of_keys_and_values_that_the_model_says(tiles_read, grouping):
     """Where one program has all of a chunk's queries, and every query head its own keys: others would read them again."""
     options = {"n_groups": 4, "grouping": grouping}

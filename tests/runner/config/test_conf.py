@@ -10,10 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from attention.autotune.model import AUTO, OPTIONS
-from attention.external import PEERS
+from attention.geometry.options import BEST
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
-from attention.variants.registry import BEST, VARIANTS, everything
+from attention.variants.registry import EXTERNAL, VARIANTS, everything
 from runner import rounds
 from runner.config.overrides import groups, problem
 from runner.config.schema import MODELS, TIMING_METHODS, InvalidConfig, run_name
@@ -131,7 +131,7 @@ def test_every_variant_has_its_file_with_its_options():
     assert set(groups()["attention"]) - at_best == {AUTO, *everything()}
     assert plain(composed("attention=auto").attention) == {"name": AUTO, **OPTIONS}
     for name, variant in everything().items():
-        assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options}
+        assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options.defaults()}
 
 
 @pytest.mark.parametrize("choice", [choice for choice in groups()["attention"] if choice.endswith("_best")])
@@ -145,7 +145,7 @@ def test_a_package_at_its_best_is_that_package_with_settings_left_to_trials(choi
 
 def test_other_packages_with_settings_are_at_their_best_in_experiments():
     settings = {choice.removesuffix("_best") for choice in groups()["attention"] if choice.endswith("_best")}
-    assert settings == {name for name, peer in PEERS.items() if peer.variant.options}
+    assert settings == {name for name, peer in EXTERNAL.items() if peer.options.names()}
     for name in groups()["experiment"]:
         params = plain(composed(f"+experiment={name}", return_hydra_config=True).hydra.sweeper.params)
         assert not settings & set(str(params.get("attention", "")).split(",")), name

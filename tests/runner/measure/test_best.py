@@ -3,7 +3,8 @@
 import pytest
 
 from attention.masks.band import CAUSAL, FULL
-from attention.variants.registry import setting_label, variant
+from attention.variants.base import setting_label
+from attention.variants.registry import variant
 from runner.config.schema import InvalidConfig
 from tests.jobs import program
 from tests.support.composing import resolved
@@ -13,7 +14,7 @@ SMALL = ("seq_len=64", "batch=1", "head_dim=16", "dtype=fp32", "hardware=cpu", "
 
 
 def labels(name: str, heads: int, kv_heads: int, world: int, mask=CAUSAL, **options):
-    given = {**variant(name).options, **options}
+    given = {**variant(name).options.defaults(), **options}
     asked = [option for option, value in given.items() if value == "best"]
     able, left_out = variant(name).settings(given, heads, kv_heads, (0, 64), world, mask)
     return [setting_label(setting, asked) for setting in able], left_out

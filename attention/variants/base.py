@@ -1,0 +1,200 @@
+"""What a variant is: a layout, a schedule, the executor that brings keys to queries, and its options. Pure Python.
+
+A file of this folder declares one algorithm: its layout and schedule, its options, and its variants by `register`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Generic, Literal, TypeVar
+
+from attention.geometry.layouts import CuSeqlens, Layout
+from attention.geometry.options import BEST, Options
+from attention.geometry.schedules import Problem, Schedule
+from attention.masks.band import Mask
+
+Executor = Literal["ring", "gather", "all_to_all", "tree", "external"]  # external: a package's own
+Chosen = TypeVar("Chosen", bound=Options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant(Generic[Chosen]):
+    """`source` names the authors or the system and the year, `use` says in a clause when to take it; both stand in the
+    first comment of the variant's YAML, too. `layout` is how a rank's q, k and v come in and its out goes back."""
+
+    name: str
+    summary: str
+    source: str
+    use: str
+    executor: Executor
+    layout: Layout
+    schedule: Schedule
+    options: type[Chosen]
+    causal_only: bool = False
+    windows: bool = True
+    packs: bool = True  # takes packed batches
+    packed: bool = False  # made for packed batches: a benchmark of it is one
+    twin: str | None = None  # the variant that is the same algorithm, made for packed batches where this one is not
+    decode: bool = False  # few replicated queries against sharded keys; forward only, never causal
+    benchmark_only: str | None = None  # why `auto` never takes it
+
+    def missing(self, device: str) -> str | None:
+        """Why the variant can't run on this machine's `device` ("cpu" or "cuda"), or None."""
+        return None
+
+    # What may depend on the options; an algorithm for which it does overrides it.
+
+    def sharing(self, options: Chosen, world: int) -> int:
+        """Ranks among which heads are exchanged for sequence. Raises ValueError unless they divide the world."""
+        return 1
+
+    def outer(self, options: Chosen) -> Layout:
+        """The layout of keys and values, of whole groups where ranks share heads."""
+        return self.layout
+
+    def q_layout(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Layout:
+        """How the queries lie while they are computed on."""
+        return self.outer(options)
+
+    def plan(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+        return self.schedule
+
+    def check_mask(self, options: Chosen, mask: Mask) -> None:
+        """Raises ValueError for a mask that the variant can't do."""
+        if self.causal_only and mask.right != 0:
+            raise self.needs_causal("ring, ring_allgather, llama3 and ulysses")
+        if mask.windowed and not self.windows:
+            raise self.no_window(mask, "ring, ring_allgather, llama3, zigzag_llama3 and ulysses do")
+
+    # What follows holds for every variant.
+
+    def needs_causal(self, others: str) -> ValueError:
+        return ValueError(
+            f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; not causal use {others}"
+        )
+
+    def no_window(self, mask: Mask, others: str) -> ValueError:
+        return ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {others}")
+
+    def parse(self, options: Chosen | Mapping[str, Any] | None = None) -> Chosen:
+        """Options by name as a dataclass, defaults for the rest. Raises ValueError for a name that the variant lacks."""
+        if isinstance(options, Options):
+            return options
+        for option, value in (options or {}).items():
+            if option not in self.options.names():
+                known = ", ".join(self.options.names()) or "none"
+                raise ValueError(f"{option}={value!r}: {self.name} has no such option; its options: {known}")
+        return self.options(**(options or {}))
+
+    def border(self, world: int, options: Chosen) -> Layout:
+        """The layout in which a rank's tensors come in and go back."""
+        outer, inner = self.outer(options), self.sharing(options, world)
+        return replace(outer, inner=inner) if inner > 1 else outer
+
+    def problem(
+        self,
+        cu_seqlens: CuSeqlens,
+        world: int,
+        mask: Mask,
+        options: Chosen | Mapping[str, Any] | None = None,
+        q_tokens: int | None = None,
+    ) -> Problem:
+        """Raises ValueError when the variant cannot do this mask or these lengths in this world."""
+        chosen = self.parse(options)
+        if self.decode and not mask.full:
+            given = "causal=true" if mask.causal else f"window=({mask.left}, {mask.right})"
+            raise ValueError(
+                f"{given}: {self.name} is a decode, whose queries see all keys; use causal=false without a window"
+            )
+        self.check_mask(chosen, mask)
+        if len(cu_seqlens) > 2 and not self.packs:
+            raise ValueError(
+                f"a pack of {len(cu_seqlens) - 1} sequences: {self.name} takes batches of single sequences; use "
+                "seqlens=null, or rfa_llama3, llama3 and zigzag_varlen, which take packs"
+            )
+        sharing, border = self.sharing(chosen, world), self.border(world, chosen)
+        q_layout = self.q_layout(chosen, cu_seqlens, world, mask)
+        # the strictest speaks first; of groups the border, whose rule holds the computed layout's
+        for layout in [border] if sharing > 1 else sorted({border, q_layout}, key=lambda x: -x.chunks):
+            layout.check(cu_seqlens, world)
+        return Problem(
+            cu_seqlens=cu_seqlens,
+            world=world // sharing,
+            mask=mask,
+            layout=self.outer(chosen),
+            q_layout=q_layout,
+            schedule=self.plan(chosen, cu_seqlens, world, mask),
+            q_tokens=q_tokens if self.decode else None,
+            ulysses=sharing,
+        )
+
+    def check_options(self, options: Chosen | Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
+        """Raises ValueError for an option's value that does not go with these heads in this world."""
+        self.parse(options).check(heads, kv_heads, world)
+
+    def settings(
+        self,
+        options: Mapping[str, Any],
+        heads: int,
+        kv_heads: int,
+        cu_seqlens: CuSeqlens,
+        world: int,
+        mask: Mask,
+        q_tokens: int | None = None,
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The options with each combination of choices in place of "best" that this variant can do, and of the others, by
+        `setting_label`, why not. Raises ValueError where none can be done."""
+        open_ = [name for name, value in options.items() if value == BEST]
+        able: list[dict[str, Any]] = []
+        left_out: dict[str, str] = {}
+        for values in product(*(self.choices(name, kv_heads, world) for name in open_)):
+            setting = {**options, **dict(zip(open_, values, strict=True))}
+            try:
+                chosen = self.parse(setting)
+                self.problem(cu_seqlens, world, mask, chosen, q_tokens)
+                chosen.check(heads, kv_heads, world)
+                able.append(setting)
+            except ValueError as error:
+                left_out[setting_label(setting, open_)] = str(error)
+        if not able:
+            raise ValueError(next(iter(left_out.values())))
+        return able, left_out
+
+    def choices(self, option: str, kv_heads: int, world: int) -> list[Any]:
+        """The values of an option among which "best" decides. Raises ValueError for an option that has no list of them."""
+        found = self.options.choices(option, kv_heads, world)
+        if found is None:
+            able = [name for name in self.options.names() if self.options.choices(name, 1, 1) is not None]
+            raise ValueError(
+                f"{option}={BEST}: {self.name} has no list of its values; best may be {', '.join(able) or 'none'}"
+            )
+        return found
+
+    def unsuitable(self, world: int, packed: bool, decode: bool) -> str | None:
+        """Why `auto` leaves this variant out, whatever its options, or None: it is for something else, or the same as another."""
+        if self.decode != decode:
+            return f"{self.name} is {'a' if self.decode else 'no'} decode"
+        if self.benchmark_only is not None:
+            return self.benchmark_only
+        if decode:
+            return None
+        if self.layout.replicated != (world == 1):
+            return "nothing is sharded" if self.layout.replicated else "dense is the same in a world of one"
+        if self.twin is not None and self.packed != packed:
+            return f"the same as {self.twin}"
+        return None
+
+
+REGISTERED: dict[str, Variant[Any]] = {}
+
+
+def register(variant: Variant[Any]) -> Variant[Any]:
+    """Makes a variant known by its name."""
+    assert variant.name not in REGISTERED, f"two variants are called {variant.name}"
+    REGISTERED[variant.name] = variant
+    return variant
+
+
+def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:
+    return " ".join(f"{name}={options[name]}" for name in names)

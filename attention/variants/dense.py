@@ -1,0 +1,21 @@
+"""Dense: the whole attention on every rank, nothing sharded."""
+
+from __future__ import annotations
+
+from attention.geometry.layouts import REPLICATED
+from attention.geometry.options import RingOptions
+from attention.geometry.schedules import LOCAL
+from attention.variants.base import Variant, register
+
+register(
+    Variant(
+        name="dense",
+        summary="the whole attention on every rank, nothing sharded",
+        source="FlashAttention (Dao et al., 2022), or the kernel's own",
+        use="a comparison with what one device does by the same kernel",
+        executor="ring",
+        layout=REPLICATED,
+        schedule=LOCAL,
+        options=RingOptions,
+    )
+)

@@ -1,0 +1,207 @@
+"""Other packages' context-parallel attention, chosen and measured as our variants are. Their adapters are in `attention.external`,
+and are imported with their package at the first call.
+
+The layout is the one that the package expects, so that `shard` does what its users do before the timed call. The schedule is the
+one that it follows, from which FLOPs are counted. How it moves data is its own: bytes and phases are unknown."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+
+from attention.geometry.layouts import CONTIGUOUS, CuSeqlens
+from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
+from attention.geometry.schedules import GATHER, Schedule
+from attention.masks.band import Mask
+from attention.variants import ring, stripe, zigzag
+from attention.variants.base import Chosen, Variant, register
+from attention.variants.llama3 import PACKED
+
+EXTRA = "pip install '.[peers]'"
+SDPA = ("sdpa_cudnn", "sdpa_flash")  # not sdpa_efficient: no GQA, and its dq was wrong over two GPUs (torch 2.11)
+
+
+@dataclass(frozen=True, kw_only=True)
+class External(Variant[Chosen]):
+    """`adapter` is a module of `attention.external`. `kernels`: what kernel=auto tries, in this order; with `only` others are
+    refused, with `own_kernel` all are, and they are but what a local call is compared with."""
+
+    adapter: str
+    kernels: tuple[str, ...]
+    needs: str | None = None  # the package to import
+    install: str | None = None  # how to get it
+    only: bool = False
+    own_kernel: bool = False
+    one_sequence: bool = False  # takes a packed batch or a batch of 1
+    cuda: bool = False  # needs CUDA
+    half: bool = False  # bf16 and fp16 only: in wider dtypes its fp32 sums would be the blocks' own buffers
+
+    def missing(self, device: str) -> str | None:
+        """Why the package can't run on this machine's `device` ("cpu" or "cuda"), or None."""
+        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
+            return f"{self.name} needs the package {self.needs}: {self.install}"
+        if self.cuda and device == "cpu":
+            return f"{self.name} needs CUDA GPUs: {self.source} has no CPU path"
+        return None
+
+    def served(self, kernel: str) -> str:
+        """What computed and what moved the data, for the result's reader."""
+        if self.only or self.own_kernel:
+            return f"{self.source}, {'its own kernel' if self.own_kernel else kernel} and its own exchange"
+        return (
+            f"{self.source}: its exchange and merging; the flash_attn functions it calls are served by kernel {kernel}"
+        )
+
+
+class _HeadTail(External[Chosen]):
+    """A zigzag ring when causal; otherwise every rank sees everything, in whichever order the tokens lie."""
+
+    def plan(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+        return zigzag.SCHEDULE if mask.causal else ring.SCHEDULE
+
+
+@dataclass(frozen=True)
+class TorchOptions(Options):
+    rotate: str = one_of(("allgather", "alltoall"), "allgather")
+
+
+@dataclass(frozen=True)
+class TransformerEngineOptions(Options):
+    cp_comm_type: str = one_of(("p2p", "all_gather"), "p2p")
+
+
+@dataclass(frozen=True)
+class RfaLlama3Options(Options):
+    heads_k_stride: int | None = option(1, lambda kv_heads, world: divisors(kv_heads))
+
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        check_stride(self.heads_k_stride, kv_heads)
+
+
+@dataclass(frozen=True)
+class YunchangOptions(Options):
+    ulysses_size: int | None = option(None, lambda kv_heads, world: divisors(world))
+
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        ranks = ulysses_group(self.ulysses_size, world)
+        check_sharing("usp_yunchang", ranks, heads, kv_heads, world, replicates=False)
+
+
+class _Yunchang(External[YunchangOptions]):
+    def sharing(self, options: YunchangOptions, world: int) -> int:
+        return ulysses_group(options.ulysses_size, world)
+
+
+USE = "a comparison in the same run"
+
+register(
+    _HeadTail(
+        name="torch_cp",
+        summary="PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
+        source="torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
+        use=USE,
+        executor="external",
+        layout=zigzag.ZIGZAG,
+        schedule=zigzag.SCHEDULE,
+        options=TorchOptions,
+        windows=False,
+        packs=False,
+        adapter="torch_cp",
+        kernels=SDPA,
+        only=True,
+        cuda=True,
+    )
+)
+
+_RFA = External(
+    name="rfa_ring",
+    summary="ring-flash-attn's ring: contiguous shards, causal it is imbalanced; its dq is rounded to bf16 whatever the dtype",
+    source="ring-flash-attn 0.1.8 (Zhu, 2024)",
+    use=USE,
+    executor="external",
+    layout=CONTIGUOUS,
+    schedule=ring.SCHEDULE,
+    options=Options,
+    windows=False,
+    packs=False,
+    adapter="ring_flash_attention",
+    kernels=("flash2", "sdpa_flash", "math"),
+    needs="ring_flash_attn",
+    install=f"{EXTRA}, or pip install --no-deps ring-flash-attn==0.1.8",
+    half=True,
+)
+register(_RFA)
+register(
+    replace(
+        _RFA,
+        name="rfa_zigzag",
+        summary="ring-flash-attn's zigzag ring",
+        layout=zigzag.ZIGZAG,
+        schedule=zigzag.SCHEDULE,
+        causal_only=True,
+    )
+)
+register(
+    replace(
+        _RFA,
+        name="rfa_stripe",
+        summary="ring-flash-attn's striped ring",
+        layout=stripe.STRIPE,
+        schedule=stripe.SCHEDULE,
+        causal_only=True,
+    )
+)
+register(
+    replace(
+        _RFA,
+        name="rfa_llama3",
+        summary="ring-flash-attn's llama3: an equal slice of the packed stream on each rank, keys gathered; a pack, or a "
+        "batch of 1",
+        layout=PACKED,
+        schedule=GATHER,
+        options=RfaLlama3Options,
+        packs=True,
+        one_sequence=True,
+        half=False,
+    )
+)
+register(
+    _Yunchang(
+        name="usp_yunchang",
+        summary="yunchang's LongContextAttention: Ulysses within groups of ulysses_size ranks, a zigzag ring across them",
+        source="yunchang 0.6.4 (Fang and Zhao, 2024)",
+        use=USE,
+        executor="external",
+        layout=zigzag.ZIGZAG,
+        schedule=zigzag.SCHEDULE,
+        options=YunchangOptions,
+        causal_only=True,
+        windows=False,
+        packs=False,
+        adapter="yunchang_usp",
+        kernels=("flash2", "sdpa_flash", "math"),
+        needs="yunchang",
+        install=f"{EXTRA}, or pip install --no-deps yunchang==0.6.4",
+        half=True,
+    )
+)
+register(
+    _HeadTail(
+        name="transformer_engine",
+        summary="Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
+        source="transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
+        use=USE,
+        executor="external",
+        layout=zigzag.ZIGZAG,
+        schedule=zigzag.SCHEDULE,
+        options=TransformerEngineOptions,
+        windows=False,
+        packs=False,
+        adapter="transformer_engine_cp",
+        kernels=SDPA,
+        needs="transformer_engine",
+        install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
+        own_kernel=True,
+        cuda=True,
+    )
+)

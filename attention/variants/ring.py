@@ -1,0 +1,61 @@
+"""Ring Attention: each rank holds a contiguous shard; keys and values go round, and partial results are merged by their LSE.
+
+Step i of rank r is against the keys of rank r - i (mod W): the tile of the mask that falls on the two shards. Causal, later
+ranks do more. A window leaves most steps empty.
+
+Source: Ring Attention with Blockwise Transformers for Near-Infinite Context (Liu et al., 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attention.geometry.layouts import CONTIGUOUS
+from attention.geometry.options import HeadParts
+from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards, tiles, whole_shard
+from attention.masks.band import Intervals
+from attention.variants.base import Variant, register
+
+
+def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
+    """What `rank` computes against the keys of `owner`."""
+    if problem.mask.causal and owner > rank:
+        return
+    for at, n in equal_shards(problem):
+        q, k = (rank * n, (rank + 1) * n), (owner * n, (owner + 1) * n)
+        yield from tiles(problem.mask, q, at - q[0], k, at - k[0])
+
+
+def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
+    """The owner's keys that the rank needs, where they are known without the blocks: all of them or, of later ranks, none."""
+    if problem.mask.causal and owner > rank:
+        return ()
+    return None if problem.mask.windowed else whole_shard(problem)
+
+
+SCHEDULE = RingSchedule(blocks, keys)
+
+RING = register(
+    Variant(
+        name="ring",
+        summary="contiguous shards; keys and values go round, partial results are merged",
+        source="Ring Attention with Blockwise Transformers for Near-Infinite Context (Liu et al., 2023)",
+        use="masks that are not causal, and windows, which only neighbours send keys for; causal it is imbalanced",
+        executor="ring",
+        layout=CONTIGUOUS,
+        schedule=SCHEDULE,
+        options=HeadParts,
+        twin="ring_varlen",
+    )
+)
+register(
+    replace(
+        RING,
+        name="ring_varlen",
+        summary="ring on packs: every sequence of the pack is cut into contiguous shards",
+        source="Ring Attention (Liu et al., 2023), by sequence as in ring-flash-attention (Zhu, 2024)",
+        use="packs of many short sequences, each a multiple of W; long causal ones are imbalanced",
+        packed=True,
+        twin="ring",
+    )
+)

@@ -1,0 +1,40 @@
+"""Ring attention by an all-gather, as nnScaler has it: contiguous shards, all keys gathered, no merges. For a causal mask the
+second half of a rank's queries is swapped with that of rank W-1-r while they are computed on, which balances the work.
+
+Source: nnScaler's ring attention (nnScaler: Lin et al., 2024)."""
+
+from __future__ import annotations
+
+from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout, Shard, chunk
+from attention.geometry.options import GatherOptions
+from attention.geometry.schedules import GATHER
+from attention.masks.band import Mask
+from attention.variants.base import Variant, register
+
+
+def split(length: int, world: int) -> tuple[Shard, ...]:
+    """Rank r: chunks 2r and 2W-1-2r of 2W, which cost the same on every rank under a causal mask."""
+    n = 2 * world
+    return tuple((chunk(length, n, 2 * r), chunk(length, n, n - 1 - 2 * r)) for r in range(world))
+
+
+PAIRED = Layout("paired", 2, split)
+
+
+class _RingAllGather(Variant[GatherOptions]):
+    def q_layout(self, options: GatherOptions, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Layout:
+        return PAIRED if mask.causal else self.layout
+
+
+register(
+    _RingAllGather(
+        name="ring_allgather",
+        summary="contiguous shards whose second query halves are swapped to balance; all keys gathered, no merges",
+        source="nnScaler's ring attention (nnScaler: Lin et al., 2024), which gathers as Llama 3 does (Llama Team, 2024)",
+        use="causal masks and windows on tokens that stay contiguous, given room for the KV of the heads in flight",
+        executor="gather",
+        layout=CONTIGUOUS,
+        schedule=GATHER,
+        options=GatherOptions,
+    )
+)

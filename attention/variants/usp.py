@@ -1,0 +1,67 @@
+"""USP: Ulysses within groups of `ulysses_size` ranks, a zigzag or contiguous ring across the groups.
+
+Source: USP: A Unified Sequence Parallelism Approach for Long Context Generative AI (Fang and Zhao, 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout
+from attention.geometry.options import HeadParts, check_sharing, divisors, one_of, option, ulysses_group
+from attention.geometry.schedules import Schedule
+from attention.masks.band import Mask
+from attention.variants import ring, zigzag
+from attention.variants.base import Variant, register
+
+
+@dataclass(frozen=True)
+class UspOptions(HeadParts):
+    """`ulysses_size`: None for as near to the world's square root as it goes."""
+
+    ulysses_size: int | None = option(None, lambda kv_heads, world: divisors(world))
+    ring: str = one_of(("zigzag", "contiguous"), "zigzag")
+
+    def sharing(self, world: int) -> int:
+        return ulysses_group(self.ulysses_size, world)
+
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        super().check(heads, kv_heads, world)
+        check_sharing("usp", self.sharing(world), heads, kv_heads, world)
+
+    @classmethod
+    def candidates(cls, kv_heads: int, world: int, mask: Mask) -> Iterable[UspOptions]:
+        """Not groups of one, which are zigzag or ring, nor one group, which is ulysses."""
+        rings = ["zigzag", "contiguous"] if mask.causal else ["contiguous"]
+        return [cls(ulysses_size=n, ring=ring) for n in divisors(world)[1:-1] for ring in rings]
+
+
+class _Usp(Variant[UspOptions]):
+    def sharing(self, options: UspOptions, world: int) -> int:
+        return options.sharing(world)
+
+    def outer(self, options: UspOptions) -> Layout:
+        return CONTIGUOUS if options.ring == "contiguous" else self.layout
+
+    def plan(self, options: UspOptions, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+        return ring.SCHEDULE if options.ring == "contiguous" else self.schedule
+
+    def check_mask(self, options: UspOptions, mask: Mask) -> None:
+        if options.ring == "zigzag" and mask.right != 0:
+            raise self.needs_causal("usp with ring=contiguous")
+        if options.ring == "zigzag" and mask.windowed:
+            raise self.no_window(mask, "ring=contiguous has one")
+
+
+register(
+    _Usp(
+        name="usp",
+        summary="Ulysses within groups of ulysses_size ranks, a ring across the groups",
+        source="USP: A Unified Sequence Parallelism Approach for Long Context Generative AI (Fang and Zhao, 2024)",
+        use="more ranks than the heads can be shared among: heads within a group, a ring for the rest",
+        executor="all_to_all",
+        layout=zigzag.ZIGZAG,
+        schedule=zigzag.SCHEDULE,
+        options=UspOptions,
+    )
+)

@@ -1,0 +1,78 @@
+"""Zigzag: a causal ring in which every rank does the same work. A sequence is cut into 2W chunks, and rank r holds chunks r and
+2W-1-r.
+
+On its own keys a rank is causal over both chunks. From an earlier rank all its queries see the first chunk. From a later rank its
+second query chunk sees both chunks.
+
+Source: ring-flash-attention's zigzag ring (Zhu, 2024); the chunks are those of Llama 3, too (Llama Team, 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attention.geometry.layouts import Layout, Shard, chunk
+from attention.geometry.options import HeadParts
+from attention.geometry.schedules import MANY_SEQUENCES, Block, Problem, RingSchedule, equal_shards, whole_shard
+from attention.masks.band import CAUSAL, FULL, Intervals
+from attention.variants.base import Variant, register
+
+
+def split(length: int, world: int) -> tuple[Shard, ...]:
+    n = 2 * world
+    return tuple((chunk(length, n, r), chunk(length, n, n - 1 - r)) for r in range(world))
+
+
+ZIGZAG = Layout("zigzag", 2, split)
+
+
+def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
+    """What `rank` computes against the keys of `owner`."""
+    for at, n in equal_shards(problem):
+        half, end = at + n // 2, at + n
+        if not n:
+            continue
+        if owner == rank:
+            yield Block((at, end), (at, end), CAUSAL)
+        elif owner < rank:
+            yield Block((at, end), (at, half), FULL)
+        else:
+            yield Block((half, end), (at, end), FULL)
+
+
+def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
+    """The owner's keys that come. In a packed batch of many sequences an earlier rank's shard comes whole: its first chunks are as
+    many intervals as there are sequences, the shard is one."""
+    if owner >= rank or len(problem.cu_seqlens) - 1 > MANY_SEQUENCES:
+        return whole_shard(problem)
+    return tuple((at, at + n // 2) for at, n in equal_shards(problem) if n)
+
+
+SCHEDULE = RingSchedule(blocks, keys)
+
+_ZIGZAG = register(
+    Variant(
+        name="zigzag",
+        summary="ring over chunks r and 2W-1-r of 2W, so that every rank has the same causal work",
+        source="ring-flash-attention's zigzag ring (Zhu, 2024); its chunks are Llama 3's, too (Llama Team, 2024)",
+        use="causal sequences where memory is short: two KV shards at a time, never the whole KV",
+        executor="ring",
+        layout=ZIGZAG,
+        schedule=SCHEDULE,
+        options=HeadParts,
+        causal_only=True,
+        windows=False,
+        twin="zigzag_varlen",
+    )
+)
+register(
+    replace(
+        _ZIGZAG,
+        name="zigzag_varlen",
+        summary="zigzag on packs: every sequence of the pack is cut into 2W chunks",
+        source="ring-flash-attention's zigzag ring on packs (Zhu, 2024)",
+        use="causal packs of long sequences, each a multiple of 2W, where memory is short",
+        packed=True,
+        twin="zigzag",
+    )
+)

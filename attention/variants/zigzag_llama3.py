@@ -1,0 +1,118 @@
+"""Zigzag chunks whose keys are gathered as in Llama 3: a kernel call for each of a rank's two query chunks.
+
+With `own_first` a rank starts on its own keys while those of all others come, as in zigzag's first step; then all queries see the
+first chunks of earlier ranks, and the second query chunk sees both chunks of later ones. That is two steps and a merge.
+
+Source: petrpan26/ring-flash-attention, a fork of Zhu's (2025). `own_first` and gathering by owner are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from attention.geometry.layouts import CuSeqlens
+from attention.geometry.options import GROUPINGS, GatherOptions, one_of
+from attention.geometry.schedules import (
+    GATHER,
+    GATHER_BY_OWNER,
+    MANY_SEQUENCES,
+    SEQUENCE,
+    Block,
+    GatherSchedule,
+    Problem,
+    Schedule,
+    Step,
+    equal_shards,
+)
+from attention.masks.band import FULL, Interval, Mask
+from attention.variants import zigzag
+from attention.variants.base import Variant, register
+
+
+@dataclass(frozen=True)
+class ZigzagLlama3Options(GatherOptions):
+    """`own_first`: None for single sequences, which are two merges then."""
+
+    grouping: str = one_of(GROUPINGS, "separate")
+    own_first: bool | None = one_of((True, False), None)
+
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        if self.own_first not in (None, True, False):
+            raise ValueError(f"own_first={self.own_first}: must be true, false or null")
+        super().check(heads, kv_heads, world)
+        if self.own_first and self.grouping != "separate":
+            raise ValueError(
+                f"own_first=true: the chunks that are left are not grouped; use grouping=separate, not {self.grouping}"
+            )
+
+    def begins_with_own(self, cu_seqlens: CuSeqlens, mask: Mask) -> bool:
+        if self.own_first is None:
+            single = len(cu_seqlens) == 2 and not mask.windowed
+            return single and self.heads_k_stride is None and self.grouping == "separate"
+        return self.own_first
+
+
+class OwnFirst(GatherSchedule):
+    """Two steps: one's own keys as in zigzag, then those of all others, which are seen whole, so that they may lie as they come."""
+
+    def count(self, problem: Problem) -> int:
+        return 2
+
+    def step(self, problem: Problem, rank: int, i: int) -> Step:
+        if i == 0:
+            return Step(rank, partial(zigzag.blocks, problem, rank, rank))
+        world = problem.world
+        earlier = list(range(rank))  # chunks of each sequence
+        later = [i for other in range(rank + 1, world) for i in (other, 2 * world - 1 - other)]
+        sequences = [x for x in zip(problem.cu_seqlens, equal_shards(problem), strict=False) if x[1][1]]
+
+        def chunks(start: int, n: int, which: Iterable[int]) -> list[Interval]:
+            c = n // 2
+            return [(start + i * c, start + (i + 1) * c) for i in which]
+
+        def blocks() -> Iterator[Block]:
+            for start, (at, n) in sequences:
+                half, end = at + n // 2, at + n
+                yield from [Block((at, half), k, FULL, 0) for k in chunks(start, n, earlier)]
+                yield from [Block((half, end), k, FULL, 1) for k in chunks(start, n, earlier + later)]
+
+        order = [k for start, (_, n) in sequences for k in chunks(start, n, earlier + later)]
+        return Step(SEQUENCE, blocks, tuple(order))
+
+
+OWN_FIRST = OwnFirst()
+
+
+class _ZigzagLlama3(Variant[ZigzagLlama3Options]):
+    def plan(self, options: ZigzagLlama3Options, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+        if world > 1 and options.begins_with_own(cu_seqlens, mask):
+            return OWN_FIRST
+        many = len(cu_seqlens) - 1 > MANY_SEQUENCES and not mask.windowed
+        return GATHER_BY_OWNER if many and options.grouping != "fused" else GATHER
+
+    def check_mask(self, options: ZigzagLlama3Options, mask: Mask) -> None:
+        super().check_mask(options, mask)
+        window = f"window=({mask.left}, {mask.right}): {self.name} with"
+        if mask.windowed and options.grouping == "fused":
+            raise ValueError(
+                f"{window} grouping=fused computes on prefixes of the keys; grouping=separate and packed take windows"
+            )
+        if mask.windowed and options.own_first:
+            raise ValueError(f"{window} own_first=true has no sliding window; own_first=null has one")
+
+
+register(
+    _ZigzagLlama3(
+        name="zigzag_llama3",
+        summary="zigzag chunks, keys gathered, a call a chunk; a single sequence without a window begins by default with "
+        "its own keys: two steps and a merge instead",
+        source="petrpan26/ring-flash-attention, a fork of Zhu's (2025): zigzag chunks gathered as in Llama 3",
+        use="causal sequences and windows with any number of heads, given room for the KV of the heads in flight",
+        executor="gather",
+        layout=zigzag.ZIGZAG,
+        schedule=GATHER,
+        options=ZigzagLlama3Options,
+        causal_only=True,
+    )
+)
