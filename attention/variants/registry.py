@@ -5,19 +5,24 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, get_args
 
 import attention.variants as folder
 from attention.errors import nearest
-from attention.variants.base import REGISTERED, Variant
+from attention.variants.base import REGISTERED, Executor, Variant
 from attention.variants.external import External
 
 for _module in iter_modules(folder.__path__):
     if _module.name != "registry":
         import_module(f"{folder.__name__}.{_module.name}")
 
+_EXECUTORS = get_args(Executor)
+_OURS = [v for v in REGISTERED.values() if not isinstance(v, External)]
 EXTERNAL: dict[str, External[Any]] = {name: v for name, v in REGISTERED.items() if isinstance(v, External)}
-VARIANTS: dict[str, Variant[Any]] = {name: v for name, v in REGISTERED.items() if name not in EXTERNAL}
+# in lists those of one executor stand together
+VARIANTS: dict[str, Variant[Any]] = {
+    v.name: v for v in sorted(_OURS, key=lambda v: (_EXECUTORS.index(v.executor), v.name))
+}
 
 
 def everything() -> dict[str, Variant[Any]]:
