@@ -1,11 +1,11 @@
-"""A transformer block whose sequence is sharded over the ranks: the same loss and gradients on one rank and on many.
+"""A transformer block with its sequence sharded over the ranks. Loss and gradients are the same on one rank and on many.
 
     torchrun --nproc-per-node 2 examples/transformer_block.py
     python examples/transformer_block.py                          # one rank
 
-Token ids, positions and labels go through the same `shard` as everything that belongs to the tokens. Labels are shifted
-before they are sharded. A rank's loss is the sum over its tokens divided by the global number of tokens, so losses and
-parameter gradients are summed over the ranks."""
+Everything that belongs to the tokens (ids, positions, labels) goes through the same `shard`. Labels are shifted first, then
+sharded. A rank's loss is the sum over its tokens divided by the global number of tokens. So losses and parameter gradients
+are summed over the ranks."""
 
 import os
 
@@ -21,7 +21,7 @@ BATCH, TOKENS = 2, 256
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of x `[B, s, H, D]` by the tokens' global positions `[B, s]`."""
+    """Rotary embedding of x `[B, s, H, D]` at the global positions `[B, s]`."""
     half = x.shape[-1] // 2
     angle = positions[..., None, None] * 10_000.0 ** (-torch.arange(half) / half)  # [B, s, 1, D / 2]
     a, b = x.split(half, -1)
@@ -29,7 +29,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Embedding, causal attention, SwiGLU and a tied head."""
+    """Embedding, causal attention, SwiGLU, and an output layer tied to the embedding."""
 
     def __init__(self, attend: attention.ContextParallel):
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids and positions `[B, s]` of this rank's tokens; logits `[B, s, V]`."""
+        """Logits `[B, s, V]` of this rank's tokens, from their ids and positions `[B, s]`."""
         x = self.embedding(ids)
         heads = self.qkv(F.rms_norm(x, (WIDTH,))).unflatten(-1, (-1, HEAD_DIM))  # [B, s, H + 2 Hk, D]
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), 2)
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 def step(attend: attention.ContextParallel) -> tuple[Tensor, Tensor]:
-    """The global loss of one step and the norm of all parameters' gradients, summed over the ranks."""
+    """(global loss, norm of the summed parameter gradients) of one training step."""
     torch.manual_seed(0)  # the same parameters and text on every rank
     model = Block(attend)
     text = torch.randint(VOCABULARY, (BATCH, TOKENS + 1))

@@ -1,4 +1,4 @@
-"""A call of an external package: the kernel that serves it, and its adapter."""
+"""A call of an external package: checks, the local kernel under it, and its adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attention.variants.external import External
 
 
 def check(package: External[Any], shape: Shape, batch: int, transport: str, want_lse: bool) -> None:
-    """Raises UnsupportedCall for what the package can't do here."""
+    """Raises UnsupportedCall where the package cannot do the call on this machine."""
     name, reason = package.name, package.missing(shape.device)
     if reason:
         raise UnsupportedCall(reason)
@@ -35,24 +35,26 @@ def check(package: External[Any], shape: Shape, batch: int, transport: str, want
 
 
 def kernel(package: External[Any], wanted: str, shape: Shape, masks: tuple[Mask, ...]) -> Kernel:
-    """The local kernel that serves the package; for `auto` the one that its users have. Raises UnsupportedCall."""
+    """The local kernel under the package; for `auto` the one that its users have. Raises UnsupportedCall."""
     name, usual = package.name, package.kernels
     if wanted == "auto":
         fitting = (k for k in usual if not any(kernels.refusal(KERNELS[k], shape, mask) for mask in masks))
         wanted = next(fitting, usual[0])
     elif package.own_kernel:
-        raise UnsupportedCall(f"kernel={wanted}: {name} takes its own kernel; use kernel=auto")
+        raise UnsupportedCall(f"kernel={wanted}: {name} brings its own kernel; use kernel=auto")
     elif package.only and wanted not in usual:
-        raise UnsupportedCall(f"kernel={wanted}: {name} runs PyTorch's own only; use {', '.join(usual)} or auto")
+        raise UnsupportedCall(
+            f"kernel={wanted}: {name} runs PyTorch's own kernels only; use {', '.join(usual)} or auto"
+        )
     chosen = kernels.select(wanted, shape, masks)
     if package.own_kernel:
-        chosen = copy.copy(chosen)  # what a local call is compared with; what ran is its own
+        chosen = copy.copy(chosen)  # the local call to compare with; the package runs its own
         chosen.name = name
     return chosen
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's out, differentiable by the package's own backward."""
+    """This rank's out, like q; its backward is the package's own."""
     assert isinstance(plan.variant, External)
     adapter = importlib.import_module(f"attention.external.{plan.variant.adapter}")
     return adapter.attend(q, k, v, plan, group)

@@ -1,8 +1,8 @@
-"""The functions of flash-attn 2.8 that peers call, served by our kernels, so that a peer runs where flash-attn is not
-built and every kernel can be put under it.
+"""The functions of flash-attn 2.8 that external packages call, implemented by our local kernels. So a package runs without
+flash-attn, and over any kernel.
 
-As in flash-attn the gradients are written into the caller's dq, dk and dv; a kernel that can't write there copies, which
-for 64 MB takes some 30 µs of a GPU."""
+As in flash-attn, gradients are written into the caller's dq, dk and dv. A kernel that cannot write there copies, which takes a
+GPU some 30 µs for 64 MB."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def serve(kernel: Kernel) -> None:
-    """From here on `kernel` does the calls."""
+    """From now on `kernel` does the calls."""
     _serving[:] = [kernel]
 
 
 def serve_backward(out: Tensor, kernel: Kernel) -> Tensor:
-    """Another call may have chosen another kernel by the time that the backward of `out` runs: it chooses again."""
+    """`out`, whose backward selects `kernel` again: another call may have selected another one meanwhile."""
     if out.requires_grad:
         out.register_hook(lambda _: serve(kernel))
     return out
 
 
 def lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """On the host. Read from the device once for each tensor."""
+    """The sequence lengths of cumulative ones; read from the device once per tensor."""
     if cu_seqlens not in _lengths:
         cu = cu_seqlens.tolist()
         _lengths[cu_seqlens] = tuple(b - a for a, b in pairwise(cu))
@@ -153,13 +153,13 @@ def _packed(
 
 
 def _plain(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
-    assert not dropout_p and not softcap and alibi_slopes is None, "not asked for by any adapter"
+    assert not dropout_p and not softcap and alibi_slopes is None, "no adapter asks for these"
 
 
 @contextmanager
 def instead_of_flash_attn(**others: dict[str, Any]) -> Iterator[None]:
-    """While a peer is imported, `flash_attn` is the functions above, and each module of `others` has the given names.
-    What sys.modules had is back afterwards: flash-attn-4 is a package of the same name, and others look for it."""
+    """Within the context, importing `flash_attn` gives the functions above. Each module in `others` ("__" for ".") is replaced by
+    one with the given names. Afterwards sys.modules is as before: flash-attn-4 has the same package name."""
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     functions = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
     for function in functions:
@@ -185,8 +185,8 @@ def instead_of_flash_attn(**others: dict[str, Any]) -> Iterator[None]:
 
 
 def let_gloo_send_to_itself(ring_comm: type) -> None:
-    """A rank alone in its ring sends its gradients to itself, which NCCL does and gloo does not: there they are copied.
-    `ring_comm` is the class that ring-flash-attn and yunchang both have."""
+    """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL supports
+    and gloo does not; over gloo they are copied."""
     commit = ring_comm.commit  # type: ignore[attr-defined]
 
     def commit_or_copy(self: Any) -> None:
@@ -201,4 +201,4 @@ def let_gloo_send_to_itself(ring_comm: type) -> None:
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise AssertionError("peers call the low-level functions")
+    raise AssertionError("external packages call the low-level functions")

@@ -31,7 +31,7 @@ FUNCTIONS = {
 
 @cache
 def _package() -> ModuleType:
-    # its Hugging Face adapter does not import beside transformers 5, and is not needed
+    # its Hugging Face adapter does not import with transformers 5, and is not needed
     adapter = {"substitute_hf_flash_attn": None, "update_ring_flash_attn_params": None}
     with instead_of_flash_attn(ring_flash_attn__adapters=adapter):
         import ring_flash_attn
@@ -41,8 +41,8 @@ def _package() -> ModuleType:
 
 @lru_cache(maxsize=64)
 def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: torch.device) -> tuple[Any, ...]:
-    """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and the needed slice of the keys; done once a batch by its
-    users, before the layers."""
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, needed slice of the keys). Cached: its users compute them once per
+    batch, before the layers."""
     cu = uploaded(np.array(cu_seqlens, np.int32), device)
     found = _package().llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, world)
     for x in found[:2]:
@@ -51,7 +51,7 @@ def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
-    """q `[B, s, H, D]`, or `[t, H, D]` for llama3, which takes a dense batch of 1 for a pack of one sequence."""
+    """This rank's out, like q. q `[B, s, H, D]`; for llama3 `[t, H, D]`, or a batch of 1, which is one sequence."""
     package = _package()
     serve(plan.kernel)
     common = {

@@ -1,8 +1,8 @@
-"""PyTorch's context_parallel (experimental): scaled_dot_product_attention on sequence shards, a ring inside.
+"""PyTorch's context_parallel (experimental): scaled_dot_product_attention on sequence shards, with a ring inside.
 
-Its users open the context around a training step, so here it is opened at the first call and stays open: opening is not
-timed. While it is open PyTorch replaces F.scaled_dot_product_attention for everybody; here the replacement is kept aside
-and F is put back. Its DTensor handlers do stay, so that attention on DTensors of other origin is not for such a process."""
+Its users open the context around a training step. Here it is opened at the first call and stays open, so opening is not timed.
+While open, PyTorch replaces F.scaled_dot_product_attention for the whole process; we keep the replacement and restore F. Its
+DTensor handlers stay, so such a process should not run attention on other DTensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental import _attention as peer
+from torch.distributed.tensor.experimental import _attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.executors.plan import Plan
@@ -25,7 +25,7 @@ BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
 }
 _open = ExitStack()
-_attention: dict[Any, Callable[..., Tensor]] = {}  # of the one open context, by group and device type
+_attention: dict[Any, Callable[..., Tensor]] = {}  # by group and device type; of the open context only
 
 
 def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor]:
@@ -37,7 +37,7 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
         buffer = torch.zeros(1, 2 * mesh.size(), device=device)
         plain = F.scaled_dot_product_attention
         _open.enter_context(
-            peer.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer})
+            torch_attention.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer})
         )
         assert F.scaled_dot_product_attention is not plain, "context_parallel no longer replaces it"
         _attention[group, device.type] = F.scaled_dot_product_attention
@@ -46,13 +46,13 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
 
 
 def _choose(causal: bool, rotate: str) -> None:
-    """Its options are global: they are set before every forward and every backward."""
-    peer._cp_options.enable_load_balance = causal  # head-tail, for a causal mask only
-    peer.set_rotate_method(rotate)
+    """Sets the options, which are global, before every forward and every backward."""
+    torch_attention._cp_options.enable_load_balance = causal  # zigzag shards, for a causal mask only
+    torch_attention.set_rotate_method(rotate)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
-    """GQA by enable_gqa: KV heads travel unrepeated."""
+    """This rank's out, like q `[B, s, H, D]`. With enable_gqa the KV heads travel unrepeated."""
     causal, rotate = plan.problem.mask.causal, plan.options.rotate
     attention = _opened(group or dist.distributed_c10d._get_default_group(), q.device)
     _choose(causal, rotate)

@@ -1,4 +1,4 @@
-"""Transformer Engine's DotProductAttention over a context-parallel group: causal and not, zigzag shards."""
+"""Transformer Engine's DotProductAttention over a context-parallel group, causal or full, on zigzag shards."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def _module(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's out, like q `[B, s, H, D]`."""
     module = _module(
         plan.heads,
         plan.kv_heads,

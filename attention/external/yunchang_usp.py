@@ -23,15 +23,16 @@ def _package() -> ModuleType:
 
 @cache
 def _module(ulysses: int, world: int) -> nn.Module:
-    """Makes its process groups, on every rank at once, and the module that keeps them."""
+    """The package's module for such groups. Creates process groups, so all ranks must call it together."""
     package = _package()
     package.set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world, use_ulysses_low=True)
     return package.LongContextAttention(ring_impl_type="zigzag", attn_type=package.kernels.AttnType.FA)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's out, like q `[B, s, H, D]`. Raises UnsupportedCall for a group of fewer than all ranks."""
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
-        raise UnsupportedCall("group: yunchang makes its groups out of all ranks; use the default group")
+        raise UnsupportedCall("group: yunchang builds its groups from all ranks; use the default group")
     module = _module(plan.problem.ulysses, plan.problem.ranks)
     serve(plan.kernel)
     out = module(q, k, v, softmax_scale=plan.scale, causal=True, deterministic=plan.deterministic)
