@@ -12,7 +12,7 @@ register(
         name="dense",
         summary="the whole attention on every rank, nothing sharded",
         source="FlashAttention (Dao et al., 2022), or the kernel's own",
-        use="a comparison with what one device does by the same kernel",
+        use="the comparison with one device and the same kernel",
         executor="ring",
         layout=REPLICATED,
         schedule=LOCAL,

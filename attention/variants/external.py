@@ -92,7 +92,7 @@ class _Yunchang(External[YunchangOptions]):
         return ulysses_group(options.ulysses_size, world)
 
 
-USE = "a comparison in the same run"
+USE = "a comparison with our variants"
 
 register(
     _HeadTail(

@@ -52,8 +52,8 @@ register(
     _Grouped(
         name="grouped",
         summary="causal attention on one rank, its queries in n_groups chunks that attend nested prefixes of the keys",
-        source="what zigzag_llama3 (petrpan26/ring-flash-attention, 2025) computes on a rank, for 1 to 8 chunks",
-        use="the groupings measured against each other on one GPU",
+        source="a rank's computation in zigzag_llama3 (petrpan26/ring-flash-attention, 2025), for 1 to 8 chunks",
+        use="comparing the groupings on one GPU",
         executor="gather",
         layout=REPLICATED,
         schedule=GATHER,

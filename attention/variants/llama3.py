@@ -16,9 +16,10 @@ register(
     Variant(
         name="llama3",
         summary="an equal slice of the packed stream on each rank, across sequence borders; keys gathered, one call",
-        source="The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024); packs as in ring-flash-attention (Zhu, 2024)",
-        use="packs of any lengths whose total W divides, given room for the KV of the heads in flight; long causal sequences "
-        "are imbalanced",
+        source="The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024); packed batches as in "
+        "ring-flash-attention (Zhu, 2024)",
+        use="packed batches whose total length is a multiple of W, where memory holds the gathered KV heads; long "
+        "causal sequences are imbalanced",
         executor="gather",
         layout=PACKED,
         schedule=GATHER,

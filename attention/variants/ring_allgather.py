@@ -31,7 +31,7 @@ register(
         name="ring_allgather",
         summary="contiguous shards whose second query halves are swapped to balance; all keys gathered, no merges",
         source="nnScaler's ring attention (nnScaler: Lin et al., 2024), which gathers as Llama 3 does (Llama Team, 2024)",
-        use="causal masks and windows on tokens that stay contiguous, given room for the KV of the heads in flight",
+        use="causal masks and windows over contiguous tokens, where memory holds the gathered KV heads",
         executor="gather",
         layout=CONTIGUOUS,
         schedule=GATHER,

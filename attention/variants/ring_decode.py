@@ -38,7 +38,7 @@ register(
     Decode(
         name="ring_decode",
         summary="decode: every rank's keys go round and each rank computes everything",
-        source="Ring Attention (Liu et al., 2023), as Tree Attention compares with it (Shyam et al., 2024)",
+        source="Ring Attention (Liu et al., 2023), the comparison in Tree Attention (Shyam et al., 2024)",
         use="a comparison with tree, which was faster on 2 and 4 GPUs",
         executor="ring",
         layout=DECODE,

@@ -39,7 +39,7 @@ register(
         name="stripe",
         summary="ring over tokens t with t mod W = r: balanced to within a token, every step nearly causal",
         source="Striped Attention: Faster Ring Attention for Causal Transformers (Brandon et al., 2023)",
-        use="causal sequences that lie striped already; zigzag was faster where both were measured",
+        use="causal sequences that are striped already; zigzag was faster where both were measured",
         executor="ring",
         layout=STRIPE,
         schedule=SCHEDULE,

@@ -15,7 +15,8 @@ register(
         name="tree",
         summary="decode: each rank attends its shard of the keys, the partial results are reduced over the ranks",
         source="Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU Clusters (Shyam et al., 2024)",
-        use="decoding over more keys than one GPU holds, or about a million, where reduce=fused and packed beat one GPU",
+        use="decoding over more keys than one GPU holds, or over about a million keys, where reduce=fused and "
+        "packed beat one GPU",
         executor="tree",
         layout=DECODE,
         schedule=LocalSchedule(lambda problem, rank: blocks(problem, rank, rank)),

@@ -40,8 +40,8 @@ register(
         name="ulysses",
         summary="heads exchanged for sequence before and after a local call over the whole sequence",
         source="DeepSpeed Ulysses (Jacobs et al., 2023)",
-        use="heads that W divides: the fastest causal step measured on 4 GPUs; forward it receives less than a gather if "
-        "W > 1 + H / Hk",
+        use="W divides the heads: the fastest causal step measured on 4 GPUs; its forward receives less than a "
+        "gather where W > 1 + H / Hk",
         executor="all_to_all",
         layout=CONTIGUOUS,
         schedule=LOCAL,

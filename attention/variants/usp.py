@@ -58,7 +58,7 @@ register(
         name="usp",
         summary="Ulysses within groups of ulysses_size ranks, a ring across the groups",
         source="USP: A Unified Sequence Parallelism Approach for Long Context Generative AI (Fang and Zhao, 2024)",
-        use="more ranks than the heads can be shared among: heads within a group, a ring for the rest",
+        use="more ranks than heads to divide among them: heads are divided within a group, a ring does the rest",
         executor="all_to_all",
         layout=zigzag.ZIGZAG,
         schedule=zigzag.SCHEDULE,

@@ -108,7 +108,7 @@ register(
         summary="zigzag chunks, keys gathered, a call a chunk; a single sequence without a window begins by default with "
         "its own keys: two steps and a merge instead",
         source="petrpan26/ring-flash-attention, a fork of Zhu's (2025): zigzag chunks gathered as in Llama 3",
-        use="causal sequences and windows with any number of heads, given room for the KV of the heads in flight",
+        use="causal sequences and windows with any number of heads, where memory holds the gathered KV heads",
         executor="gather",
         layout=zigzag.ZIGZAG,
         schedule=GATHER,
