@@ -15,7 +15,7 @@ import pytest
 
 from runner.__main__ import exit_status
 from runner.output import results
-from tests.runner.output.test_results import unnamed
+from tests.support.recorded import unnamed
 
 SMALL = [
     "seq_len=128",

@@ -10,8 +10,8 @@ from runner import compare, pack
 from runner.measure.statistics import of_ranks
 from runner.output import results
 from runner.report.runs import read
-from tests.runner.report.test_report import result, written
 from tests.support.composing import python
+from tests.support.recorded import result, written
 
 
 def with_interval(value: dict, width: float, n: int = 20) -> dict:

@@ -13,7 +13,7 @@ from runner.output.run_tables import TABLES, table_of
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
-from tests.runner.report.test_report import result, written
+from tests.support.recorded import result, written
 
 ROOT = Path(__file__).parents[2]
 PACKS = sorted(path.parent for path in ROOT.glob("results/*/*/results.parquet"))

@@ -15,9 +15,9 @@ from runner.config.schema import InvalidConfig
 from runner.output import results
 from runner.report import runs as report_runs
 from runner.report import tables
-from tests.runner.output.test_results import measured, unnamed
 from tests.runner.test_cli import environment, results_in, run
 from tests.support.composing import configured, resolved
+from tests.support.recorded import measured, unnamed
 
 SIZES = [
     "hardware=cpu", "world_size=2", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "seed=1",

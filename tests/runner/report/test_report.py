@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.output import results, summary
+from runner.output import summary
 from runner.output.reader import read_results
 from runner.output.record import Result
 from runner.report import charts, headline
@@ -19,66 +19,12 @@ from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, digits, in_common
 from runner.report.tables import runs_table
 from tests.support.composing import python
+from tests.support.recorded import result, written
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results"
 SWEEPS = sorted(path for path in RESULTS.glob("*/*") if path.is_dir())
 needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
-
-
-def pass_times(ms: float) -> dict:
-    ends = {"p10": ms, "p90": ms, "ci95": [0.999 * ms, 1.001 * ms]}
-    return {"n": 20, "median": ms, "iqr_over_median": 0.01, "noisy": False, **ends}
-
-
-def result(attention: str, ms: float | None, **changes) -> dict:
-    """A run of 32768 tokens on 4 ranks whose forward takes `ms`, its backward twice that; not ok without `ms`."""
-    asked = {"seq_len": 32768, "world_size": 4, "kernel": "auto", "options": {}, "head_dim": 128, "started_at": 1.0}
-    asked |= {"status": "ok", "reason": None, "chosen": "flash4", "baseline": None, "back_to_back_ms": None, **changes}
-    work = {
-        "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": asked["head_dim"], "seq_len": asked["seq_len"],
-        "causal": True, "window": [-1, -1], "dtype": "bf16",
-    }  # fmt: skip
-    value = results.result(
-        status=asked["status"],
-        reason=asked["reason"],
-        key="0",
-        name=f"{attention}_w{asked['world_size']}_{abs(hash(str((attention, ms, sorted(changes.items(), key=str)))))}",
-        config={
-            **work, "attention": {"name": attention, **asked["options"]}, "kernel": {"name": asked["kernel"]},
-            "transport": {"name": "auto"}, "dtype": {"name": "bf16"}, "timing": {"method": "warmup"},
-            "world_size": asked["world_size"], "mode": None,
-        },
-        environment={"gpus_before": [{"name": "NVIDIA H200"}] * 4, "started_at": asked["started_at"]},
-    )  # fmt: skip
-    if asked["status"] == "unsupported":
-        return value  # refused before anything was started
-    value["experiment"] = {
-        "variant": attention, "options": asked["options"], "workload": work, "world_size": asked["world_size"],
-        "device": "cuda", "kernel": asked["kernel"], "transport": "auto", "timing": {"method": "warmup"},
-        "mode": "forward_backward",
-    }  # fmt: skip
-    if ms is None:
-        return value
-    passes = {"forward": ms, "backward": 2 * ms, "total": 3 * ms}
-    rate = 1e-6 * asked["seq_len"] ** 2 / asked["world_size"]
-    return value | {
-        "chosen": {"kernel": asked["chosen"], "transport": "nccl"},
-        "timing": {
-            "passes": {which: pass_times(x) for which, x in passes.items()},
-            "back_to_back_ms": asked["back_to_back_ms"],
-        },
-        "metrics": {"passes": {which: {"tflops_per_device": rate / x} for which, x in passes.items()}},
-        "memory": {"by_rank": [{"peak_allocated": 2**30, "symmetric": 2**29}] * asked["world_size"]},
-        "baseline": asked["baseline"],
-        "phases": {"forward": {"exposed_communication_ms": 0.125}},
-    }
-
-
-def written(folder: Path, *values: dict) -> Path:
-    for value in values:
-        results.write_result(folder / value["name"], value)
-    return folder
 
 
 def speed(folder: Path) -> Path:

@@ -1,0 +1,117 @@
+"""Recorded results for tests, and the names that outputs/README.md gives to their fields."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from runner.measure import metrics
+from runner.measure.statistics import summarize
+from runner.output import results
+from tests.support.composing import resolved
+
+ROOT = Path(__file__).parents[2]
+# the names in outputs/README.md, and the prefixes of those such as comm_<what>
+SPANS = re.findall(r"`([^`\n]+)`", (ROOT / "outputs" / "README.md").read_text())
+NAMED = {name for span in SPANS for name in re.findall(r"[A-Za-z_]\w*", span)}
+BEGUN = tuple({start for span in SPANS for start in re.findall(r"(\w+_)<", span)})
+# fields with other keys below them: of the configuration, or names of packages, files and the like
+OPEN = {
+    "config", "experiment", "options", "variables", "packages", "stage_seconds", "estimates_ms", "tried_ms", "left_out",
+    "gpus_before", "gpus_after", "passed_over", "settings_ms", "settings_left_out",
+}  # fmt: skip
+
+
+def refused(name: str, status: str, reason: str) -> dict:
+    """A run that was not done."""
+    return results.result(status=status, reason=reason, key="0", name=name, config={"attention": {"name": "ring"}})
+
+
+def measured(name: str, seq_len: int = 1024) -> dict:
+    """A run that went well: 4 ms forward, 10 ms backward."""
+    spec = resolved(f"seq_len={seq_len}")
+    passes = {"forward": [4.0] * 10, "backward": [10.0] * 10, "total": [14.0] * 10}
+    summaries = {which: summarize(ms) for which, ms in passes.items()}
+    return results.result(
+        status="ok",
+        key="0",
+        name=name,
+        config={"config": "default", "attention": {"name": spec.variant}},
+        experiment=spec.plain(),
+        chosen={"kernel": "sdpa_flash", "transport": "gloo"},
+        correctness={"passed": True, "tensors": {"out": {"rel_l2": 2e-3}}},
+        timing={"passes": {which: s.plain() for which, s in summaries.items()}},
+        metrics=metrics.compute(spec, {which: s.median for which, s in summaries.items()}, None),
+        memory={"by_rank": [{"peak_resident": 100}, {"peak_resident": 300}]},
+        baseline={"speedup": {"total": 1.5}, "efficiency": {"total": 0.75}},
+        phases={"forward": {"exposed_communication_ms": 0.25}},
+    )
+
+
+def unnamed(value) -> Iterator[str]:
+    """The keys of a result, at any depth, that outputs/README.md does not name."""
+    for entry in value if isinstance(value, list) else []:
+        yield from unnamed(entry)
+    for key, below in value.items() if isinstance(value, dict) else []:
+        if key not in NAMED and not key.startswith(BEGUN):
+            yield key
+        if key not in OPEN:
+            yield from unnamed(below)
+
+
+def files(folder) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def pass_times(ms: float) -> dict:
+    ends = {"p10": ms, "p90": ms, "ci95": [0.999 * ms, 1.001 * ms]}
+    return {"n": 20, "median": ms, "iqr_over_median": 0.01, "noisy": False, **ends}
+
+
+def result(attention: str, ms: float | None, **changes) -> dict:
+    """A run of 32768 tokens on 4 ranks whose forward takes `ms`, its backward twice that; not ok without `ms`."""
+    asked = {"seq_len": 32768, "world_size": 4, "kernel": "auto", "options": {}, "head_dim": 128, "started_at": 1.0}
+    asked |= {"status": "ok", "reason": None, "chosen": "flash4", "baseline": None, "back_to_back_ms": None, **changes}
+    work = {
+        "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": asked["head_dim"], "seq_len": asked["seq_len"],
+        "causal": True, "window": [-1, -1], "dtype": "bf16",
+    }  # fmt: skip
+    value = results.result(
+        status=asked["status"],
+        reason=asked["reason"],
+        key="0",
+        name=f"{attention}_w{asked['world_size']}_{abs(hash(str((attention, ms, sorted(changes.items(), key=str)))))}",
+        config={
+            **work, "attention": {"name": attention, **asked["options"]}, "kernel": {"name": asked["kernel"]},
+            "transport": {"name": "auto"}, "dtype": {"name": "bf16"}, "timing": {"method": "warmup"},
+            "world_size": asked["world_size"], "mode": None,
+        },
+        environment={"gpus_before": [{"name": "NVIDIA H200"}] * 4, "started_at": asked["started_at"]},
+    )  # fmt: skip
+    if asked["status"] == "unsupported":
+        return value  # refused before anything was started
+    value["experiment"] = {
+        "variant": attention, "options": asked["options"], "workload": work, "world_size": asked["world_size"],
+        "device": "cuda", "kernel": asked["kernel"], "transport": "auto", "timing": {"method": "warmup"},
+        "mode": "forward_backward",
+    }  # fmt: skip
+    if ms is None:
+        return value
+    passes = {"forward": ms, "backward": 2 * ms, "total": 3 * ms}
+    rate = 1e-6 * asked["seq_len"] ** 2 / asked["world_size"]
+    return value | {
+        "chosen": {"kernel": asked["chosen"], "transport": "nccl"},
+        "timing": {
+            "passes": {which: pass_times(x) for which, x in passes.items()},
+            "back_to_back_ms": asked["back_to_back_ms"],
+        },
+        "metrics": {"passes": {which: {"tflops_per_device": rate / x} for which, x in passes.items()}},
+        "memory": {"by_rank": [{"peak_allocated": 2**30, "symmetric": 2**29}] * asked["world_size"]},
+        "baseline": asked["baseline"],
+        "phases": {"forward": {"exposed_communication_ms": 0.125}},
+    }
+
+
+def written(folder: Path, *values: dict) -> Path:
+    for value in values:
+        results.write_result(folder / value["name"], value)
+    return folder
