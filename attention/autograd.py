@@ -1,5 +1,5 @@
-"""The differentiable functions: attention by a plan's executor, and the gathering of shards. Their gradients are first-order
-only: another derivative is refused, since what ranks exchange in a backward has no graph."""
+"""The differentiable functions: attention by a plan's executor, and the gathering of shards. A second derivative is refused, since
+the communication in a backward is not differentiable."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from attention.transports import Transport
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards, which lie as the plan's kernel needs them."""
+    """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts."""
     if wants_gradient(q, k, v) or _transformed():
         out, lse, _ = _Attention.apply(q, k, v, plan, replays)
         return out, lse
     with torch.no_grad():
         out, lse, *_ = _forward(q, k, v, plan, replays, False)
-    # autograd forbids changes in place of a view that was made without gradients
+    # autograd forbids in-place changes to a view that was made under no_grad
     return (out.data if out._is_view() and not out.is_inference() else out), lse
 
 
@@ -36,7 +36,7 @@ def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _transformed() -> bool:
-    """Within forward-mode differentiation or a function transform, which autograd refuses for a call of ours."""
+    """Whether forward-mode differentiation or a functorch transform is active: then autograd raises for our function."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
@@ -44,13 +44,13 @@ def _launched(
     name: object, run: Run, inputs: Sequence[Tensor], plan: Plan, replays: Replays | None
 ) -> tuple[Tensor, ...]:
     if replays is not None:
-        plan.transport.begin()  # of a replay, which does not do it itself
+        plan.transport.begin()  # a replay does not do it
         return replays((plan, name), run, inputs)
     return plan.launches(name, plan.state, run, inputs)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None, keep: bool) -> tuple[Tensor, ...]:
-    """(out, lse) and, to keep for a backward, what that needs."""
+    """(out, lse) and, if `keep`, the tensors that the backward needs."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         plan.transport.begin()
@@ -81,14 +81,14 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*saved, node)
         ctx.plan, ctx.replays = plan, replays
         ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # zeros for the LSE's would be made each time
+        ctx.set_materialize_grads(False)  # else zeros are allocated for the gradient of the LSE
         ctx.like = out.shape, out.dtype, out.device
         return out, lse, node
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *saved, node = ctx.saved_tensors
-        if dout is None:  # other ranks may have one, and exchange with this rank
+        if dout is None:  # other ranks may have a gradient, and communicate with this rank
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
         with torch.no_grad():
@@ -98,7 +98,7 @@ class _Attention(torch.autograd.Function):
 
 
 class Unshard(torch.autograd.Function):
-    """The global tensor from every rank's shard, whose tokens are `dim`."""
+    """The global tensor from all ranks' shards, along the token dimension `dim`."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -116,7 +116,7 @@ class Unshard(torch.autograd.Function):
         for each, shard in enumerate(shards):
             at = 0
             for r in shard:
-                stretch(out, dim, r).copy_(gathered[each].narrow(dim, at, len(r)))
+                token_range(out, dim, r).copy_(gathered[each].narrow(dim, at, len(r)))
                 at += len(r)
         return out, node
 
@@ -126,12 +126,12 @@ class Unshard(torch.autograd.Function):
             return None, None, None, None, None
         (node,) = ctx.saved_tensors
         with torch.no_grad():
-            mine = torch.cat([stretch(grad, ctx.dim, r) for r in ctx.shard], ctx.dim)
+            mine = torch.cat([token_range(grad, ctx.dim, r) for r in ctx.shard], ctx.dim)
         return *_first_order((mine,), grad, node, "unshard"), None, None, None, None
 
 
-def stretch(x: Tensor, dim: int, r: range) -> Tensor:
-    """The tokens `r` of x, whose tokens are `dim`: a view."""
+def token_range(x: Tensor, dim: int, r: range) -> Tensor:
+    """The tokens `r` of x along `dim`: a view."""
     at: list[Any] = [slice(None)] * x.dim()
     at[dim] = slice(r.start, r.stop, r.step)
     return x[tuple(at)]
@@ -152,7 +152,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def _first_order(grads: Sequence[Tensor], dout: Tensor, node: Tensor, what: str) -> Sequence[Tensor]:
-    """The gradients that a function gives, of which another is refused: to dout, and to all that the function was given.
+    """The gradients of a function, such that their own derivatives, by dout or by the function's inputs, are refused.
 
-    node: an empty result of the function, which leads to its inputs in autograd's graph without holding their memory."""
+    node: an empty result of the function. It connects to the inputs in autograd's graph and holds none of their memory."""
     return _FirstOrder.apply(what, dout, node, *grads) if torch.is_grad_enabled() else grads

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import api as function
-from attention import autograd
+from attention import api, autograd, planner
 from attention.executors import all_to_all, ring
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import schedules, transfers
@@ -131,7 +130,7 @@ def kernel(
     def wrapped(original: Any) -> Any:
         return lambda *args: Faulty(original(*args), forward, backward, change)
 
-    return lambda: changed(function.kernels, "select", wrapped)
+    return lambda: changed(planner.kernels, "select", wrapped)
 
 
 def steps(change: Callable[[tuple[PlannedStep, ...], int], tuple[PlannedStep, ...]]) -> AbstractContextManager[object]:
@@ -140,7 +139,7 @@ def steps(change: Callable[[tuple[PlannedStep, ...], int], tuple[PlannedStep, ..
     def make(original: Any) -> Any:
         return lambda problem, rank, *args: change(original(problem, rank, *args), rank)
 
-    return changed(function, "plan_steps", make)
+    return changed(planner, "plan_steps", make)
 
 
 def zeroed(name: str, last: int | None = None, part: int | None = None) -> Callable[[], AbstractContextManager[object]]:
@@ -218,7 +217,7 @@ def _chunks_swapped() -> AbstractContextManager[object]:
     def make(original: Any) -> Any:
         return lambda self, cu: tuple(tuple(reversed(shard)) for shard in original(self, cu))
 
-    return changed(function.ContextParallel, "_shards", make)
+    return changed(api.ContextParallel, "_shards", make)
 
 
 def _merge(share: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[[], AbstractContextManager[object]]:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import api as function
+from attention import planner
 from attention.autotune import machine as automatic
 from attention.autotune import model as choice
 from attention.profiling import Recorder, recording
@@ -51,7 +51,7 @@ def runs_for_captures(monkeypatch):
     monkeypatch.setattr(graphs, "_Graph", Again)
     monkeypatch.setattr(graphs, "_Place", Place)
     monkeypatch.setattr(graphs, "capturing", lambda device: False)
-    monkeypatch.setattr(function, "_check_graphs", lambda *given: None)
+    monkeypatch.setattr(planner, "check_capturable", lambda *given: None)
     Again.dropped = 0
 
 
@@ -188,10 +188,10 @@ def test_what_sends_lengths_in_each_pass_is_refused(monkeypatch):
     monkeypatch.undo()
     gpu = torch.device("cuda", 0)
     with pytest.raises(attention.UnsupportedCall, match="graphs=True: grouping=packed sends lengths"):
-        function._check_graphs(VARIANTS["zigzag_llama3"], {"grouping": "packed"}, Nothing(), gpu, 1)
-    function._check_graphs(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 1)
+        planner.check_capturable(VARIANTS["zigzag_llama3"], {"grouping": "packed"}, Nothing(), gpu, 1)
+    planner.check_capturable(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 1)
     with pytest.raises(attention.UnsupportedCall, match="transport=none may hang"):
-        function._check_graphs(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 2)
+        planner.check_capturable(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 2)
 
 
 def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attention
-from attention.api import MOST_PACKS
+from attention.planner import MOST_PACKS
 from attention.profiling import Recorder, recording
 from attention.runtime import launch_replay, launch_trace
 from attention.runtime.launch_replay import MOST, TRIES, Launches

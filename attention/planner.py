@@ -1,0 +1,227 @@
+"""A call becomes a plan: its arguments are checked, and what they ask for is looked up or built."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attention import kernels
+from attention.arguments import Packs, check_cu_seqlens, check_scale, check_tensors, check_window, positive
+from attention.autograd import wants_gradient
+from attention.executors import nested_prefixes
+from attention.executors.plan import Plan, plan_steps, resized
+from attention.external import calls
+from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
+from attention.geometry.options import Options
+from attention.geometry.schedules import Problem, masks
+from attention.kernels import Kernel, Shape, UnsupportedCall
+from attention.masks.band import Mask
+from attention.tensors import tokens
+from attention.transports import Transport
+from attention.variants.base import Variant
+from attention.variants.external import External
+
+Connect = Callable[[torch.device], Transport]
+
+MOST_PLANS = 256
+MOST_PACKS = 64  # plans of packed batches: index tables and launch traces make them large
+
+
+class Settings(Protocol):
+    """What `make` fixed for all calls of a function."""
+
+    variant: Variant[Any]
+    options: Options
+    kernel_name: str
+    transport_name: str
+    deterministic: bool
+    graphs: bool | str
+    rank: int
+    world: int
+    layout: Layout
+
+
+class CallSpec(NamedTuple):
+    """What a plan depends on beside the function's settings."""
+
+    shape: Shape
+    batch: int  # 1 but for external packages, some of which take no other
+    q_tokens: int  # of this rank
+    kv_tokens: int  # of this rank
+    cu_seqlens: CuSeqlens
+    packed: bool
+    causal: bool
+    window: tuple[int, int]
+    scale: float
+    device: torch.device
+    want_lse: bool
+
+
+def call_spec(
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    cu_seqlens: Packs = None,
+    kv_tokens: int | None = None,
+    return_lse: bool = False,
+) -> CallSpec:
+    """The checked arguments of a call (see `ContextParallel.__call__`). Raises ValueError."""
+    packed = cu_seqlens is not None
+    check_tensors(q, k, v, packed, settings.variant.decode)
+    scale, window = check_scale(scale), check_window(window)
+    held = tokens(k)
+    total = kv_tokens if kv_tokens is not None else held * (1 if settings.layout.replicated else settings.world)
+    cu = check_cu_seqlens(cu_seqlens, total)
+    shape = Shape.of(q, k, wants_gradient(q, k, v))
+    return CallSpec(
+        shape=shape,
+        batch=q.shape[0] if isinstance(settings.variant, External) else 1,
+        q_tokens=tokens(q),
+        kv_tokens=held,
+        cu_seqlens=cu,
+        packed=packed,
+        causal=causal,
+        window=window,
+        scale=positive(scale, shape.head_dim),
+        device=q.device,
+        want_lse=return_lse,
+    )
+
+
+class Plans(dict[Hashable, Plan]):
+    """The plans of one function, by call. When there are too many, the oldest goes; of packed batches the one unused for longest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: OrderedDict[Hashable, None] = OrderedDict()  # keys of packed batches, the last used at the end
+        self.known: set[Hashable] = set()  # shared by the plans: see `Launches`
+
+    def add(self, key: Hashable, plan: Plan) -> None:
+        while len(self) >= MOST_PLANS:
+            self.pop(next(iter(self)))
+        self[key] = plan
+
+    def use_packed(self, key: Hashable) -> None:
+        self.packed[key] = None
+        self.packed.move_to_end(key)
+        if len(self.packed) > MOST_PACKS:
+            self.pop(self.packed.popitem(last=False)[0], None)
+
+
+def plan_of(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) -> Plan:
+    """The plan of a call, from `plans` or new; `connect` gives a device's transport. Raises ValueError, and UnsupportedCall for what the kernel can't do."""
+    if settings.variant.decode:
+        return _decode_plan(spec, settings, plans, connect)
+    found = plans.get(spec)
+    if found is None:
+        found = build(spec, settings, connect, plans.known)
+        plans.add(spec, found)
+    if spec.packed:
+        plans.use_packed(spec)
+    return found
+
+
+def _decode_plan(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) -> Plan:
+    """A decode has one plan for all lengths at which the same ranks hold keys; it is resized as the keys grow."""
+    sizes = sizes_of(settings.layout, spec.cu_seqlens, settings.world)
+    key = spec._replace(cu_seqlens=tuple(n > 0 for n in sizes), kv_tokens=0)
+    found = plans.get(key)
+    if found is None:
+        found = build(spec, settings, connect, plans.known)
+        plans.add(key, found)
+    _check_share(spec, settings)
+    if found.problem.cu_seqlens != spec.cu_seqlens:
+        plans[key] = found = resized(found, spec.cu_seqlens, sizes)
+    return found
+
+
+def build(spec: CallSpec, settings: Settings, connect: Connect, known: set[Hashable]) -> Plan:
+    """A new plan: the schedule bound to this rank, its kernel and its transport."""
+    variant, options, shape = settings.variant, settings.options, spec.shape
+    mask = Mask.of(spec.causal, spec.window)
+    problem = variant.problem(spec.cu_seqlens, settings.world, mask, options, spec.q_tokens)
+    _check_share(spec, settings)
+    _check_call(spec, settings)
+    kernel = _kernel(spec, settings, problem)
+    transport = connect(spec.device)
+    if settings.graphs:
+        check_capturable(variant, options, transport, spec.device, settings.world)
+    place, head = divmod(settings.rank, problem.ulysses)
+    # whether one rank's kernel can write into another's memory
+    writable = settings.world > 1 and spec.device.type == "cuda" and transport.pulls and shape.dtype != torch.float64
+    return Plan(
+        variant=variant,
+        problem=problem,
+        rank=place,
+        head=head,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        scale=spec.scale,
+        packed=spec.packed,
+        deterministic=settings.deterministic,
+        want_lse=spec.want_lse,
+        kernel=kernel,
+        transport=transport,
+        options=options.resolved(writable),
+        steps=plan_steps(problem, place, spec.scale, spec.packed, settings.deterministic, spec.device),
+        known=known,
+    )
+
+
+def _check_share(spec: CallSpec, settings: Settings) -> None:
+    """Raises ValueError unless k has this rank's share of the tokens."""
+    rank, world = settings.rank, settings.world
+    share = sizes_of(settings.layout, spec.cu_seqlens, world)[rank]
+    if spec.kv_tokens != share:
+        raise ValueError(
+            f"k has {spec.kv_tokens} tokens: rank {rank} of {world} holds {share} of {spec.cu_seqlens[-1]}"
+        )
+
+
+def _check_call(spec: CallSpec, settings: Settings) -> None:
+    """Raises ValueError for options that do not fit this call, UnsupportedCall for what this device lacks."""
+    variant, options, shape = settings.variant, settings.options, spec.shape
+    options.check(shape.heads, shape.kv_heads, settings.world)
+    if variant.decode and shape.backward:
+        raise ValueError(f"requires_grad=True: {variant.name} has no backward; call it under no_grad")
+    nested_prefixes.check(options, spec.device, shape.head_dim)
+    if getattr(options, "reduce", None) == "fused" and settings.world > 1 and spec.device.type != "cuda":
+        raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
+
+
+def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
+    """The local kernel. Raises UnsupportedCall if it can't do this call."""
+    variant, wanted = settings.variant, settings.kernel_name
+    if isinstance(variant, External):
+        calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse)
+        return calls.kernel(variant, wanted, spec.shape, masks(problem))
+    return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
+
+
+def check_capturable(
+    variant: Variant[Any], options: Options, transport: Transport, device: torch.device, world: int
+) -> None:
+    """Raises UnsupportedCall for calls that a CUDA graph can't capture."""
+    reason = None
+    if device.type != "cuda":
+        reason = f"a {device.type} has no CUDA graphs"
+    elif isinstance(variant, External):
+        reason = f"{variant.name} brings its own exchange"
+    elif variant.decode:
+        reason = "a decode's keys grow from call to call; capture the call yourself, between two lengths"
+    elif options.uncapturable is not None:
+        reason = options.uncapturable
+    elif world > 1 and not transport.pulls:
+        reason = f"transport={transport.name} may hang in a graph; symm is needed"
+        reason += f" ({transport.note})" if transport.note else ""
+    if reason is not None:
+        raise UnsupportedCall(f"graphs=True: {reason}")
