@@ -1,11 +1,13 @@
-"""`python -m runner.catalog [attention|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the lists, with their
-numbers, what works on this machine, and why the rest does not. `python -m runner.catalog cost config=llama3_70b world_size=64`:
-what each variant costs, before it runs."""
+"""`python -m runner.catalog [attention|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the choices of these
+groups, or of all: what each is, whether it works on this machine, and if not, why.
+
+`python -m runner.catalog cost config=llama3_70b world_size=64`: the FLOPs, bytes and memory of each variant, before it runs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -26,7 +28,7 @@ from runner.output import terminal
 
 
 def attention() -> Table:
-    """A few lines a variant, so that they can be read on a narrow terminal."""
+    """The variants, with several lines each to fit a narrow terminal."""
     table = _table("Variants: attention=NAME", "name", "what it is, when to use it, source", "works here, can, options")
     table.leading = 1  # an empty line between variants
     device = "cuda" if environment.gpu_count() and environment.torch_has_cuda() else "cpu"
@@ -37,35 +39,30 @@ def attention() -> Table:
         table.add_row(name, about, "\n".join([works, can, *given]))
 
     use = "where no particular variant is wanted"
-    add(AUTO, SUMMARY, use, "our cost model (attention/autotune/model.py)", "yes", "what any of them can", OPTIONS)
+    add(AUTO, SUMMARY, use, "our cost model (attention/autotune/model.py)", "yes", "all that any variant can", OPTIONS)
     for v in everything().values():
         masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
-        masks += (["window"] if v.windows else []) + (["packs"] if v.packs and not v.decode else [])
+        masks += (["window"] if v.windows else []) + (["packed batches"] if v.packs and not v.decode else [])
         add(v.name, v.summary, v.use, v.source, _works(v.missing(device)), ", ".join(masks), v.options.defaults())
     return table
 
 
 def config() -> Table:
-    table = _table("Workloads: config=NAME", "category", "name", "batch", "heads", "head dim", "tokens", "mask", "dtype", "forward", "q+k+v")  # fmt: skip
-    entries = []
+    """The workloads by category and size, with their FLOPs and the memory of q, k and v."""
+    columns = ("category", "name", "batch", "heads", "head dim", "tokens", "mask", "dtype", "forward", "q+k+v")
+    table = _table("Workloads: config=NAME", *columns)
+    sized = []
     with initialize_config_module("runner.conf", version_base="1.3"):
         for name in overrides.groups()["config"]:
             cfg = compose("config", overrides=[f"config={name}"])
             if cfg.seq_len is None:
-                table.add_row(
-                    "default",
-                    name,
-                    *[""] * 4,
-                    "sizes by hardware: see DEFAULT_SIZES in runner/config/schema.py",
-                    *[""] * 3,
-                )
-                continue
-            entries.append(cfg)
-    order = list(dict.fromkeys(e.category for e in sorted(entries, key=lambda e: ORDER.index(e.category))))
-    for cfg in sorted(entries, key=lambda e: (order.index(e.category), e.seq_len, e.batch * e.heads)):
+                sizes = "sizes by hardware: see DEFAULT_SIZES in runner/config/schema.py"
+                table.add_row("default", name, *[""] * 4, sizes, *[""] * 3)
+            else:
+                sized.append(cfg)
+    for cfg in sorted(sized, key=lambda cfg: (CATEGORIES.index(cfg.category), cfg.seq_len, cfg.batch * cfg.heads)):
         work = schema.workload(cfg, "cpu")
-        sizes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
-        flops = costs.forward_flops(sizes, work.pairs)
+        flops = costs.forward_flops(costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2), work.pairs)
         elements = work.batch * work.head_dim * (work.queries * work.heads + 2 * work.seq_len * work.kv_heads)
         heads = f"{work.heads}:{work.kv_heads}" if work.heads != work.kv_heads else f"{work.heads}"
         table.add_row(
@@ -75,7 +72,7 @@ def config() -> Table:
     return table
 
 
-ORDER = ["small", "medium", "large", "gqa", "zigzag", "model", "long", "decode"]
+CATEGORIES = ["small", "medium", "large", "gqa", "zigzag", "model", "long", "decode"]
 
 
 def cost(arguments: list[str]) -> Table:
@@ -146,21 +143,24 @@ def kernel() -> Table:
     from attention.kernels import FASTEST, KERNELS
 
     device = _device()
-    table = _table(f"Kernels on this machine ({device}): kernel=NAME", "name", "works here", "what it is")
-    table.add_row("auto", "yes", f"the fastest that does the call, tried in this order: {', '.join(FASTEST[device])}")
-    for k in KERNELS.values():
-        table.add_row(k.name, _works(k.missing(device)), k.summary)
-    return table
+    auto = f"the fastest that supports the call, tried in this order: {', '.join(FASTEST[device])}"
+    return _usable("kernel", auto, [(k.name, k.missing(device), k.summary) for k in KERNELS.values()])
 
 
 def transport() -> Table:
     from attention.transports import SUMMARIES, missing
 
     device = _device()
-    table = _table(f"Transports on this machine ({device}): transport=NAME", "name", "works here", "what it is")
-    table.add_row("auto", "yes", "symm on GPUs that reach each other, nccl on others, gloo on a CPU")
-    for name, summary in SUMMARIES.items():
-        table.add_row(name, _works(missing(name, device)), summary)
+    auto = "symm on GPUs that can read each other's memory, nccl on other GPUs, gloo on a CPU"
+    return _usable("transport", auto, [(name, missing(name, device), summary) for name, summary in SUMMARIES.items()])
+
+
+def _usable(group: str, auto: str, choices: Sequence[tuple[str, str | None, str]]) -> Table:
+    """The choices of a group: name, why it cannot be used here (None: it can), and summary."""
+    title = f"{group.capitalize()}s on this machine ({_device()}): {group}=NAME"
+    table = _table(title, "name", "works here", "what it is")
+    for name, reason, about in [("auto", None, auto), *choices]:
+        table.add_row(name, _works(reason), about)
     return table
 
 
@@ -175,7 +175,7 @@ def _works(reason: str | None) -> str:
 
 
 def _group(name: str) -> Table:
-    """A group whose files speak for themselves: each one's first comment and its values."""
+    """The choices of a group by their YAML files: comments and values."""
     table = _table(f"{name}=NAME", "name", "what it is", "values")
     root = resources.files("runner.conf") / name
     for choice in overrides.groups()[name]:
@@ -194,15 +194,9 @@ NUMBERS = (
     "heads", "head dim", "tokens", "forward", "q+k+v",
 )  # fmt: skip
 WRAPPED = (
-    "what it is, when to use it, source",
-    "works here, can, options",
-    "works here",
-    "what it is",
-    "values",
-    "by what",
-    "mask",
-)
-# where the terminal is too narrow
+    "what it is, when to use it, source", "works here, can, options", "works here", "what it is", "values", "by what", "mask",
+)  # fmt: skip
+# the columns that a narrow terminal leaves out, in this order
 LEFT_OUT = ("dtype", "category", "q+k+v", "of even share", "peak forward", "received backward", "peak with backward")
 
 
@@ -217,16 +211,13 @@ def show(table: Table) -> None:
     terminal.note_dropped(terminal.show(table, WRAPPED, LEFT_OUT), ": a wider terminal, or COLUMNS=200, shows them")
 
 
-LISTS = {
+LISTS: dict[str, Callable[[], Table]] = {
     "attention": attention,
-    "model": lambda: _group("model"),
+    "model": partial(_group, "model"),
     "config": config,
     "kernel": kernel,
     "transport": transport,
-    "timing": lambda: _group("timing"),
-    "dtype": lambda: _group("dtype"),
-    "hardware": lambda: _group("hardware"),
-    "experiment": lambda: _group("experiment"),
+    **{name: partial(_group, name) for name in ("timing", "dtype", "hardware", "experiment")},
 }
 
 
