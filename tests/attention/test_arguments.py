@@ -65,7 +65,7 @@ def test_a_scale_that_is_no_finite_number_is_refused(scale):
 
 @pytest.mark.parametrize("scale", (0.0, -1.0, float("nan"), float("inf")))
 def test_a_kernels_call_has_a_positive_scale(scale):
-    with pytest.raises(ValueError, match=r"scale=.*: a kernel's must be positive and finite; negate q"):
+    with pytest.raises(ValueError, match=r"scale=.*: must be positive and finite; for a negative scale, negate q"):
         Call(scale)
 
 

@@ -186,12 +186,13 @@ def test_what_auto_replays_is_launched_where_it_has_to_be(monkeypatch):
 
 def test_what_sends_lengths_in_each_pass_is_refused(monkeypatch):
     monkeypatch.undo()
-    gpu = torch.device("cuda", 0)
+    gpu, zigzag_llama3 = torch.device("cuda", 0), VARIANTS["zigzag_llama3"]
+    packed, separate = (zigzag_llama3.parse({"grouping": grouping}) for grouping in ("packed", "separate"))
     with pytest.raises(attention.UnsupportedCall, match="graphs=True: grouping=packed sends lengths"):
-        planner.check_capturable(VARIANTS["zigzag_llama3"], {"grouping": "packed"}, Nothing(), gpu, 1)
-    planner.check_capturable(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 1)
+        planner.check_capturable(zigzag_llama3, packed, Nothing(), gpu, 1)
+    planner.check_capturable(zigzag_llama3, separate, Nothing(), gpu, 1)
     with pytest.raises(attention.UnsupportedCall, match="transport=none may hang"):
-        planner.check_capturable(VARIANTS["zigzag_llama3"], {"grouping": "separate"}, Nothing(), gpu, 2)
+        planner.check_capturable(zigzag_llama3, separate, Nothing(), gpu, 2)
 
 
 def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):
