@@ -16,7 +16,7 @@ from attention import kernels, transports
 from attention.arguments import Packs, check_cu_seqlens, rank_and_world, signed, token_dim_of
 from attention.autograd import Unshard, attend, token_range
 from attention.autotune import machine as automatic
-from attention.autotune.model import AUTO, SUMMARY, Choice, check_graphs
+from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate, check_graphs
 from attention.errors import nearest
 from attention.executors.plan import Plan
 from attention.external import calls
@@ -60,9 +60,7 @@ def make(
     check_graphs(name, graphs)
     if name == AUTO:
         _check_names(kernel, transport)
-        choice = automatic.decide(
-            group, kernel, transport, {**options, "graphs": graphs, "deterministic": deterministic}
-        )
+        choice = decide(group, kernel, transport, {**options, "graphs": graphs, "deterministic": deterministic})
         best = choice.best
         name, transport, options = best.candidate.variant, best.transport, best.candidate.options.plain()
         graphs = graphs if best.graphs else False
@@ -74,6 +72,17 @@ def make(
     fn = ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(options), graphs)
     fn.choice = choice
     return fn
+
+
+def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: dict[str, Any]) -> Choice:
+    """What `make("auto")` takes for these options, and why: see `attention.autotune.machine.decide`."""
+    deterministic = bool(given.get("deterministic"))
+
+    def build(e: Estimate) -> ContextParallel:
+        chosen, options = variant(e.candidate.variant), e.candidate.options
+        return ContextParallel(chosen, group, kernel, e.transport, deterministic, options, e.graphs)
+
+    return automatic.decide(group, kernel, transport, given, build)
 
 
 def _check_names(kernel: str, transport: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attention.geometry import costs
+from attention.geometry import counts
 from attention.masks.band import Mask
 from attention.measured import rates
 from attention.measured.rates import CallClass, Rate
@@ -180,10 +180,10 @@ def measure(
         if device == "cuda":
             torch.cuda.empty_cache()
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    shapes = costs.Shapes(given.batch, given.heads, given.kv_heads, call.head_dim, 2)
-    flops = costs.forward_flops(shapes, given.pairs)
+    shapes = counts.Shapes(given.batch, given.heads, given.kv_heads, call.head_dim, 2)
+    flops = counts.forward_flops(shapes, given.pairs)
     forward, backward = (statistics.quantile(sorted(taken[which]), 0.5) for which in work.passes)
-    return flops / forward / 1e9, costs.BACKWARD * flops / backward / 1e9
+    return flops / forward / 1e9, counts.BACKWARD * flops / backward / 1e9
 
 
 def calibrate(

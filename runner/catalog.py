@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from rich.markup import escape
 from rich.table import Table
 
-from attention.autotune.model import AUTO, OPTIONS, SUMMARY
+from attention.autotune.choice import AUTO, OPTIONS, SUMMARY
 from attention.errors import nearest
-from attention.geometry import costs
+from attention.executors import costs
+from attention.geometry import counts
 from attention.variants.base import Variant
 from attention.variants.registry import everything
 from runner import environment
@@ -62,7 +63,8 @@ def config() -> Table:
                 sized.append(cfg)
     for cfg in sorted(sized, key=lambda cfg: (CATEGORIES.index(cfg.category), cfg.seq_len, cfg.batch * cfg.heads)):
         work = schema.workload(cfg, "cpu")
-        flops = costs.forward_flops(costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2), work.pairs)
+        shapes = counts.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
+        flops = counts.forward_flops(shapes, work.pairs)
         elements = work.batch * work.head_dim * (work.queries * work.heads + 2 * work.seq_len * work.kv_heads)
         heads = f"{work.heads}:{work.kv_heads}" if work.heads != work.kv_heads else f"{work.heads}"
         table.add_row(
@@ -80,7 +82,7 @@ def cost(arguments: list[str]) -> Table:
     given = [a for a in arguments if a.startswith("attention=")]
     rest = [a for a in arguments if not a.startswith("attention=")]
     table = _table(
-        f"Costs: {' '.join(arguments) or 'the default workload'}; the busiest rank's; a backward has {costs.BACKWARD} times the FLOP; the "
+        f"Costs: {' '.join(arguments) or 'the default workload'}; the busiest rank's; a backward has {counts.BACKWARD} times the FLOP; the "
         "peaks without inputs and kernels' scratch",
         "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward",
         "peak with backward", "by what",
@@ -107,32 +109,27 @@ def cost(arguments: list[str]) -> Table:
 def _cost_cells(spec: schema.Experiment, v: Variant[Any]) -> list[str]:
     work, shapes = spec.workload, metrics.shapes(spec)
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, spec.options, work.q_len)
-    by_rank = costs.rank_flops(problem, shapes)
-    whole = costs.forward_flops(shapes, work.pairs)
-    computed = [terminal.flop(max(by_rank)), f"{max(by_rank) * problem.ranks / whole:.2f}"]
+    places = counts.sampled_places(problem)
+    most = max(counts.place_flops(problem, shapes, place) for place in places)
+    share = most * problem.ranks / counts.forward_flops(shapes, work.pairs)
+    computed = [terminal.flop(most), f"{share:.2f}"]
     if v.executor == "external":
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]
-    forward, backward = (
-        [costs.bytes_received(v, problem, shapes, rank, which, spec.options) for rank in range(problem.ranks)]
-        for which in (False, True)
-    )
-    most = max(forward, key=lambda found: sum(found.values()))
-    back = "none" if v.decode else terminal.gib(max(sum(found.values()) for found in backward))
-    peaks = [
-        max(costs.peak_bytes(v, problem, shapes, rank, spec.options, which) for rank in range(problem.ranks))
-        for which in ((False,) if v.decode else (False, True))
-    ]
-    parts = _parts(most)
-    if not v.decode:
-        parts += f"; back {_parts(max(backward, key=lambda found: sum(found.values())))}" if parts else ""
-    return [
-        *computed,
-        terminal.gib(sum(most.values())),
-        back,
-        terminal.gib(peaks[0]),
-        terminal.gib(peaks[1]) if len(peaks) > 1 else "none",
-        parts,
-    ]
+    found, ranks = costs.of(v, problem, shapes, spec.options), [place * problem.ulysses for place in places]
+
+    def received(backward: bool) -> dict[str, int]:
+        return max((found.bytes_received(rank, backward) for rank in ranks), key=lambda by: sum(by.values()))
+
+    def peak(backward: bool) -> str:
+        return terminal.gib(max(found.peak_bytes(rank, backward) for rank in ranks))
+
+    forward, parts = received(False), _parts(received(False))
+    if v.decode:
+        return [*computed, terminal.gib(sum(forward.values())), "none", peak(False), "none", parts]
+    backward = received(True)
+    parts += f"; back {_parts(backward)}" if parts else ""
+    totals = [terminal.gib(sum(by.values())) for by in (forward, backward)]
+    return [*computed, *totals, peak(False), peak(True), parts]
 
 
 def _parts(found: dict[str, int]) -> str:

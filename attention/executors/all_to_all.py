@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.executors import ring
 from attention.executors.head_groups import cut_heads
 from attention.executors.plan import Plan
-from attention.geometry.costs import exchange_parts
+from attention.executors.policy import exchange_parts
 from attention.geometry.transfers import Intervals
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
@@ -31,7 +31,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     """q, k, v: this rank's shards. Returns (out, lse) of this rank's tokens, all heads; lse so only where wanted."""
     if plan.problem.ulysses == 1:
         return ring.forward(q, k, v, plan)
-    n = exchange_parts(plan.options, plan.kv_heads, plan.problem.ulysses, tokens(q) * plan.problem.ulysses)
+    n = exchange_parts(plan.options.head_parts, plan.kv_heads, plan.problem.ulysses, tokens(q) * plan.problem.ulysses)
     own, kv = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
     outs, lses = _ToTokens([q], [own], plan, "out"), []
     saved: Saved = ()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attention.geometry.costs import OVERLAPPED
+from attention.executors.policy import OVERLAPPED, group_sizes
 from attention.geometry.options import check_stride
 from attention.kernels.interface import Triple
 
@@ -47,16 +47,9 @@ def head_groups(
     small_last: bool = False,
     tokens: int = OVERLAPPED,
 ) -> list[HeadGroup]:
-    """`stride` KV heads at a time. None: all at once, but where many `tokens` are to be gathered, on demand a quarter of the
-    heads first, since the compute waits for its keys, or last, since its gradients' way home is waited for.
-
-    Raises ValueError when the stride does not divide the KV heads."""
-    each = check_stride(stride, kv_heads)
-    sizes = [each] * (kv_heads // each)
-    if stride is None and kv_heads >= 4 and tokens >= OVERLAPPED:
-        small = kv_heads // 4
-        first, last = [small] * small_first, [small] * small_last
-        sizes = [*first, kv_heads - sum(first) - sum(last), *last]
+    """The groups of `policy.group_sizes` with their heads. Raises ValueError when the stride does not divide the KV heads."""
+    check_stride(stride, kv_heads)
+    sizes = group_sizes(kv_heads, stride, small_first, small_last, tokens)
     ratio = heads // kv_heads
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [HeadGroup(a, a + n, a * ratio, (a + n) * ratio) for a, n in zip(starts, sizes, strict=True)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attention.geometry.costs import own_apart, played
+from attention.executors.policy import local_kv_apart, replays_launches
 from attention.geometry.layouts import CuSeqlens, Shard
 from attention.geometry.schedules import Block, Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
@@ -92,7 +92,7 @@ class Plan:
     @cached_property
     def playable(self) -> bool:
         each = self.problem.cu_seqlens[-1] // self.problem.ranks
-        known = played(self.kernel.name, each) and not self.variant.decode
+        known = replays_launches(self.kernel.name, each) and not self.variant.decode
         return known and self.transport.pulls
 
     @cached_property
@@ -101,7 +101,7 @@ class Plan:
 
     @cached_property
     def own_apart(self) -> bool:
-        return own_apart(self.problem, self.rank)
+        return local_kv_apart(self.problem, self.rank)
 
     @cached_property
     def gathering(self) -> Move:

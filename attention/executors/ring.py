@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.executors.head_groups import HeadGroup, head_groups
 from attention.executors.plan import LocalCall, Plan
-from attention.geometry.costs import ring_parts
+from attention.executors.policy import ring_parts
 from attention.geometry.layouts import largest
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals
@@ -138,7 +138,7 @@ def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
     """`head_parts` as many. None: two where the shard is long. Within an all-to-all, whose parts they would be, all at once."""
     kv_heads, parts = k.shape[-2], 1
     if plan.problem.ulysses == 1:
-        parts = ring_parts(plan.options, kv_heads, tokens(k))
+        parts = ring_parts(plan.options.head_parts, kv_heads, tokens(k))
     return head_groups(q.shape[-2], kv_heads, kv_heads // parts)
 
 

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attention.geometry.costs import BACKWARD
+from attention.geometry.counts import BACKWARD
 from attention.masks.band import CAUSAL, FULL, Mask
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from attention.autotune import model as choice
-from attention.geometry import costs
+from attention.autotune import choice, model
+from attention.geometry import counts
 from attention.geometry.options import BEST, check_heads
 from attention.masks.band import Mask
 from attention.variants.base import Variant
@@ -247,7 +247,7 @@ class Workload:
         """(query, key) pairs under the mask, of one batch element."""
         if self.q_len is not None:
             return self.q_len * self.seq_len
-        return costs.global_pairs(self.cu_seqlens, self.mask)
+        return counts.global_pairs(self.cu_seqlens, self.mask)
 
     def describe(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
@@ -634,12 +634,12 @@ def _check_automatic(work: Workload, world: int, options: dict[str, Any], mode: 
     """Raises ValueError where attention=auto has nothing to choose from, or an option of its own is wrong."""
     above_zero("attention.memory_gb", options["memory_gb"], "null for all that the GPU has", FINITE)
     choice.check_trials(options["trials"])
-    shapes = costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
+    shapes = counts.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
     backward = mode == "forward_backward"
     task = choice.Task(work.cu_seqlens, world, work.mask, shapes, bool(work.seqlens), backward, work.q_len)
-    able, left_out = choice.candidates(task)
+    able, left_out = model.candidates(task)
     if not able:
-        raise ValueError(choice.nothing(task, left_out))
+        raise ValueError(model.nothing(task, left_out))
 
 
 def workload(cfg: DictConfig, device: str, chosen: Variant[Any] | None = None, seed: int = 0) -> Workload:

@@ -16,10 +16,10 @@ import torch
 
 from attention import transports
 from attention.autotune import machine as automatic
-from attention.autotune.model import AUTO, Choice, Task
-from attention.autotune.model import ceilings as choose_ceilings
+from attention.autotune.choice import AUTO, Choice, Task
+from attention.autotune.hardware import ceilings as choose_ceilings
 from attention.autotune.trials import Tried, fastest
-from attention.geometry import costs
+from attention.geometry import counts
 from attention.geometry.options import BEST
 from attention.geometry.schedules import masks
 from attention.kernels import Shape, passed_over
@@ -192,7 +192,7 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
     settings, left_out = chosen.settings(spec.options, *about)
     names = [name for name, value in spec.options.items() if value == BEST]
     shapes, backward = metrics.shapes(spec), spec.mode == "forward_backward"
-    each_s = _rough_s(me, spec, max(costs.rank_flops(chosen.problem(*about[2:5], settings[0], work.q_len), shapes)))
+    each_s = _rough_s(me, spec, max(counts.rank_flops(chosen.problem(*about[2:5], settings[0], work.q_len), shapes)))
     me.say("trials", each_s * len(settings) * (LEADING + TRIAL_RUNS))
     specs = {setting_label(setting, names): replace(spec, options=setting) for setting in settings}
     functions = _together(me, lambda: {label: build(each) for label, each in specs.items()})
@@ -208,7 +208,7 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
 
 def _rough_s(me: Rank, spec: Experiment, forward_flops: float) -> float:
     """Seconds of an iteration, by the matrix product's rate, of which a kernel does a third at least."""
-    flops = forward_flops * (1 + costs.BACKWARD if spec.mode == "forward_backward" else 1)
+    flops = forward_flops * (1 + counts.BACKWARD if spec.mode == "forward_backward" else 1)
     return 3 * flops / ceilings.ceilings(me, spec.workload.dtype)["matmul_tflops"] / 1e12
 
 
@@ -255,7 +255,7 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
             seconds.append(time.perf_counter() - start)
         _rates[key] = 4 * n * n * heads * w.head_dim / min(seconds)
     shapes = metrics.shapes(spec)
-    needed = max(costs.rank_flops(work.plan.problem, shapes)) * (1 + costs.BACKWARD if work.backward else 1)
+    needed = max(counts.rank_flops(work.plan.problem, shapes)) * (1 + counts.BACKWARD if work.backward else 1)
     seconds_each = me.agree(max(me.gather(needed / _rates[key])))
     timed = (spec.timing["timing_runs"] + spec.timing["warmup_runs"] + 1) * spec.timing["layers"] + (
         _phase_runs(seconds_each) + timing.LEADING_RUNS if spec.phases else 0

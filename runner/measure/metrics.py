@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from attention.geometry import costs
+from attention.executors import costs
+from attention.executors.gather_costs import kv_bytes_read
+from attention.geometry import counts
+from attention.geometry.counts import Shapes
 from attention.geometry.schedules import Problem
 from attention.variants.base import Variant
 from attention.variants.registry import variant
@@ -13,18 +16,18 @@ from runner.config.schema import ITEMSIZE, Experiment
 EXCEEDED = 1.03  # of a limit: above it what the limit was made of is no ceiling
 
 
-def shapes(experiment: Experiment) -> costs.Shapes:
+def shapes(experiment: Experiment) -> Shapes:
     work = experiment.workload
-    return costs.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, ITEMSIZE[work.dtype])
+    return Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, ITEMSIZE[work.dtype])
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
     """Of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
     work = experiment.workload
-    forward = costs.forward_flops(shapes(experiment), work.pairs)
+    forward = counts.forward_flops(shapes(experiment), work.pairs)
     found = {"forward": forward}
     if experiment.mode == "forward_backward":
-        found["backward"] = int(forward * costs.BACKWARD)
+        found["backward"] = int(forward * counts.BACKWARD)
         found["total"] = forward + found["backward"]
     return found
 
@@ -32,14 +35,14 @@ def flops(experiment: Experiment) -> dict[str, int]:
 def compute(
     experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
 ) -> dict[str, Any]:
-    """From the slowest rank's medians (pass to ms) and this machine's ceilings. `pulls`: as `costs.bytes_received` has it, of
+    """From the slowest rank's medians (pass to ms) and this machine's ceilings. `pulls`: as `costs.of` has it, of
     the transport that the run went over."""
     work = experiment.workload
     chosen = variant(experiment.variant)
     problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, experiment.options, work.q_len)
     sizes = shapes(experiment)
     whole = flops(experiment)
-    by_rank = costs.rank_flops(problem, sizes)
+    by_rank = counts.rank_flops(problem, sizes)
     found: dict[str, Any] = {
         "tokens": work.batch * work.queries,
         "flops": whole,
@@ -48,9 +51,7 @@ def compute(
     }
     if "grouping" in experiment.options:
         how = experiment.options["grouping"]
-        found["kv_bytes_read_by_rank"] = [
-            costs.kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)
-        ]
+        found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)]
     for which in median_ms:
         # a peer's own exchange is not read off a schedule
         received = (
@@ -118,11 +119,9 @@ _CEILINGS = {
 
 
 def _received(
-    chosen: Variant[Any], problem: Problem, sizes: costs.Shapes, which: str, options: dict[str, Any], pulls: bool
+    chosen: Variant[Any], problem: Problem, sizes: Shapes, which: str, options: dict[str, Any], pulls: bool
 ) -> list[dict[str, int]]:
-    def one(rank: int, backward: bool) -> dict[str, int]:
-        return costs.bytes_received(chosen, problem, sizes, rank, backward, options, pulls)
-
+    one = costs.of(chosen, problem, sizes, options, pulls=pulls).bytes_received
     if which != "total":
         return [one(rank, which == "backward") for rank in range(problem.ranks)]
     both = [(one(rank, False), one(rank, True)) for rank in range(problem.ranks)]
@@ -131,17 +130,17 @@ def _received(
 
 def _limit(
     problem: Problem,
-    sizes: costs.Shapes,
+    sizes: Shapes,
     which: str,
     most_flops: int,
     most_bytes: int | None,
     ceilings: dict[str, float],
 ) -> dict[str, Any]:
     """The least time that this machine's ceilings allow the slowest rank, and what binds it."""
-    times = {"forward": 1.0, "backward": costs.BACKWARD, "total": 1 + costs.BACKWARD}[which]
+    times = {"forward": 1.0, "backward": counts.BACKWARD, "total": 1 + counts.BACKWARD}[which]
     passes = {"forward": [False], "backward": [True], "total": [False, True]}[which]
     moved = max(
-        sum(costs.kernel_bytes(problem, sizes, rank, backward) for backward in passes) for rank in range(problem.ranks)
+        sum(counts.kernel_bytes(problem, sizes, rank, backward) for backward in passes) for rank in range(problem.ranks)
     )
     terms = {
         "compute": most_flops * times / ceilings["matmul_tflops"] / 1e9,

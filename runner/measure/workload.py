@@ -12,8 +12,8 @@ from torch import Tensor
 
 import attention
 from attention.api import ContextParallel
-from attention.autotune import machine as automatic
-from attention.autotune.model import Ceilings, Choice
+from attention.autotune.choice import Choice
+from attention.autotune.hardware import Ceilings
 from attention.geometry.layouts import CuSeqlens
 from runner.config.schema import Experiment, UnsupportedHere, Workload
 from runner.launch.rank import Rank
@@ -66,7 +66,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "deterministic": experiment.deterministic,
         **experiment.options,
     }
-    return automatic.decide(None, experiment.kernel, experiment.transport, given)
+    return attention.api.decide(None, experiment.kernel, experiment.transport, given)
 
 
 class AttentionWork:

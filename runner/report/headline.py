@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attention.autotune.model import AUTO
+from attention.autotune.choice import AUTO
 from attention.variants.registry import EXTERNAL
 from runner.report.comparison import LEFT, RATIO, Row, by_workload, comparable, fact_columns, notes
 from runner.report.fair import MIXED, noise, origins, ratio

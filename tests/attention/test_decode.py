@@ -2,7 +2,8 @@
 
 import pytest
 
-from attention.geometry import costs
+from attention.executors import costs
+from attention.geometry.counts import Shapes
 from attention.masks.band import FULL
 from attention.variants.registry import VARIANTS
 from tests.jobs import numerics
@@ -51,9 +52,9 @@ def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, w
     for found in in_world(numerics.decode, world, name=name, options=options, cases=CASES[2:]):
         case = found["case"]
         problem = variant.problem((0, case["keys"]), world, FULL, options, case["queries"])
-        shapes = costs.Shapes(case["batch"], case["heads"], case["kv_heads"], case["head_dim"], 4)
+        shapes = Shapes(case["batch"], case["heads"], case["kv_heads"], case["head_dim"], 4)
         for rank, counted in enumerate(found["bytes"]):
-            said = costs.bytes_received(variant, problem, shapes, rank, False, options)
+            said = costs.of(variant, problem, shapes, options).bytes_received(rank, False)
             assert {k: v for k, v in counted.items() if v} == {k: v for k, v in said.items() if v}, case
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from attention.geometry import costs
+from attention.executors import costs, policy
+from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL
 from attention.variants.registry import VARIANTS
 from runner.launch.worlds import WorldSpec
@@ -46,12 +47,13 @@ def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
         arguments["packs"] = cu_seqlens
     outcome = pool.get(WorldSpec(world, "cpu")).call(memory.held, arguments, 120.0)
     assert outcome.status == "ok", "\n".join(outcome.log_tail)
-    shapes = costs.Shapes(1, *HEADS, HEAD_DIM, 2)
+    shapes = Shapes(1, *HEADS, HEAD_DIM, 2)
     for (name, options), by_rank in zip(cases, outcome.result, strict=True):
         variant = VARIANTS[name]
         problem = variant.problem(cu_seqlens, world, CAUSAL, options)
         for backward in (False, True):
-            model = max(costs.peak_bytes(variant, problem, shapes, r, options, backward) for r in range(world))
+            each = costs.of(variant, problem, shapes, options)
+            model = max(each.peak_bytes(rank, backward) for rank in range(world))
             real = max(held[backward] for held in by_rank)
             assert 0.8 < real / model < 1.3, (name, options, backward, real, model)
 
@@ -61,8 +63,9 @@ def test_a_packs_stretches_are_copied_kind_by_kind_and_let_go_of_between(pool, m
     arguments = {"cases": [("zigzag", options)], "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
     outcome = pool.get(WorldSpec(4, "cpu")).call(memory.held, arguments | {"packs": packs, "apart": 0}, 60.0)
     assert outcome.status == "ok", "\n".join(outcome.log_tail)
-    monkeypatch.setattr(costs, "APART", 0)
-    problem, shapes = VARIANTS["zigzag"].problem(packs, 4, CAUSAL, options), costs.Shapes(1, *HEADS, HEAD_DIM, 2)
-    model = max(costs.peak_bytes(VARIANTS["zigzag"], problem, shapes, rank, options, True) for rank in range(4))
+    monkeypatch.setattr(policy, "APART", 0)
+    problem, shapes = VARIANTS["zigzag"].problem(packs, 4, CAUSAL, options), Shapes(1, *HEADS, HEAD_DIM, 2)
+    each = costs.of(VARIANTS["zigzag"], problem, shapes, options)
+    model = max(each.peak_bytes(rank, True) for rank in range(4))
     (by_rank,) = outcome.result
     assert 0.8 < max(held[True] for held in by_rank) / model < 1.3

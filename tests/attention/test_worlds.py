@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from attention.geometry import costs
+from attention.executors import costs
+from attention.geometry.counts import Shapes
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
 from tests.jobs import groups, numerics, traffic, training
@@ -265,12 +266,11 @@ def assert_bytes(in_world, name, world, chosen, causal, window, packs=None, tran
     counted = in_world(traffic.counted, world, name=name, options=chosen, causal=causal, window=list(window), tokens=tokens,
                        batch=2, packs=packs, transport=transport, **heads)  # fmt: skip
     problem = variant.problem(tuple(packs or (0, tokens)), world, Mask.of(causal, window), chosen)
-    shapes = costs.Shapes(batch=1 if packs else 2, head_dim=16, itemsize=4, **heads)
+    shapes = Shapes(batch=1 if packs else 2, head_dim=16, itemsize=4, **heads)
     for rank, found in enumerate(counted):
         for which in ("forward", "backward"):
-            said = costs.bytes_received(
-                variant, problem, shapes, rank, which == "backward", chosen, pulls=transport == "symm"
-            )
+            each = costs.of(variant, problem, shapes, chosen, pulls=transport == "symm")
+            said = each.bytes_received(rank, which == "backward")
             case = world, chosen, causal, window, packs, transport, rank, which
             assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in said.items() if v}, case
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
-from attention.geometry import costs
+from attention.executors import policy
 from attention.reduction import grad_sum, lse_merge
 from attention.transports import symmetric
 from runner.launch.rank import Rank
@@ -56,19 +56,19 @@ def held(
     heads: tuple[int, int],
     head_dim: int,
     packs: list[int] | None = None,
-    apart: int = costs.APART,
+    apart: int = policy.APART,
 ) -> Any:
     """By case, of a forward and of a training step: the bytes that each rank holds beside its inputs, be they a pack; own keys
     apart up to so many tokens a rank."""
     eager = lse_merge.merge_eager, grad_sum.sum_eager
-    before, costs.APART = costs.APART, apart
+    before, policy.APART = policy.APART, apart
     lse_merge.merge_eager = grad_sum.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
     try:
         return [me.gather([_held(name, options, tokens, heads, head_dim, packs, both) for both in (False, True)])
                 for name, options in cases]  # fmt: skip
     finally:
         lse_merge.merge_eager, grad_sum.sum_eager = eager
-        costs.APART = before
+        policy.APART = before
 
 
 def _held(

@@ -100,7 +100,7 @@ def local_kv_apart(
 ) -> float:
     """The largest difference that a backward with a rank's own keys apart, or of the last group of heads last, has to one with
     them first, be the calls on the own keys late or the others, with NaN in all memory that is free."""
-    from attention.geometry import costs
+    from attention.executors import policy
 
     def make(**more: Any) -> Any:
         return attention.make(name, kernel=kernel, transport="symm", **{**options, **more})
@@ -134,7 +134,7 @@ def local_kv_apart(
         else ({"heads_k_stride": None}, {"heads_k_stride": 2})
     )
     front = fn._transport(me.device).front
-    original, threshold = local.backward, costs.APART
+    original, threshold = local.backward, policy.APART
     try:
         local.backward, front.behind = backward, behind  # type: ignore[method-assign]
         for seed in range(3):
@@ -149,7 +149,7 @@ def local_kv_apart(
                 (0, halves, late) for late in (None, True, False)
             ]
             for apart, more, late in [(0, at_once, None), *ways]:
-                costs.APART, state["late"] = apart, late
+                policy.APART, state["late"] = apart, late
                 fn = make(**more)  # which its plans are decided for once
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
@@ -160,7 +160,7 @@ def local_kv_apart(
                 differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
     finally:
         del local.backward, front.behind
-        costs.APART = threshold
+        policy.APART = threshold
     return max(me.gather(max(differences)))
 
 

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 import attention
-from attention.autotune import model as choice
-from attention.autotune.model import Ceilings, Machine, Pass, Task, choose, task_of
+from attention.autotune import hardware, model
+from attention.autotune.choice import Choice, Duration, Task
+from attention.autotune.hardware import Ceilings, Machine
+from attention.autotune.model import choose, task_of
 from attention.autotune.trials import contenders
+from attention.executors import costs, policy
 from attention.executors.plan import plan_steps
-from attention.geometry import costs
-from attention.geometry.costs import Shapes
+from attention.executors.timeline import place_work
+from attention.geometry.counts import BACKWARD, Shapes, forward_flops
 from attention.geometry.schedules import length
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.measured import links, rates
@@ -45,23 +48,23 @@ def machine(gb_s=400.0, latency_us=10.0, **kept) -> Machine:
     return replace(found, **kept)
 
 
-def variants(found: choice.Choice) -> set[str]:
+def variants(found: Choice) -> set[str]:
     return {e.candidate.variant for e in found.estimates}
 
 
-def ms(found: choice.Choice, label: str) -> float:
+def ms(found: Choice, label: str) -> float:
     return next(e.ms for e in found.estimates if e.label == label)
 
 
 def test_a_link_that_costs_nothing_leaves_the_compute_alone():
     found = choose(task(), machine(1e9, 0))
-    flops = costs.forward_flops(shapes(), CAUSAL.pairs(32768, 32768)) / 4
+    flops = forward_flops(shapes(), CAUSAL.pairs(32768, 32768)) / 4
     balanced = [e for e in found.estimates if e.candidate.variant in ("zigzag", "zigzag_llama3", "ulysses")]
     for e in balanced:
         assert e.forward.exposed < 1e-3
         # half a tile on the diagonal, of which the rate has its share, and the calls' tails are all that comes to the FLOPs
         assert flops / 603e9 <= e.forward.compute < 1.05 * flops / 600e9
-        assert e.backward.compute / e.forward.compute == pytest.approx(costs.BACKWARD, rel=0.1)
+        assert e.backward.compute / e.forward.compute == pytest.approx(BACKWARD, rel=0.1)
 
 
 @pytest.mark.parametrize(("kv_heads", "fewest"), [(32, "ulysses"), (1, "ring")])
@@ -72,10 +75,8 @@ def test_a_slow_link_favours_the_fewest_bytes(kv_heads, fewest):
 
     def received(e) -> int:
         v, problem = VARIANTS[e.candidate.variant], e.candidate.problem(whole)
-        return sum(
-            sum(costs.bytes_received(v, problem, whole.shapes, 0, back, e.candidate.options, True).values())
-            for back in (False, True)
-        )
+        each = costs.of(v, problem, whole.shapes, e.candidate.options, pulls=True)
+        return sum(sum(each.bytes_received(0, back).values()) for back in (False, True))
 
     assert received(found.best) <= 1.05 * min(received(e) for e in found.estimates)
     assert (found.best.candidate.variant == "ulysses") == (fewest == "ulysses")
@@ -122,7 +123,7 @@ def test_replays_are_taken_where_the_host_is_slower_than_they_are():
         launched, replayed, found = (choose(short, machine(replayed=x)) for x in (False, True, "auto"))
         assert not any(e.graphs for e in launched.estimates) and all(e.graphs for e in replayed.estimates)
         assert {e.label for e in found.estimates} == {e.label for e in launched.estimates + replayed.estimates}
-        worth = replayed.best.ms * choice.REPLAYED_WORTH < launched.best.ms
+        worth = replayed.best.ms * model.REPLAYED_WORTH < launched.best.ms
         assert found.best == (replayed if worth else launched).best and found.plain()["graphs"] == worth
         assert worth == (tokens < 8192)
         assert ("launched by the host" if worth else "replayed") in found.why and "graphs=True" not in found.why
@@ -140,7 +141,8 @@ def test_what_can_not_be_replayed_is_launched(kept):
     if "memory" in kept:  # what its copies take is one byte too much
         best = choose(short, machine(replayed="auto")).best
         v, problem = VARIANTS[best.candidate.variant], best.candidate.problem(short)
-        peaks = [costs.peak_bytes(v, problem, short.shapes, rank, best.candidate.options, False) for rank in range(4)]
+        each = costs.of(v, problem, short.shapes, best.candidate.options)
+        peaks = [each.peak_bytes(rank, False) for rank in range(4)]
         kept["memory"] = max(peaks) + 1024 * (2 * 32 + 2 * 8) * 128 * 2 - 1
         assert any(e.graphs for e in choose(short, machine(replayed="auto", memory=kept["memory"] + 1)).estimates)
         assert best.label not in {e.label for e in choose(short, machine(replayed="auto", **kept)).estimates}
@@ -181,9 +183,9 @@ def test_replayed_passes_pay_for_copies_and_an_all_to_all_for_what_it_keeps():
 
 def test_each_call_within_a_band_waits_for_its_last_tiles():
     def compute(mask: Mask, label: str, units: int) -> float:
-        overheads = replace(choice.OVERHEADS["cuda"], units=units)
+        overheads = replace(hardware.OVERHEADS["cuda"], units=units)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setitem(choice.OVERHEADS, "cuda", overheads)
+            patched.setitem(hardware.OVERHEADS, "cuda", overheads)
             found = choose(task(mask=mask), machine(1e9, 0))
         return next(e for e in found.estimates if e.label == label).backward.compute
 
@@ -191,13 +193,13 @@ def test_each_call_within_a_band_waits_for_its_last_tiles():
     tile_ms = 2.5 * 4 * 128 * 128 * 4097 * 100 / 600e9  # of 100 units at 600 TFLOP/s
     one, two = (compute(band, label, 100) - compute(band, label, 0) for label in ("ring_allgather, symm", "ring, symm"))
     assert one == pytest.approx(tile_ms / 2, rel=0.1)  # the rate is of what is computed, the mask's edges too
-    assert two == pytest.approx(2 * one)
+    assert two == pytest.approx(4 * one)  # two steps for each half of the heads
     assert compute(CAUSAL, "ring, symm", 100) == compute(CAUSAL, "ring, symm", 0)
 
 
 @pytest.mark.parametrize(("gpu", "host"), [(1, 1), (1, 2), (2, 1), (3, 0.5), (0.5, 3), (1, 0)])
 def test_host_and_gpu_hide_each_other_but_not_quite_where_they_need_as_long(gpu, host):
-    ms = Pass(0.5 * gpu, 0.25 * gpu, 0.25 * gpu, host).ms
+    ms = Duration(0.5 * gpu, 0.25 * gpu, 0.25 * gpu, host).ms
     assert max(gpu, host) <= ms <= gpu + host
     if host == gpu:
         assert ms > 1.1 * gpu
@@ -253,10 +255,9 @@ def test_a_limit_of_memory_leaves_the_gathers_out():
     wide = choose(asked, machine())
     gathers = {name for name, v in VARIANTS.items() if v.executor == "gather"}
     assert variants(wide) & gathers
-    problem = choice.Candidate("zigzag", {}).problem(asked)
-    peak = max(
-        costs.peak_bytes(VARIANTS["zigzag"], problem, asked.shapes, rank, backward=asked.backward) for rank in range(4)
-    )
+    zigzag = VARIANTS["zigzag"]
+    each = costs.of(zigzag, zigzag.problem(asked.cu_seqlens, 4, CAUSAL), asked.shapes)
+    peak = max(each.peak_bytes(rank, asked.backward) for rank in range(4))
     tight = choose(asked, machine(memory=peak))
     whole = {e.label for e in tight.estimates if e.candidate.options.plain().get("heads_k_stride", 0) is None}
     assert "zigzag" in variants(tight)
@@ -344,12 +345,12 @@ def test_what_packed_calls_take_is_what_the_plan_takes(name, n, options):
     problem = VARIANTS[name].problem(cu, 4, CAUSAL, options)
     for rank in range(4):
         planned = plan_steps(problem, rank, 1.0, True, False, torch.device("cpu"))
-        for step, work in zip(planned, choice._work(problem, rank), strict=True):
+        for step, work in zip(planned, place_work(problem, rank), strict=True):
             taken = [
                 sum(length(x) for x in found if len(x) > 1)
                 for found in zip(*((c.q, c.k) for c in step.calls), strict=True)
             ]
-            assert (taken or [0, 0]) == [work.taken_queries, work.taken_keys]
+            assert (taken or [0, 0]) == [work.stretched_queries, work.stretched_keys]
 
 
 def test_what_an_edge_costs_is_what_long_and_short_sequences_differ_by():
@@ -372,11 +373,11 @@ def test_what_an_edge_costs_is_what_long_and_short_sequences_differ_by():
 
 
 def test_an_unmeasured_machine_goes_by_its_ceilings():
-    own = choice.ceilings({"matmul_tflops": 1000, "copy_gb_s": 3000, "link_gb_s": 50}, "cuda")
+    own = hardware.ceilings({"matmul_tflops": 1000, "copy_gb_s": 3000, "link_gb_s": 50}, "cuda")
     unknown = machine(gpu="another", ceilings=own)
     found = choose(task(), unknown)
     assert found.basis == "rates: this machine's ceilings; links: this machine's ceilings"
-    assert unknown.speeds("flash4", CAUSAL, task())[0].flops == 1000e12 * choice.KERNEL_SHARE
+    assert unknown.speeds("flash4", CAUSAL, 128, True, False, 8192)[0].flops == 1000e12 * hardware.KERNEL_SHARE
     assert choose(task(), machine(gpu="another")).basis == "rates: defaults; links: defaults"
     assert Ceilings(1, 1, Link(1, 0)).source == "defaults"
 
@@ -542,7 +543,7 @@ def test_every_candidate_runs_and_matches_fp64(in_world, case):
         case.get("window", (-1, -1)),
         packs is not None,
     )
-    able, _ = choice.candidates(asked)
+    able, _ = model.candidates(asked)
     assert able
     for each in able:
         if each.options.plain().get("grouping") == "fused":
@@ -567,7 +568,7 @@ def test_what_is_played_costs_the_host_less_than_what_is_run(kept, packed):
 
 
 def test_a_host_is_not_late_where_nothing_is_played():
-    most = costs.MOST_PLAYED
-    assert costs.played("flash4", most) and not costs.played("flash4", most + 1)
+    most = policy.MOST_TRACED
+    assert policy.replays_launches("flash4", most) and not policy.replays_launches("flash4", most + 1)
     long = task(tokens=4 * (most + 4))
     assert all(p.host < p.gpu / 2 for e in choose(long, machine()).estimates for p in (e.forward, e.backward))

@@ -141,7 +141,7 @@ def test_what_auto_would_rather_have_taken_has_its_reason(on_gpu, monkeypatch):
 def test_cudnn_is_passed_over_for_packs(on_gpu):
     on_gpu([])
     reasons = kernels.passed_over("flash2", shape(packed=True), (FULL,))
-    assert "slower than a kernel that takes the pack" in reasons["sdpa_cudnn"]
+    assert "slower than a kernel that takes packed batches" in reasons["sdpa_cudnn"]
 
 
 def test_a_decode_tries_its_own_kernel_first(on_gpu):

@@ -4,7 +4,10 @@ import re
 
 import pytest
 
-from attention.geometry import costs
+from attention.executors import costs
+from attention.executors.gather_costs import kv_bytes_read
+from attention.geometry import counts
+from attention.geometry.counts import Shapes
 from attention.geometry.options import TreeOptions
 from attention.geometry.schedules import Problem
 from attention.masks.band import CAUSAL, FULL
@@ -15,7 +18,7 @@ every_world = pytest.mark.parametrize("world", WORLDS)
 
 # B 2, D 16, bf16: one head of a token is 64 bytes
 HEAD = 64
-SHAPES = costs.Shapes(batch=2, heads=8, kv_heads=2, head_dim=16, itemsize=2)
+SHAPES = Shapes(batch=2, heads=8, kv_heads=2, head_dim=16, itemsize=2)
 
 
 def made(name: str, lengths, world: int, mask=CAUSAL, q_tokens: int | None = None, **options) -> Problem:
@@ -26,32 +29,31 @@ def made(name: str, lengths, world: int, mask=CAUSAL, q_tokens: int | None = Non
 def received(name: str, lengths, world: int, backward: bool = False, shapes=SHAPES, **more) -> list[dict[str, int]]:
     problem = made(name, lengths, world, **more)
     options = {key: value for key, value in more.items() if key not in ("mask", "q_tokens")}
-    return [
-        costs.bytes_received(VARIANTS[name], problem, shapes, rank, backward, options) for rank in range(problem.ranks)
-    ]
+    each = costs.of(VARIANTS[name], problem, shapes, options)
+    return [each.bytes_received(rank, backward) for rank in range(problem.ranks)]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @every_world
 def test_the_flops_of_the_ranks_sum_to_the_whole(name, world):
-    shapes = costs.Shapes(batch=3, heads=840, kv_heads=840, head_dim=4, itemsize=2)  # 840: divides for every world
+    shapes = Shapes(batch=3, heads=840, kv_heads=840, head_dim=4, itemsize=2)  # 840: divides for every world
     for problem in problems(VARIANTS[name], world):
-        by_rank = costs.rank_flops(problem, shapes)
+        by_rank = counts.rank_flops(problem, shapes)
         assert len(by_rank) == world
         times = world if name in ("dense", "ring_decode") else 1  # there every rank computes everything
-        assert sum(by_rank) == times * costs.forward_flops(shapes, costs.problem_pairs(problem)), problem
+        assert sum(by_rank) == times * counts.forward_flops(shapes, counts.problem_pairs(problem)), problem
 
 
 def test_the_pairs_of_packs_and_decodes_by_hand():
-    assert costs.problem_pairs(made("llama3", (2, 3, 1), 1)) == 3 + 6 + 1
-    assert costs.problem_pairs(made("llama3", (2, 3, 1), 1, mask=FULL)) == 4 + 9 + 1
-    assert costs.problem_pairs(made("tree", 10, 4, mask=FULL, q_tokens=3)) == 30
+    assert counts.problem_pairs(made("llama3", (2, 3, 1), 1)) == 3 + 6 + 1
+    assert counts.problem_pairs(made("llama3", (2, 3, 1), 1, mask=FULL)) == 4 + 9 + 1
+    assert counts.problem_pairs(made("tree", 10, 4, mask=FULL, q_tokens=3)) == 30
 
 
 def test_the_flops_of_a_decode_follow_its_shards():
     # 10 keys on 4 ranks: 3, 3, 3 and 1; 4 B H D = 1024 FLOP a pair, two queries
-    assert costs.rank_flops(made("tree", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [6 * 1024] * 3 + [2 * 1024]
-    assert costs.rank_flops(made("ring_decode", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [20 * 1024] * 4
+    assert counts.rank_flops(made("tree", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [6 * 1024] * 3 + [2 * 1024]
+    assert counts.rank_flops(made("ring_decode", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [20 * 1024] * 4
 
 
 def test_ulysses_exchanges_heads_for_sequence_with_kv_heads_replicated():
@@ -96,7 +98,7 @@ def test_usp_gradients_go_home_across_and_inside():
 
 @every_world
 def test_usp_ends_in_ulysses_and_in_zigzag(world):
-    shapes = costs.Shapes(batch=1, heads=840, kv_heads=840, head_dim=4, itemsize=2)
+    shapes = Shapes(batch=1, heads=840, kv_heads=840, head_dim=4, itemsize=2)
     n = 12 * world
     for backward in (False, True):
         assert received("usp", n, world, backward, shapes, ulysses_size=world) == received(
@@ -192,7 +194,8 @@ def test_a_node_size_must_divide_the_world(world):
 def peak(name: str, seq_len: int, world: int, shapes=SHAPES, **options) -> int:
     decode = VARIANTS[name].decode
     problem = made(name, seq_len, world, FULL if decode else CAUSAL, 1 if decode else None, **options)
-    return max(costs.peak_bytes(VARIANTS[name], problem, shapes, r, options) for r in range(problem.ranks))
+    each = costs.of(VARIANTS[name], problem, shapes, options)
+    return max(each.peak_bytes(rank, False) for rank in range(problem.ranks))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ def test_peak_memory_grows_with_the_sequence_but_for_a_tree(name, world):
 @pytest.mark.parametrize("world", [8, 16])
 def test_a_gather_holds_the_others_keys_and_a_ring_two_shards(world):
     n = 1024
-    shapes = costs.Shapes(batch=2, heads=8, kv_heads=8, head_dim=16, itemsize=2)
+    shapes = Shapes(batch=2, heads=8, kv_heads=8, head_dim=16, itemsize=2)
     whole = n * 4 * KV
     for name in ("ring_allgather", "zigzag_llama3"):
         assert peak(name, n, world, shapes) > whole * (world - 1) // world > 2 * whole // world
@@ -228,12 +231,12 @@ def test_a_ring_merges_in_fp32_only_what_three_parts_meet_in():
         # rank 3 has three parts and more of every query, in fp32 twice the bytes of a result
         assert peak(name, 1024, 4) == 2 * 256 * (row + 64) + 256 * 2 * row + keys[4] + offered[4]
     # in fp32 the parts are merged in the result itself
-    shapes = costs.Shapes(2, 8, 2, 16, 4)
+    shapes = Shapes(2, 8, 2, 16, 4)
     assert peak("ring", 1024, 4, shapes) == 2 * 256 * (2 * row + 64) + 2 * (keys[4] + offered[4])
 
 
 def test_fewer_heads_in_flight_need_less_memory():
-    shapes = costs.Shapes(batch=1, heads=8, kv_heads=8, head_dim=16, itemsize=2)
+    shapes = Shapes(batch=1, heads=8, kv_heads=8, head_dim=16, itemsize=2)
     found = [peak("zigzag_llama3", 1024, 4, shapes, heads_k_stride=n) for n in (1, 2, None)]
     assert found == sorted(set(found))
     assert peak("llama3", 1024, 4, shapes, heads_k_stride=1) < peak("llama3", 1024, 4, shapes)
@@ -244,31 +247,31 @@ def test_keys_that_come_along_are_not_moved_by_kernels():
     for name in ("zigzag_varlen", "zigzag_llama3"):
         eight, nine = (VARIANTS[name].problem(tuple(8 * i for i in range(n + 1)), 4, CAUSAL) for n in (8, 9))
         for rank in range(4):
-            few, many = (costs.kernel_bytes(problem, SHAPES, rank, False) for problem in (eight, nine))
+            few, many = (counts.kernel_bytes(problem, SHAPES, rank, False) for problem in (eight, nine))
             assert 9 * few == 8 * many
 
 
 def test_a_block_moves_its_inputs_and_outputs_once():
     # 3, 3, 3 and 1 keys of 2 heads, k and v; q and out of one token, 8 heads
     problem = made("tree", 10, 4, FULL, 1)
-    found = [costs.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)]
+    found = [counts.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)]
     assert found == [2 * 8 * HEAD + n * KV for n in (3, 3, 3, 1)]
     # Ulysses on 4 ranks: 16 tokens of 2 query heads in and out, and of one KV head
     problem = made("ulysses", 16, 4)
-    assert [costs.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)] == [16 * (2 * 2 + 2) * HEAD] * 4
+    assert [counts.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)] == [16 * (2 * 2 + 2) * HEAD] * 4
 
 
 def test_an_empty_shard_of_a_decode_moves_and_computes_nothing():
     problem = made("tree", 5, 4, FULL, 1)
-    assert costs.kernel_bytes(problem, SHAPES, 3, False) == 0
-    assert costs.rank_flops(problem, SHAPES)[3] == 0
+    assert counts.kernel_bytes(problem, SHAPES, 3, False) == 0
+    assert counts.rank_flops(problem, SHAPES)[3] == 0
 
 
 def test_fused_chunks_read_each_prefix_once_and_separate_ones_as_often_as_it_is_attended():
     # 4 chunks of 32 tokens read prefixes of 32, 64, 96 and 128: 320 tokens against 128, a saving of 1 - 2 / (4 + 1)
     problem = VARIANTS["grouped"].problem((0, 128), 1, CAUSAL, {"n_groups": 4})
-    shapes = costs.Shapes(3, 8, 2, 64, 2)
+    shapes = Shapes(3, 8, 2, 64, 2)
     token = 3 * 2 * 64 * 2 * 2  # batch, KV heads, head dim, bytes, k and v
-    assert costs.kv_bytes_read(problem, shapes, 0, "separate") == 320 * token
-    assert costs.kv_bytes_read(problem, shapes, 0, "packed") == 320 * token
-    assert costs.kv_bytes_read(problem, shapes, 0, "fused") == 128 * token
+    assert kv_bytes_read(problem, shapes, 0, "separate") == 320 * token
+    assert kv_bytes_read(problem, shapes, 0, "packed") == 320 * token
+    assert kv_bytes_read(problem, shapes, 0, "fused") == 128 * token

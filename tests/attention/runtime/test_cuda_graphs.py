@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import attention
 from attention import planner
 from attention.autotune import machine as automatic
-from attention.autotune import model as choice
+from attention.autotune import model
 from attention.profiling import Recorder, recording
 from attention.runtime import cuda_graphs as graphs
 from attention.transports import Nothing, release
@@ -171,7 +171,7 @@ def test_a_replay_has_no_gradient_of_its_own():
 
 def test_what_auto_replays_is_launched_where_it_has_to_be(monkeypatch):
     def replayed(task, machine):
-        found = choice.choose(task, machine)
+        found = model.choose(task, machine)
         return replace(found, estimates=tuple(replace(e, graphs=True) for e in found.estimates))
 
     monkeypatch.setattr(automatic, "choose", replayed)

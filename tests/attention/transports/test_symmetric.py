@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from attention.geometry import costs
+from attention.executors import costs
+from attention.geometry.counts import Shapes
 from attention.masks.band import Mask
 from attention.variants.registry import VARIANTS
 from tests.attention.test_decode import BASE, CASES
@@ -40,10 +41,10 @@ def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
         counted = in_world(traffic.counted, world, name=name, options={}, causal=causal, window=list(window),
                            transport="symm", **sizes)  # fmt: skip
         problem = variant.problem((0, 8 * world), world, Mask.of(causal, window))
-        shapes = costs.Shapes(2, 12, 1, 16, 4)
+        shapes = Shapes(2, 12, 1, 16, 4)
         for rank, found in enumerate(counted):
             for which in ("forward", "backward"):
-                said = costs.bytes_received(variant, problem, shapes, rank, which == "backward", pulls=True)
+                said = costs.of(variant, problem, shapes, pulls=True).bytes_received(rank, which == "backward")
                 assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in said.items() if v}
 
 

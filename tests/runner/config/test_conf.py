@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attention.autotune.model import AUTO, OPTIONS
+from attention.autotune.choice import AUTO, OPTIONS
 from attention.geometry.options import BEST
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from attention.autotune.model import AUTO
+from attention.autotune.choice import AUTO
 from attention.variants.registry import VARIANTS
 from runner.config.groups import groups
 from runner.config.schema import (

@@ -2,7 +2,8 @@
 
 import pytest
 
-from attention.geometry import costs
+from attention.executors import costs
+from attention.geometry import counts
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.variants.registry import VARIANTS, variant
 from runner.measure import metrics
@@ -10,7 +11,7 @@ from tests.jobs import traffic
 from tests.support.composing import resolved
 
 # B 2, H 4, Hk 2, D 16, bf16: 4 B H D = 512 FLOP a pair; k and v of a token are 2 B Hk D 2 = 256 bytes, and so is q
-SHAPES = costs.Shapes(batch=2, heads=4, kv_heads=2, head_dim=16, itemsize=2)
+SHAPES = counts.Shapes(batch=2, heads=4, kv_heads=2, head_dim=16, itemsize=2)
 FLOP = 512
 KV = 256
 Q = 256
@@ -27,7 +28,7 @@ def small(name: str, *more: str):
 def received(name: str, tokens: int, world: int, mask: Mask, backward: bool) -> list[dict[str, int]]:
     chosen = variant(name)
     problem = chosen.problem((0, tokens), world, mask)
-    return [costs.bytes_received(chosen, problem, SHAPES, rank, backward) for rank in range(world)]
+    return [costs.of(chosen, problem, SHAPES).bytes_received(rank, backward) for rank in range(world)]
 
 
 def kv(name: str, tokens: int, world: int, mask: Mask) -> list[int]:
@@ -63,7 +64,7 @@ def test_every_rank_of_dense_does_the_whole_work():
     chosen = variant("dense")
     for mask in (CAUSAL, FULL, Mask(5, 0)):
         problem = chosen.problem((0, 48), 3, mask)
-        assert costs.rank_flops(problem, SHAPES) == [FLOP * costs.global_pairs((0, 48), mask)] * 3
+        assert counts.rank_flops(problem, SHAPES) == [FLOP * counts.global_pairs((0, 48), mask)] * 3
 
 
 def test_causal_work_by_rank():

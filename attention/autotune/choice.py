@@ -1,0 +1,181 @@
+"""What `auto` chose, and the estimates and trials that it chose by. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attention.geometry.counts import Shapes
+from attention.geometry.layouts import CuSeqlens
+from attention.geometry.schedules import Problem
+from attention.masks.band import Mask
+from attention.variants.registry import VARIANTS
+
+AUTO = "auto"
+OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": None}  # of attention=auto itself
+SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be computed, of the whole world. `cu_seqlens` are global, (0, S) for a batch of single sequences; `packed`: the
+    tensors are a packed batch; `q_tokens`: queries of a decode."""
+
+    cu_seqlens: CuSeqlens
+    world: int
+    mask: Mask
+    shapes: Shapes
+    packed: bool = False
+    backward: bool = True
+    q_tokens: int | None = None
+
+    @property
+    def decode(self) -> bool:
+        return self.q_tokens is not None
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank."""
+        return self.cu_seqlens[-1] // self.world
+
+
+@dataclass(frozen=True)
+class Candidate:
+    variant: str
+    options: Any  # of the variant's own class
+
+    @property
+    def label(self) -> str:
+        defaults = self.options.defaults()
+        given = [f"{k}={v}" for k, v in self.options.plain().items() if defaults[k] != v]
+        return " ".join([self.variant, *given])
+
+    def problem(self, task: Task) -> Problem:
+        """Raises ValueError where the variant can't do the task."""
+        return VARIANTS[self.variant].problem(task.cu_seqlens, task.world, task.mask, self.options, task.q_tokens)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Milliseconds of a forward or a backward on the slowest rank. `exposed`: communication that nothing hides. `host`: CPU launch
+    overhead, beside the GPU's work. `copies`: into and out of the memory of CUDA graphs."""
+
+    compute: float
+    exposed: float
+    merges: float
+    host: float
+    copies: float = 0.0
+
+    @property
+    def gpu(self) -> float:
+        return self.compute + self.exposed + self.merges + self.copies
+
+    @property
+    def ms(self) -> float:
+        """The longer of the two, and a little more where they are about equal: now the CPU is late, now the GPU, on one rank or
+        another."""
+        return float((self.gpu**6 + self.host**6) ** (1 / 6))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    candidate: Candidate
+    transport: str
+    kernel: str
+    forward: Duration
+    backward: Duration | None
+    graphs: bool = False  # whether forward and backward are replayed from CUDA graphs
+
+    @property
+    def both(self) -> list[Duration]:
+        return [self.forward, self.backward] if self.backward else [self.forward]
+
+    @property
+    def ms(self) -> float:
+        return sum(each.ms for each in self.both)
+
+    @property
+    def late(self) -> bool:
+        """Whether the GPU may wait for launches."""
+        return any(each.host > each.gpu / 2 for each in self.both)
+
+    @property
+    def label(self) -> str:
+        return f"{self.candidate.label}, {self.transport}{', graphs' if self.graphs else ''}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`estimates`: the best first. `left_out`: why, by a candidate's label. `basis`: the rates and links that the estimates use.
+    `replayable`: whether graphs=True would take the launches away. `tried`: measured ms by label, the fastest first."""
+
+    estimates: tuple[Estimate, ...]
+    left_out: Mapping[str, str]
+    basis: str
+    replayable: bool = False
+    tried: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest of those tried; of none, by estimate."""
+        first = next(iter(self.tried), None)
+        return next((e for e in self.estimates if e.label == first), self.estimates[0])
+
+    @property
+    def why(self) -> str:
+        """The best one's estimate by its parts, and what it was preferred to; where some were tried, their times."""
+        best = self.best
+
+        def total(part: str) -> str:
+            return _ms(sum(getattr(each, part) for each in best.both))
+
+        text = (
+            f"{best.label}: {_ms(best.ms)} ms estimated, of it compute {total('compute')}, exposed communication "
+            f"{total('exposed')}, merges {total('merges')}"
+        )
+        if any(each.host > each.gpu for each in best.both):
+            text += ", bound by the host" + (", which graphs=True takes out" if self.replayable else "")
+        if best.forward.copies:
+            text += f", copies for graphs {total('copies')}"
+        if self.tried:
+            return f"{text}; tried: {'; '.join(f'{label} {_ms(ms)} ms' for label, ms in self.tried.items())}"
+        other = next((e for e in self.estimates if e.candidate.variant != best.candidate.variant), None)
+        text += f"; next {other.label}: {_ms(other.ms)} ms" if other else ""
+        otherwise = next((e for e in self.estimates if e.graphs != best.graphs), None)
+        way = "launched by the host" if best.graphs else "replayed"
+        return f"{text}; {way} {otherwise.label}: {_ms(otherwise.ms)} ms" if otherwise else text
+
+    def plain(self) -> dict[str, Any]:
+        """As a result records it."""
+        best = self.best
+        return {
+            "variant": best.candidate.variant,
+            "options": best.candidate.options.plain(),
+            "graphs": best.graphs,
+            "why": self.why,
+            "basis": self.basis,
+            "estimates_ms": {e.label: round(e.ms, 6) for e in self.estimates},
+            "tried_ms": dict(self.tried) or None,
+            "left_out": dict(self.left_out),
+        }
+
+
+def check_graphs(name: str, graphs: Any) -> None:
+    """Raises ValueError for a value that is not True, False or, of attention=auto, "auto"."""
+    if graphs == "auto" and name != AUTO:
+        raise ValueError(f"graphs='auto': attention=auto decides that; for {name} give True or False")
+    if not isinstance(graphs, bool) and graphs != "auto":
+        raise ValueError(f"graphs={graphs!r}: must be True or False, or of attention=auto 'auto'")
+
+
+def check_trials(trials: Any) -> None:
+    """Raises ValueError for a value that is not None or a whole number of at least 2."""
+    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 2):
+        raise ValueError(
+            f"trials={trials!r}: must be of how many variants the best is run, a whole number of at least 2, or null for none"
+        )
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -1,0 +1,146 @@
+"""What the gather executor costs. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attention.executors import policy
+from attention.executors.ring_costs import copied_bytes
+from attention.executors.timeline import Pattern, TimedStep, Timeline, Transfer, Work, heads_of, place_work, timed
+from attention.geometry.counts import Shapes
+from attention.geometry.options import GatherOptions
+from attention.geometry.schedules import Problem, length, most_keys, steps, union
+from attention.geometry.transfers import gather_move, move
+
+
+def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) -> int:
+    """Bytes of keys and values that the kernels of a rank's forward read: a prefix once for each query chunk that attends it, or with
+    grouping=fused once for all of them."""
+    found = steps(problem, rank)
+    if grouping == "fused":
+        tokens = sum(length(step.keys) for step in found)
+    else:
+        tokens = sum(block.k[1] - block.k[0] for step in found for block in step.blocks)
+    return tokens * shapes.kv_token
+
+
+@dataclass(frozen=True)
+class GatherCosts:
+    problem: Problem
+    shapes: Shapes
+    options: GatherOptions
+    pulls: bool = False
+    packed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank's shard."""
+        return self.problem.cu_seqlens[-1] // (1 if self.problem.layout.replicated else self.problem.world)
+
+    @property
+    def _all_gathered(self) -> bool:
+        """Whether every rank receives all keys, needed or not."""
+        return not self.pulls and not self.problem.mask.windowed
+
+    def bytes_received(self, rank: int, backward: bool) -> dict[str, int]:
+        problem, route = self.problem, gather_move(self.problem, rank).route
+        everything = (problem.world - 1) * (problem.cu_seqlens[-1] // problem.world)
+        found = {"kv": (everything if self._all_gathered else route.received_tokens) * self.shapes.kv_token}
+        if problem.layout != problem.q_layout:
+            border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
+            there, back = move(border, inner, rank).route, move(inner, border, rank).route
+            # q and out; backward dout and dq
+            found["q"] = (there.received_tokens + back.received_tokens) * self.shapes.q_token
+        if backward:
+            found["dkv"] = route.reversed().received_tokens * self.shapes.kv_token
+        return found
+
+    def peak_bytes(self, rank: int, backward: bool) -> int:
+        return max(self._pass_peak(rank, which) for which in (False, True)[: 1 + backward])
+
+    def _pass_peak(self, rank: int, backward: bool) -> int:
+        problem, q, kv = self.problem, self.shapes.q_token, self.shapes.kv_token
+        lse, n = self.shapes.batch * self.shapes.heads * 4, self.tokens
+        *local, step = steps(problem, rank)
+        alone = problem.ranks == 1 or problem.layout.replicated
+        stride = self.options.heads_k_stride or self.shapes.kv_heads
+        share = stride / self.shapes.kv_heads
+        moved = n * q if problem.layout != problem.q_layout and not alone else 0
+        published = 0 if alone else n * kv
+        keys = int((1 if share == 1 else 2) * length(step.keys) * kv * share)
+        out = n * (q + lse) + 2 * moved  # the moved queries, and the result moved back
+        rows = max([length(union([b.q])) for b in step.blocks], default=0)
+        copied = int(copied_bytes(problem, self.shapes, rank, backward) * share)
+        if not backward:
+            together = self.options.grouping != "separate" and len(step.blocks) > 1
+            copies = 0 if together else copied
+            if local:
+                copies += rows * (q + lse)
+            elif together:
+                copies += int(2 * n * (q + lse) * share)
+                if self.options.grouping == "packed":
+                    copies += int(sum(b.k[1] - b.k[0] for b in step.blocks) * kv * share)
+            return out + moved + published + keys + copies
+        # dk and dv: of calls, but for one on all keys, which writes the sum; sums of two groups; what others send home
+        by_length = sorted(b.k[1] - b.k[0] for b in step.blocks)
+        beside = sum(by_length[:-1]) if by_length and by_length[-1] == length(step.keys) else sum(by_length)
+        beside_bytes = beside * kv * share
+        home = gather_move(problem, rank).route.reversed().received_tokens * kv
+        sums = min(2, self.shapes.kv_heads // stride + 1) * most_keys(problem)[-1] * kv * share
+        common = out + 2 * moved + n * q + n * kv + published + keys + copied
+        if local and policy.local_kv_apart(problem, rank):
+            return common + length(union(b.q for b in step.blocks)) * q + int(sums + beside_bytes) + home
+        return common + (rows * q if local else 0) + int(sums + max(beside_bytes, home * share))
+
+    def timeline(self, rank: int, backward: bool) -> Timeline:
+        *local, rest = place_work(self.problem, rank)
+        small_first, small_last = self.pulls and not local, self.pulls and backward
+        sizes = policy.group_sizes(
+            self.shapes.kv_heads, self.options.heads_k_stride, small_first, small_last, most_keys(self.problem)[-1]
+        )
+        apart = backward and self.pulls and policy.local_kv_apart(self.problem, rank)
+        received = self.bytes_received(rank, backward)
+        turns = [self._group(rest, n, received, backward, bool(local)) for n in sizes]
+        if local:
+            # of several groups the last one's local KV comes at the end, while gradients travel
+            late = sizes[-1] if backward and len(sizes) > 1 and not apart else 0
+            first, last = (heads_of(self.shapes, n) for n in (self.shapes.kv_heads - late, late))
+            turns.insert(0, replace(timed(local[0], first, backward, self.packed), beside=apart))
+            turns += [timed(local[0], last, backward, self.packed)] if late else []
+        q_moves = (Transfer("all", received["q"] / 2),) * 2 if received.get("q") else ()
+        merged, merges = self._merged(rest, len(sizes), received.get("dkv", 0), backward, bool(local))
+        exchanges = len(sizes) * (1 + backward) + len(q_moves)
+        uploads = len(sizes) if self._packed_calls(rest, backward, bool(local)) else 0
+        return Timeline(tuple(turns), q_moves, merged, merges, exchanges, uploads)
+
+    def _packed_calls(self, rest: Work, backward: bool, local: bool) -> bool:
+        """Whether one call has all query chunks, packed side by side (`grouping=packed`)."""
+        return self.options.grouping == "packed" and rest.calls > 1 and not backward and not local
+
+    def _group(self, rest: Work, kv_heads: int, received: dict[str, int], backward: bool, local: bool) -> TimedStep:
+        """The step of one group of heads."""
+        shapes, share = heads_of(self.shapes, kv_heads), kv_heads / self.shapes.kv_heads
+        step = timed(rest, shapes, backward, self.packed)
+        if self._packed_calls(rest, backward, local):
+            step = replace(step, calls=1, copied=0.0)
+        pattern: Pattern = "gather" if self._all_gathered else "all"
+        incoming = (Transfer(pattern, received["kv"] * share),) if received["kv"] else ()
+        outgoing = (Transfer("all", received["dkv"] * share),) if received.get("dkv") else ()
+        return replace(step, incoming=incoming, outgoing=outgoing)
+
+    def _merged(self, rest: Work, groups: int, home: int, backward: bool, local: bool) -> tuple[float, int]:
+        """Bytes that merges, sums and copies move, and the number of merges and sums. home: bytes of dk and dv that arrive."""
+        total, launches = 0.0, 0
+        if local:  # out, or dq, is read twice and written once
+            calls = rest.packed_calls if self.packed else rest.calls
+            total, launches = 3.0 * rest.queries * self.shapes.q_token, calls
+        if self._packed_calls(rest, backward, local):  # q and out, k and v are copied together
+            total += 2 * (2 * rest.queries * self.shapes.q_token + rest.keys * self.shapes.kv_token)
+        if self._all_gathered and self.problem.world > 1:  # keys are copied from where they arrive to their place
+            total += 2 * rest.brought * self.shapes.kv_token
+        if backward:  # dk and dv of several calls on the same keys, and those of all ranks
+            tokens = rest.keys + rest.brought if rest.calls > 1 else 0
+            tokens += 2 * self.tokens if home else 0
+            total += tokens * self.shapes.kv_token + home
+            launches += 2 * groups * ((rest.calls > 1) + (home > 0))
+        return total, launches

@@ -1,0 +1,129 @@
+"""What the ring executor costs. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attention.executors import policy
+from attention.executors.timeline import TimedStep, Timeline, Transfer, heads_of, merged_bytes, place_work, timed
+from attention.geometry.counts import Shapes
+from attention.geometry.merge_plan import FEW, passes
+from attention.geometry.options import RingOptions
+from attention.geometry.schedules import Problem, length, steps, union
+from attention.geometry.transfers import Route, packed_calls, step_routes
+
+
+@dataclass(frozen=True)
+class RingCosts:
+    """`shapes` has the heads that this rank computes. Within an all-to-all those are a share of all, over the tokens of a group."""
+
+    problem: Problem
+    shapes: Shapes
+    options: RingOptions
+    pulls: bool = False
+    packed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a place in the schedule."""
+        return self.problem.cu_seqlens[-1] // (1 if self.problem.layout.replicated else self.problem.world)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the heads that a backward takes in turn."""
+        if self.problem.ulysses > 1:
+            return 1  # which the all-to-all has cut already
+        return policy.ring_parts(self.options.head_parts, self.shapes.kv_heads, self.tokens)
+
+    def bytes_received(self, rank: int, backward: bool) -> dict[str, int]:
+        routes = step_routes(self.problem, rank // self.problem.ulysses)
+        found = {"kv": sum(route.received_tokens for route in routes) * self.shapes.kv_token}
+        if backward:
+            found["dkv"] = sum(route.reversed().received_tokens for route in routes) * self.shapes.kv_token
+        return found
+
+    def peak_bytes(self, rank: int, backward: bool) -> int:
+        return max(self.pass_peak(rank, which) for which in (False, True)[: 1 + backward])
+
+    def pass_peak(self, rank: int, backward: bool) -> int:
+        """The most bytes held in a forward, or in a backward."""
+        problem, q, kv, place = self.problem, self.shapes.q_token, self.shapes.kv_token, rank // self.problem.ulysses
+        lse, n = self.shapes.batch * self.shapes.heads * 4, problem.q_tokens or self.tokens
+        alone = problem.ranks == 1 or problem.layout.replicated
+        wide = (
+            4 // self.shapes.itemsize if self.shapes.itemsize < 4 else 0
+        )  # fp32 over the dtype, where that is another
+        found = steps(problem, place)
+        remote = [length(step.keys) for step in found if step.owner != place]
+        in_flight = sum(sorted(remote)[-2:]) * kv
+        published = self.tokens * kv if remote and not alone else 0
+        apart = backward and self.parts == 1 and policy.local_kv_apart(problem, place)
+        order = [*found[1:], found[0]] if apart else found
+        calls = tuple(union(b.q for b in step.blocks) for step in order if step.blocks)
+        part = max(map(length, calls[1:]), default=0)
+        start, stop = passes(n, calls).running
+        out, running = n * (q + lse), (stop - start) * q * wide
+        copied = copied_bytes(problem, self.shapes, place, backward)
+        if not backward:
+            return out + part * (q + lse) + running + in_flight + published + copied
+        results = n * q + self.tokens * kv
+        if alone:
+            return out + results + copied
+        summed = running + (self.tokens * kv * wide if len(remote) > 1 else 0)
+        local = n * q + self.tokens * kv if apart and not wide else 0  # else they lie in the results
+        # two published dk and dv, and what arrives for one's own
+        returning = (3 + apart) * max(remote, default=0) * kv
+        each = local + summed + part * q + in_flight + returning + copied
+        return out + results + published + each // self.parts
+
+    def timeline(self, rank: int, backward: bool) -> Timeline:
+        problem, place = self.problem, rank // self.problem.ulysses
+        works, routes = place_work(problem, place), step_routes(problem, place)
+        parts = self.parts if backward else 1
+        shapes = heads_of(self.shapes, self.shapes.kv_heads // parts)
+        apart = backward and self.pulls and parts == 1 and policy.local_kv_apart(problem, place)
+        each: list[TimedStep] = []
+        for i, (work, route) in enumerate(zip(works, routes, strict=True)):
+            incoming = _from_one(route.received_tokens * shapes.kv_token)
+            outgoing = _from_one(route.reversed().received_tokens * shapes.kv_token) if backward else ()
+            step = timed(work, shapes, backward, self.packed)
+            each.append(replace(step, incoming=incoming, outgoing=outgoing, beside=apart and i == 0))
+        # of several parts the last has local KV at the end, while gradients travel
+        turns = [*each * (parts - 1), *each[1:], each[0]] if parts > 1 else each
+        merged, merges = self._merged(place, routes, backward)
+        exchanges = sum(len(step.incoming) + len(step.outgoing) for step in turns)
+        return Timeline(tuple(turns), (), merged, merges, exchanges)
+
+    def _merged(self, place: int, routes: Sequence[Route], backward: bool) -> tuple[float, int]:
+        """Bytes that merges move and their number: of out, or of dq and of dk and dv."""
+        found, shapes = steps(self.problem, place), self.shapes
+        queries = [length(union(b.q for b in step.blocks)) for step in found if step.blocks]
+        tokens = self.problem.q_tokens or self.tokens
+        total, count = merged_bytes(queries, tokens, shapes.q_token, shapes.itemsize), max(0, len(queries) - 1)
+        if backward:
+            keys = [length(step.keys) for step in found if step.owner == place and step.blocks]
+            keys += [n for route in routes if (n := route.reversed().received_tokens)]
+            total += merged_bytes(keys, self.tokens, shapes.kv_token, shapes.itemsize)
+            count += 2 * max(0, len(keys) - 1)
+        return total, count
+
+
+def _from_one(size: float) -> tuple[Transfer, ...]:
+    return (Transfer("one", size),) if size else ()
+
+
+def copied_bytes(problem: Problem, shapes: Shapes, place: int, backward: bool) -> int:
+    """The most bytes that one call on a packed batch, or the merge of its result, takes for copies: of queries or keys that lie in
+    several intervals."""
+    if len(problem.cu_seqlens) == 2:
+        return 0
+    q, lse = shapes.q_token, shapes.batch * shapes.heads * 4
+    taken, most = 3 * q + lse if backward else q, 0
+    for step in steps(problem, place):
+        for queries, keys in packed_calls(step, step.owner == place):
+            pairs = (queries, taken), (keys, shapes.kv_token)
+            most = max(most, sum(length(x) * size for x, size in pairs if len(x) > 1))
+            if len(queries) > FEW:  # merged or summed at once: the result so far, and the part
+                most = max(most, 2 * length(queries) * (q if backward else q + lse))
+    return most

@@ -1,0 +1,138 @@
+"""What one rank does in a forward or backward, step by step, as far as its duration depends on it: an executor's costs describe it,
+`auto` turns it into time. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from attention.geometry.counts import Shapes
+from attention.geometry.schedules import Problem, length, steps
+from attention.geometry.transfers import packed_calls
+from attention.masks.band import Mask
+
+Pattern = Literal["one", "all", "gather", "reduce", "slots"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that the rank receives: from `one` rank, from `all` at once, by an all-`gather`, in a `reduce` operation, or written by all
+    into `slots` of its memory within a kernel."""
+
+    pattern: Pattern
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """(query, key) pairs of blocks with one mask: those that are attended, all in the blocks' rectangles, and on how many edges of the
+    mask queries lie."""
+
+    attended: int = 0
+    rectangle: int = 0
+    edges: int = 0
+
+    def computed(self, edge: float) -> float:
+        """Pairs that a kernel computes which does `edge` keys too many for a query on an edge."""
+        return min(self.rectangle, self.attended + self.edges * edge)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The blocks of a schedule's step. `stretched_queries`, `stretched_keys`: tokens of packed calls that lie in several intervals, so
+    that they are copied together for the call."""
+
+    pairs: tuple[tuple[Mask, Pairs], ...]
+    calls: int
+    packed_calls: int
+    queries: int  # of all calls
+    keys: int  # of all blocks, so that a key may count twice
+    brought: int  # keys that the step brings or has
+    stretched_queries: int
+    stretched_keys: int
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """Kernel calls on some of the heads: `shapes` has those heads. `copied`: bytes read and written around the calls. The transfers
+    in `incoming` must be complete before the step, those in `outgoing` start after it. `beside`: runs on another stream beside the
+    steps after it."""
+
+    work: Work
+    shapes: Shapes
+    calls: int
+    copied: float = 0.0
+    incoming: tuple[Transfer, ...] = ()
+    outgoing: tuple[Transfer, ...] = ()
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`exposed`: transfers that nothing can hide. `merged`: bytes read and written by merges and sums, in `merges` launches.
+    `exchanges`: transfers that the CPU issues. `uploads`: small arrays that are sent to the GPU, which waits for them."""
+
+    steps: tuple[TimedStep, ...]
+    exposed: tuple[Transfer, ...] = ()
+    merged: float = 0.0
+    merges: int = 0
+    exchanges: int = 0
+    uploads: int = 0
+
+    @property
+    def calls(self) -> int:
+        return sum(step.calls for step in self.steps)
+
+
+@lru_cache(maxsize=1024)
+def place_work(problem: Problem, place: int) -> tuple[Work, ...]:
+    """The work of each step at a place in the schedule."""
+    found = []
+    for step in steps(problem, place):
+        pairs: dict[Mask, Pairs] = {}
+        for block in step.blocks:
+            n, keys, before = block.q[1] - block.q[0], block.k[1] - block.k[0], pairs.get(block.mask, Pairs())
+            pairs[block.mask] = Pairs(
+                before.attended + block.pairs, before.rectangle + n * keys, before.edges + block.mask.edges * n
+            )
+        # full blocks of the same queries are one call
+        calls = list({(b.q, None if b.mask.full else b.k): b for b in step.blocks}.values())
+        together = packed_calls(step, step.owner == place)
+        found.append(
+            Work(
+                tuple(pairs.items()),
+                len(calls),
+                len(together),
+                sum(b.q[1] - b.q[0] for b in calls),
+                sum(b.k[1] - b.k[0] for b in step.blocks),
+                length(step.keys),
+                sum(length(queries) for queries, _ in together if len(queries) > 1),
+                sum(length(keys) for _, keys in together if len(keys) > 1),
+            )
+        )
+    return tuple(found)
+
+
+def timed(work: Work, shapes: Shapes, backward: bool, packed: bool) -> TimedStep:
+    """A step of these heads, without its transfers. `packed`: the tensors are a packed batch."""
+    if not packed:
+        return TimedStep(work, shapes, work.calls)
+    # q forward; q, out and dout backward
+    queries = work.stretched_queries * (3 if backward else 1) * shapes.q_token
+    copied = 2 * (queries + work.stretched_keys * shapes.kv_token)
+    return TimedStep(work, shapes, work.packed_calls, copied)
+
+
+def merged_bytes(parts: Sequence[int], tokens: int, token: int, itemsize: int) -> float:
+    """Bytes that merging the parts of a result moves: a merge reads a part, and reads and writes the result so far, in fp32 where
+    it has three parts or more. parts: tokens of each. token: bytes of one. The first part of a token is kept as it is."""
+    merged = max(0, sum(parts) - tokens)
+    wide = max(itemsize, 4) / itemsize if sum(parts) > 2 * tokens else 1
+    return merged * token * (1 + 2 * wide)
+
+
+def heads_of(shapes: Shapes, kv_heads: int) -> Shapes:
+    """So many of the KV heads, with the query heads that they serve."""
+    return replace(shapes, kv_heads=kv_heads, heads=shapes.heads // shapes.kv_heads * kv_heads)

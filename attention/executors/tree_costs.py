@@ -1,0 +1,63 @@
+"""What the tree executor costs. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attention.executors.timeline import Pattern, Timeline, Transfer, place_work, timed
+from attention.geometry.counts import Shapes
+from attention.geometry.mailbox import Mailbox, pieces, received_bytes
+from attention.geometry.options import TreeOptions
+from attention.geometry.schedules import Problem
+
+
+@dataclass(frozen=True)
+class TreeCosts:
+    problem: Problem
+    shapes: Shapes
+    options: TreeOptions
+    pulls: bool = False
+    packed: bool = False
+
+    @property
+    def _rows(self) -> int:
+        """Rows of a partial result, of `head_dim` numbers and an LSE each."""
+        return self.shapes.batch * self.shapes.heads * (self.problem.q_tokens or 0)
+
+    def bytes_received(self, rank: int, backward: bool) -> dict[str, int]:
+        """Of each reduction, in fp32. An all-reduce of n bytes counts 2 (W-1)/W n, what a rank receives in a ring all-reduce:
+        nccl-tests' convention."""
+        world, rows, dim = self.problem.world, self._rows, self.shapes.head_dim
+        lse, partial = 4 * rows, 4 * rows * (dim + 1)
+
+        def all_reduce(size: int) -> int:
+            return 2 * (world - 1) * size // world
+
+        match self.options.reduce:
+            case "three":
+                return {
+                    "max_lse": all_reduce(lse),
+                    "sum_den": all_reduce(lse),
+                    "sum_num": all_reduce(lse * dim),
+                }
+            case "two":
+                return {"max_lse": all_reduce(lse), "sum_num_den": all_reduce(partial)}
+            case "hierarchical":
+                node = self.options.ranks_of_node(world)
+                return {"node": (node - 1) * partial, "nodes": (world // node - 1) * partial}
+            case "fused":
+                return {"partials": received_bytes(world, rows, dim)}
+            case _:  # null is counted as packed; fused receives as much but for some bytes a row
+                return {"partials": (world - 1) * partial}
+
+    def peak_bytes(self, rank: int, backward: bool) -> int:
+        out = self._rows * (self.shapes.head_dim * self.shapes.itemsize + 4)
+        if self.options.reduce == "fused":
+            return out + Mailbox.holding(self.problem.world, pieces(self._rows, self.shapes.head_dim)).numel * 4
+        return out + self.bytes_received(rank, False).get("partials", out)
+
+    def timeline(self, rank: int, backward: bool) -> Timeline:
+        local = tuple(timed(work, self.shapes, False, False) for work in place_work(self.problem, rank))
+        pattern: Pattern = "slots" if self.options.reduce == "fused" else "reduce"
+        found = tuple(Transfer(pattern, size) for size in self.bytes_received(rank, False).values() if size)
+        return Timeline(local, found)

@@ -1,0 +1,85 @@
+"""What is counted on a problem and its schedule, whichever executor runs it: pairs, FLOPs and the bytes that kernels move. Pure
+Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from attention.geometry.layouts import CuSeqlens
+from attention.geometry.schedules import Problem, length, steps, union
+from attention.masks.band import Mask
+
+BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
+SAMPLED = 8  # places of a larger world that are looked at
+
+
+@dataclass(frozen=True)
+class Shapes:
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int  # bytes of an element of q, k and v
+
+    @property
+    def q_token(self) -> int:
+        """Bytes of one token's queries."""
+        return self.batch * self.heads * self.head_dim * self.itemsize
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of one token's keys and values."""
+        return 2 * self.batch * self.kv_heads * self.head_dim * self.itemsize
+
+
+def forward_flops(shapes: Shapes, pairs: int) -> int:
+    """4 B H D pairs: two matrix products, two FLOPs a multiply-add."""
+    return 4 * shapes.batch * shapes.heads * shapes.head_dim * pairs
+
+
+def global_pairs(cu_seqlens: CuSeqlens, mask: Mask) -> int:
+    """(query, key) pairs under the mask, all sequences."""
+    return sum(mask.pairs(b - a, b - a) for a, b in pairwise(cu_seqlens))
+
+
+def problem_pairs(problem: Problem) -> int:
+    """(query, key) pairs that the whole problem needs, each once."""
+    if problem.q_tokens is not None:
+        return problem.q_tokens * problem.cu_seqlens[-1]
+    return global_pairs(problem.cu_seqlens, problem.mask)
+
+
+def place_flops(problem: Problem, shapes: Shapes, place: int) -> int:
+    """Forward FLOPs of a rank at this place in the schedule, which all ranks of a Ulysses group share."""
+    return forward_flops(shapes, sum(step.pairs for step in steps(problem, place))) // problem.ulysses
+
+
+def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:
+    """The forward FLOPs of each rank."""
+    by_place = [place_flops(problem, shapes, place) for place in range(problem.world)]
+    return [by_place[rank // problem.ulysses] for rank in range(problem.ranks)]
+
+
+def sampled_places(problem: Problem) -> list[int]:
+    """All places in the schedule, or in a large world some spread over it, with both ends: the busiest ranks lie there."""
+    if problem.world <= SAMPLED:
+        return list(range(problem.world))
+    return sorted({i * (problem.world - 1) // (SAMPLED - 1) for i in range(SAMPLED)})
+
+
+def local_kv_heads(problem: Problem, shapes: Shapes) -> int:
+    """KV heads of a rank while it computes: its share, or one that several ranks have."""
+    return max(1, shapes.kv_heads // problem.ulysses)
+
+
+def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:
+    """The fewest bytes of device memory that a rank's kernels move: each block's inputs and outputs once."""
+    total = 0
+    for step in steps(problem, rank // problem.ulysses):
+        q_tokens = sum(b.q[1] - b.q[0] for b in step.blocks)
+        q = q_tokens * shapes.heads // problem.ulysses * shapes.head_dim
+        kv = 2 * length(union(b.k for b in step.blocks)) * local_kv_heads(problem, shapes) * shapes.head_dim
+        # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv
+        total += (4 * q + 2 * kv) if backward else (2 * q + kv)
+    return total * shapes.batch * shapes.itemsize
