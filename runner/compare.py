@@ -269,7 +269,7 @@ def environment(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
     """The differences between the machines, packages and commits of the two sets, a line each."""
     before, after = (dict(environment_table(runs).rows) for runs in (a, b))
     return [
-        f"{title}: {before.get(title, 'not said')} → {after.get(title, 'not said')}"
+        f"{title}: {before.get(title, 'unknown')} → {after.get(title, 'unknown')}"
         for title in dict.fromkeys([*before, *after])
         if title != "command" and before.get(title) != after.get(title)
     ]

@@ -1,4 +1,4 @@
-"""The parts that the commands beside `python -m runner` share: their parser, and errors as one line and an exit status."""
+"""What report, compare and pack share: their argument parser, and errors as one line and an exit status."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LONG_S = 60.0  # a run expected to take longer is announced
 class Progress:
     """A spinner that shows the phase of the ranks; without a terminal, one line when a run of a sweep starts.
 
-    flops: of one iteration. place: the run's place in its sweep, such as "3 of 12, 4 min left"."""
+    flops: of one iteration. place: the run's place in its sweep, such as "3 of 12, 40 s" (since the start)."""
 
     def __init__(self, title: str, flops: float, place: str = ""):
         self.title, self.flops = title, flops
@@ -57,8 +57,8 @@ class Progress:
 
 def run_table(result: Result) -> None:
     """Print one run in full."""
-    lines = list(_choices(result.chosen)) if result.chosen else []
-    _print(lines)
+    if result.chosen:
+        _print(_choices(result.chosen))
     if result.correctness and result.correctness.tensors:
         _correctness(result.correctness)
     if not result.timing or not result.metrics or not result.memory:

@@ -116,4 +116,4 @@ def _packed_at(path: Path, modified: int, size: int) -> dict[str, str] | Problem
         table = pq.read_table(path, columns=["name", "result"])
         return dict(zip(table["name"].to_pylist(), table["result"].to_pylist(), strict=True))
     except (OSError, pa.ArrowException, KeyError) as error:
-        return Problem(path, f"is no pack of results ({' '.join(str(error).split())[:100]})")
+        return Problem(path, f"is no packed sweep ({' '.join(str(error).split())[:100]})")

@@ -1,4 +1,4 @@
-"""Write the files of a run. Each file appears whole or not at all: it is written beside its place and then renamed."""
+"""Write the files of a run. Each file appears whole or not at all: it is written under another name and then renamed."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ err = _console(stderr=True)
 
 
 def new_table(title: str | None = None) -> Table:
+    """An empty table in the style of all printed tables."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
@@ -84,17 +85,20 @@ def show(table: Table, words: Collection[str] = (), drop: Sequence[str] = ()) ->
 
 
 def note_dropped(dropped: Sequence[str], where: str) -> None:
+    """Name the columns that were left out; `where` ends the line with where to find them."""
     if dropped:
         out.print(f"too narrow here for {', '.join(dropped)}{where}")
 
 
 def seconds(s: float) -> str:
+    """A duration in s, minutes or hours."""
     if s < 120:
         return f"{s:.0f} s"
     return f"{s / 60:.0f} min" if s < 7200 else f"{s / 3600:.1f} h"
 
 
 def flop(n: float) -> str:
+    """A number of FLOPs with three digits."""
     for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
         if n >= size:
             return f"{n / size:.3g} {unit}"
@@ -102,6 +106,7 @@ def flop(n: float) -> str:
 
 
 def gib(n: float) -> str:
+    """A number of bytes in KiB, MiB or GiB."""
     if n < 2**20:
         return f"{n / 2**10:.0f} KiB"
     return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--into", type=Path, metavar="FILE", help="only put a table and a chart into this file")
     add("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
     tables = ("runs", "comparison", "headline")
-    add("--table", choices=tables, default="runs", help="of the section; headline: auto beside each external package")
+    add("--table", choices=tables, default="runs", help="of the section; headline: auto against each external package")
     add("--chart", choices=(*charts.KINDS, "none"), default="time", help="of the section")
     add("--mixed", action="store_true", help="let a headline's row mix commits or machines, and mark it")
     add("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")

@@ -1,4 +1,4 @@
-"""The table that a reader sees first: our `auto` beside each external package at its best, measured alike."""
+"""The table that a reader sees first: `auto` against each external package at its best, measured alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run was made, in as few words as tell it apart from the runs beside it."""
+"""Labels: the fewest words that tell how a run was made apart from the other runs of a table."""
 
 from __future__ import annotations
 

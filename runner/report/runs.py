@@ -24,7 +24,7 @@ FACTS = {
     "heads": "heads", "head_dim": "D", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
     "transport": "transport", "graphs": "graphs", "timing": "timing", "mode": "mode", "gpu": "GPU",
 }  # fmt: skip
-# the facts that are the work itself, and those that are a way to do it
+# the facts of the work itself, and those of the way it was done
 WORKLOAD = ("gpu", "mode", "dtype", "batch", "heads", "head_dim", "mask", "pack", "q_len", "seq_len", "world_size")
 WAYS = ("asked_kernel", "asked_transport", "graphs", "timing")
 PASSES = ("forward", "backward", "total")

@@ -19,8 +19,9 @@ class Scaling:
 
 
 def scaling(runs: Sequence[Run]) -> dict[Run, Scaling]:
-    """The scaling of the runs with a baseline, or with runs on one device beside them. Those did the same workload (strong
-    scaling) or, if none did, as many tokens as each rank (weak scaling). Efficiency is then the ratio of TFLOP/s per device."""
+    """Speedup and efficiency of each run that has a baseline, or that can be compared with runs on one device among `runs`. Those
+    had the same workload (strong scaling) or, if none had, as many tokens as each rank (weak scaling); the efficiency is then
+    the ratio of TFLOP/s per device."""
     found: dict[Run, Scaling] = {}
     several = any(run.ok and (run.world_size or 0) > 1 for run in runs)
     for run in filter(lambda run: run.ok, runs):

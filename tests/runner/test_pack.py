@@ -161,9 +161,9 @@ def test_a_pack_that_is_damaged_is_named_and_what_lies_beside_it_is_read(sweep, 
         path.write_bytes(content)
         found, problems = reader.read_results(tmp_path / "packs")
         assert len(found) == 1
-        assert str(problems[0]).startswith(f"{path}: left out: is no pack of results") and len(problems) == 1
+        assert str(problems[0]).startswith(f"{path}: left out: is no packed sweep") and len(problems) == 1
         assert len(report_runs.read([tmp_path / "packs"])) == 1
-    assert f"{path}: left out: is no pack of results" in capsys.readouterr().err
+    assert f"{path}: left out: is no packed sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
