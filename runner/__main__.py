@@ -184,7 +184,7 @@ def _misread(flags: list[str]) -> str | None:
 
 
 def _main() -> int:
-    from runner.config import overrides, schema
+    from runner.config import overrides, resolve
 
     flags, arguments = overrides.split(sys.argv[1:])
     if "--version" in flags:
@@ -194,7 +194,7 @@ def _main() -> int:
     # as usage has it; what a shell completes is the installed command
     installed = completes or sys.argv[0].endswith("attention-runner")
     sys.argv[0] = "attention-runner" if installed else "python -m runner"
-    schema.register()
+    resolve.register()
     # Hydra's parser wants all flags together; here they may stand anywhere
     sys.argv[1:] = flags + arguments
     multirun = any(f in ("-m", "--multirun") for f in flags)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,10 @@ from rich.markup import escape
 
 from attention.variants.registry import everything
 from runner import environment, rounds, sweep
-from runner.config.schema import (
-    Experiment,
-    InvalidConfig,
-    Machine,
-    UnsupportedHere,
-    check_fits,
-    experiment,
-    identity,
-    run_name,
-    usable_gpus,
-)
+from runner.config.experiment import Experiment
+from runner.config.resolve import experiment, identity, run_name, usable_gpus
+from runner.config.rules.machine import Machine, check_fits
+from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.worlds import Outcome, Pool, WorldSpec, cores
 from runner.measure import metrics, ncu
 from runner.measure.statistics import Samples
@@ -115,7 +108,7 @@ def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int
     now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
     if changed := environment.changed(earlier["environment"], _surroundings(now)):
         return f"what its first rounds ran with is not what is here now ({', '.join(changed)})"
-    earlier["experiment"] |= {"launch": now.launch, "timing": now.timing}
+    earlier["experiment"] |= {"launch": asdict(now.launch), "timing": asdict(now.timing)}
     return Unfinished(number, folder, earlier)
 
 
@@ -284,17 +277,17 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     if outcome.status != "ok":
         return _failed(outcome, folder, about)
     taken = outcome.result.pop("experiment", about["experiment"])  # what attention=auto became
-    about["experiment"] = {**taken, "timing": spec.timing}
+    about["experiment"] = {**taken, "timing": asdict(spec.timing)}
     if outcome.result.get("timing"):
         outcome.result["timing"]["rounds"] = rounds.begun(outcome.result, of, started)
-        if spec.timing["counters"]:
+        if spec.timing.counters:
             outcome.result["timing"]["counters"] = ncu.count(Experiment.from_plain(about["experiment"]))
     return _record(outcome.result, folder, about)
 
 
 def _variables(spec: Experiment) -> dict[str, str]:
     """Of the ranks' environment, those that the run asks for."""
-    return {name: str(value) for name, value in (spec.launch["env"] or {}).items()}
+    return {name: str(value) for name, value in (spec.launch.env or {}).items()}
 
 
 def _machine(gpus: int) -> Machine:
@@ -324,14 +317,12 @@ def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, 
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
     launch = spec.launch
-    where = launch["nodes"], launch["endpoint"], launch["start_timeout_s"], launch["share_gpu"]
+    where = launch.nodes, launch.endpoint, launch.start_timeout_s, launch.share_gpu
     variables = tuple(sorted(_variables(spec).items()))
     world = WorldSpec(spec.world_size, spec.device, *where, variables)
     arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
     log = folder / "run.log"
-    return pool.call(
-        world, "runner.measure.job:run", arguments, launch["timeout_s"], log, progress, fresh=launch["fresh"]
-    )
+    return pool.call(world, "runner.measure.job:run", arguments, launch.timeout_s, log, progress, fresh=launch.fresh)
 
 
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from attention.geometry import counts
 from attention.variants.base import Variant
 from attention.variants.registry import everything
 from runner import environment
-from runner.config import overrides, schema
-from runner.measure import metrics
+from runner.config import overrides, resolve
+from runner.config.experiment import Experiment
+from runner.config.rules.workload import attention_call
+from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.output import terminal
 
 
@@ -62,7 +64,7 @@ def config() -> Table:
             else:
                 sized.append(cfg)
     for cfg in sorted(sized, key=lambda cfg: (CATEGORIES.index(cfg.category), cfg.seq_len, cfg.batch * cfg.heads)):
-        work = schema.workload(cfg, "cpu")
+        work = attention_call(cfg, "cpu")
         shapes = counts.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
         flops = counts.forward_flops(shapes, work.pairs)
         elements = work.batch * work.head_dim * (work.queries * work.heads + 2 * work.seq_len * work.kv_heads)
@@ -95,8 +97,8 @@ def cost(arguments: list[str]) -> Table:
                 continue
             cfg = compose("config", overrides=["hardware=cuda", *rest, f"attention={name}"])
             try:
-                spec = schema.experiment(cfg, 1 << 20, 0)
-            except (schema.InvalidConfig, schema.UnsupportedHere) as error:
+                spec = resolve.experiment(cfg, 1 << 20, 0)
+            except (InvalidConfig, UnsupportedHere) as error:
                 table.add_row(name, *[""] * 6, str(error))
                 continue
             *cells, parts = _cost_cells(spec, v)
@@ -106,8 +108,8 @@ def cost(arguments: list[str]) -> Table:
     return table
 
 
-def _cost_cells(spec: schema.Experiment, v: Variant[Any]) -> list[str]:
-    work, shapes = spec.workload, metrics.shapes(spec)
+def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
+    work, shapes = spec.workload, spec.workload.shapes
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, spec.options, work.q_len)
     places = counts.sampled_places(problem)
     most = max(counts.place_flops(problem, shapes, place) for place in places)
@@ -219,7 +221,7 @@ LISTS: dict[str, Callable[[], Table]] = {
 
 
 def main(arguments: list[str]) -> int:
-    schema.register()
+    resolve.register()
     if arguments[:1] == ["cost"]:
         reason = overrides.problem(arguments[1:])
         if reason is not None:

@@ -37,7 +37,7 @@ from math import sqrt
 from statistics import median
 from typing import Any
 
-from runner.config.schema import Experiment
+from runner.config.experiment import Experiment
 from runner.measure import metrics, statistics
 from runner.measure.statistics import Samples
 
@@ -64,12 +64,12 @@ def _compared(override: str) -> bool:
 
 def number(order: str, spec: Experiment, compared: int) -> int:
     """The rounds of a run that is one of `compared`."""
-    samples = spec.timing["timing_runs"]
-    if order == "sequential" or compared < 2 or spec.timing["method"] not in METHODS:
+    samples = spec.timing.timing_runs
+    if order == "sequential" or compared < 2 or spec.timing.method not in METHODS:
         return 1
     if order == "interleaved":
         return min(ROUNDS, samples)
-    if spec.launch["fresh"] or _short(spec):
+    if spec.launch.fresh or _short(spec):
         return 1
     return max(1, min(ROUNDS, samples // LEAST_SAMPLES))
 
@@ -77,8 +77,8 @@ def number(order: str, spec: Experiment, compared: int) -> int:
 def _short(spec: Experiment) -> bool:
     """Whether the samples take too little time for a machine to drift. On GPUs a warm world's turn is cheap: never."""
     flops = metrics.flops(spec)
-    one = flops.get("total", flops["forward"]) * spec.timing["layers"]
-    return spec.device == "cpu" and one * spec.timing["timing_runs"] < LEAST_CPU_FLOP
+    one = flops.get("total", flops["forward"]) * spec.timing.layers
+    return spec.device == "cpu" and one * spec.timing.timing_runs < LEAST_CPU_FLOP
 
 
 def turns(runs: int, this: int, rounds: int) -> list[int]:
@@ -90,17 +90,19 @@ def turns(runs: int, this: int, rounds: int) -> list[int]:
 def part(spec: Experiment, this: int, rounds: int) -> Experiment:
     """What a run does in round `this` of `rounds`, counted from 0: its share of the samples, and what is done once only in
     the first. Adaptive needs sqrt(rounds) times less precision of a round, as its samples are that share of all."""
-    timing = dict(spec.timing)
+    timing = spec.timing
     if rounds > 1:
-        every, more = divmod(timing["timing_runs"], rounds)
-        timing["timing_runs"] = every + (this < more)
-        timing["precision"] *= sqrt(rounds)
-        timing["time_cap_s"] /= rounds
+        every, more = divmod(timing.timing_runs, rounds)
+        timing = replace(
+            timing,
+            timing_runs=every + (this < more),
+            precision=timing.precision * sqrt(rounds),
+            time_cap_s=timing.time_cap_s / rounds,
+        )
     if this == 0:
         return replace(spec, timing=timing)
-    timing |= {"do_bench": False, "counters": False}
-    if timing["method"] == "profiler":
-        timing["method"] = "warmup"
+    method = "warmup" if timing.method == "profiler" else timing.method
+    timing = replace(timing, method=method, do_bench=False, counters=False)
     return replace(spec, timing=timing, phases=False, baseline="none")
 
 
@@ -154,7 +156,7 @@ def joined(
     if back_to_back:
         timing["back_to_back_ms"] = statistics.summarize(back_to_back).median
     if "precision_met" in timing:
-        precision, runs = spec.timing["precision"], spec.timing["timing_runs"]
+        precision, runs = spec.timing.precision, spec.timing.timing_runs
         slow = statistics.slowest(samples)
         timing["precision_met"] = all(statistics.settled(ms, precision, runs) for ms in slow.values())
     limited = metrics.without_exceeded(metrics.at(later["metrics"], medians, spec.world_size))  # by the newest ceilings

@@ -15,10 +15,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config import overrides
-from runner.config.schema import SEEDS
 from runner.config.values import InvalidConfig, Refused
 from runner.output import reader
 
+SEEDS = 1 << 31
 SEED = "seed"  # the file of a sweep's folder that has it
 
 _runs: int | None = None  # of this program's sweep, once it is known

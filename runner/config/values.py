@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 from attention.errors import nearest
 
 LARGEST = (1 << 31) - 1  # of any whole number here
+FINITE = sys.float_info.max
 LONGEST = 80  # characters of a value in a message
 
 
@@ -24,6 +26,11 @@ class UnsupportedHere(ValueError):
 
 class Refused(SystemExit):
     """What Hydra's callbacks raise for a command line that cannot work: they swallow other exceptions."""
+
+
+def plain(node: Any) -> dict[str, Any]:
+    """A group of a configuration as a dict, its interpolations resolved."""
+    return {str(k): v for k, v in OmegaConf.to_container(node, resolve=True).items()}  # type: ignore[union-attr]
 
 
 def written(value: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.config.schema import InvalidConfig, UnsupportedHere
+from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.node import die_with_parent
 from runner.launch.worlds import cores
 

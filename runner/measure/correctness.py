@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.kernels import Call, Shape, UnsupportedCall, select
-from runner.config.schema import Experiment, Workload
+from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
 from runner.measure.errors import Error, Place, Tolerance, described
 from runner.measure.reference import Reference, Rows, Words, attend
@@ -123,7 +123,7 @@ def _keep(key: Any, pieces: list[Piece], most: int) -> None:
 
 
 def pieces_of(
-    work: Workload, world: int, rank: int, limit_tflop: float, backward: bool
+    work: AttentionCall, world: int, rank: int, limit_tflop: float, backward: bool
 ) -> tuple[list[Piece], float, int]:
     """This rank's pieces, the share of all pieces that is checked, and how many of them ranks share (all or none)."""
     everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
@@ -148,18 +148,18 @@ def pieces_of(
 def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
     """Of out, dq, dk and dv."""
     given, spec = experiment.dtype, experiment.workload
-    atol = given["gqa_atol"] if spec.heads != spec.kv_heads else given["atol"]
-    more = {"gain": given["gain"], "ratio": given["error_ratio"]}
-    of_gradients = Tolerance(given["grad_rel_l2"], max(given["grad_atol"], atol), given["grad_row"], **more)
-    of_out = Tolerance(given["rel_l2"], atol, given["row"], **more)
+    atol = given.gqa_atol if spec.heads != spec.kv_heads else given.atol
+    common = given.gain, given.error_ratio
+    of_gradients = Tolerance(given.grad_rel_l2, max(given.grad_atol, atol), given.grad_row, *common)
+    of_out = Tolerance(given.rel_l2, atol, given.row, *common)
     return {"out": of_out, **dict.fromkeys(("dq", "dk", "dv"), of_gradients)}
 
 
 def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
     """Run the variant and compare, on all ranks. The errors, the tolerances, `passed` and, where not, `why`."""
     spec, backward = experiment.workload, work.backward
-    limit = experiment.check["max_tflop"] or MAX_TFLOP[experiment.device]
-    unlimited = experiment.launch["memory_limit_gb"] is None
+    limit = experiment.check.max_tflop or MAX_TFLOP[experiment.device]
+    unlimited = experiment.launch.memory_limit_gb is None
     dtype = _reference_dtype(experiment)
 
     outputs, lse = _checked_outputs(me, work)
@@ -207,7 +207,7 @@ def check_timed(
     found: dict[str, Any] = {}
     why: list[str] = []
     last = work.outputs()
-    new_packs = experiment.timing["new_packs"]
+    new_packs = experiment.timing.new_packs
     if new_packs:
         found["last"] = {"why": "not compared: the last timed iteration was of another pack"}
     elif not all(me.gather(last.keys() == kept.outputs.keys())):
@@ -379,7 +379,7 @@ class _Comparison:
             why += errors[name].faults(name, limit, local)
             more = {"local_rel_l2": local.rel_l2, "local_worst_row": local.row}
             tensors[name] = errors[name].plain() | more | {"ratio_to_local": errors[name].ratio_to(local)}
-        most_lse = self.experiment.dtype["lse"]
+        most_lse = self.experiment.dtype.lse
         lse: dict[str, Any] = {"checked": without_lse is None, "why": without_lse}
         if without_lse is None:
             found = errors["lse"]
@@ -389,7 +389,7 @@ class _Comparison:
         out, gradient = self.limits["out"], self.limits["dq"]
         tolerance = {"atol": out.absolute, "grad_atol": gradient.absolute}
         names = ("rel_l2", "grad_rel_l2", "row", "grad_row", "gain", "lse", "error_ratio")
-        tolerance |= {name: self.experiment.dtype[name] for name in names}
+        tolerance |= {name: getattr(self.experiment.dtype, name) for name in names}
         return {
             "passed": not why,
             "why": "; ".join(why) or None,
@@ -417,13 +417,15 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.to("cpu", copy=True) for name, x in tensors.items()}
 
 
-def words(spec: Workload) -> Words:
+def words(spec: AttentionCall) -> Words:
     keys = spec.seqlens or (spec.seq_len,)
     queries = keys if spec.q_len is None else (spec.q_len,)
     return Words(queries, keys, spec.head_dim**-0.5, spec.causal, spec.window)
 
 
-def piece_inputs(spec: Workload, piece: Piece, seed: int, device: torch.device, backward: bool) -> dict[str, Tensor]:
+def piece_inputs(
+    spec: AttentionCall, piece: Piece, seed: int, device: torch.device, backward: bool
+) -> dict[str, Tensor]:
     """q, dout `[S, G, D]`, k, v `[S, 1, D]`."""
     group = spec.heads // spec.kv_heads
     found = {}
@@ -455,7 +457,7 @@ def _share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces
         piece.reference = piece.reference.to("cpu")
 
 
-def _sum_shares(me: Rank, spec: Workload, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
+def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
     """Every piece's dk and dv, of this rank's tokens, from all ranks' shares of them."""
     for number in range(pieces):
         reference = mine[0].reference if mine and mine[0].number == number else None
@@ -471,13 +473,13 @@ def _sum_shares(me: Rank, spec: Workload, mine: list[Piece], pieces: int, dtype:
 
 def _scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:
     """On a GPU as many as a quarter of what is free takes with its temporaries, eight at most; few under a limit of memory."""
-    if device.type != "cuda" or experiment.launch["memory_limit_gb"] is not None:
+    if device.type != "cuda" or experiment.launch.memory_limit_gb is not None:
         return SCORES
     free = torch.cuda.mem_get_info(device)[0]
     return max(SCORES, min(MOST_SCORES, free // (4 * 8 * dtype.itemsize)))
 
 
-def _local(inputs: dict[str, Tensor], spec: Workload, asked: str, work: AttentionWork) -> dict[str, Tensor]:
+def _local(inputs: dict[str, Tensor], spec: AttentionCall, asked: str, work: AttentionWork) -> dict[str, Tensor]:
     """A call of the kernel on one device: out, dq, dk, dv, with a leading 1 where it is not packed."""
     packed = spec.seqlens is not None
     q, k, v, *dout = (x if packed else x.unsqueeze(0) for x in inputs.values())

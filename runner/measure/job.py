@@ -28,7 +28,8 @@ from attention.variants.base import setting_label
 from attention.variants.external import External
 from attention.variants.registry import variant
 from runner import environment
-from runner.config.schema import NEW_PACKS, Experiment, InvalidConfig, UnsupportedHere
+from runner.config.experiment import NEW_PACKS, Experiment, Timing
+from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.rank import Rank, memory_limit
 from runner.launch.rank import is_out_of_memory as _oom
 from runner.measure import ceilings, memory, metrics, phases, profile, sampler, timing
@@ -53,9 +54,9 @@ _rates: dict[Any, float] = {}
 def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, Any]:
     """`folder` is the run's, for the traces. Returns status ok or incorrect with everything measured."""
     spec = Experiment.from_plain(experiment)
-    me.fault = spec.launch["fault"]
+    me.fault = spec.launch.fault
     gc.freeze()  # modules and caches: the collections around what is timed need not look through them, 0.1 s each
-    with memory_limit(me, spec.launch["memory_limit_gb"]):
+    with memory_limit(me, spec.launch.memory_limit_gb):
         try:
             return _run(me, spec, Path(folder) if folder else None)
         finally:
@@ -98,14 +99,14 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
             work.run(which)
         work.release()
     checked: Checked | None = None
-    if spec.check["enabled"]:
+    if spec.check.enabled:
         checked = check(me, spec, work)
         result["correctness"] = checked.found
         if not checked.found["passed"]:
             return result | {"status": "incorrect", "reason": checked.found["why"]}
     else:
         result["correctness"] = {"passed": None, "why": "check.enabled=false"}
-    if spec.launch["share_gpu"]:
+    if spec.launch.share_gpu:
         return result | {"reason": NOT_TIMED}
     limits = ceilings.ceilings(me, spec.workload.dtype)
     result["ceilings"] = limits
@@ -123,7 +124,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
             checked.found |= {"passed": False, "why": again["why"]}
             return result | {"status": "incorrect", "reason": again["why"]}
     result |= measured
-    if spec.timing["do_bench"]:  # after the check: it leaves other results behind than the last timed iteration
+    if spec.timing.do_bench:  # after the check: it leaves other results behind than the last timed iteration
         turn = partial(me.say, "timing", iteration_s)
         result["timing"]["do_bench"] = _do_bench(work, _watch(me, False), _flush(me, spec), turn)
     result["environment"]["during"] = _during(me, sampled)
@@ -145,9 +146,9 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
             "bytes_received_by_rank": received,
             "bandwidth": phases.bandwidths(rows, received),
         }
-    if spec.timing["method"] == "profiler":
+    if spec.timing.method == "profiler":
         me.say("profiler", iteration_s * 10)
-        mine, files = profile.profile(me, work, _watch(me, me.world > 1), spec.timing["profile_runs"], folder)
+        mine, files = profile.profile(me, work, _watch(me, me.world > 1), spec.timing.profile_runs, folder)
         everyone = me.gather((mine, files))
         result["profile"] = [p for p, _ in everyone]
         result["traces"] = [name for _, names in everyone for name in names]
@@ -162,7 +163,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
 def _choice(me: Rank, spec: Experiment) -> Choice:
     """What auto takes, the same on every rank; by this machine's own ceilings where its GPU is in no table."""
     measured = None
-    if spec.launch["nodes"] > 1 or not automatic.known(me.device):
+    if spec.launch.nodes > 1 or not automatic.known(me.device):
         measured = choose_ceilings(ceilings.ceilings(me, spec.workload.dtype), spec.device)
     trials = spec.options["trials"]
     by_model = replace(spec, options={**spec.options, "trials": None})
@@ -191,7 +192,7 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
     about = work.heads, work.kv_heads, work.cu_seqlens, spec.world_size, work.mask, work.q_len
     settings, left_out = chosen.settings(spec.options, *about)
     names = [name for name, value in spec.options.items() if value == BEST]
-    shapes, backward = metrics.shapes(spec), spec.mode == "forward_backward"
+    shapes, backward = spec.workload.shapes, spec.mode == "forward_backward"
     each_s = _rough_s(me, spec, max(counts.rank_flops(chosen.problem(*about[2:5], settings[0], work.q_len), shapes)))
     me.say("trials", each_s * len(settings) * (LEADING + TRIAL_RUNS))
     specs = {setting_label(setting, names): replace(spec, options=setting) for setting in settings}
@@ -254,17 +255,17 @@ def _estimate(me: Rank, spec: Experiment, work: AttentionWork) -> float:
             me.synchronize()
             seconds.append(time.perf_counter() - start)
         _rates[key] = 4 * n * n * heads * w.head_dim / min(seconds)
-    shapes = metrics.shapes(spec)
+    shapes = spec.workload.shapes
     needed = max(counts.rank_flops(work.plan.problem, shapes)) * (1 + counts.BACKWARD if work.backward else 1)
     seconds_each = me.agree(max(me.gather(needed / _rates[key])))
-    timed = (spec.timing["timing_runs"] + spec.timing["warmup_runs"] + 1) * spec.timing["layers"] + (
+    timed = (spec.timing.timing_runs + spec.timing.warmup_runs + 1) * spec.timing.layers + (
         _phase_runs(seconds_each) + timing.LEADING_RUNS if spec.phases else 0
     )
-    if spec.timing["method"] == "profiler":
-        timed += timing.LEADING_RUNS + spec.timing["profile_runs"]
+    if spec.timing.method == "profiler":
+        timed += timing.LEADING_RUNS + spec.timing.profile_runs
     single_each = seconds_each * me.world
     single = (
-        single_each * (1 + timing.baseline_runs(spec.timing["timing_runs"], single_each))
+        single_each * (1 + timing.baseline_runs(spec.timing.timing_runs, single_each))
         if spec.baseline == "single"
         else 0.0
     )
@@ -278,11 +279,11 @@ def _time(
 ) -> tuple[dict[str, Any], timing.Passes]:
     """What was measured, and what a sample was of."""
     options = spec.timing
-    method = options["method"]
+    method = options.method
     piece: timing.Passes = work
     note: dict[str, Any] = {}
 
-    layers = options["layers"]
+    layers = options.layers
     if method == "cudagraph":
         piece, watch = timing.Graphed(work), _watch(me, me.world > 1, timing.LEAD_MS)
     else:
@@ -291,26 +292,26 @@ def _time(
     flush = _flush(me, spec)
     beat = _beat(me, "timing", watch, iteration_s)
     if method == "simple":
-        me.say("timing", iteration_s * options["timing_runs"])  # all in one stretch
-        mine = timing.simple(work, watch, options["timing_runs"])
+        me.say("timing", iteration_s * options.timing_runs)  # all in one stretch
+        mine = timing.simple(work, watch, options.timing_runs)
     else:
 
         def decide(so_far: Samples, seconds: float) -> bool | None:
             slow = slowest(me.gather(so_far))
-            least, precision, cap_s = (options[key] for key in ("timing_runs", "precision", "time_cap_s"))
-            return me.agree(timing.verdict(slow, least, precision, seconds, cap_s))
+            verdict = timing.verdict(slow, options.timing_runs, options.precision, seconds, options.time_cap_s)
+            return me.agree(verdict)
 
-        me.say("timing", _silent_s(me, iteration_s, options["warmup_runs"]))
+        me.say("timing", _silent_s(me, iteration_s, options.warmup_runs))
         with timing.undisturbed():
-            warmed = timing.warm(piece, watch, options["warmup_runs"], options["warmup_ms"], me.agree, beat)
+            warmed = timing.warm(piece, watch, options.warmup_runs, options.warmup_ms, me.agree, beat)
             me.say("timing", _silent_s(me, iteration_s, timing.WINDOW))
             each_ms, cap_ms = warmed.back_to_back_ms, _settle_ms(options)
             settling = timing.settle(piece, watch, cap_ms, each_ms, me.gather, me.agree, flush, beat)
-            me.say("timing", _silent_s(me, iteration_s, options["timing_runs"]))
+            me.say("timing", _silent_s(me, iteration_s, options.timing_runs))
             if method == "adaptive":
-                mine, note["precision_met"] = timing.adaptive(piece, watch, options["timing_runs"], decide, flush, beat)
+                mine, note["precision_met"] = timing.adaptive(piece, watch, options.timing_runs, decide, flush, beat)
             else:
-                mine = timing.sample(piece, watch, options["timing_runs"], flush, beat)
+                mine = timing.sample(piece, watch, options.timing_runs, flush, beat)
         note["warmup_iterations"] = warmed.iterations + settling.iterations
         note["warmup_settled"] = settling.settled
         each = [ms / layers for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
@@ -325,9 +326,9 @@ def _time(
             "unit": "ms",
             **found,
             **overhead(empty_ms, found["passes"]),
-            "flush_l2": options["flush_l2"],
+            "flush_l2": options.flush_l2,
             "layers": layers,
-            "new_packs": options["new_packs"],
+            "new_packs": options.new_packs,
             "do_bench": None,
             **note,
         },
@@ -351,14 +352,14 @@ def _during(me: Rank, sampled: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settle_ms(options: dict[str, Any]) -> float:
+def _settle_ms(options: Timing) -> float:
     """How long a warm-up may go on until it settles; not at all where none is wanted."""
-    return options["settle_ms"] if options["warmup_runs"] or options["warmup_ms"] else 0.0
+    return options.settle_ms if options.warmup_runs or options.warmup_ms else 0.0
 
 
 def _sampled(spec: Experiment, work: AttentionWork) -> timing.Passes:
     """What a sample is of: the work's passes, or those of several layers."""
-    layers, new = spec.timing["layers"], spec.timing["new_packs"]
+    layers, new = spec.timing.layers, spec.timing.new_packs
     if layers == 1 and not new:
         return work
     lengths = spec.workload.seqlens
@@ -387,7 +388,7 @@ def _silent_s(me: Rank, iteration_s: float, runs: int) -> float:
 def _flush(me: Rank, spec: Experiment) -> torch.Tensor | None:
     """What is written before each pass to empty the L2 cache, if that is wanted: as triton's do_bench does it, since a GPU at
     its power limit is the faster the longer it rests between passes, and single bytes take longer to write."""
-    return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=me.device) if spec.timing["flush_l2"] else None
+    return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=me.device) if spec.timing.flush_l2 else None
 
 
 class _OnePass:
@@ -504,7 +505,7 @@ def _baseline(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: fl
     take."""
     key = (
         spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
-        *(spec.timing[key] for key in ("flush_l2", "autograd_thread", "layers", "new_packs")),
+        spec.timing.flush_l2, spec.timing.autograd_thread, spec.timing.layers, spec.timing.new_packs,
     )  # fmt: skip
     me.say("baseline", single_s, waiting=me.rank != 0)
     if spec.device == "cuda":
@@ -560,18 +561,18 @@ def _single_medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[s
     work = AttentionWork(me, spec, fn)
     watch = _watch(me, False)
     flush = _flush(me, spec)
-    piece, layers = _sampled(spec, work), spec.timing["layers"]
+    piece, layers = _sampled(spec, work), spec.timing.layers
     single_s *= layers
     beat = _beat(me, "baseline", watch, single_s)
     beat()
     with timing.undisturbed():
         once = _seconds_each(piece, watch, 0.0, beat)
         if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated
-            once = _seconds_each(piece, watch, spec.timing["warmup_ms"], beat)
+            once = _seconds_each(piece, watch, spec.timing.warmup_ms, beat)
             cap_ms = _settle_ms(spec.timing)
             me.say("baseline", _silent_s(me, max(once, single_s), timing.WINDOW))
             timing.settle(piece, watch, cap_ms, once * 1e3, lambda mine: [mine], lambda more: more, flush, beat)
-        runs = timing.baseline_runs(spec.timing["timing_runs"], once)
+        runs = timing.baseline_runs(spec.timing.timing_runs, once)
         me.say("baseline", _silent_s(me, max(once, single_s), runs))
         samples = slowest([timing.sample(piece, watch, runs, flush, beat)])
     return {which: summarize(ms).median / layers for which, ms in samples.items()}, runs, work.plan.kernel.name

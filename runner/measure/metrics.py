@@ -11,20 +11,15 @@ from attention.geometry.counts import Shapes
 from attention.geometry.schedules import Problem
 from attention.variants.base import Variant
 from attention.variants.registry import variant
-from runner.config.schema import ITEMSIZE, Experiment
+from runner.config.experiment import Experiment
 
 EXCEEDED = 1.03  # of a limit: above it what the limit was made of is no ceiling
-
-
-def shapes(experiment: Experiment) -> Shapes:
-    work = experiment.workload
-    return Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, ITEMSIZE[work.dtype])
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
     """Of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
     work = experiment.workload
-    forward = counts.forward_flops(shapes(experiment), work.pairs)
+    forward = counts.forward_flops(experiment.workload.shapes, work.pairs)
     found = {"forward": forward}
     if experiment.mode == "forward_backward":
         found["backward"] = int(forward * counts.BACKWARD)
@@ -40,7 +35,7 @@ def compute(
     work = experiment.workload
     chosen = variant(experiment.variant)
     problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, experiment.options, work.q_len)
-    sizes = shapes(experiment)
+    sizes = experiment.workload.shapes
     whole = flops(experiment)
     by_rank = counts.rank_flops(problem, sizes)
     found: dict[str, Any] = {

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from runner.config.schema import Experiment
+from runner.config.experiment import Experiment
 from runner.launch.worlds import search_path
 
 SECTOR = 32  # bytes

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from runner.config.schema import Experiment
+from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure.workload import AttentionWork, build
 

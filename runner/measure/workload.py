@@ -15,14 +15,15 @@ from attention.api import ContextParallel
 from attention.autotune.choice import Choice
 from attention.autotune.hardware import Ceilings
 from attention.geometry.layouts import CuSeqlens
-from runner.config.schema import Experiment, UnsupportedHere, Workload
+from runner.config.experiment import AttentionCall, Experiment
+from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NAMES = ("q", "k", "v", "dout")
 
 
-def global_input(work: Workload, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
+def global_input(work: AttentionCall, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
     """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`): normal, clamped to [-1, 1], the
     same on every rank. Each batch element has a generator of its own, so that one can be had without the others."""
     keys = which in ("k", "v")
@@ -61,7 +62,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "q_tokens": work.q_len,
         "device": device,
         "ceilings": ceilings,
-        "graphed": experiment.timing["method"] == "cudagraph",
+        "graphed": experiment.timing.method == "cudagraph",
         "graphs": experiment.graphs,
         "deterministic": experiment.deterministic,
         **experiment.options,
@@ -75,7 +76,7 @@ class AttentionWork:
     def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel):
         work = self.spec = experiment.workload
         self.fn = fn
-        self.autograd_thread: bool = experiment.timing["autograd_thread"]
+        self.autograd_thread: bool = experiment.timing.autograd_thread
         self.backward = experiment.mode == "forward_backward"
         self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
         self.packs = work.cu_seqlens if work.seqlens else None

@@ -20,7 +20,7 @@ from attention.kernels import math as math_kernel
 from attention.masks.band import CAUSAL, Mask
 from attention.reduction import grad_sum, lse_merge
 from attention.variants.base import Variant
-from runner.config.schema import Experiment
+from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import job
 from runner.measure.correctness import check, check_timed

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runner.config.schema import UnsupportedHere
+from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank, memory_limit
 
 

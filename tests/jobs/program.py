@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runner.config.schema import Experiment
+from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
 from runner.measure import ceilings, correctness, job
 from runner.measure.workload import AttentionWork, build

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import attention
-from runner.config.schema import Experiment
+from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure.workload import AttentionWork, build
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner import app, environment
-from runner.config.schema import InvalidConfig
+from runner.config.values import InvalidConfig
 from runner.environment import commit_text
 from runner.launch.worlds import WorldSpec
 from tests.jobs import program

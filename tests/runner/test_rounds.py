@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from runner import app, interleave, pack, rounds
-from runner.config.schema import InvalidConfig
+from runner.config.values import InvalidConfig
 from runner.output import results
 from runner.report import runs as report_runs
 from runner.report import tables
@@ -85,13 +85,13 @@ def test_every_round_has_each_run_once_and_starts_with_another(runs, of):
 def test_the_rounds_of_a_run_have_its_samples_together_and_only_the_first_does_what_is_done_once(samples, of):
     whole = spec(f"timing.timing_runs={samples}", "timing=profiler")
     parts = [rounds.part(whole, this, of) for this in range(of)]
-    counts = [part.timing["timing_runs"] for part in parts]
+    counts = [part.timing.timing_runs for part in parts]
     assert sum(counts) == samples and max(counts) - min(counts) <= 1
     assert [part.phases for part in parts] == [True] + [False] * (of - 1)
     assert [part.baseline for part in parts] == ["single"] + ["none"] * (of - 1)
-    assert [part.timing["method"] for part in parts] == ["profiler"] + ["warmup"] * (of - 1)
-    assert {(part.seed, part.workload, json.dumps(part.check)) for part in parts} == {
-        (whole.seed, whole.workload, json.dumps(whole.check))
+    assert [part.timing.method for part in parts] == ["profiler"] + ["warmup"] * (of - 1)
+    assert {(part.seed, part.workload, str(part.check)) for part in parts} == {
+        (whole.seed, whole.workload, str(whole.check))
     }
 
 

@@ -10,10 +10,11 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from runner.config import schema
+from runner.config import resolve
+from runner.config.experiment import Experiment
 from runner.config.overrides import groups
 
-schema.register()
+resolve.register()
 GROUPS = groups()
 PARSER = OverridesParser.create()
 
@@ -46,8 +47,8 @@ def _chosen(*choices: str) -> DictConfig:
     return cfg
 
 
-def resolved(*overrides: str, gpus: int = 0, seed: int = 7) -> schema.Experiment:
-    return schema.experiment(configured(*overrides), gpus, seed)
+def resolved(*overrides: str, gpus: int = 0, seed: int = 7) -> Experiment:
+    return resolve.experiment(configured(*overrides), gpus, seed)
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

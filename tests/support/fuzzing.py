@@ -190,11 +190,11 @@ def main(folder: Path) -> None:
     from hydra.core.plugins import Plugins
 
     from runner import app, environment
-    from runner.config import overrides, schema
+    from runner.config import overrides, resolve
     from runner.launch import worlds
 
     app._in_world = lambda *_: worlds.Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
-    schema.register()
+    resolve.register()
     Plugins.instance()
     environment.host()
     environment.gpu_count()

@@ -16,7 +16,9 @@ from attention.transports import SUMMARIES
 from attention.variants.registry import EXTERNAL, VARIANTS, everything
 from runner import rounds
 from runner.config.overrides import groups, problem
-from runner.config.schema import MODELS, TIMING_METHODS, InvalidConfig, run_name
+from runner.config.resolve import run_name
+from runner.config.schema import MODELS, TIMING_METHODS
+from runner.config.values import InvalidConfig
 from runner.measure.workload import DTYPES
 from tests.support.composing import composed, configured, resolved
 
@@ -55,10 +57,10 @@ def test_every_choice_composes_and_makes_an_experiment(group, choice):
     assert spec.workload.seq_len > 0
     chosen = {
         "attention": spec.variant,
-        "dtype": spec.dtype["name"],
+        "dtype": spec.dtype.name,
         "kernel": spec.kernel,
         "model": configured(here, *able).model.name,
-        "timing": spec.timing["method"],
+        "timing": spec.timing.method,
         "transport": spec.transport,
         "config": configured(here, *able).config,
         "hardware": {"cpu": "cpu"}.get(choice, "cuda") == spec.device and choice,

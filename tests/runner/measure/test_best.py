@@ -5,7 +5,7 @@ import pytest
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.base import setting_label
 from attention.variants.registry import variant
-from runner.config.schema import InvalidConfig
+from runner.config.values import InvalidConfig
 from tests.jobs import program
 from tests.support.composing import resolved
 

@@ -11,18 +11,11 @@ from omegaconf import OmegaConf
 
 from attention.autotune.choice import AUTO
 from attention.variants.registry import VARIANTS
+from runner.config.experiment import PHASES, Experiment
 from runner.config.groups import groups
-from runner.config.schema import (
-    PHASES,
-    Experiment,
-    InvalidConfig,
-    Machine,
-    UnsupportedHere,
-    check_fits,
-    identity,
-    input_bytes,
-    run_name,
-)
+from runner.config.resolve import identity, run_name
+from runner.config.rules.machine import Machine, check_fits, input_bytes
+from runner.config.values import InvalidConfig, UnsupportedHere
 from tests.support.composing import composed, python, resolved
 
 # overrides, then what the message must say: the value, the rule, the way out
@@ -65,6 +58,7 @@ INVALID = [
     (["launch.fault=1:timing:explode"], "launch.fault=1:timing:explode", "RANK:PHASE:raise|kill|hang|oom"),
     (["launch.fault=2:timing:kill"], "launch.fault=2:timing:kill", "rank below 2"),
     (["launch.fault=1:profiler:kill"], "launch.fault=1:profiler:kill", "no phase profiler", "timing=profiler would"),
+    (["attention=torch_cp", "launch.fault=0:phases:raise"], "no phase phases", "a variant of ours would"),
     (["launch.fault=1:phases:kill", "phases=false"], "1:phases:kill", "no phase phases", "phases=true would"),
     (["launch.fault=1:baseline:hang", "baseline=none"], "1:baseline:hang", "no phase baseline", "baseline=single would"),
     *((["check.enabled=false", f"launch.fault=0:check_{what}:raise"], f"0:check_{what}:raise", "no phase check_",
@@ -324,7 +318,7 @@ def test_passes_are_not_replayed_within_replays_of_whole_calls():
 
 def test_a_new_pack_each_time_is_not_replayed():
     pack = ("attention=llama3", "seq_len=4096", "seqlens=random", "seqlens_mean=128", "timing.new_packs=true")
-    assert resolved(*pack, "timing.layers=4", gpus=2).timing["layers"] == 4
+    assert resolved(*pack, "timing.layers=4", gpus=2).timing.layers == 4
     with pytest.raises(InvalidConfig, match=r"graphs=true: what is replayed has to come again; use graphs=false"):
         resolved(*pack, "graphs=true", gpus=2)
 
@@ -442,7 +436,7 @@ def test_a_random_pack_of_any_size_sums_to_it(seq_len):
 def test_a_fault_can_be_asked_of_any_rank_in_any_phase_that_the_run_has(phase):
     given = {"profiler": ["timing=profiler"], "trials": ["attention=auto", "attention.trials=2"]}.get(phase, [])
     for fault in (f"0:{phase}:kill", f"1:{phase}:raise"):
-        assert resolved(f"launch.fault={fault}", *given).launch["fault"] == fault
+        assert resolved(f"launch.fault={fault}", *given).launch.fault == fault
 
 
 def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
@@ -452,7 +446,7 @@ def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
     assert (work.batch, work.heads, work.kv_heads, work.head_dim, work.seq_len) == (2, 8, 8, 64, 1024)
     assert (work.causal, work.window, work.dtype) == (True, (-1, -1), "bf16")
     assert (spec.variant, spec.mode, spec.baseline, spec.phases) == ("zigzag", "forward_backward", "single", True)
-    assert [spec.timing[key] for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [1, 0, 6]
+    assert [getattr(spec.timing, key) for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [1, 0, 6]
 
 
 def test_defaults_with_gpus_are_a_model_s_layer_on_all_of_them():
@@ -460,7 +454,7 @@ def test_defaults_with_gpus_are_a_model_s_layer_on_all_of_them():
     assert (spec.device, spec.world_size) == ("cuda", 4)
     work = spec.workload
     assert (work.batch, work.heads, work.kv_heads, work.head_dim, work.seq_len) == (1, 32, 8, 128, 32_768)
-    assert [spec.timing[key] for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [3, 200, 20]
+    assert [getattr(spec.timing, key) for key in ("warmup_runs", "warmup_ms", "timing_runs")] == [3, 200, 20]
     assert resolved(gpus=1).world_size == 1
 
 
@@ -471,7 +465,7 @@ def test_hardware_cpu_leaves_gpus_alone():
 
 def test_what_is_given_takes_precedence_over_defaults():
     spec = resolved("seq_len=2048", "world_size=1", "timing.warmup_ms=50", "seed=3", gpus=4, seed=99)
-    assert (spec.workload.seq_len, spec.world_size, spec.timing["warmup_ms"], spec.seed) == (2048, 1, 50, 3)
+    assert (spec.workload.seq_len, spec.world_size, spec.timing.warmup_ms, spec.seed) == (2048, 1, 50, 3)
     assert spec.workload.head_dim == 128
     assert resolved(seed=99).seed == 99
 
@@ -528,9 +522,9 @@ def test_identity_is_that_of_the_values_and_not_of_how_they_were_given():
 def test_identity_is_the_same_in_another_process(tmp_path):
     program = (
         "from hydra import compose, initialize_config_module as module\n"
-        "from runner.config import schema\n"
-        "schema.register()\n"
-        "with module('runner.conf', version_base='1.3'): print(schema.identity(compose('config', ['seq_len=512'])))\n"
+        "from runner.config import resolve\n"
+        "resolve.register()\n"
+        "with module('runner.conf', version_base='1.3'): print(resolve.identity(compose('config', ['seq_len=512'])))\n"
     )
     assert python("-c", program, cwd=tmp_path).stdout.strip() == identity(composed("seq_len=512"))
 

@@ -1,0 +1,150 @@
+"""One run, fully resolved and checked. The program hands it to the ranks as a plain dict. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+from attention.autotune.choice import AUTO
+from attention.geometry import counts
+from attention.geometry.options import BEST
+from attention.masks.band import Mask
+from attention.variants.base import Variant
+from attention.variants.registry import variant
+from runner.config.schema import Check, Dtype, Launch
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
+NEW_PACKS = 1024  # different packed batches of a run with timing.new_packs; after the last comes the first again
+
+# where a run may be when a fault is provoked, in this order
+PHASES = (
+    "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "check_timed",
+    "phases", "profiler", "baseline", "finish",
+)  # fmt: skip
+PHASES_AFTER_CHECK = PHASES[PHASES.index("ceilings") :]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The global attention call of a run: sizes, mask and dtype."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seq_len: int
+    causal: bool
+    window: tuple[int, int]
+    dtype: str
+    q_len: int | None = None  # of a decode
+    seqlens: tuple[int, ...] | None = None  # of a packed batch, which has batch 1 and seq_len tokens in all
+
+    @property
+    def mask(self) -> Mask:
+        return Mask.of(self.causal, self.window)
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.seqlens)) if self.seqlens else (0, self.seq_len)
+
+    @property
+    def queries(self) -> int:
+        return self.seq_len if self.q_len is None else self.q_len
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs under the mask, of one batch element."""
+        if self.q_len is not None:
+            return self.q_len * self.seq_len
+        return counts.global_pairs(self.cu_seqlens, self.mask)
+
+    @property
+    def shapes(self) -> counts.Shapes:
+        return counts.Shapes(self.batch, self.heads, self.kv_heads, self.head_dim, ITEMSIZE[self.dtype])
+
+    def describe(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
+        tokens = f"{self.seq_len:,} tokens"
+        if self.q_len is not None:
+            tokens = f"{self.q_len} quer{'y' if self.q_len == 1 else 'ies'} on {self.seq_len:,} keys"
+        elif self.seqlens:
+            tokens += f" in {len(self.seqlens)} sequences"
+        return f"batch {self.batch}, {tokens}, {heads} heads of {self.head_dim}, {self.mask.describe()}, {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`schema.TimingConf` with the defaults of the hardware."""
+
+    method: str
+    warmup_runs: int
+    warmup_ms: float
+    settle_ms: float
+    timing_runs: int
+    layers: int
+    new_packs: bool
+    flush_l2: bool
+    autograd_thread: bool
+    do_bench: bool
+    counters: bool
+    precision: float
+    time_cap_s: float
+    profile_runs: int
+
+
+@dataclass(frozen=True)
+class Experiment:
+    variant: str
+    options: dict[str, Any]
+    workload: AttentionCall
+    world_size: int
+    device: str
+    kernel: str
+    transport: str
+    dtype: Dtype
+    timing: Timing
+    check: Check
+    launch: Launch
+    seed: int
+    mode: str
+    baseline: str
+    phases: bool
+    deterministic: bool
+    graphs: bool | str
+
+    @property
+    def chosen(self) -> Variant[Any] | None:
+        """The variant; None for attention=auto."""
+        return None if self.variant == AUTO else variant(self.variant)
+
+    @property
+    def backward(self) -> bool:
+        return self.mode == "forward_backward"
+
+    @property
+    def best_options(self) -> list[str]:
+        """The options whose fastest value is found by trials."""
+        return [name for name, value in self.options.items() if value == BEST]
+
+    @property
+    def has_trials(self) -> bool:
+        """Whether candidates are run before one is taken: variants with attention=auto, or values of options."""
+        return self.options["trials"] is not None if self.chosen is None else bool(self.best_options)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> Experiment:
+        call = dict(plain["workload"])
+        call["window"] = tuple(call["window"])
+        call["seqlens"] = tuple(call["seqlens"]) if call["seqlens"] else None
+        typed = {
+            "workload": AttentionCall(**call),
+            "dtype": Dtype(**plain["dtype"]),
+            "timing": Timing(**plain["timing"]),
+            "check": Check(**plain["check"]),
+            "launch": Launch(**plain["launch"]),
+        }
+        return Experiment(**{**plain, **typed})

@@ -1,0 +1,161 @@
+"""From a composed configuration to an experiment and to the name of its run. No torch here: a bad value answers at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from attention.autotune.choice import AUTO
+from attention.variants.registry import everything, variant
+from runner import environment
+from runner.config import folders, schema
+from runner.config.experiment import Experiment
+from runner.config.groups import groups
+from runner.config.rules import attention, launch, timing, workload
+from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
+
+LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
+# keys that do not change what is measured, and so are no part of a run's identity
+_NOT_IDENTITY = ("hydra", "order", "output", "resume")
+
+
+def register() -> None:
+    """Make the schema and the names of folders known to Hydra."""
+    ConfigStore.instance().store(name="schema", node=schema.RunConf)
+    if not OmegaConf.has_resolver("run_name"):
+        OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)))
+        OmegaConf.register_new_resolver("stamp", folders.stamp)
+        OmegaConf.register_new_resolver("per_rank", lambda n, *, _root_: per_rank(_root_, n))
+
+
+def per_rank(cfg: DictConfig, n: int) -> int:
+    """`seq_len: ${per_rank:8192}`: n for each rank of the world, so that a sweep over world_size is weak scaling."""
+    if cfg.world_size == "auto":
+        return n * launch.world_size(cfg, usable_gpus(cfg))
+    # a wrong world size is refused later, by its own rule
+    return n * max(cfg.world_size if isinstance(cfg.world_size, int) else 1, 1)
+
+
+def usable_gpus(cfg: DictConfig) -> int:
+    """The GPUs that a run of this configuration may use: none with hardware=cpu or a PyTorch without CUDA."""
+    if cfg.hardware.name == "cpu" or not environment.gpu_count():
+        return 0
+    return environment.gpu_count() if environment.torch_has_cuda() else 0
+
+
+def identity(cfg: DictConfig) -> str:
+    """A short hash of the resolved configuration."""
+    values = {key: OmegaConf.to_container(cfg[key], resolve=True) if OmegaConf.is_config(cfg[key]) else cfg[key]
+              for key in cfg if key not in _NOT_IDENTITY}  # fmt: skip
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def run_name(cfg: DictConfig, gpus: int) -> str:
+    """The run folder's name on a machine with `gpus` usable GPUs: variant, config, sizes and the hash. world_size=auto
+    appears as its value here."""
+    world = cfg.world_size
+    if world == "auto" and cfg.hardware.name in schema.HARDWARE:
+        world = launch.world_size(cfg, gpus)
+    parts = [cfg.attention.get("name", "none"), cfg.config]
+    tokens = cfg.seq_len
+    if isinstance(cfg.seqlens, ListConfig) and all(isinstance(n, int) for n in cfg.seqlens):
+        tokens = sum(cfg.seqlens)
+    parts += [f"s{tokens}"] if tokens is not None else []
+    parts += [f"w{world}", cfg.dtype.name, cfg.timing.method, identity(cfg)]
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(str(p)[:LONGEST_PART] for p in parts))
+
+
+def _check_values(cfg: DictConfig) -> None:
+    """No value is missing, and each interpolation leads to one of the right type."""
+    for key in cfg:
+        if key == "hydra":
+            continue
+        try:
+            node = cfg[key]
+            if OmegaConf.is_config(node):
+                OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+        except MissingMandatoryValue as error:
+            raise InvalidConfig(
+                f"{error.full_key or str(key)}=???: this is the mark of a value that is still missing; give one"
+            ) from None
+        except OmegaConfBaseException as error:
+            raise InvalidConfig(
+                f"{error.full_key or str(key)}: {shown(str(error).splitlines()[0])}; give a value"
+            ) from None
+
+
+def _check_names(cfg: DictConfig) -> None:
+    one_of("attention", cfg.attention.get("name"), [AUTO, *everything()])
+    for group in ("kernel", "transport", "dtype"):
+        one_of(group, cfg[group].name, groups()[group])
+    one_of("model", cfg.model.name, schema.MODELS)
+    one_of("hardware", cfg.hardware.name, schema.HARDWARE)
+    one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
+    one_of("baseline", cfg.baseline, schema.BASELINES)
+    one_of("order", cfg.order, schema.ORDERS)
+    if cfg.mode is not None:
+        one_of("mode", cfg.mode, schema.MODES)
+
+
+def _check_dtype(cfg: DictConfig) -> None:
+    way_out = f"leave it out for that of dtype={cfg.dtype.name}"
+    for key in cfg.dtype:
+        if key == "name":
+            continue
+        above_zero(f"dtype.{key}", cfg.dtype[key], way_out, FINITE)
+        if str(key).endswith("rel_l2") or key in ("row", "grad_row", "gain", "lse"):
+            above_zero(f"dtype.{key}", cfg.dtype[key], f"an output of zeros is 1 off; {way_out}", 0.5)
+
+
+def _check_check(cfg: DictConfig) -> None:
+    way_out = "null for what this hardware does, check.enabled=false for no check"
+    above_zero("check.max_tflop", cfg.check.max_tflop, way_out)
+
+
+# rules of one config group each
+GROUP_RULES = (_check_values, _check_names, _check_dtype, _check_check, launch.check_group, timing.check_group)
+# rules across groups; those of this machine come last, since a broken rule is broken on every machine
+RUN_RULES = (
+    launch.check_nodes, attention.check_variant, timing.check_layers, attention.check_graphs, launch.check_fault,
+    launch.check_shared_gpu, timing.check_device,
+)  # fmt: skip
+
+
+def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
+    """The experiment of a composed configuration on a machine with `gpus` usable GPUs. `seed`: for a configuration that has
+    none.
+
+    Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
+    for check_group in GROUP_RULES:
+        check_group(cfg)
+    chosen = None if cfg.attention.name == AUTO else variant(cfg.attention.name)
+    options, mode = attention.options(cfg, chosen), attention.mode(cfg, chosen)
+    device = launch.device(cfg, gpus)
+    seed = seed if cfg.seed is None else whole("seed", cfg.seed, 0)
+    run = Experiment(
+        variant=cfg.attention.name,
+        options=options,
+        workload=workload.attention_call(cfg, device, chosen, seed),
+        world_size=launch.world_size(cfg, gpus),
+        device=device,
+        kernel=cfg.kernel.name,
+        transport=cfg.transport.name,
+        dtype=schema.Dtype(**plain(cfg.dtype)),
+        timing=timing.resolved(cfg, device),
+        check=schema.Check(**plain(cfg.check)),
+        launch=schema.Launch(**plain(cfg.launch)),
+        seed=seed,
+        mode=mode,
+        baseline=cfg.baseline,
+        phases=cfg.phases,
+        deterministic=cfg.deterministic,
+        graphs=cfg.graphs,
+    )
+    for check in RUN_RULES:
+        check(run, cfg)
+    return run

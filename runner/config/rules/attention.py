@@ -1,0 +1,95 @@
+"""Rules of the attention variant: its options, mode, sizes and CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from attention.autotune import choice, model
+from attention.geometry.options import check_heads
+from attention.variants.base import Variant
+from runner.config.experiment import Experiment
+from runner.config.values import FINITE, InvalidConfig, above_zero, plain, shown
+
+
+def options(cfg: DictConfig, chosen: Variant[Any] | None) -> dict[str, Any]:
+    """The options of the variant (None: attention=auto). Raises InvalidConfig for one that it does not have."""
+    found = {k: v for k, v in plain(cfg.attention).items() if k != "name"}
+    known = choice.OPTIONS if chosen is None else chosen.options.names()
+    for option in found:
+        if option not in known:
+            raise InvalidConfig(
+                f"attention.{shown(option)}: {cfg.attention.name} has no such option; its options: "
+                f"{', '.join(known) or 'none'}"
+            )
+    return found
+
+
+def mode(cfg: DictConfig, chosen: Variant[Any] | None) -> str:
+    decode = chosen.decode if chosen is not None else cfg.q_len is not None
+    found = cfg.mode or ("forward" if decode else "forward_backward")
+    if decode and found != "forward":
+        name = cfg.attention.name if chosen is not None else f"q_len={cfg.q_len}"
+        raise InvalidConfig(f"mode={found}: {name} is a decode and has no backward; use mode=forward")
+    return found
+
+
+def check_variant(run: Experiment, cfg: DictConfig) -> None:
+    """The variant with these heads, lengths, mask and options in this world."""
+    call, chosen = run.workload, run.chosen
+    try:
+        check_heads(call.heads, call.kv_heads)
+        if chosen is None:
+            _check_automatic(run)
+        else:
+            about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
+            chosen.settings(run.options, *about)
+    except ValueError as error:
+        drawn = call.seqlens is not None and cfg.seqlens == "random"
+        way_out = (
+            "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64" if drawn else ""
+        )
+        raise InvalidConfig(f"{_by_keys(str(error), run)}{way_out}") from None
+
+
+def _by_keys(message: str, run: Experiment) -> str:
+    """A message of the library, which names its arguments, with the command line's keys and values for them."""
+    mask = run.workload.mask
+    named = {f"window=({mask.left}, {mask.right})": f"window={shown(run.workload.window)}"}
+    for key, value in run.options.items():
+        named |= {f"{key}={text}": f"attention.{key}={shown(value)}" for text in (str(value), repr(value))}
+    for argument, key in named.items():
+        if message.startswith(f"{argument}:"):
+            return key + message.removeprefix(argument)
+    return message
+
+
+def _check_automatic(run: Experiment) -> None:
+    """Raises ValueError where attention=auto has nothing to choose from, or an option of its own is wrong."""
+    call = run.workload
+    above_zero("attention.memory_gb", run.options["memory_gb"], "null for all that the GPU has", FINITE)
+    choice.check_trials(run.options["trials"])
+    task = choice.Task(
+        call.cu_seqlens, run.world_size, call.mask, call.shapes, bool(call.seqlens), run.backward, call.q_len
+    )
+    able, left_out = model.candidates(task)
+    if not able:
+        raise ValueError(model.nothing(task, left_out))
+
+
+def check_graphs(run: Experiment, cfg: DictConfig) -> None:
+    graphs, cudagraph = run.graphs, run.timing.method == "cudagraph"
+    if graphs != "auto" and not isinstance(graphs, bool):
+        raise InvalidConfig(f"graphs={shown(graphs)}: must be true or false, or auto with attention=auto")
+    if graphs == "auto" and run.chosen is not None:
+        raise InvalidConfig(f"graphs=auto: attention=auto decides that; for {run.variant} give true or false")
+    if graphs and cudagraph:
+        raise InvalidConfig(
+            f"graphs={shown(graphs)} timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
+        )
+    if run.has_trials and cudagraph:
+        asked, way_out = f"attention.trials={run.options.get('trials')}", "attention.trials=null"
+        if run.best_options:
+            asked, way_out = f"attention.{run.best_options[0]}=best", "one of its values"
+        raise InvalidConfig(f"{asked} timing=cudagraph: trials are launched by the host; use {way_out}")

@@ -1,0 +1,54 @@
+"""What this machine can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runner.config.experiment import ITEMSIZE, Experiment
+from runner.config.values import InvalidConfig
+
+RANKS_A_CORE = 32  # on a CPU
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The limits of a run here. None: unknown, and no limit."""
+
+    cores: int
+    memory: int | None = None  # bytes
+    gpus: int = 0
+    gpu_memory: int | None = None  # bytes of the largest GPU
+
+
+def check_fits(run: Experiment, machine: Machine) -> None:
+    """Raises InvalidConfig for more ranks than this machine's cores can serve, or inputs that its memory cannot hold."""
+    ranks = -(-run.world_size // run.launch.nodes)  # on this node
+    most = RANKS_A_CORE * machine.cores
+    if run.device == "cpu" and ranks > most:
+        raise InvalidConfig(
+            f"world_size={run.world_size}: {ranks} ranks on this machine's {machine.cores} cores; it takes at most {most}"
+        )
+    memory, sharing = machine.memory, ranks
+    if run.device == "cuda":
+        memory = machine.gpu_memory
+        sharing = ranks if run.launch.share_gpu else -(-ranks // max(machine.gpus, 1))
+    each = input_bytes(run)
+    if memory is not None and each * sharing > memory:
+        keys = ("batch", "seq_len", "heads", "kv_heads", "head_dim")
+        sizes = " ".join(f"{key}={getattr(run.workload, key)}" for key in keys)
+        where = "a GPU" if run.device == "cuda" else "this machine"
+        raise InvalidConfig(
+            f"{sizes}: the inputs take {each / 2**30:,.1f} GiB a rank and {each * sharing / 2**30:,.1f} GiB for the "
+            f"{sharing} here, and {where} has {memory / 2**30:,.1f} GiB; give smaller sizes"
+        )
+
+
+def input_bytes(run: Experiment) -> int:
+    """Bytes of a rank's shards of q, k, v and, with a backward, of the output's gradient."""
+    call = run.workload
+    replicated = run.chosen is not None and run.chosen.layout.replicated
+    world = 1 if replicated else run.world_size
+    queries = call.queries if call.q_len is not None else -(-call.seq_len // world)
+    rows = queries * call.heads * (2 if run.backward else 1)
+    rows += 2 * -(-call.seq_len // world) * call.kv_heads
+    return call.batch * rows * call.head_dim * ITEMSIZE[call.dtype]

@@ -1,0 +1,85 @@
+"""Rules of how a run is timed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import factorial, prod
+
+from omegaconf import DictConfig
+
+from runner.config.experiment import NEW_PACKS, Experiment, Timing
+from runner.config.schema import TIMING_DEFAULTS, TimingConf
+from runner.config.values import FINITE, InvalidConfig, UnsupportedHere, above_zero, plain, shown, whole
+
+MOST_RUNS = 1_000_000
+MOST_MS = 24 * 3.6e6  # a day
+
+
+def resolved(cfg: DictConfig, device: str) -> Timing:
+    """cfg.timing with the defaults of the hardware."""
+    return Timing(**TIMING_DEFAULTS[device] | {k: x for k, x in plain(cfg.timing).items() if x is not None})
+
+
+def check_group(cfg: DictConfig) -> None:
+    timing = cfg.timing
+    for key, least in {"timing_runs": 1, "profile_runs": 1, "warmup_runs": 0, "layers": 1}.items():
+        if timing[key] is not None:
+            whole(f"timing.{key}", timing[key], least, MOST_RUNS)
+    for key in ("warmup_ms", "settle_ms"):
+        if timing[key] is not None and not 0 <= timing[key] <= MOST_MS:
+            raise InvalidConfig(
+                f"timing.{key}={timing[key]:g}: must be a time of at least 0 and at most a day, or null"
+            )
+    if cfg.order == "interleaved" and timing.method == "simple":
+        raise InvalidConfig(
+            "order=interleaved timing=simple: one mean can't be taken in rounds; use timing=warmup or order=auto"
+        )
+    for key, highest in {"precision": FINITE, "time_cap_s": MOST_MS / 1e3}.items():
+        above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}", highest)
+
+
+def check_layers(run: Experiment, cfg: DictConfig) -> None:
+    """Samples of several layers, or each of a packed batch of its own."""
+    timing = run.timing
+    asked = [f"timing.layers={timing.layers}"] if timing.layers > 1 else []
+    asked += ["timing.new_packs=true"] if timing.new_packs else []
+    for what in asked:
+        if timing.method not in ("warmup", "adaptive"):
+            raise InvalidConfig(
+                f"{what} timing={timing.method}: samples are of one call there; timing=warmup and adaptive have layers"
+            )
+        if timing.do_bench:
+            raise InvalidConfig(f"{what} timing.do_bench=true: that times one call by itself; use one of the two")
+    if timing.new_packs:
+        _check_new_packs(run)
+
+
+def _check_new_packs(run: Experiment) -> None:
+    lengths = run.workload.seqlens
+    if lengths is None:
+        raise InvalidConfig("timing.new_packs=true: this is no pack; give seqlens=random or a list of lengths")
+    if run.graphs:
+        raise InvalidConfig(
+            f"timing.new_packs=true graphs={shown(run.graphs)}: what is replayed has to come again; use graphs=false"
+        )
+    orders = factorial(len(lengths)) // prod(factorial(n) for n in Counter(lengths).values())
+    if orders <= NEW_PACKS:
+        raise InvalidConfig(
+            f"timing.new_packs=true: this pack's lengths have {orders} orders of the {NEW_PACKS} that are wanted; give more "
+            "sequences, of different lengths"
+        )
+
+
+def check_device(run: Experiment, cfg: DictConfig) -> None:
+    """What the timing methods need of the hardware. Raises UnsupportedHere."""
+    timing = run.timing
+    if run.graphs is True and run.device == "cpu":
+        raise UnsupportedHere("graphs=true on a CPU: CUDA graphs need a GPU; graphs=false works here")
+    if timing.method == "cudagraph" and run.device == "cpu":
+        raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
+    if run.device == "cuda" and run.world_size == 1:
+        return
+    if timing.counters:
+        raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
+    if timing.do_bench:
+        raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")

@@ -1,0 +1,126 @@
+"""The sizes of a run's attention call: from a configuration, with what it leaves open filled in."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from attention.variants.base import Variant
+from runner.config.experiment import AttentionCall
+from runner.config.schema import DEFAULT_SIZES
+from runner.config.values import LARGEST, InvalidConfig, shown, whole
+
+MOST_SEQUENCES = 1 << 19  # of a packed batch
+
+
+def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = None, seed: int = 0) -> AttentionCall:
+    """The call that a configuration asks for. Sizes that it leaves open follow from `device` and the variant (None:
+    attention=auto), random lengths from `seed`. Raises InvalidConfig."""
+    sizes = {
+        key: whole(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
+        for key in ("batch", "heads", "kv_heads", "head_dim", "seq_len")
+    }
+    if cfg.kv_heads is None and cfg.heads is not None:
+        sizes["kv_heads"] = sizes["heads"]
+    window = _window(cfg)
+    for key in ("seqlens_mean", "seqlens_std"):
+        if cfg[key] is not None and cfg.seqlens != "random":
+            raise InvalidConfig(
+                f"{key}={shown(cfg[key])}: describes the lengths that seqlens=random draws, and this is "
+                f"seqlens={shown(cfg.seqlens)}; give seqlens=random or {key}=null"
+            )
+    q_len = _queries(cfg, chosen)
+    decode = q_len is not None
+    lengths = None if decode else _lengths(cfg, sizes, chosen is not None and chosen.packed, seed)
+    if lengths is not None:
+        sizes |= {"batch": 1, "seq_len": sum(lengths)}
+    causal = cfg.causal and not (decode and cfg.config == "default")  # the default workload suits every variant
+    return AttentionCall(**sizes, causal=causal, window=window, dtype=cfg.dtype.name, q_len=q_len, seqlens=lengths)
+
+
+def _queries(cfg: DictConfig, chosen: Variant[Any] | None) -> int | None:
+    """The queries of a decode; None for self-attention."""
+    decode = chosen.decode if chosen is not None else cfg.q_len is not None
+    q_len = None if cfg.q_len is None else whole("q_len", cfg.q_len)
+    if not decode:
+        if q_len is not None and chosen is not None:
+            raise InvalidConfig(
+                f"q_len={q_len}: {chosen.name} is self-attention, with as many queries as keys; q_len is for tree and "
+                "ring_decode, or give q_len=null"
+            )
+        return None
+    q_len = q_len or 1
+    if cfg.seqlens is not None:
+        name = chosen.name if chosen is not None else f"q_len={q_len}"
+        raise InvalidConfig(f"seqlens={shown(cfg.seqlens)}: {name} is a decode of single sequences; use seqlens=null")
+    return q_len
+
+
+def _window(cfg: DictConfig) -> tuple[int, int]:
+    if not OmegaConf.is_list(cfg.window) or len(cfg.window) != 2:  # an interpolation may lead to anything
+        raise InvalidConfig(f"window={shown(cfg.window)}: must be [left,right], for instance window=[512,0]")
+    left, right = cfg.window
+    if not all(isinstance(side, int) and -1 <= side <= LARGEST for side in (left, right)):
+        raise InvalidConfig(
+            f"window={shown(cfg.window)}: each side must be -1 (unbounded) or a number of tokens up to {LARGEST}; "
+            "give for instance window=[512,0]"
+        )
+    return left, right
+
+
+def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) -> tuple[int, ...] | None:
+    """The lengths of a packed batch: as given, drawn, or S/8, S/4, S/2, S/8 for every batch element of a variant for packed
+    batches. None where the batch is not packed."""
+    given = cfg.seqlens
+    seq_len, batch = sizes["seq_len"], sizes["batch"]
+    if given is None:
+        if not packed:
+            return None
+        eighth = seq_len // 8
+        if seq_len % 8:
+            raise InvalidConfig(
+                f"seq_len={seq_len}: the default pack S/8, S/4, S/2, S/8 needs a multiple of 8; "
+                f"{max(8, round(seq_len / 8) * 8)} would work"
+            )
+        _check_sequences(f"batch={batch}", 4 * batch)
+        return (eighth, 2 * eighth, 4 * eighth, eighth) * batch
+    if given == "random":
+        return _random_lengths(cfg, seq_len * batch, seq_len, seed)
+    if not OmegaConf.is_list(given) or not given or any(not _is_length(n) for n in given):
+        raise InvalidConfig(
+            f"seqlens={shown(given)}: must be a list of lengths, for instance seqlens=[512,1024], random or null"
+        )
+    _check_sequences("seqlens", len(given))
+    return tuple(given)
+
+
+def _is_length(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST
+
+
+def _check_sequences(what: str, number: int) -> None:
+    if number > MOST_SEQUENCES:
+        raise InvalidConfig(
+            f"{what}: {number} sequences; a packed batch has at most {MOST_SEQUENCES}; give fewer or longer ones"
+        )
+
+
+def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tuple[int, ...]:
+    """Normal lengths with the given mean and standard deviation that add up to `total`. They are multiples of 64, which any
+    layout on up to 32 ranks divides; of a smaller power of two where the mean is below 128 or 64 does not divide `total`."""
+    mean = whole("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
+    spread = whole("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
+    _check_sequences(f"seqlens=random seqlens_mean={mean}", total // mean)
+    draw = random.Random(seed)
+    unit = 64
+    while unit > 1 and (total % unit or 2 * unit > mean):
+        unit //= 2
+    lengths: list[int] = []
+    left = total
+    while left:
+        n = max(unit, round(draw.gauss(mean, spread) / unit) * unit)
+        lengths.append(min(n, left))
+        left -= lengths[-1]
+    return tuple(lengths)
