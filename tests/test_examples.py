@@ -18,6 +18,7 @@ def run(*command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_block_has_the_same_loss_and_gradients_on_one_rank_and_on_two():
     pattern = r"(\d) ranks: loss ([\d.]+), gradient norm ([\d.]+)"
     example = "examples/transformer_block.py"

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from tests import net
 from tests.support.cases import LAYOUTS, draw, variants
 
 
+@pytest.mark.slow
 def test_a_changed_bit_is_found_and_nothing_else(tmp_path, capsys):
     file = tmp_path / "net.json"
     assert net.record(file, [draw("ring", 2, seed) for seed in range(3)]) == 0

@@ -40,7 +40,10 @@ def said(pool):
     return ask
 
 
-everywhere = pytest.mark.parametrize(("dtype", "tokens"), [(d, n) for d in ("fp32", "bf16") for n in LENGTHS])
+everywhere = pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [pytest.param(d, n, marks=[pytest.mark.slow] * (n > FEW)) for d in ("fp32", "bf16") for n in LENGTHS],
+)
 
 
 def test_there_are_44_faults():

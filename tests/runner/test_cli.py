@@ -102,6 +102,7 @@ def test_a_run_is_checked_timed_and_recorded(tmp_path):
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_timeout_with_the_stack_in_the_log(tmp_path):
     done = run(tmp_path, "launch.fault=1:timing:hang", "launch.timeout_s=5")
     assert done.returncode == 1
@@ -112,6 +113,7 @@ def test_a_hang_is_a_timeout_with_the_stack_in_the_log(tmp_path):
     assert "_provoke" in log
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_oom(tmp_path):
     # one input is more than the limit: of several smaller ones the last could be a small one, at which anything may fail
     done = run(tmp_path, "launch.memory_limit_gb=0.05", "seq_len=65536", "heads=8", "kv_heads=8", "head_dim=64")
@@ -145,6 +147,7 @@ def test_invalid_values_say_value_rule_and_way_out_in_a_folder_of_their_own(tmp_
         assert word in done.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_timing(tmp_path):
     taken(tmp_path / "multirun")
     done = run(tmp_path, "-m", "kernel=flash2,math", "dtype.rel_l2=1e-9", "mode=forward")
@@ -210,6 +213,7 @@ def test_a_disk_that_is_full_before_a_run_starts_is_one_clear_line(disk):
     ended_by_a_full_disk(run(folder), folder)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_within_a_sweep_ends_it_with_one_clear_line(disk):
     folder = disk(72)
     done = run(folder, "-m", "attention=dense,ring,zigzag", "phases=false", "baseline=none", "seed=1")
@@ -219,6 +223,7 @@ def test_a_disk_that_fills_up_within_a_sweep_ends_it_with_one_clear_line(disk):
     assert done.stdout.count(": ok, ") <= finished
 
 
+@pytest.mark.slow
 def test_a_result_too_large_for_the_limit_on_files_is_one_clear_line(tmp_path):
     """What a full disk does, where no file system can be mounted: no file may be longer than 6 KiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6144, 6144))  # noqa: E731
@@ -240,6 +245,7 @@ def started(tmp_path, *options, before=(), **variables):
     )
 
 
+@pytest.mark.slow
 def test_interrupting_a_sweep_again_and_again_keeps_what_is_finished_and_leaves_nothing(tmp_path):
     with tempfile.TemporaryDirectory() as worlds:  # a short path, for there are sockets in it
         program = started(tmp_path, "-m", "seed=1", "attention=dense,ring,zigzag,ring_allgather",
@@ -307,6 +313,7 @@ def test_interrupting_the_program_while_it_imports_is_one_line(tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_long_workload_says_so_and_goes_on(tmp_path):
     # a small iteration, but many of them: the estimate counts all
     done = run(

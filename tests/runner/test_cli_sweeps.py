@@ -9,11 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from runner.launch.worlds import cores
 from runner.output import summary
 from runner.output.record import Result
 from tests.runner.test_cli import only, results_in, run, started_by
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):

@@ -188,6 +188,7 @@ def test_a_run_that_lacks_rounds_is_marked_in_reports_and_named_when_packed(tmp_
     assert "without all their rounds: ring" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_compared_runs_take_turns_and_one_that_crashes_harms_no_other(tmp_path):
     done = run(tmp_path, "-m", "attention=ring,zigzag", "launch.fault=null,'1:timing:raise'", "timing.timing_runs=7",
                "order=interleaved", *SIZES, small=False)  # fmt: skip
@@ -224,6 +225,7 @@ def test_compared_runs_take_turns_and_one_that_crashes_harms_no_other(tmp_path):
     assert done.stdout.count(": ok, ") == 2 and done.stdout.count(": round 2 of 3, ") == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_has_valid_results_and_resuming_it_does_the_rounds_that_they_lack(
     tmp_path, pool, monkeypatch
 ):

@@ -24,6 +24,7 @@ def seeds(folder):
     return {value["experiment"]["seed"] for value in results_in(folder).values()}
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_resumed_keeps_its_seed_and_says_where_it_is(tmp_path):
     folder = tmp_path / "s"
     arguments = ["-m", "attention=llama3,ring_varlen", "seqlens=random", "seqlens_mean=16", f"hydra.sweep.dir={folder}"]
@@ -112,6 +113,7 @@ def own_files(folder):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["module", "command"])
 def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_path, how):
     own_files(tmp_path)
@@ -135,6 +137,7 @@ def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_pa
     assert only(out)["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_output_that_ends_early_ends_no_run(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)

@@ -479,6 +479,7 @@ def test_trials_take_the_fastest_of_those_in_front_on_all_ranks_alike(in_world, 
 SHORT = {"tokens": 128, "heads": 8, "kv_heads": 8, "head_dim": 16, "causal": True}  # an iteration takes some ms
 
 
+@pytest.mark.slow
 def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
     (usual, _) = in_world(trials.auto_by_trial, 2, **SHORT)
     exchange = VARIANTS[usual["variant"]].executor

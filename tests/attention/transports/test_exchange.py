@@ -78,6 +78,7 @@ def check_taken_down(boxes) -> None:
     assert all(torch.equal(x, turns[0]) for x in turns)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU")
 def test_ranks_write_into_each_others_memory_and_merge_alike(tmp_path):
     boxes = boxes_for("cpu")

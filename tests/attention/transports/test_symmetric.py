@@ -94,6 +94,7 @@ def test_a_rank_without_shared_memory_makes_every_rank_fall_back_for_the_same_re
     assert found["error"] < 1e-6
 
 
+@pytest.mark.slow
 def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in_world):
     found = in_world(shared_memory.outgrown, 3, failing=1, timeout_s=30)
     (said,) = set(found["said"])

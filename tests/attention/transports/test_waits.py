@@ -58,6 +58,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_whose_process_is_gone_is_not_waited_for(tmp_path):
     """Long before the timeout, which is half an hour here, and though nobody has asked for its exit status yet."""
     command = [sys.executable, "-c", EXITS]

@@ -16,6 +16,7 @@ LEAST_S = 2.0  # of a CPU, and where that is slow
 TIMES = 8  # as much as an ordinary command line takes here
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)  # of thousands of cases, where they are asked for
 def test_no_command_line_ends_in_a_traceback_or_takes_long(request, tmp_path):
     seed, number = request.config.getoption("fuzz_seed"), request.config.getoption("fuzz_overrides")

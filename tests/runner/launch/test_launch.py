@@ -57,6 +57,7 @@ def test_a_world_is_reused_and_a_job_in_it_costs_little(pool):
     assert (time.time() - start) / 5 < 0.2
 
 
+@pytest.mark.slow
 def test_fresh_replaces_the_world():
     with Pool() as pool:
         first = pool.get(WorldSpec(1, "cpu")).call(faults.pids, {}).result
@@ -167,6 +168,7 @@ def test_a_rank_may_start_processes_itself(pool, how):
     assert pool.get(WorldSpec(2, "cpu")).call(faults.starts_a_process, {"how": how}).result == [7, 7]
 
 
+@pytest.mark.slow
 def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
     tmp_path = tmp_path / ("long" * 30)  # a socket's path may have 107 characters
     tmp_path.mkdir()
@@ -196,6 +198,7 @@ def test_a_stopped_rank_is_the_one_that_timed_out(world):
     assert not world.alive
 
 
+@pytest.mark.slow
 def test_a_stack_that_takes_a_while_is_waited_for(world, tmp_path):
     world.call(faults.pids, {})
     arguments = {"rank": 1, "seconds": 60, "stack_after_s": 1.0}
@@ -238,6 +241,7 @@ def test_what_happens_in_the_last_phase_is_that_jobs_outcome(world, kind):
     assert outcome.begun
 
 
+@pytest.mark.slow
 def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
     spec = WorldSpec(2, "cpu")
     with Pool() as pool:
@@ -312,6 +316,7 @@ def test_a_link_to_a_folder_is_no_world(tmp_path, monkeypatch):
     assert (elsewhere / "owned").exists()
 
 
+@pytest.mark.slow
 def test_memory_over_the_limit_is_oom(world):
     pids = world.call(faults.pids, {}).result
     outcome = world.call(faults.hoard, {"gigabytes": 0.5})
@@ -391,6 +396,7 @@ def joining(*arguments):
         agent.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["program", "agent"])
 def test_two_nodes_make_one_world_whichever_starts_first(tmp_path, patient, first):
     where = f"localhost:{free_port()}"
@@ -418,6 +424,7 @@ def test_two_nodes_make_one_world_whichever_starts_first(tmp_path, patient, firs
         assert {path.name for path in folder.iterdir()} >= {"rank2.log", "rank3.log", "node.log"}
 
 
+@pytest.mark.slow
 def test_a_further_node_that_dies_is_a_crash(patient):
     where = f"localhost:{free_port()}"
     world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where))

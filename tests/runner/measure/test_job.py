@@ -42,6 +42,7 @@ def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_pa
     assert last.keys() == ({"why"} if new_packs else {"out", "dq", "dk", "dv"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit(rank):
     """Only rank 0 works there: the others are waiting, and as such never late by themselves."""
