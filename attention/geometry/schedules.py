@@ -44,17 +44,21 @@ class Step:
 
     owner: int
     make: Callable[[], Iterable[Block]] = tuple
-    order: Intervals = ()
+    order: Intervals | None = None
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         return tuple(self.make())
 
-    @cached_property
+    @property
     def keys(self) -> Intervals:
         """The owner's keys that the step brings, all that its blocks touch among them: disjoint intervals in the order in which
         they lie for this rank."""
-        return self.order or union(b.k for b in self.blocks)
+        return self._touched if self.order is None else self.order
+
+    @cached_property
+    def _touched(self) -> Intervals:
+        return union(b.k for b in self.blocks)
 
     @property
     def pairs(self) -> int:
@@ -76,17 +80,19 @@ class Schedule(ABC):
         """The other ranks whose step `i` is against this rank's keys."""
         return ()
 
+    def received(self, problem: Problem, rank: int, i: int) -> Intervals:
+        """The keys that a rank receives before step `i`, or has gathered, as intervals of their owner's; none of its own."""
+        step = self.step(problem, rank, i)
+        return () if step.owner == rank else step.keys
+
     def examples(self, problem: Problem) -> Sequence[int]:
         """Ranks that between them have every mask, and at each step the most keys that any rank receives."""
         return range(problem.world)
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
         """For each step, the most keys that any rank receives before it, or has gathered."""
-        examples = [(rank, steps(problem, rank)) for rank in self.examples(problem)]
-        return tuple(
-            max((length(found[i].keys) for rank, found in examples if found[i].owner != rank), default=0)
-            for i in range(self.count(problem))
-        )
+        ranks = self.examples(problem)
+        return tuple(max(length(self.received(problem, r, i)) for r in ranks) for i in range(self.count(problem)))
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,10 @@ class LocalSchedule(Schedule):
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         return Step(rank, partial(self.blocks, problem, rank))
 
+    def examples(self, problem: Problem) -> Sequence[int]:
+        """Nothing is received, and whole sequences have no other masks than the problem's own."""
+        return (0,)
+
 
 @dataclass(frozen=True)
 class RingSchedule(Schedule):
@@ -132,7 +142,11 @@ class RingSchedule(Schedule):
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         owner = (rank - i) % problem.world
         known = self.keys(problem, rank, owner) if self.keys else None
-        return Step(owner, partial(self.blocks, problem, rank, owner), known or ())
+        return Step(owner, partial(self.blocks, problem, rank, owner), known)
+
+    def received(self, problem: Problem, rank: int, i: int) -> Intervals:
+        known = self.keys(problem, rank, (rank - i) % problem.world) if i and self.keys else None
+        return super().received(problem, rank, i) if known is None else known
 
     def readers(self, problem: Problem, rank: int, i: int) -> Sequence[int]:
         return ((rank + i) % problem.world,) if i else ()
@@ -148,6 +162,15 @@ class GatherSchedule(Schedule):
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         return Step(SEQUENCE, partial(gathered, problem, rank))
 
+    def received(self, problem: Problem, rank: int, i: int) -> Intervals:
+        step = steps(problem, rank)[i]  # kept, for what each rank gathers is needed again
+        return () if step.owner == rank else step.keys
+
+    def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]] | None:
+        """The tokens of an owner's shard that a rank gathers, as pairs of the owner's interval and where it lies for the rank. None:
+        where the owner's shard and the rank's needed keys overlap."""
+        return None
+
 
 class GatherByOwner(GatherSchedule):
     """As `GatherSchedule`, but the keys lie by owner, each owner's shard whole: in a packed batch of many sequences a rank needs
@@ -156,6 +179,13 @@ class GatherByOwner(GatherSchedule):
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         order = by_owner(problem.layout, problem.cu_seqlens, problem.world)
         return Step(SEQUENCE, partial(gathered, problem, rank), order)
+
+    def examples(self, problem: Problem) -> Sequence[int]:
+        return (0,)
+
+    def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]] | None:
+        n = problem.cu_seqlens[-1] // problem.world
+        return [((0, n), (owner * n, (owner + 1) * n))]
 
 
 def _whole_sequences(problem: Problem, rank: int) -> Iterator[Block]:
@@ -210,7 +240,7 @@ def length(intervals: Intervals) -> int:
 
 
 def _weight(found: tuple[Step, ...], problem: Problem, *_: object) -> int:
-    return sum([len(problem.cu_seqlens) + len(step.order) for step in found])
+    return sum([len(problem.cu_seqlens) + len(step.order or ()) for step in found])
 
 
 @memo(_weight)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from attention.geometry.layouts import Shard, sizes_of
-from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, by_owner, length, steps
+from attention.geometry.layouts import Shard
+from attention.geometry.schedules import SEQUENCE, Block, GatherSchedule, Problem, Step, length, steps
 from attention.geometry.weighted_lru import memo
 from attention.masks.band import Interval, Intervals, Mask
 
@@ -69,9 +69,11 @@ def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:
         receives: tuple[Piece, ...] = ()
         if step.owner not in (rank, SEQUENCE) and step.keys:
             receives = (_side_by_side(step.owner, step.keys),)
-        others = problem.schedule.readers(problem, rank, i)
-        read = ((other, problem.schedule.step(problem, other, i).keys) for other in others)
-        routes.append(Route(tuple(_side_by_side(other, keys) for other, keys in read if keys), receives))
+        sends = []
+        for reader in problem.schedule.readers(problem, rank, i):
+            if keys := problem.schedule.received(problem, reader, i):
+                sends.append(_side_by_side(reader, keys))
+        routes.append(Route(tuple(sends), receives))
     return tuple(routes)
 
 
@@ -176,22 +178,22 @@ def _weight(found: Move, *_: object) -> int:
 @memo(_weight)
 def gather_move(problem: Problem, rank: int) -> Move:
     """Every rank's shard to the keys that each rank needs."""
-    order = steps(problem, rank)[-1].order
-    if order and order == by_owner(problem.layout, problem.cu_seqlens, problem.world):
-        return _whole_shards(problem, rank)
-    needs = tuple(needed_keys(problem, peer) for peer in range(problem.world))
-    return move(problem.layout.shards(problem.cu_seqlens, problem.world), needs, rank)
-
-
-def _whole_shards(problem: Problem, rank: int) -> Move:
-    """Each rank's shard whole to every rank, one behind another."""
-    sizes = sizes_of(problem.layout, problem.cu_seqlens, problem.world)
-    whole = [((0, n),) for n in sizes]
-    places = side_by_side(tuple((0, n) for n in sizes))
-    peers = [peer for peer in range(problem.world) if peer != rank]
-    sends = [Piece(peer, whole[rank], (places[rank],)) for peer in peers]
-    receives = [Piece(peer, whole[peer], (places[peer],)) for peer in peers]
-    return Move(Route(tuple(sends), tuple(receives)), ((whole[rank][0], places[rank]),))
+    schedule = problem.schedule
+    assert isinstance(schedule, GatherSchedule)
+    if schedule.pieces(problem, rank, rank) is None:
+        needs = tuple(needed_keys(problem, other) for other in range(problem.world))
+        return move(problem.layout.shards(problem.cu_seqlens, problem.world), needs, rank)
+    sends: list[Piece] = []
+    receives: list[Piece] = []
+    for other in range(problem.world):
+        if other != rank:
+            for pieces, found in (
+                (sends, schedule.pieces(problem, other, rank)),
+                (receives, schedule.pieces(problem, rank, other)),
+            ):
+                if found:
+                    pieces.append(Piece(other, tuple(here for here, _ in found), tuple(there for _, there in found)))
+    return Move(Route(tuple(sends), tuple(receives)), tuple(schedule.pieces(problem, rank, rank) or ()))
 
 
 def within(keys: Intervals) -> Place:

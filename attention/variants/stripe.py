@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from attention.geometry.layouts import Layout, Shard
 from attention.geometry.options import HeadParts
-from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards
-from attention.masks.band import CAUSAL
+from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards, whole_shard
+from attention.masks.band import CAUSAL, Intervals
 from attention.variants.base import Variant, register
 
 
@@ -32,7 +32,14 @@ def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
             yield Block((at + 1, at + n), (at, at + n - 1), CAUSAL)
 
 
-SCHEDULE = RingSchedule(blocks)
+def keys(problem: Problem, rank: int, owner: int) -> Intervals:
+    """The owner's keys that the rank needs: all, but of later ranks the last of each sequence."""
+    if owner <= rank:
+        return whole_shard(problem)
+    return tuple((at, at + n - 1) for at, n in equal_shards(problem) if n > 1)
+
+
+SCHEDULE = RingSchedule(blocks, keys)
 
 register(
     Variant(

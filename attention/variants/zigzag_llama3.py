@@ -7,7 +7,7 @@ Source: petrpan26/ring-flash-attention, a fork of Zhu's (2025). `own_first` and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,6 +79,29 @@ class OwnFirst(GatherSchedule):
 
         order = [k for start, (_, n) in sequences for k in chunks(start, n, earlier + later)]
         return Step(SEQUENCE, blocks, tuple(order))
+
+    def examples(self, problem: Problem) -> Sequence[int]:
+        """The first rank has the fewest earlier ranks, so it needs the most keys."""
+        return (0,)
+
+    def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]]:
+        world = problem.world
+        found: list[tuple[Interval, Interval]] = []
+        for at, n in equal_shards(problem):
+            if not n or owner == rank:
+                continue
+            c = n // 2
+            first = (2 * world - 2 - rank) * (at // 2)  # where the sequence's keys begin
+            if owner < rank:
+                place, taken = first + owner * c, c
+            else:
+                place, taken = first + (2 * owner - rank - 2) * c, n
+            source, target = (at, at + taken), (place, place + taken)
+            if found and (found[-1][0][1], found[-1][1][1]) == (source[0], target[0]):
+                before = found.pop()
+                source, target = (before[0][0], source[1]), (before[1][0], target[1])
+            found.append((source, target))
+        return found
 
 
 OWN_FIRST = OwnFirst()
