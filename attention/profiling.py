@@ -53,8 +53,8 @@ class _CudaSpan:
 
 
 class Recorder:
-    """Collects spans; read their times when the device is idle. With `annotate`, each phase is also a range of the running
-    torch profiler."""
+    """Collects spans; read their times when the device is idle. With `annotate`, each phase is also a range of the
+    running torch profiler."""
 
     def __init__(self, device: torch.device, annotate: bool = False):
         self.spans: list[Span] = []

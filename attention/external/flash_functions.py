@@ -1,8 +1,8 @@
-"""The functions of flash-attn 2.8 that external packages call, implemented by our local kernels. So a package runs without
-flash-attn, and over any kernel.
+"""The functions of flash-attn 2.8 that external packages call, implemented by our local kernels. So a package runs
+without flash-attn, and over any kernel.
 
-As in flash-attn, gradients are written into the caller's dq, dk and dv. A kernel that cannot write there copies, which takes a
-GPU some 30 µs for 64 MB."""
+As in flash-attn, gradients are written into the caller's dq, dk and dv. A kernel that cannot write there copies, which
+takes a GPU some 30 µs for 64 MB."""
 
 from __future__ import annotations
 
@@ -158,8 +158,9 @@ def _plain(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> Non
 
 @contextmanager
 def instead_of_flash_attn(**others: dict[str, Any]) -> Iterator[None]:
-    """Within the context, importing `flash_attn` gives the functions above. Each module in `others` ("__" for ".") is replaced by
-    one with the given names. Afterwards sys.modules is as before: flash-attn-4 has the same package name."""
+    """Within the context, importing `flash_attn` gives the functions above. Each module in `others` ("__" for ".") is
+    replaced by one with the given names. Afterwards sys.modules is as before: flash-attn-4 has the same package
+    name."""
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     functions = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
     for function in functions:
@@ -185,8 +186,8 @@ def instead_of_flash_attn(**others: dict[str, Any]) -> Iterator[None]:
 
 
 def let_gloo_send_to_itself(ring_comm: type) -> None:
-    """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL supports
-    and gloo does not; over gloo they are copied."""
+    """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL
+    supports and gloo does not; over gloo they are copied."""
     commit = ring_comm.commit  # type: ignore[attr-defined]
 
     def commit_or_copy(self: Any) -> None:

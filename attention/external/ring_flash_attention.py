@@ -41,8 +41,8 @@ def _package() -> ModuleType:
 
 @lru_cache(maxsize=64)
 def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: torch.device) -> tuple[Any, ...]:
-    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, needed slice of the keys). Cached: its users compute them once per
-    batch, before the layers."""
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, needed slice of the keys). Cached: its users compute
+    them once per batch, before the layers."""
     cu = uploaded(np.array(cu_seqlens, np.int32), device)
     found = _package().llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, world)
     for x in found[:2]:

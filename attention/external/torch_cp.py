@@ -1,8 +1,8 @@
 """PyTorch's context_parallel (experimental): scaled_dot_product_attention on sequence shards, with a ring inside.
 
-Its users open the context around a training step. Here it is opened at the first call and stays open, so opening is not timed.
-While open, PyTorch replaces F.scaled_dot_product_attention for the whole process; we keep the replacement and restore F. Its
-DTensor handlers stay, so such a process should not run attention on other DTensors."""
+Its users open the context around a training step. Here it is opened at the first call and stays open, so opening is not
+timed. While open, PyTorch replaces F.scaled_dot_product_attention for the whole process; we keep the replacement and
+restore F. Its DTensor handlers stay, so such a process should not run attention on other DTensors."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def received_bytes(world: int, rows: int, head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Offsets, in fp32 elements, into one rank's mailbox. Each of `world` ranks writes up to `capacity` pieces into it. The
-    memory starts as zeros and holds, in this order:
+    """Offsets, in fp32 elements, into one rank's mailbox. Each of `world` ranks writes up to `capacity` pieces into it.
+    The memory starts as zeros and holds, in this order:
 
     - two slots of each rank's pieces, then two of their LSEs, then two of their flags (1: the piece has arrived);
     - `turns`: for each piece the slot of the next call, read and written by this rank alone;

@@ -1,7 +1,7 @@
 """The plan of merging partial results ("parts") that arrive one by one and cover different tokens, declared in advance.
 
-The first part of a token is kept as it is. A later one is merged into a running result in the accumulation dtype. The last
-is merged and rounded straight into the final result. So most tokens need one sweep over memory. Pure Python."""
+The first part of a token is kept as it is. A later one is merged into a running result in the accumulation dtype. The
+last is merged and rounded straight into the final result. So most tokens need one sweep over memory. Pure Python."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sweeps of one kind, done together: the tokens of the result (`rows`), where they lie in the current part (`at`), and
-    the number of the kept part with where they lie in it (`kept`)."""
+    """Sweeps of one kind, done together: the tokens of the result (`rows`), where they lie in the current part (`at`),
+    and the number of the kept part with where they lie in it (`kept`)."""
 
     rows: Intervals
     at: Intervals

@@ -1,5 +1,6 @@
-"""An LRU cache with a weight for each result. The schedule of a packed batch of hundreds of sequences is thousands of times
-larger than that of one sequence, and training has a new packed batch in each step. So entries cannot simply be counted."""
+"""An LRU cache with a weight for each result. The schedule of a packed batch of hundreds of sequences is thousands of
+times larger than that of one sequence, and training has a new packed batch in each step. So entries cannot simply be
+counted."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ R = TypeVar("R")
 
 
 class Memo(Generic[P, R]):
-    """functools.lru_cache for positional arguments, limited by weight: the results used last are kept, `most` in all, and
-    always the newest.
+    """functools.lru_cache for positional arguments, limited by weight: the results used last are kept, `most` in all,
+    and always the newest.
 
     weight: called with a result and its arguments."""
 

@@ -69,8 +69,8 @@ _ALL: list[Kernel] = [
 ]
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 
-# The order of `auto`, fastest first, on a GPU that is not in the table of measured rates. Without flex, which compiles for each
-# shape, and xformers, which runs FlashAttention-2's kernels with additional copies.
+# The order of `auto`, fastest first, on a GPU that is not in the table of measured rates. Without flex, which compiles
+# for each shape, and xformers, which runs FlashAttention-2's kernels with additional copies.
 FASTEST = {
     "cuda": ("flash4", "sdpa_cudnn", "flash3", "flash2", "sdpa_efficient", "math"),
     "cpu": ("sdpa_flash", "math"),
@@ -87,7 +87,8 @@ def refusal(kernel: Kernel, shape: Shape, mask: Mask) -> str | None:
 
 
 def preference(shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> tuple[str, ...]:
-    """The kernels that `auto` tries, in order: those measured for this class of calls on this GPU, then the rest of `FASTEST`."""
+    """The kernels that `auto` tries, in order: those measured for this class of calls on this GPU, then the rest of
+    `FASTEST`."""
     fastest = FASTEST.get(shape.device, FASTEST["cpu"])
     if shape.device != "cuda":
         return fastest
@@ -104,9 +105,11 @@ def gpu_name() -> str:
 
 
 def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> Kernel:
-    """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. decode: the call has few queries.
+    """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. decode: the call has few
+    queries.
 
-    Raises ValueError for an unknown name, and UnsupportedCall, which names other kernels, where the kernel cannot do the call."""
+    Raises ValueError for an unknown name, and UnsupportedCall, which names other kernels, where the kernel cannot do
+    the call."""
     if name == "auto":
         for candidate in preference(shape, masks, decode):
             if _why_not(candidate, shape, masks) is None:

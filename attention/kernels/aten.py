@@ -1,6 +1,6 @@
-"""The kernels inside PyTorch, called through aten, the only interface that returns the LSE: `sdpa_flash` (PyTorch's CPU flash
-attention, on CUDA FlashAttention-2), `sdpa_cudnn`, `sdpa_efficient`, and `flash2`, which takes the same FlashAttention-2
-kernels where the package flash-attn is not installed."""
+"""The kernels inside PyTorch, called through aten, the only interface that returns the LSE: `sdpa_flash` (PyTorch's CPU
+flash attention, on CUDA FlashAttention-2), `sdpa_cudnn`, `sdpa_efficient`, and `flash2`, which takes the same
+FlashAttention-2 kernels where the package flash-attn is not installed."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class _CpuRectangles:
-    """PyTorch's CPU flash attention. Its causal mask is aligned top-left, so it is used on squares only; a band is given as an
-    explicit mask. Its backward has no GQA, so KV heads are repeated and their gradients summed. With fewer than 16 keys a NaN
-    in q or k may be lost, because PyTorch's maximum over a short row skips it."""
+    """PyTorch's CPU flash attention. Its causal mask is aligned top-left, so it is used on squares only; a band is
+    given as an explicit mask. Its backward has no GQA, so KV heads are repeated and their gradients summed. With fewer
+    than 16 keys a NaN in q or k may be lost, because PyTorch's maximum over a short row skips it."""
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -107,8 +107,8 @@ class SdpaFlash:
 
 @fitted
 class SdpaCudnn(decompose.Decomposed):
-    """Its causal mask is aligned top-left, so it is used on squares only. It refuses a single query with a single key, which
-    `math` computes instead."""
+    """Its causal mask is aligned top-left, so it is used on squares only. It refuses a single query with a single key,
+    which `math` computes instead."""
 
     name = "sdpa_cudnn"
     summary = "cuDNN's fused attention through PyTorch; packed batches go sequence by sequence"
@@ -156,8 +156,8 @@ class SdpaCudnn(decompose.Decomposed):
 
 @fitted
 class SdpaEfficient(decompose.Decomposed):
-    """xformers' CUTLASS kernels, inside PyTorch. They have no GQA, so KV heads are repeated and their gradients summed, and
-    they pad the LSE to a multiple of 32."""
+    """xformers' CUTLASS kernels, inside PyTorch. They have no GQA, so KV heads are repeated and their gradients summed,
+    and they pad the LSE to a multiple of 32."""
 
     name = "sdpa_efficient"
     summary = "PyTorch's memory-efficient attention; also fp32; packed batches go sequence by sequence"
@@ -261,8 +261,8 @@ class Flash2:
 
 
 def flash_attn_interface() -> Any | None:
-    """The low-level functions of the package flash-attn 2, or None. flash-attn-4 installs a `flash_attn`, too, but without this
-    module."""
+    """The low-level functions of the package flash-attn 2, or None. flash-attn-4 installs a `flash_attn`, too, but
+    without this module."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
@@ -298,8 +298,8 @@ def _lengths(q: Tensor, k: Tensor, call: Call) -> list[tuple[int, int]]:
 
 
 def bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
-    """Whether FlashAttention-2 would mask this window wrongly. It replaces a missing bound by Sk and drops a bound of Sk or
-    more; with more queries than keys either can be wrong. Chunks of at most Sk queries are safe."""
+    """Whether FlashAttention-2 would mask this window wrongly. It replaces a missing bound by Sk and drops a bound of
+    Sk or more; with more queries than keys either can be wrong. Chunks of at most Sk queries are safe."""
     mask = call.mask
     if not mask.windowed or all(sq <= sk for sq, sk in _lengths(q, k, call)):
         return False

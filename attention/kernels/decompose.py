@@ -1,8 +1,8 @@
 """Every call, made of calls that do one dense rectangle only (full, causal and square, or with a small explicit mask).
 
 Packed batches go sequence by sequence. A rectangular causal mask is split into a full and a square part. Windows go in
-chunks of queries. Parts over the same queries are merged by their LSEs. The backward takes each part's gradients with the
-final out and lse, so they add up to the exact gradients of the whole."""
+chunks of queries. Parts over the same queries are merged by their LSEs. The backward takes each part's gradients with
+the final out and lse, so they add up to the exact gradients of the whole."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Part = tuple[Interval, Interval, Mask]
 
 
 class Primitive(Protocol):
-    """One dense rectangle. `mask` is full, causal with Sq == Sk, or (unless the kernel refuses windows) a band over a small
-    rectangle. Shapes as in a dense `Call`."""
+    """One dense rectangle. `mask` is full, causal with Sq == Sk, or (unless the kernel refuses windows) a band over a
+    small rectangle. Shapes as in a dense `Call`."""
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair: ...
 
@@ -55,7 +55,8 @@ class Decomposed(Primitive):
 
 
 def parts(mask: Mask, sq: int, sk: int) -> list[Part]:
-    """Disjoint rectangles (queries, keys, mask) that cover the pairs of the mask; each is full, causal and square, or a band."""
+    """Disjoint rectangles (queries, keys, mask) that cover the pairs of the mask; each is full, causal and square, or a
+    band."""
     if sq == 0 or sk == 0:
         return []
     if mask.full:

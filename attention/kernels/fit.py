@@ -16,9 +16,9 @@ K = TypeVar("K", bound=type)
 
 
 def fitted(kernel: K) -> K:
-    """A class decorator of kernels: `forward`, `backward` and `splits` get q, k, v, dout, out and `into` such that `fits` holds
-    with the class's `align`. Other inputs are copied first; results for another `into` are copied into it afterwards. Autocast is
-    off inside: the dtype of the inputs decides."""
+    """A class decorator of kernels: `forward`, `backward` and `splits` get q, k, v, dout, out and `into` such that
+    `fits` holds with the class's `align`. Other inputs are copied first; results for another `into` are copied into it
+    afterwards. Autocast is off inside: the dtype of the inputs decides."""
     align: int = kernel.align  # type: ignore[attr-defined]
     forward, backward, splits = kernel.forward, kernel.backward, getattr(kernel, "splits", None)  # type: ignore[attr-defined]
 
@@ -70,8 +70,8 @@ def fit(xs: Sequence[Tensor], align: int = 1) -> Sequence[Tensor]:
 
 
 def fits(x: Tensor, align: int) -> bool:
-    """Whether the last dim is contiguous, rows do not overlap (as those of `expand` do), and the first element and, in a strided
-    tensor, every row lie on multiples of `align` bytes."""
+    """Whether the last dim is contiguous, rows do not overlap (as those of `expand` do), and the first element and, in
+    a strided tensor, every row lie on multiples of `align` bytes."""
     if align > 1 and x.data_ptr() % align:
         return False
     return x.is_contiguous() or _rows_fit(x.shape, x.stride(), x.element_size(), align)

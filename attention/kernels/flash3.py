@@ -1,5 +1,5 @@
-"""`flash3`: FlashAttention-3, the package built from the folder `hopper` of flash-attention. It takes GQA, packed batches and
-bands directly, and writes dq, dk and dv (not out) into given tensors."""
+"""`flash3`: FlashAttention-3, the package built from the folder `hopper` of flash-attention. It takes GQA, packed
+batches and bands directly, and writes dq, dk and dv (not out) into given tensors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """`flex`: PyTorch's flex attention, compiled for each shape (some seconds, once per process).
 
-Dense bands and packed batches are treated alike: query i sees the keys `[first[i], stop[i])`. The bounds are two tensors, so
-another mask over the same shape needs no new compilation. The blocks of keys that a block of queries needs, wholly or in
-part, follow from the bounds. No tensor of queries times keys is ever held.
+Dense bands and packed batches are treated alike: query i sees the keys `[first[i], stop[i])`. The bounds are two
+tensors, so another mask over the same shape needs no new compilation. The blocks of keys that a block of queries needs,
+wholly or in part, follow from the bounds. No tensor of queries times keys is ever held.
 
-PyTorch's backward belongs to its own forward; it cannot start from a given out and lse. So the backward runs the forward over
-its keys again and scales the gradients that it passes in. Let `o`, `l`, `p` be this part's out, lse and probabilities, and `O`,
-`L` the final out and lse. The final probabilities are `w p` with `w = exp(l - L)` per row, and
+PyTorch's backward belongs to its own forward; it cannot start from a given out and lse. So the backward runs the
+forward over its keys again and scales the gradients that it passes in. Let `o`, `l`, `p` be this part's out, lse and
+probabilities, and `O`, `L` the final out and lse. The final probabilities are `w p` with `w = exp(l - L)` per row, and
 
     dv = (w p)^T dO,  ds = w p (dO v - sum(dO O)) = p (do v - sum(do o) + dl)
 
@@ -100,8 +100,8 @@ def share(dout: Tensor, final: Pair, part: Pair) -> Pair:
 
 
 def bounds(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(first, stop), int32 `[sum of q_lengths]`: query i sees the keys `[first[i], stop[i])`, numbered through all sequences.
-    A query without keys has first = stop."""
+    """(first, stop), int32 `[sum of q_lengths]`: query i sees the keys `[first[i], stop[i])`, numbered through all
+    sequences. A query without keys has first = stop."""
     starts = accumulate(k_lengths, initial=0)
     firsts, stops = [], []
     for sq, sk, start in zip(q_lengths, k_lengths, starts, strict=False):
@@ -114,8 +114,8 @@ def bounds(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -
 
 
 def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """The blocks of keys that each block of queries needs (in part, wholly), both bool `[query blocks, key blocks]`. A block
-    that extends past the last query or key counts as needed in part, as flex attention expects."""
+    """The blocks of keys that each block of queries needs (in part, wholly), both bool `[query blocks, key blocks]`. A
+    block that extends past the last query or key counts as needed in part, as flex attention expects."""
     n_queries = len(first)
     rows = -(-n_queries // size)
     padding = rows * size - n_queries
@@ -135,8 +135,8 @@ def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -
 
 @lru_cache(maxsize=256)
 def block_mask(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> Any:
-    """The BlockMask of a band over every sequence of a packed batch, or over one dense sequence. Cached, since it is computed
-    on the CPU."""
+    """The BlockMask of a band over every sequence of a packed batch, or over one dense sequence. Cached, since it is
+    computed on the CPU."""
     first, stop = bounds(mask, q_lengths, k_lengths)
     in_part, wholly = (x.to(device).view(1, 1, *x.shape) for x in needed_blocks(first, stop, sum(k_lengths)))
     first, stop = first.to(device), stop.to(device)
@@ -184,8 +184,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float) -> Pair:
 
 @cache
 def _compiled(key: tuple[Any, ...]) -> Callable[..., Pair]:
-    """The compiled call of one shape, with a code object of its own: PyTorch limits the compilations per code object. Past the
-    limit it would run uncompiled and hold all scores at once."""
+    """The compiled call of one shape, with a code object of its own: PyTorch limits the compilations per code object.
+    Past the limit it would run uncompiled and hold all scores at once."""
     code = _call.__code__.replace(co_name=f"flex_{_compiled.cache_info().currsize}")
     return torch.compile(FunctionType(code, _call.__globals__), dynamic=False, fullgraph=True)
 

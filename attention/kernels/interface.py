@@ -25,11 +25,12 @@ class UnsupportedCall(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One kernel call. Dense: q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, lse `[B, H, Sq]`. Packed (varlen), with `q_lengths`:
-    q `[Tq, H, D]`, k and v `[Tk, Hk, D]`, lse `[H, Tq]`, and sequence i of the queries sees sequence i of the keys.
+    """One kernel call. Dense: q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, lse `[B, H, Sq]`. Packed (varlen), with
+    `q_lengths`: q `[Tq, H, D]`, k and v `[Tk, Hk, D]`, lse `[H, Tq]`, and sequence i of the queries sees sequence i of
+    the keys.
 
-    The mask is aligned bottom-right in every sequence. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError for a
-    scale that is not positive and finite."""
+    The mask is aligned bottom-right in every sequence. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
+    for a scale that is not positive and finite."""
 
     scale: float
     mask: Mask = FULL
@@ -96,15 +97,15 @@ class Shape:
 class Kernel(Protocol):
     """A local kernel. Shapes as in `Call`.
 
-    into: tensors to write and return instead of new ones. They have the shapes and dtypes of the results (out may also be in
-    the accumulation dtype), any strides, and do not overlap the inputs. A kernel that cannot write into them copies (`settle`);
-    an out in the accumulation dtype may then have been rounded.
+    into: tensors to write and return instead of new ones. They have the shapes and dtypes of the results (out may also
+    be in the accumulation dtype), any strides, and do not overlap the inputs. A kernel that cannot write into them
+    copies (`settle`); an out in the accumulation dtype may then have been rounded.
 
-    Callers may give tensors of any strides. `fit.fitted`, which decorates every kernel class, copies those that do not fit: inside
-    the kernel every tensor but lse has a contiguous last dim, and `align` holds.
+    Callers may give tensors of any strides. `fit.fitted`, which decorates every kernel class, copies those that do not
+    fit: inside the kernel every tensor but lse has a contiguous last dim, and `align` holds.
 
-    A kernel that splits the keys may leave merging to its caller, by a method `splits(q, k, v, call)`. It returns partial
-    results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`."""
+    A kernel that splits the keys may leave merging to its caller, by a method `splits(q, k, v, call)`. It returns
+    partial results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`."""
 
     name: str
     summary: str

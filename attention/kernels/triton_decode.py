@@ -1,6 +1,6 @@
-"""`decode`: flash-decoding, for few queries against many keys. With one query a flash kernel has only as many programs as heads.
-Here the keys are split: a program takes one split of one KV head for all queries that share it, and `merge_n` merges
-the splits. Forward only.
+"""`decode`: flash-decoding, for few queries against many keys. With one query a flash kernel has only as many programs
+as heads. Here the keys are split: a program takes one split of one KV head for all queries that share it, and `merge_n`
+merges the splits. Forward only.
 
 Source: Dao et al., "Flash-Decoding for long-context inference" (2023)."""
 
@@ -124,8 +124,8 @@ def missing(device: str) -> str | None:
 
 
 def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
-    """Why our kernels do not take `dtype` on `device`, or None. Triton's interpreter (3.6 to 3.9) multiplies bf16 wrongly, as
-    integers."""
+    """Why our kernels do not take `dtype` on `device`, or None. Triton's interpreter (3.6 to 3.9) multiplies bf16
+    wrongly, as integers."""
     if device == "cuda":
         return None if dtype in (*HALF, torch.float32) else f"dtype={name_of(dtype)}: bf16, fp16 and fp32 only"
     return (
@@ -182,10 +182,11 @@ def decode(
     splits: int | None = None,
     into: Pair | None = None,
 ) -> Pair:
-    """Attention of all queries over all keys: (out `[B, Sq, H, D]` in q's dtype, lse `[B, H, Sq]` in fp32, natural log).
+    """Attention of all queries over all keys: (out `[B, Sq, H, D]` in q's dtype, lse `[B, H, Sq]` in fp32, natural
+    log).
 
-    q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up to
-    256. Without keys out is 0 and lse -inf.
+    q: `[B, Sq, H, D]`; k, v: `[B, N, Hk, D]`, N >= 0, any strides with a contiguous head dim; bf16, fp16 or fp32, D up
+    to 256. Without keys out is 0 and lse -inf.
     splits: the most pieces that the keys are cut into, by default enough to fill the GPU.
     into: as in `Kernel`; an fp32 out is a partial result, to be merged with others.
 
@@ -209,8 +210,8 @@ def _splits(
     into: Pair | None = None,
     single: torch.dtype = torch.float32,
 ) -> Pair:
-    """The partial results of at most `splits` pieces of the keys, `[n, B, Sq, H, D]` in fp32, and their LSEs. A single one is
-    in `into`, or in the dtype `single`."""
+    """The partial results of at most `splits` pieces of the keys, `[n, B, Sq, H, D]` in fp32, and their LSEs. A single
+    one is in `into`, or in the dtype `single`."""
     batch, n_queries, heads, _ = q.shape
     n_keys, kv_heads = k.shape[1:3]
     tiles = _tiles(q.shape, kv_heads, q.dtype)
@@ -293,8 +294,8 @@ def _start(
 
 
 def split_count(n_keys: int, programs: int, n_sm: int) -> int:
-    """The number of pieces to cut `n_keys` keys into. Each piece is `programs` programs on a GPU of `n_sm` SMs; an SM reads as
-    fast with one program as with two."""
+    """The number of pieces to cut `n_keys` keys into. Each piece is `programs` programs on a GPU of `n_sm` SMs; an SM
+    reads as fast with one program as with two."""
     most = triton.cdiv(4 * n_sm, programs)
     return _split_count(min(most, max(1, n_keys // SHORTEST_SPLIT)), programs, n_sm)
 

@@ -1,5 +1,5 @@
-"""`triton`: flash attention by the kernel for nested prefixes (`grouped_forward`) with a single group. So the experiment that
-compares one fused call with separate calls compares the same inner loop."""
+"""`triton`: flash attention by the kernel for nested prefixes (`grouped_forward`) with a single group. So the
+experiment that compares one fused call with separate calls compares the same inner loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def flash_forward(
     tiles: Tiling | None = None,
     into: Pair | None = None,
 ) -> Pair:
-    """Attention of q `[B, Sq, H, D]` over k and v `[B, Sk, Hk, D]`, any lengths, D 64 or 128; causal is aligned bottom-right.
+    """Attention of q `[B, Sq, H, D]` over k and v `[B, Sk, Hk, D]`, any lengths, D 64 or 128; causal is aligned
+    bottom-right.
 
     Returns (out like q, lse fp32 `[B, H, Sq]`); a query without keys gives 0 and -inf. Raises ValueError as
     `grouped_forward`."""

@@ -1,11 +1,11 @@
-"""The fused grouped attention: G chunks of queries attend nested prefixes of one KV, and
-each KV tile that a program reads serves all the chunks ("groups") that attend it.
+"""Attention over nested prefixes in one Triton kernel: G chunks of queries ("groups") see nested prefixes of the same
+keys, and a KV tile is read once for all groups that see it.
 
-A program has one m-block: `rows` queries of every group, with the same place in each chunk. Since the prefixes are
-nested, it walks the longest once; the groups whose prefix has ended drop out on the way. Their running softmaxes live in
-registers, which is what bounds the design: Hopper's matrix instruction needs 64 rows a group of four warps, and 256 rows
-of head dim 128 already take half a register file. So neighbouring groups can share a tile ("set") of `pack` groups by
-`rows` queries, which is computed until the last of its groups ends: some of it for nothing, but at full rate."""
+A program takes `rows` queries of every group, at the same place in each chunk. The prefixes are nested, so it walks the
+longest once, and a group drops out where its prefix ends. The running softmax of every group is in registers. This
+bounds the design: Hopper's matrix instruction needs 64 rows per four warps, and 256 rows of head dim 128 take half of
+the register file. So `pack` neighbouring groups can share a tile (a "set") of `pack` times `rows` queries. A set is
+computed until its last group ends: partly in vain, but at full rate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a program is cut: sets of `pack` groups by `rows` queries, against tiles of `keys` keys."""
+    """The tiles of a program: sets of `pack` groups by `rows` queries, against tiles of `keys` keys."""
 
     pack: int
     rows: int
@@ -49,8 +49,9 @@ class Tiling:
 
 
 def tiling(groups: int, head_dim: int, itemsize: int) -> Tiling:
-    """The default: at most 256 rows by head dim 128 of fp32 accumulators over all sets, 128 registers a thread."""
-    if itemsize > 2:  # no tensor cores: small, for tests
+    """The default tiles: fp32 accumulators of at most 256 rows by head dim 128 over all sets, 128 registers per
+    thread."""
+    if itemsize > 2:  # no tensor cores: small tiles, for tests
         return Tiling(pack=1 if groups <= MAX_SETS else 2, rows=16, keys=16, warps=8, stages=2)
     sets = 2 if head_dim > 64 else MAX_SETS
     pack = 1
@@ -61,8 +62,8 @@ def tiling(groups: int, head_dim: int, itemsize: int) -> Tiling:
 
 @triton.jit
 def _attend(q, k_t, v, top, total, acc, seen, key, scale_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One tile of keys into the running softmax of one set; row i sees the keys below `seen[i]`. `top` is the maximum of
-    the unscaled scores, so that scaling and shifting are one fused multiply-add."""
+    """Adds one tile of keys to the running softmax of one set; row i sees the keys below `seen[i]`. `top` is the
+    maximum of the unscaled scores, so scaling and shifting are one fused multiply-add."""
     s = tl.dot(q, k_t, input_precision=PRECISION)
     if MASKED:
         s = tl.where(key[None, :] < seen[:, None], s, float("-inf"))
@@ -115,7 +116,7 @@ def _walk(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The tiles of keys from `start` (a multiple of KEYS) to `stop`, into the sets FIRST .. SETS - 1."""
+    """Adds the tiles of keys from `start` (a multiple of KEYS) to `stop` to the sets FIRST .. SETS - 1."""
     d = tl.arange(0, HEAD_DIM)
     for at in range(start, stop, KEYS):
         key = at + tl.arange(0, KEYS)
@@ -141,8 +142,8 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _place(chunk, block, ends, GROUPS: tl.constexpr, SET: tl.constexpr, PACK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Of each row of a set: its query in q `[G * chunk]`, whether it exists, how many keys it sees. The sets are filled
-    from the end, since a group that is missing costs least where the prefix is shortest."""
+    """For each row of a set: the index of its query in q `[G * chunk]`, whether it exists, and how many keys it sees.
+    Sets are filled from the end: a missing group costs least where the prefix is shortest."""
     r = tl.arange(0, PACK * ROWS)
     group = SET * PACK - PAD + r // ROWS
     i = block * ROWS + r % ROWS
@@ -157,7 +158,7 @@ def _place(chunk, block, ends, GROUPS: tl.constexpr, SET: tl.constexpr, PACK: tl
 
 @triton.jit
 def _bounds(chunk, block, ends, SET: tl.constexpr, PACK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Of a set: the multiple of KEYS up to which every row sees every key, and the first key that no row sees."""
+    """For a set: the multiple of KEYS below which every row sees every key, and the first key that no row sees."""
     first: tl.constexpr = SET * PACK - PAD if SET * PACK > PAD else 0
     last: tl.constexpr = SET * PACK - PAD + PACK - 1
     low = tl.load(ends + first)
@@ -174,7 +175,7 @@ def _set(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, SET: tl.constexpr, PACK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """A set's queries, the keys each sees, and its empty softmax."""
+    """The queries of a set, the number of keys that each sees, and an empty softmax."""
     at, live, seen = _place(chunk, block, ends, GROUPS, SET, PACK, PAD, ROWS, CAUSAL)
     d = tl.arange(0, HEAD_DIM)
     x = tl.load(q + at[:, None] * q_t + d[None, :], mask=live[:, None], other=0.0)
@@ -230,7 +231,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     PAD: tl.constexpr = SETS * PACK - GROUPS
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the longest first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the longest rows first
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     q += b * q_b + h * q_h
@@ -239,7 +240,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     out += b * out_b + h * out_h
     lse += (b * heads + h) * chunk * GROUPS
     q0, seen0, top0, total0, acc0 = _set(q, q_t, chunk, block, ends, GROUPS, 0, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
-    # sets that do not exist stand for the first one, unused
+    # placeholders of sets that do not exist
     q1, seen1, top1, total1, acc1 = q0, seen0, top0, total0, acc0
     q2, seen2, top2, total2, acc2 = q0, seen0, top0, total0, acc0
     q3, seen3, top3, total3, acc3 = q0, seen0, top0, total0, acc0
@@ -250,7 +251,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     if SETS > 3:
         q3, seen3, top3, total3, acc3 = _set(q, q_t, chunk, block, ends, GROUPS, 3, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
 
-    # phase P ends where set P does: first the tiles that all its rows see whole, as do the longer sets', then its border
+    # phase P ends with set P: first the tiles that all rows of the remaining sets see, then those on the edge of set P
     at = 0
     for P in tl.static_range(SETS):
         whole, stop = _bounds(chunk, block, ends, P, PACK, PAD, ROWS, KEYS, CAUSAL)
@@ -288,15 +289,14 @@ def grouped_forward(
     tiles: Tiling | None = None,
     into: Pair | None = None,
 ) -> Pair:
-    """G chunks of queries against nested prefixes of one KV.
+    """Attention of G chunks of queries over nested prefixes of the same keys.
 
     q: `[B, G * c, H, D]`, the chunks side by side; k, v: `[B, L, Hk, D]`; bf16, fp16 or fp32, D 64 or 128, the head dim
     contiguous. Chunk g sees the keys `[0, ends[g])`, causal ones aligned bottom-right in that prefix: query i sees the
-    keys `j <= i + ends[g] - c`. G = len(ends), at most 8, ends ascending.
-    Gives (out `[B, G * c, H, D]` in q's dtype, lse fp32 `[B, H, G * c]`, natural log); rows without keys give 0, -inf.
-    `into` as in `Kernel`.
+    keys `j <= i + ends[g] - c`. G = len(ends), at most 8, ends ascending. into: as in `Kernel`.
 
-    Raises ValueError for what the kernel does not do."""
+    Returns (out `[B, G * c, H, D]` in q's dtype, lse `[B, H, G * c]` in fp32, natural log); a query without keys gives
+    0 and -inf. Raises ValueError for other shapes, dtypes, strides or ends."""
     groups = len(ends)
     _check(q, k, v, ends, scale)
     batch, n_queries, heads, head_dim = q.shape
@@ -352,7 +352,7 @@ def _start(
 
 @lru_cache(maxsize=256)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 `[G]`, kept, so that a repeated call copies nothing to the device."""
+    """int32 `[G]`; cached, so that a repeated call copies nothing to the device."""
     with launch_trace.unseen():
         return uploaded(np.array(ends, np.int32), device)
 
@@ -387,4 +387,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], scale: float) -
             f"strides {q.stride()}, {k.stride()}, {v.stride()}: the head dim must be contiguous; call .contiguous()"
         )
     if scale <= 0:
-        raise ValueError(f"scale={scale}: must be positive; negate q for a negative one")
+        raise ValueError(f"scale={scale}: must be positive; for a negative scale, negate q")

@@ -1,5 +1,5 @@
-"""`xformers`: the FlashAttention operators of the package xformers. They take bands and packed batches. With GQA the forward
-takes five-dimensional tensors; the backward has no such form and gets repeated KV heads."""
+"""`xformers`: the FlashAttention operators of the package xformers. They take bands and packed batches. With GQA the
+forward takes five-dimensional tensors; the backward has no such form and gets repeated KV heads."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def package() -> tuple[ModuleType | None, str]:
     """`xformers.ops.fmha`, or None and the reason.
 
     Where flash-attn-4 is installed without flash-attn, xformers finds a package `flash_attn`, imports
-    `flash_attn.flash_attn_interface` from it, and fails. So that package is hidden during the import, and xformers takes the
-    FlashAttention inside PyTorch."""
+    `flash_attn.flash_attn_interface` from it, and fails. So that package is hidden during the import, and xformers
+    takes the FlashAttention inside PyTorch."""
     try:
         if importlib.util.find_spec("xformers") is None:
             return None, f"needs the package xformers: {INSTALL}"
@@ -152,8 +152,8 @@ def _without_a_partial_flash_attn() -> Iterator[None]:
 
 
 def band_bias(mask: Mask, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | None:
-    """The bias class of a dense band and its arguments, or None for a full mask. A missing bound of a window becomes a bound
-    that cuts nothing, which the kernel treats as missing."""
+    """The bias class of a dense band and its arguments, or None for a full mask. A missing bound of a window becomes a
+    bound that cuts nothing, which the kernel treats as missing."""
     if mask.full:
         return None
     if mask.causal:
@@ -162,8 +162,8 @@ def band_bias(mask: Mask, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | Non
 
 
 def pack_bias(call: Call) -> tuple[str, int] | None:
-    """The bias class of a packed batch and its window, or None where the batch must go sequence by sequence: non-causal windows,
-    and causal masks over sequences with more queries than keys."""
+    """The bias class of a packed batch and its window, or None where the batch must go sequence by sequence: non-causal
+    windows, and causal masks over sequences with more queries than keys."""
     mask = call.mask
     if mask.full:
         return "BlockDiagonalMask", 0

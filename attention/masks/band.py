@@ -1,7 +1,7 @@
 """Masks as bands. Under `Mask(left, right)`, query `i` of `Sq` sees the keys `j` of `Sk` with
-`i + Sk - Sq - left <= j <= i + Sk - Sq + right` (aligned bottom-right); -1 is unbounded. Full, causal and sliding-window
-attention are bands. A rectangular tile of a band, trimmed, is a band again, so one geometry serves every layout.
-Pure Python, no torch."""
+`i + Sk - Sq - left <= j <= i + Sk - Sq + right` (aligned bottom-right); -1 is unbounded. Full, causal and
+sliding-window attention are bands. A rectangular tile of a band, trimmed, is a band again, so one geometry serves every
+layout. Pure Python, no torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Measured bandwidth and latency by GPU, world size, transport and pattern, from the table `links.csv` beside this file. A GPU
-without a row is estimated from `runner.measure.ceilings` or from defaults. No torch.
+"""Measured bandwidth and latency by GPU, world size, transport and pattern, from the table `links.csv` beside this
+file. A GPU without a row is estimated from `runner.measure.ceilings` or from defaults. No torch.
 
-Patterns: `pull`, from one remote rank; `pull_all`, from all at once; `p2p`, send and receive; `all_gather`; `slots`, small
-partial results exchanged between all ranks in one kernel; `copy`, within a GPU (bytes read plus written)."""
+Patterns: `pull`, from one remote rank; `pull_all`, from all at once; `p2p`, send and receive; `all_gather`; `slots`,
+small partial results exchanged between all ranks in one kernel; `copy`, within a GPU (bytes read plus written)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Measured:
 
 
 def through(small: tuple[float, float], large: tuple[float, float], slows: float = 0.0) -> Link:
-    """The link that fits two measured messages, each (bytes received, seconds). Raises ValueError unless the larger one took
-    longer."""
+    """The link that fits two measured messages, each (bytes received, seconds). Raises ValueError unless the larger one
+    took longer."""
     (few, soon), (many, late) = small, large
     if not (few < many and 0 < soon < late):
         raise ValueError(f"{small} and {large}: the second message must have more bytes and take longer")

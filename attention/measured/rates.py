@@ -56,8 +56,8 @@ def mask_of(call: CallClass, tokens: int) -> Mask:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s of a kernel within a mask. `edge`: what each query on an edge of the mask costs in addition, in keys. It covers
-    the partly masked tile and the fixed cost of short rows."""
+    """FLOP/s of a kernel within a mask. `edge`: what each query on an edge of the mask costs in addition, in keys. It
+    covers the partly masked tile and the fixed cost of short rows."""
 
     flops: float
     edge: float = HALF_TILE
@@ -88,7 +88,8 @@ class Rate:
 
 
 def class_of(shape: Shape, masks: Sequence[Mask]) -> CallClass | None:
-    """The class of a schedule's calls, by its hardest mask (window, causal, full); None for a dtype that is not measured."""
+    """The class of a schedule's calls, by its hardest mask (window, causal, full); None for a dtype that is not
+    measured."""
     if shape.dtype.itemsize != 2:
         return None
     mask = "window" if any(m.windowed for m in masks) else "causal" if any(m.causal for m in masks) else "full"
@@ -102,8 +103,9 @@ def class_of(shape: Shape, masks: Sequence[Mask]) -> CallClass | None:
 
 
 def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> list[str]:
-    """The kernels measured for the class on that GPU, fastest first; with `backward` by forward plus backward. A head dim
-    that was not measured counts as the next larger one that was, since kernels pad to it. Empty without measurements."""
+    """The kernels measured for the class on that GPU, fastest first; with `backward` by forward plus backward. A head
+    dim that was not measured counts as the next larger one that was, since kernels pad to it. Empty without
+    measurements."""
     here = [r for r in rates if r.gpu == gpu and _but_head_dim(r.call) == _but_head_dim(call)]
     measured = [r.call.head_dim for r in here if r.call.head_dim >= call.head_dim]
     found = [r for r in here if measured and r.call.head_dim == min(measured)]
@@ -157,7 +159,8 @@ def render(rates: Iterable[Rate]) -> str:
 
 
 def renewed(old: Iterable[Rate], new: Sequence[Rate]) -> list[Rate]:
-    """The old rows and the new. A GPU's class is replaced as a whole, so that kernels are compared within one measurement."""
+    """The old rows and the new. A GPU's class is replaced as a whole, so that kernels are compared within one
+    measurement."""
     replaced = {(r.gpu, r.call) for r in new}
     return [*(r for r in old if (r.gpu, r.call) not in replaced), *new]
 

@@ -1,4 +1,5 @@
-"""Several copies as one Triton kernel: of tensors of one form, whose rows have a pitch, and of contiguous ones of any form."""
+"""Several copies in one Triton launch: strided tensors of one shape (`copy_triton`), or contiguous ones of any sizes
+(`copy_words`)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from attention.runtime.triton_launcher import MOST, Start
 
-TILE = 8192  # elements of a program: 32 a thread with 8 warps, four 16-byte loads of bf16
+TILE = 8192  # elements per program: 32 per thread with 8 warps, four 16-byte loads of bf16
 COLUMNS = 2048
-WORDS = 4096  # int32 of a program that copies contiguous ones
+WORDS = 4096  # int32 per program of `copy_words`
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -33,7 +34,7 @@ def _copy(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    # a program takes a tile of the tokens of one of them, all heads of a token side by side
+    # a program copies a tile of tokens of one pair, with all heads of a token side by side
     which = tl.program_id(2) % N
     b = (tl.program_id(2) // N).to(tl.int64)
     target, source = targets[0], sources[0]
@@ -49,8 +50,8 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 def copy_triton(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Each second tensor to its first: `[B, S, H, D]` or `[T, H, D]`, not empty, all of one shape and dtype, all first ones of
-    the same strides and all second ones, with a token's heads lying together."""
+    """Copies each pair (target, source). All tensors are `[B, S, H, D]` or `[T, H, D]`, not empty, of one shape and
+    dtype. All targets have the same strides, and all sources; the heads of a token are contiguous."""
     targets, sources = (tuple([pair[i] for pair in pairs]) for i in (0, 1))
     target, source = pairs[0]
     _start(source.shape, target.stride(), source.stride(), len(pairs))(target, targets, sources)
@@ -91,8 +92,8 @@ def _copy_words(first, targets, sources, words, ends, N: tl.constexpr, WORDS: tl
 
 
 def copy_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Each second tensor to its first: contiguous, not empty, of one dtype and as many elements a pair, a whole number of 4-byte
-    words of less than 4 GiB."""
+    """Copies each pair (target, source) of contiguous tensors. A pair has one dtype and size: a multiple of 4 bytes,
+    above 0 and below 4 GiB."""
     targets, sources = (tuple([pair[i] for pair in pairs]) for i in (0, 1))
     _words(tuple([x.nbytes for x in sources]))(targets[0], targets, sources)
 
@@ -101,6 +102,6 @@ def copy_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def _words(sizes: tuple[int, ...]) -> Start:
     words = tuple(size // 4 for size in sizes)
     ends = tuple(accumulate(triton.cdiv(n, WORDS) for n in words))
-    # twice and one more: Triton compiles other code for 1 and for multiples of 16, so once for each pattern of them
+    # Triton would compile again for each pattern of ones and multiples of 16; 2n + 1 (n > 0) is neither
     odd = tuple(tuple(2 * n + 1 for n in each) for each in (words, ends))
     return Start(_copy_words, (ends[-1],), odd, N=len(sizes), WORDS=WORDS, num_warps=8)

@@ -1,5 +1,5 @@
-"""The merge of two partial attentions as one Triton kernel: a program takes a few tokens of one head. Programs of one
-token's heads run side by side, since those lie side by side in memory."""
+"""The merge of two partial attention results in one Triton kernel. A program takes a few tokens of one head; programs
+of the heads of one token run together, since these heads are adjacent in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.runtime.triton_launcher import MOST, Start
 
 ROWS = 32  # a cache line of the LSE
-TILE = 4096  # elements of a program: 32 a thread with 4 warps, four 16-byte loads of bf16 a part
+TILE = 4096  # elements per program: 32 per thread with 4 warps, four 16-byte loads of bf16 per part
 
 
 @triton.jit(do_not_specialize=["n_tokens", "lse_b", "lse_h", "x_lse_b", "x_lse_h", "y_lse_b", "y_lse_h"])
@@ -66,7 +66,7 @@ def _merge(  # type: ignore[no-untyped-def]
     total = w_one + w_other
     norm = tl.where(total == 0.0, 1.0, total)
     merged = one.to(norm.dtype) * (w_one / norm)[:, None] + other.to(norm.dtype) * (w_other / norm)[:, None]
-    tl.debug_barrier()  # a part may be the result, and be read by threads that do not write it
+    tl.debug_barrier()  # out may be a part, whose elements other threads read
     out_at = out + b * out_b + h * out_h + t[:, None] * out_t + d[None, :]
     tl.store(out_at, merged.to(out.dtype.element_ty), mask=mask)
     lse_at = lse + b * lse_b + h * lse_h + t * lse_t
@@ -74,7 +74,8 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def merge_triton(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
-    """As `attention.reduction.lse_merge.merge`, on CUDA or on a CPU under Triton's interpreter."""
+    """As `attention.reduction.lse_merge.merge`, on CUDA, or on a CPU under Triton's interpreter. Raises ValueError for
+    strides."""
     if not all(x.stride(-1) == 1 for x in (out, a, b)):
         raise ValueError(
             f"strides {out.stride()}, {a.stride()}, {b.stride()}: the merge needs the head dim contiguous; "
@@ -88,7 +89,7 @@ def merge_triton(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, 
 
 @lru_cache(maxsize=MOST)
 def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> Start:
-    """strides: of out, the parts, and their LSEs."""
+    """strides: of out, of the two parts, and of their LSEs."""
     n_tokens, heads, head_dim = shape[-3:]
     batch = shape[0] if len(shape) == 4 else 1
     block_d = triton.next_power_of_2(head_dim)

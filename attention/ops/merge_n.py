@@ -1,6 +1,6 @@
-"""One kernel that merges n partial attentions over disjoint keys, where `triton_merge` merges two
-in place. A program takes a few tokens of one head and all their parts, many at a time: decoding has few rows and many
-parts, and would otherwise wait for them one after the other."""
+"""The merge of n partial attention results over disjoint keys in one Triton kernel (`merge` does two, in place). A
+program takes a few tokens of one head and loads many of their parts at once. Decoding has few rows and many parts, and
+loading them one after another would be slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.ops.results import result_tensors
 from attention.runtime.triton_launcher import MOST, Start
 
-TILE = 4096  # fp32 elements a program holds of [rows, parts, head dim]: 32 registers a thread with 4 warps
+TILE = 4096  # fp32 elements of [rows, parts, head dim] per program: 32 registers per thread with 4 warps
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def merge_n_triton(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `merge_n`, in one kernel on CUDA, or on a CPU under Triton's interpreter. Sums in fp32."""
+    """As `attention.reduction.lse_merge.merge_n`, on CUDA, or on a CPU under Triton's interpreter. Sums in fp32."""
     out, lse = result_tensors(parts, lses, dtype, out, lse)
     if parts.stride(-1) != 1 or out.stride(-1) != 1:
         raise ValueError(

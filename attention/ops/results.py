@@ -9,7 +9,8 @@ from torch import Tensor
 def result_tensors(
     parts: Tensor, lses: Tensor, dtype: torch.dtype | None, out: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The out and lse that a merge of `parts` `[n, B, S, H, D]` and `lses` `[n, B, H, S]` writes: the given ones, or new ones.
+    """The out and lse that a merge of `parts` `[n, B, S, H, D]` and `lses` `[n, B, H, S]` writes: the given ones, or
+    new ones.
 
     Raises ValueError for shapes that do not belong together."""
     if parts.dim() != 5:

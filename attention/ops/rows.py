@@ -1,5 +1,5 @@
-"""Tokens by their numbers, as one Triton kernel: each token of the result is the sum of one token of each part that has one.
-With one part it is a copy. PyTorch's index operations do the same at a fraction of the memory's rate."""
+"""Sums of tokens by index, in one Triton kernel: a token of the result is the sum of one token of each part. With one
+part it is an indexed copy. PyTorch's index operations do the same at a fraction of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.runtime.triton_launcher import MOST, Start
 
-TILE = 4096  # elements of a program: 16 a thread with 8 warps
+TILE = 4096  # elements per program: 16 per thread with 8 warps
 COLUMNS = 2048
 MOST_PARTS = 16
 Numbered = Sequence[tuple[Tensor, Tensor]]
@@ -47,17 +47,18 @@ def _sum_rows(  # type: ignore[no-untyped-def]
         number = tl.load(numbers[i] + r, mask=live, other=-1).to(tl.int64)
         at = parts[i] + b * parts_b[i] + number[:, None] * parts_t[i] + c[None, :]
         total += tl.load(at, mask=(number >= 0)[:, None] & inside, other=0.0).to(WIDE)
-    tl.debug_barrier()  # a part may lie in out, and be read by threads that do not write it
+    tl.debug_barrier()  # a part may lie in out, where other threads read it
     place = tl.load(to + r, mask=live, other=0).to(tl.int64)
     at = out + b * out_b + place[:, None] * out_t + c[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=live[:, None] & inside)
 
 
 def sum_rows(out: Tensor, to: Tensor, parts: Numbered) -> None:
-    """Write to token `to[i]` of `out` the sum over the parts of token `number[i]` of each, of none where that is -1.
+    """Sets token `to[i]` of `out` to the sum of token `number[i]` of each part; -1 stands for no token.
 
-    out and the parts: `[B, S, H, D]` or `[T, H, D]`, floating-point, any strides but for a token's heads lying together; `to`
-    and each part's numbers: int32 `[n]`, `to` without repetition. A part may lie in out, at the place of its tokens. Raises ValueError for no parts."""
+    out and parts: `[B, S, H, D]` or `[T, H, D]`, floating-point, any strides in which the heads of a token are
+    contiguous. to, and each part's numbers: int32 `[n]`, `to` without repetition. A part may lie in out, at the place
+    of its tokens. Raises ValueError for no parts."""
     if len(parts) > MOST_PARTS:
         running = torch.empty(out.shape, dtype=accumulation_dtype(out.dtype), device=out.device)
         sum_rows(running, to, parts[:MOST_PARTS])
@@ -75,7 +76,7 @@ def sum_rows(out: Tensor, to: Tensor, parts: Numbered) -> None:
 
 @lru_cache(maxsize=MOST)
 def _start(shape: torch.Size, n_rows: int, strides: tuple[tuple[int, ...], ...], fp64: bool) -> Start:
-    """strides: of out and the parts."""
+    """strides: of out and of the parts."""
     batch, columns = (shape[0] if len(shape) == 4 else 1), shape[-2] * shape[-1]
     width = min(triton.next_power_of_2(columns), COLUMNS)
     height = max(1, TILE // width)

@@ -1,5 +1,6 @@
-"""The sum of parts over different tokens as one Triton kernel, several at once that are alike: a program takes a tile of tokens
-and of the elements that lie side by side in all tensors of one of them, of all heads where their heads do."""
+"""Sums of parts that cover different tokens, in one Triton kernel; several sums over the same tokens (dk and dv) go in
+one launch. A program takes a tile of tokens of one sum, with the elements that are contiguous in all its tensors: of
+all heads where heads are adjacent, else of one."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from attention.geometry.transfers import Intervals
 from attention.runtime.triton_launcher import MOST as MOST_STARTS
 from attention.runtime.triton_launcher import Start
 
-TILE = 2048  # elements of a program: 16 a thread with 4 warps, two 16-byte loads of bf16 a part
+TILE = 2048  # elements per program: 16 per thread with 4 warps, two 16-byte loads of bf16 per part
 COLUMNS = 1024
-# Numbers in a tuple can't be kept from being compiled in when they are 1 or a multiple of 16: given so often, all are
-# multiples, and new lengths don't compile anew.
+# Triton compiles again where a number in a tuple becomes 1 or a multiple of 16. Multiplied by UNIT all are multiples,
+# so new lengths need no new compilation.
 UNIT = 16
 
 
@@ -68,14 +69,15 @@ def _sum(  # type: ignore[no-untyped-def]
             part = tl.where(which == j, parts[i * M + j], part)
         at = part + b * parts_b[i] + h * parts_h[i] + row[:, None] * parts_t[i] + c[None, :]
         total += tl.load(at, mask=here[:, None] & inside, other=0.0).to(WIDE)
-    tl.debug_barrier()  # a part may lie in out, and be read by threads that do not write it
+    tl.debug_barrier()  # a part may lie in out, where other threads read it
     at = out + b * out_b + h * out_h + t.to(tl.int64)[:, None] * out_t + c[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(t < last)[:, None] & inside)
 
 
 def sum_triton(outs: Sequence[Tensor], parts: Sequence[tuple[Sequence[Tensor], Intervals]]) -> None:
-    """As `attention.reduction.grad_sum.sum_all`, of outs that are alike in shapes, strides and dtypes, as are each part's tensors. On CUDA or on
-    a CPU under Triton's interpreter. More parts than `MOST` are summed in several passes, the running sum in the wide dtype."""
+    """As `attention.reduction.grad_sum.sum_all`, on CUDA, or on a CPU under Triton's interpreter. All outs have one
+    shape, one dtype and the same strides, and so have the tensors of each part. More parts than `MOST` are summed in
+    several sweeps, with the running sum in the accumulation dtype. Raises ValueError for a strided head dim."""
     out = outs[0]
     if len(parts) > MOST:
         running = [torch.empty(out.shape, dtype=accumulation_dtype(out.dtype), device=out.device) for _ in outs]
@@ -95,7 +97,7 @@ def sum_triton(outs: Sequence[Tensor], parts: Sequence[tuple[Sequence[Tensor], I
 
 @dataclass(frozen=True)
 class _Piece:
-    """One kernel's share of a sum, and the numbers of the parts that it adds."""
+    """One launch of a sum, and the numbers of the parts that it adds."""
 
     start: Start
     parts: tuple[int, ...]
@@ -105,7 +107,7 @@ class _Piece:
 def _pieces(
     shape: torch.Size, strides: tuple[tuple[int, ...], ...], parts: tuple[Intervals, ...], fp64: bool, together: int
 ) -> tuple[_Piece, ...]:
-    """strides: of out and the parts; together: how many sums."""
+    """strides: of out and of the parts. together: the number of sums."""
     heads, head_dim = shape[-2:]
     batch, columns = (shape[0] if len(shape) == 4 else 1), head_dim
     if all(x[-2] == head_dim for x in strides):
@@ -117,7 +119,7 @@ def _pieces(
     pieces = []
     for found in ranges(shape[-3], parts):
         entries = found.entries
-        # as many as a power of two, so that few numbers are compiled for
+        # padded to a power of two, so that few numbers of parts are compiled
         n = triton.next_power_of_2(len(entries)) if entries else 0
         numbers = [e.part for e in entries] + [entries[0].part] * (n - len(entries)) if entries else []
         spare = (0,) * (n - len(entries))

@@ -1,7 +1,8 @@
-"""The fused tree reduction: one Triton kernel merges what this rank's splits gave, writes it into every peer's memory, waits for
-what the peers write into its own, and merges that. A program does a piece of a row; it waits only for the same piece of its
-peers, so any number of programs will do, started in order. It is one warp, an element a thread, and a flag
-is read by one of them, so that all go on together."""
+"""The fused tree reduction: one Triton kernel merges the partial results of this rank's splits, writes the result into
+the memory of every remote rank, waits for theirs, and merges them all.
+
+A program does one piece of a row and waits only for the same piece of the other ranks. So programs need not run at the
+same time, as long as they start in order. A program is one warp with one element per thread."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from attention.geometry.mailbox import PIECE, Mailbox, pieces
 from attention.runtime.triton_launcher import MOST, Start
 
-AT_ONCE = 64  # splits that a program loads together
-WARP = 32  # threads, so that each flag is read by one
+AT_ONCE = 64  # splits that a program loads at once
+WARP = 32  # threads: each flag is read by one of them
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     mine = acc / norm
     mine_lse = tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
 
-    boxes = table.to(tl.int64).to(tl.pointer_type(tl.uint64))  # a low address comes as an int32
+    boxes = table.to(tl.int64).to(tl.pointer_type(tl.uint64))  # Triton passes a low address as int32
     own = tl.load(boxes + rank)
     own_values = own.to(tl.pointer_type(tl.float32))
     own_numbers = own.to(tl.pointer_type(tl.int32))
@@ -92,7 +93,7 @@ def _exchange(  # type: ignore[no-untyped-def]
             box = tl.load(boxes + peer).to(tl.pointer_type(tl.float32))
             tl.store(box + sent * PIECE + d, mine, mask=live)
             tl.store(box + lses + sent, mine_lse)
-    tl.debug_barrier()  # all of it, before any flag
+    tl.debug_barrier()  # all data before any flag
     peers = tl.arange(0, PEERS)
     others = (peers < WORLD) & (peers != rank)
     theirs = tl.load(boxes + peers, mask=others, other=0).to(tl.pointer_type(tl.int32))
@@ -100,11 +101,11 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.atomic_xchg(theirs + flags + sent, ones, mask=others, sem="release", scope="sys")
 
     flag = own_numbers + flags + (turn * WORLD + peers).to(tl.int64) * capacity + piece
-    tl.store(own_numbers + marks + piece, 1)  # for the watchdog, which ends a wait that does not
+    tl.store(own_numbers + marks + piece, 1)  # for the watchdog, which ends endless waits
     arrived = tl.zeros((), tl.int32)
     while arrived < WORLD - 1:
         arrived = tl.sum(tl.load(flag, mask=others, other=0, volatile=True), 0)
-    tl.atomic_xchg(flag, ones - 1, mask=others, sem="acquire", scope="sys")  # taken down for the call after the next
+    tl.atomic_xchg(flag, ones - 1, mask=others, sem="acquire", scope="sys")  # reset for the call after next
     tl.debug_barrier()
     tl.store(own_numbers + marks + piece, 0)
     tl.store(own_numbers + turns + piece, 1 - turn)
@@ -112,9 +113,9 @@ def _exchange(  # type: ignore[no-untyped-def]
     top = tl.full((), float("-inf"), tl.float32)
     den = tl.zeros((), tl.float32)
     acc = tl.zeros((PIECE,), tl.float32)
-    for peer in range(WORLD):  # in this order on every rank, so that all get the same bits
+    for peer in range(WORLD):  # in the same order on every rank, for identical bits
         received = ((turn * WORLD + peer) * capacity + piece).to(tl.int64)
-        # written by a peer: not from this multiprocessor's cache
+        # written by a remote rank: bypass this multiprocessor's cache
         value = tl.load(own_values + received * PIECE + d, mask=live, other=0.0, cache_modifier=".cg")
         value_lse = tl.load(own_values + lses + received, cache_modifier=".cg")
         value = tl.where(rank == peer, mine, value)
@@ -133,11 +134,12 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 
 def exchange(parts: Tensor, lses: Tensor, boxes: int, box: Mailbox, rank: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention of all ranks, on every rank the same bits. Every rank calls it, with as many queries.
+    """The attention over the keys of all ranks: (out like `like`, lse `[B, H, Sq]` in fp32), bitwise equal on every
+    rank. All ranks must call it, with the same number of queries.
 
-    parts: this rank's partial results `[n, B, Sq, H, D]`, n >= 0, contiguous in the last dim; lses: `[n, B, H, Sq]`; both fp32.
-    boxes: device address of a table of device addresses, of each rank's memory for `box`. like: `[B, Sq, H, D]`, the shape and
-    dtype of out. Returns (out, fp32 lse `[B, H, Sq]`)."""
+    parts: this rank's partial results `[n, B, Sq, H, D]`, n >= 0, contiguous in the last dim; lses: `[n, B, H, Sq]`;
+    both fp32. boxes: the device address of a table with the address of each rank's memory for `box`.
+    like: `[B, Sq, H, D]`, the shape and dtype of out."""
     batch, queries, heads, _ = like.shape
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=like.device)
