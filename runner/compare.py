@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from runner.measure.statistics import quantile, ratio_interval
-from runner.output import commands, run_tables
+from runner.measure.statistics import Samples, quantile, ratio_interval, slowest
+from runner.output import commands
+from runner.output.record import Result
+from runner.output.run_tables import table_of
 from runner.output.terminal import gib
 from runner.report.comparison import begun
 from runner.report.labels import varying_options
@@ -212,11 +214,26 @@ def _of_samples(a: Run, b: Run, which: str) -> Interval | None:
     found = []
     for run in (a, b):
         taken = which if which in run.passes else "forward"
-        ms = (run_tables.samples(run.result) or {}).get(taken)
+        ms = (_samples(run.result) or {}).get(taken)
         if not ms or quantile(sorted(ms), 0.5) != run.passes[taken].median:
             return None
         found.append(ms)
     return ratio_interval(found[0], found[1])
+
+
+def _samples(run: Result) -> Samples | None:
+    """By pass, the ms of the slowest rank in each iteration; None where the run has no samples that can be read."""
+    try:
+        rows = table_of(run, "samples")
+    except ValueError:
+        return None
+    by_rank: dict[int, Samples] = {}
+    for row in sorted(rows or (), key=lambda row: row["iteration"]):
+        by_rank.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
+    try:
+        return slowest(list(by_rank.values())) if by_rank else None
+    except (KeyError, ValueError):  # the ranks have other passes, or another number of samples
+        return None
 
 
 def table(pairs: Sequence[Pair]) -> Table:

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from runner.measure.statistics import Samples, slowest
 from runner.output.reader import RESULT
 from runner.output.record import Result
 
@@ -53,18 +52,3 @@ def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:
         why = " ".join(str(error).split())[:100]
         raise ValueError(f"{path if path.exists() else packed}: no table ({why})") from None
     return None
-
-
-def samples(run: Result) -> Samples | None:
-    """By pass, the ms of the slowest rank in each iteration; None where the run has no samples that can be read."""
-    try:
-        rows = table_of(run, "samples")
-    except ValueError:
-        return None
-    by_rank: dict[int, Samples] = {}
-    for row in sorted(rows or (), key=lambda row: row["iteration"]):
-        by_rank.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
-    try:
-        return slowest(list(by_rank.values())) if by_rank else None
-    except (KeyError, ValueError):  # the ranks have other passes, or another number of samples
-        return None

@@ -1,4 +1,4 @@
-"""The data of the charts: which runs go on which axes. One definition of a chart gives both the picture and the page."""
+"""The data of the charts: which runs go on which axes. `runner.report.drawing` draws them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.report.comparison import comparable
 from runner.report.labels import labels
-from runner.report.runs import BACK_TO_BACK, FACTS, WORKLOAD, Run
+from runner.report.runs import FACTS, WORKLOAD, Run
 from runner.report.scaling import scaling
 from runner.report.table import fact
-from runner.report.tables import rate_title
 
 KINDS = {"time": "Time of a step", "tflops": "Rate", "efficiency": "Efficiency against one device"}
 OVER = {"seq_len": "sequence length, tokens", "world_size": "world size, ranks"}
@@ -80,21 +78,3 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
             "efficiency": against[run].efficiency if run in against else None,
         })  # fmt: skip
     return rows
-
-
-def charts(runs: Sequence[Run], which: str = "total") -> dict[str, Any]:
-    """The altair charts of these runs, by their kind in KINDS; empty where nothing was timed. There are none of times back to
-    back, which have no samples."""
-    runs = comparable(runs)
-    timed = [run for run in runs if run.ok]
-    if not timed or which == BACK_TO_BACK:
-        return {}
-    from runner.report.drawing import Chart
-
-    axes, rate = Axes.of(timed), rate_title(timed)
-    rows = points(runs, axes, which)
-    made = {kind: Chart(rows, kind, axes, rate).drawn() for kind in ("time", "tflops")}
-    scaled = [row for row in rows if row["efficiency"] is not None]
-    if axes.over == "world_size" and which == "total" and len({row["over"] for row in scaled}) > 1:
-        made["efficiency"] = Chart(scaled, "efficiency", axes, rate).drawn()
-    return made

@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from runner.config import folders
 from runner.output import commands
@@ -80,21 +81,16 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
         title, prefix = "Runs", ""
         if len(sweeps) > 1:
             title, prefix = str(folder), f"{_file_name(folder, sweeps)}_"
-        drawn = {} if missing else charts.charts(found, options.which if options.which in PASSES else "total")
         part = page.Part(
             title,
             f"{tables.machine(found)}\n{in_common(found)}",
             _tables(found, options.which),
             tables.environment_table(found),
-            {kind: chart.to_dict() for kind, chart in drawn.items()},
+            {} if missing else _charts(found, options.which if options.which in PASSES else "total", out, prefix),
             None if parts else missing,
         )
         parts.append(part)
         lines += _markdown(part, prefix)
-        if drawn:
-            from runner.report.drawing import write_png
-        for kind, chart in drawn.items():
-            write_png(chart, out / f"{prefix}{kind}.png")
     write_text(out / "report.md", "\n".join(lines))
     write_text(out / "report.html", page.page(out.resolve().name, parts))
     if missing:
@@ -109,6 +105,16 @@ def _tables(runs: list[Run], which: str) -> dict[str, Table]:
     if len(set(labels(runs).values())) > 1 and comparable(runs):
         found[f"Side by side, ms ({which.replace('_', ' ')})"] = comparison_table(runs, which)
     return found
+
+
+def _charts(runs: list[Run], which: str, out: Path, prefix: str) -> dict[str, dict[str, Any]]:
+    """Write the charts as PNGs; returns their vega-lite specifications by kind."""
+    from runner.report.drawing import draw, write_png
+
+    drawn = draw(runs, which)
+    for kind, chart in drawn.items():
+        write_png(chart, out / f"{prefix}{kind}.png")
+    return {kind: chart.to_dict() for kind, chart in drawn.items()}
 
 
 def _markdown(part: page.Part, prefix: str) -> list[str]:
@@ -168,9 +174,9 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
     """Write the section's chart and return its link, relative to the file. Raises ValueError where it cannot be made."""
     if missing := charts.missing():
         raise ValueError(f"{missing}, or leave the picture out with --chart none")
-    from runner.report.drawing import write_png
+    from runner.report.drawing import draw, write_png
 
-    chart = charts.charts(runs, options.which).get(options.chart)
+    chart = draw(runs, options.which).get(options.chart)
     if chart is None:
         raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
     out: Path = options.out or options.folders[0]

@@ -1,8 +1,10 @@
-"""Draw the rows of `runner.report.charts` with altair; imported only when a chart is made, since altair is optional."""
+"""Draw charts with altair. One definition of a chart gives both the picture and the page. This module is imported only when
+a chart is made, since altair is optional."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ from typing import Any
 import altair as alt
 
 from runner.output.results import replacing
-from runner.report.charts import EXTERNAL, OURS, OVER, Axes
+from runner.report.charts import EXTERNAL, OURS, OVER, Axes, points
+from runner.report.comparison import comparable
+from runner.report.runs import BACK_TO_BACK, Run
+from runner.report.tables import rate_title
 
 # 8192 is labelled 8K
 TOKENS = (
@@ -106,6 +111,22 @@ class Chart:
             bars = bars.encode(color=alt.Color("whose:N", title=None, scale=colors))
         text = text.encode(text=alt.Text(f"{self.kind}:Q", format=".4r"))
         return alt.layer(bars, text).properties(width=480, height=alt.Step(24))
+
+
+def draw(runs: Sequence[Run], which: str = "total") -> dict[str, Any]:
+    """The charts of these runs, by their kind in KINDS; empty where nothing was timed. There are none of times back to
+    back, which have no samples."""
+    runs = comparable(runs)
+    timed = [run for run in runs if run.ok]
+    if not timed or which == BACK_TO_BACK:
+        return {}
+    axes, rate = Axes.of(timed), rate_title(timed)
+    rows = points(runs, axes, which)
+    made = {kind: Chart(rows, kind, axes, rate).drawn() for kind in ("time", "tflops")}
+    scaled = [row for row in rows if row["efficiency"] is not None]
+    if axes.over == "world_size" and which == "total" and len({row["over"] for row in scaled}) > 1:
+        made["efficiency"] = Chart(scaled, "efficiency", axes, rate).drawn()
+    return made
 
 
 def write_png(chart: Any, path: Path) -> None:
