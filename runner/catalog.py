@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import resources
 from typing import Any
 
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.markup import escape
 from rich.table import Table
 
@@ -95,7 +95,7 @@ def cost(arguments: list[str]) -> Table:
         for name, v in everything().items():
             if given and name not in given[0].partition("=")[2].split(","):
                 continue
-            cfg = compose("config", overrides=["hardware=cuda", *rest, f"attention={name}"])
+            cfg = _configured(name, rest)
             try:
                 spec = resolve.experiment(cfg, 1 << 20, 0)
             except (InvalidConfig, UnsupportedHere) as error:
@@ -106,6 +106,23 @@ def cost(arguments: list[str]) -> Table:
                 parts = "; ".join(filter(None, [f"a pack of {len(spec.workload.seqlens)} sequences", parts]))
             table.add_row(name, *cells, parts)
     return table
+
+
+def _configured(name: str, overrides: list[str]) -> DictConfig:
+    """The configuration with a variant's own defaults. Composing takes most of a cost's time, so it is done once for all variants,
+    which differ in their group's file alone."""
+    if any("attention." in each for each in overrides):
+        return compose("config", overrides=["hardware=cuda", *overrides, f"attention={name}"])
+    cfg = _composed(tuple(overrides)).copy()
+    path = resources.files("runner.conf") / "attention" / f"{name}.yaml"
+    with open_dict(cfg):
+        cfg.attention = OmegaConf.create(path.read_text())
+    return cfg
+
+
+@lru_cache(maxsize=1)
+def _composed(overrides: tuple[str, ...]) -> DictConfig:
+    return compose("config", overrides=["hardware=cuda", *overrides])
 
 
 def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:

@@ -8,9 +8,10 @@ from attention.executors import policy
 from attention.executors.ring_costs import copied_bytes
 from attention.executors.timeline import Pattern, TimedStep, Timeline, Transfer, Work, heads_of, place_work, timed
 from attention.geometry.counts import Shapes
+from attention.geometry.layouts import size
 from attention.geometry.options import GatherOptions
 from attention.geometry.schedules import Problem, length, most_keys, steps, union
-from attention.geometry.transfers import gather_move, move
+from attention.geometry.transfers import gather_move, overlaps
 
 
 def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) -> int:
@@ -48,9 +49,9 @@ class GatherCosts:
         found = {"kv": (everything if self._all_gathered else route.received_tokens) * self.shapes.kv_token}
         if problem.layout != problem.q_layout:
             border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
-            there, back = move(border, inner, rank).route, move(inner, border, rank).route
-            # q and out; backward dout and dq
-            found["q"] = (there.received_tokens + back.received_tokens) * self.shapes.q_token
+            kept = length(tuple(here for here, _ in overlaps(border[rank], inner[rank])))
+            # q and out, or dout and dq: all tokens but those that stay
+            found["q"] = (size(border[rank]) + size(inner[rank]) - 2 * kept) * self.shapes.q_token
         if backward:
             found["dkv"] = route.reversed().received_tokens * self.shapes.kv_token
         return found

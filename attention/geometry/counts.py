@@ -11,7 +11,8 @@ from attention.geometry.schedules import Problem, length, steps, union
 from attention.masks.band import Mask
 
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
-SAMPLED = 8  # places of a larger world that are looked at
+ALL_PLACES = 8  # a world with more places in the schedule is sampled
+SAMPLED = 4
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:
 
 
 def sampled_places(problem: Problem) -> list[int]:
-    """All places in the schedule, or in a large world some spread over it, with both ends: the busiest ranks lie there."""
-    if problem.world <= SAMPLED:
+    """All places in the schedule, or in a large world a few spread over it. Both ends are among them, where the busiest ranks lie."""
+    if problem.world <= ALL_PLACES:
         return list(range(problem.world))
-    return sorted({i * (problem.world - 1) // (SAMPLED - 1) for i in range(SAMPLED)})
+    return [i * (problem.world - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
 
 
 def local_kv_heads(problem: Problem, shapes: Shapes) -> int:
