@@ -142,7 +142,8 @@ def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     def peak(backward: bool) -> str:
         return terminal.gib(max(found.peak_bytes(rank, backward) for rank in ranks))
 
-    forward, parts = received(False), _parts(received(False))
+    forward = received(False)
+    parts = _parts(forward)
     if v.decode:
         return [*computed, terminal.gib(sum(forward.values())), "none", peak(False), "none", parts]
     backward = received(True)

@@ -1,6 +1,7 @@
 """The catalog, as it is printed."""
 
 import pytest
+from hydra import compose, initialize_config_module
 
 from attention.variants.registry import EXTERNAL, VARIANTS
 from runner import catalog
@@ -37,6 +38,16 @@ def test_the_costs_are_of_every_variant_and_worked_out_by_hand(capsys):
 def test_costs_of_a_pack_that_was_asked_for_are_alike(capsys):
     found = rows(capsys, "cost", *SIZE, "world_size=4", "seqlens=[512,512]", "attention=ring,ring_varlen")
     assert found["ring"].split()[1:] == found["ring_varlen"].split()[1:]
+
+
+def test_every_variant_is_configured_as_if_it_were_composed():
+    catalog.resolve.register()
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        for name in {**VARIANTS, **EXTERNAL}:
+            composed = compose("config", overrides=["hardware=cuda", *SIZE, f"attention={name}"])
+            assert catalog._configured(name, SIZE) == composed
+        own = catalog._configured("zigzag", ["attention.head_parts=2"])
+    assert own.attention.head_parts == 2
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.LISTS if name != "config"])
