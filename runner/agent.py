@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.launch import endpoint
+from runner.launch.files import TAIL_LINES, WorldSpec
 from runner.launch.node import JOINED, SPEC
-from runner.launch.worlds import WorldSpec, node_environment, own_folder, process_group, remove_abandoned
+from runner.launch.ownership import own_folder, remove_abandoned
+from runner.launch.processes import process_group
+from runner.launch.worlds import node_environment
 
 TRY_S, CONNECT_S = 0.5, 2.0
-TAIL_LINES = 20
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,10 @@ from runner.config.experiment import Experiment
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
 from runner.config.rules.machine import Machine, check_fits
 from runner.config.values import InvalidConfig, UnsupportedHere
-from runner.launch.worlds import Outcome, Pool, WorldSpec, cores
+from runner.launch.files import WorldSpec
+from runner.launch.outcome import Outcome
+from runner.launch.pool import Pool
+from runner.launch.processes import cores
 from runner.measure import metrics, ncu
 from runner.measure.statistics import Samples
 from runner.output import display, reader, results, summary

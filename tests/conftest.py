@@ -19,7 +19,10 @@ if not torch.cuda.is_available():
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from runner.launch.worlds import Outcome, Pool, WorldSpec, cores  # noqa: E402
+from runner.launch.files import WorldSpec  # noqa: E402
+from runner.launch.outcome import Outcome  # noqa: E402
+from runner.launch.pool import Pool  # noqa: E402
+from runner.launch.processes import cores  # noqa: E402
 from tests.support.gpus import shared  # noqa: E402
 
 SLOW_S = 3  # a test that takes longer on an idle machine is marked `slow`

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from runner.launch.worlds import WorldSpec
+from runner.launch.files import WorldSpec
 from tests.support.cases import draw, judge, variants
 
 WORLDS = (1, 2, 3, 4)

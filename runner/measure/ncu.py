@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.experiment import Experiment
-from runner.launch.worlds import search_path
+from runner.launch.processes import search_path
 
 SECTOR = 32  # bytes
 COUNTERS = {  # ours: ncu's, and bytes of its unit

@@ -6,7 +6,7 @@ from attention.executors import costs, policy
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL
 from attention.variants.registry import VARIANTS
-from runner.launch.worlds import WorldSpec
+from runner.launch.files import WorldSpec
 from tests.jobs import memory
 
 TOKENS, HEADS, HEAD_DIM = 1024, (16, 4), 16

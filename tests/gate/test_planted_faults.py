@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.launch.worlds import WorldSpec
+from runner.launch.files import WorldSpec
 from tests.gate import plants
 from tests.gate.plants import PLANTS, RUNS
 from tests.support.composing import resolved

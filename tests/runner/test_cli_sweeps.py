@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from runner.launch.worlds import cores
+from runner.launch.processes import cores
 from runner.output import summary
 from runner.output.record import Result
 from tests.runner.test_cli import only, results_in, run, started_by

@@ -10,7 +10,7 @@ import pytest
 from runner import app, environment
 from runner.config.values import InvalidConfig
 from runner.environment import commit_text
-from runner.launch.worlds import WorldSpec
+from runner.launch.files import WorldSpec
 from tests.jobs import program
 from tests.support.composing import resolved
 

@@ -191,9 +191,9 @@ def main(folder: Path) -> None:
 
     from runner import app, environment
     from runner.config import overrides, resolve
-    from runner.launch import worlds
+    from runner.launch.outcome import Outcome
 
-    app._in_world = lambda *_: worlds.Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
+    app._in_world = lambda *_: Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
     resolve.register()
     Plugins.instance()
     environment.host()

@@ -6,7 +6,7 @@ import torch
 from attention.kernels import KERNELS
 from attention.variants.registry import EXTERNAL
 from runner.environment import gpu_count
-from runner.launch.worlds import WorldSpec
+from runner.launch.files import WorldSpec
 from tests.jobs import external
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]

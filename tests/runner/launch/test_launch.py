@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 
 from runner.launch import endpoint, node
-from runner.launch.worlds import BOOT_ID, Pool, World, WorldSpec, remove_abandoned
+from runner.launch.files import WorldSpec
+from runner.launch.ownership import BOOT_ID, remove_abandoned
+from runner.launch.pool import Pool
+from runner.launch.worlds import World
 from tests.jobs import faults
 
 
@@ -251,6 +254,17 @@ def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
         assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
 
 
+def test_a_rank_that_exited_between_two_jobs_is_no_outcome_of_the_next_one():
+    spec = WorldSpec(2, "cpu")
+    with Pool() as pool:
+        assert pool.call(spec, faults.exit_later, {"rank": 1, "seconds": 0.3}).status == "ok"
+        states = pool.get(spec).states()
+        while lives(states[1]["pid"]):
+            time.sleep(0.01)
+        outcome = pool.call(spec, faults.echo, {"value": 1})
+        assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
+
+
 def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch):
     monkeypatch.setattr("runner.launch.worlds.AGENT_S", 0.5)
     pids = world.call(faults.pids, {}).result
@@ -278,7 +292,7 @@ def test_a_job_longer_than_the_pipe_is_sent(pool):
 def test_too_few_open_files_are_said_before_a_world_starts():
     code = (
         "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n"
-        "from runner.launch.worlds import Pool, WorldSpec\nprint(Pool().call(WorldSpec(2, 'cpu'), 'tests.jobs.faults:pids', {}))"
+        "from runner.launch.files import WorldSpec\nfrom runner.launch.pool import Pool\nprint(Pool().call(WorldSpec(2, 'cpu'), 'tests.jobs.faults:pids', {}))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
     assert "unsupported" in said and "raise it with ulimit -n 48" in said
@@ -337,7 +351,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)  # asked for anew
     code = (
-        "import sys, time\nfrom runner.launch.worlds import World, WorldSpec\n"
+        "import sys, time\nfrom runner.launch.files import WorldSpec\nfrom runner.launch.worlds import World\n"
         "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs.faults:pids', {}).result, w.agent.pid, w.folder, flush=True)\n"
         "time.sleep(60)"
     )

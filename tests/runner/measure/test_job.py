@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.launch.worlds import WorldSpec
+from runner.launch.files import WorldSpec
 from tests.support.composing import resolved
 
 SIZES = ("hardware=cpu", "dtype=fp32", "seq_len=128", "heads=4", "head_dim=64", "phases=false")
@@ -46,7 +46,7 @@ def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_pa
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit(rank):
     """Only rank 0 works there: the others are waiting, and as such never late by themselves."""
-    from runner.launch.worlds import Pool
+    from runner.launch.pool import Pool
 
     with Pool() as pool:
         fault = f"launch.fault={rank}:baseline:hang"

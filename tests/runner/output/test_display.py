@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from runner import app
-from runner.launch.worlds import WorldSpec
+from runner.launch.files import WorldSpec
 from runner.output import display, summary, terminal
 from runner.output.record import Result
 from tests.support.composing import resolved

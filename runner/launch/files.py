@@ -1,0 +1,120 @@
+"""What the processes of a world write into its folder, as the program reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TAIL_LINES = 20
+STACKS_S = 3.0  # most that ranks get to write their stacks
+STACK_S = 0.1  # a log that has not grown for so long holds the whole stack
+State = dict[str, Any]  # rank, pid, job, phase, since, expected_s, waiting, note, perhaps error
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """What makes a world: runs with the same spec can share one."""
+
+    world_size: int
+    device: str
+    nodes: int = 1
+    endpoint: str | None = None
+    start_timeout_s: float = 300.0
+    share_gpu: bool = False  # all ranks on the first GPU
+    env: tuple[tuple[str, str], ...] = ()  # more environment variables of the ranks on this node
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of the program's node."""
+        return range(self.world_size // self.nodes)
+
+
+@dataclass(frozen=True)
+class WorldFiles:
+    folder: Path
+    ranks: range  # of this node
+
+    def states(self) -> list[State]:
+        """The state that each rank wrote last."""
+        found = [self._json(f"rank{rank}.state") for rank in self.ranks]
+        return [state for state in found if state is not None]
+
+    def failures(self) -> list[dict[str, Any]] | None:
+        """rank, exitcode and time of the ranks that failed, the first one first; None where the agent named none."""
+        return self._json("failures.json")
+
+    def end(self) -> dict[str, str] | None:
+        """status and reason of a world that could not start; None where the agent gave none."""
+        return self._json("end.json")
+
+    def joined(self) -> int:
+        """How many nodes have joined, the program's included."""
+        return self._json("joined") or 1
+
+    def _json(self, name: str) -> Any:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.folder / name).read_text())
+        return None
+
+    def log_sizes(self) -> dict[int, int]:
+        paths = {rank: self.folder / f"rank{rank}.log" for rank in self.ranks}
+        return {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+
+    def lines(self, rank: int, offset: int = 0) -> list[str]:
+        """The lines of a rank's log from a byte on."""
+        try:
+            with (self.folder / f"rank{rank}.log").open("rb") as file:
+                file.seek(offset)
+                return file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+
+    def tail(self, rank: int) -> list[str]:
+        return self.lines(rank)[-TAIL_LINES:]
+
+    def agent_tail(self) -> list[str]:
+        """The end of the agent's log."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "agent.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return []
+
+    def copy_logs(self, target: Path, offsets: dict[int, int]) -> None:
+        """Append what each rank has logged since its offset. Raises OSError."""
+        with target.open("a") as out:
+            for rank, offset in offsets.items():
+                for line in self.lines(rank, offset):
+                    out.write(f"[rank {rank}] {line}\n")
+
+    def request_stacks(self) -> None:
+        """Make each rank write its stack to its log, and wait until it is there, which takes a while on a busy machine."""
+        before = sizes = self.log_sizes()
+        asked = set()
+        for state in self.states():
+            with contextlib.suppress(OSError):
+                os.kill(state["pid"], signal.SIGUSR1)
+                asked.add(state["rank"])
+        deadline = time.monotonic() + STACKS_S
+        while time.monotonic() < deadline:
+            time.sleep(STACK_S)
+            now = self.log_sizes()
+            asked -= {r for r in asked if now[r] == sizes[r] and _stack_in(self.lines(r, before[r])) is not None}
+            if not asked:
+                return
+            sizes = now
+
+    def stack(self, rank: int) -> list[str]:
+        """Where a rank was when its stack was requested: innermost first, as faulthandler writes it."""
+        lines = self.lines(rank)
+        start = _stack_in(lines)
+        return lines[-TAIL_LINES:] if start is None else lines[start:][:TAIL_LINES]
+
+
+def _stack_in(lines: list[str]) -> int | None:
+    """The line of a log where the last stack of a rank's main thread begins."""
+    return next((i for i in reversed(range(len(lines))) if lines[i].startswith("Current thread")), None)

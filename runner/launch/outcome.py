@@ -1,0 +1,197 @@
+"""How a job in a world ended, and for a world that is lost: which rank was first, where, and why."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from runner.launch.files import State, WorldFiles, WorldSpec
+from runner.launch.processes import is_stopped
+
+UNKNOWN = 255  # multiprocessing's exit code of a process whose fork server is gone
+
+
+@dataclass
+class Outcome:
+    """How a job ended: ok, invalid, unsupported (the world lives on), or oom, timeout, crash (it does not)."""
+
+    status: str
+    reason: str | None = None
+    result: Any = None
+    rank: int | None = None
+    phase: str | None = None
+    log_tail: list[str] = field(default_factory=list)
+    begun: bool = True  # False: the failure came before this job began, and is not its outcome
+
+    @property
+    def world_lost(self) -> bool:
+        return self.status in ("oom", "timeout", "crash")
+
+
+class Silence(NamedTuple):
+    """A rank that said nothing for longer than its limit."""
+
+    rank: int
+    phase: str
+    limit_s: float
+    key: str  # of launch, that sets this limit
+
+
+def silent(
+    spec: WorldSpec, job: int, states: list[State], called: float, now: float, timeout_s: float
+) -> Silence | None:
+    """The rank that has been silent for too long since the job was `called`, the longest where there are several. A rank
+    that waits for others is late only when all wait and none of them said anything meanwhile."""
+    here = {state["rank"]: state for state in states if state["job"] == job}
+    first = (spec.start_timeout_s, "start_timeout_s")  # in its first job a rank imports what it needs
+    usual = (timeout_s, "timeout_s")
+    late = []
+    for rank in spec.local_ranks:
+        state = here.get(rank)
+        if state is None:
+            since, phase, (limit, key) = called, "start", first if job == 1 else usual
+        elif state["waiting"]:
+            continue
+        else:
+            since, phase = state["since"], state["phase"]
+            limit, key = max(timeout_s, 10 * state["expected_s"]), "timeout_s"
+            if job == 1 and phase == "start":
+                limit, key = first
+        if now - since > limit:
+            late.append((since, Silence(rank, phase, limit, key)))
+    if late:
+        return min(late)[1]
+    all_wait = len(here) == len(spec.local_ranks) and all(state["waiting"] for state in here.values())
+    if all_wait and now - max(state["since"] for state in here.values()) > timeout_s:
+        state = min(here.values(), key=lambda s: (s["phase"] == "end", s["since"]))
+        return Silence(state["rank"], state["phase"], *usual)
+    return None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a world is lost, from what its processes left in its folder."""
+
+    spec: WorldSpec
+    files: WorldFiles
+    job: int  # the last one
+
+    def timed_out(self, silence: Silence) -> Outcome:
+        stopped = next((state for state in self.files.states() if is_stopped(state["pid"])), None)
+        if stopped is not None:  # the others waited for it
+            rank, phase = stopped["rank"], stopped["phase"]
+            reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {silence.limit_s:.0f} s of silence"
+            return self._failed("timeout", reason, rank, phase)
+        if not self.files.states():
+            return self._not_started(silence)
+        self.files.request_stacks()
+        reason = (
+            f"rank {silence.rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
+            f"its stack is in run.log; launch.{silence.key}=N allows more"
+        )
+        return self._failed("timeout", reason, silence.rank, silence.phase, self.files.stack(silence.rank))
+
+    def _not_started(self, silence: Silence) -> Outcome:
+        tail, allows = self.files.agent_tail(), f"launch.{silence.key}=N allows more"
+        joined = self.files.joined() if self.spec.nodes > 1 else 1
+        if joined < self.spec.nodes:
+            endpoint = str(self.spec.endpoint)
+            reason = (
+                f"{joined} of {self.spec.nodes} nodes had joined after {silence.limit_s:.0f} s: run `python -m runner.agent "
+                f"{endpoint}` on each of the others, where {endpoint.rpartition(':')[0]} must be an address of the program's "
+                f"node; {allows}"
+            )
+        else:
+            last = f" ({tail[-1]})" if tail else ""
+            reason = f"no rank had started after {silence.limit_s:.0f} s{last}; {allows}"
+        return self._failed("timeout", reason, None, "start", tail)
+
+    def died(self, state: State, agent_s: float) -> Outcome:
+        """A rank is dead, and its agent has not reported how it ended within `agent_s`."""
+        if state.get("error"):
+            return self._raised(state)
+        rank, phase = state["rank"], state["phase"]
+        reason = f"rank {rank} died in phase {phase}; its agent did not report how within {agent_s:.0f} s"
+        return self._failed("crash", reason, rank, phase)
+
+    def ended(self, agent_status: int) -> Outcome:
+        """The agent has ended: find the rank that failed first."""
+        failures = self.files.failures()
+        if failures is None:
+            return self._agent_ended(agent_status)
+        states = {state["rank"]: state for state in self.files.states()}
+        raised = {rank: state for rank, state in states.items() if state.get("error")}
+        silent = [failure for failure in failures if failure["rank"] not in raised]
+        killed = [failure for failure in silent if failure["exitcode"] < 0]
+        if killed:
+            return self._exited(min(killed, key=lambda f: f["time"]), states)
+        if raised:
+            # a rank that left before the job began makes the others fail in it
+            first_error = min(state["error"]["time"] for state in raised.values())
+            before = [
+                failure
+                for failure in silent
+                if failure["time"] <= first_error and states.get(failure["rank"], {}).get("job") != self.job
+            ]
+            if before:
+                return self._exited(min(before, key=lambda f: f["time"]), states)
+            oom = {rank: state for rank, state in raised.items() if state["error"]["kind"] == "oom"}
+            return self._raised(min((oom or raised).values(), key=lambda state: state["error"]["time"]))
+        return self._exited(failures[0], states)
+
+    def _raised(self, state: State) -> Outcome:
+        """A rank that wrote down its exception."""
+        rank, phase, error = state["rank"], state["phase"], state["error"]
+        status = "oom" if error["kind"] == "oom" else "crash"
+        return self._failed(status, f"rank {rank} in phase {phase}: {error['message']}", rank, phase)
+
+    def _exited(self, failure: dict[str, Any], states: dict[int, State]) -> Outcome:
+        """A rank that ended without a word."""
+        rank, code = failure["rank"], failure["exitcode"]
+        phase = states.get(rank, {}).get("phase", None if code < 0 else "start")
+        if code == UNKNOWN:
+            reason = f"the process that the ranks were forked off was killed in phase {phase}"
+            hint = f"the kernel's out-of-memory killer does that (or rank {rank} ended with exit code {UNKNOWN})"
+            return self._failed("crash", f"{reason}; {hint}", None, phase, [])
+        reason = f"rank {rank} ended with exit code {code} in phase {phase}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            reason = f"rank {rank} was killed by {name} in phase {phase}{_oom_hint(name)}"
+        return self._failed("crash", reason, rank, phase)
+
+    def _agent_ended(self, status: int) -> Outcome:
+        """The agent ended without a word about its ranks."""
+        tail, end = self.files.agent_tail(), self.files.end()
+        if end is not None:
+            return self._failed(end["status"], end["reason"], None, "start", [])
+        if status < 0:
+            name = signal.Signals(-status).name
+            reason = f"the agent that had started the ranks was killed by {name}{_oom_hint(name)}"
+        else:
+            reason = (
+                f"the world ended: {tail[-1] if tail else f'its agent ended with exit code {status} and no output'}"
+            )
+        return self._failed("crash", reason, None, None, tail)
+
+    def _failed(
+        self, status: str, reason: str, rank: int | None, phase: str | None, tail: list[str] | None = None
+    ) -> Outcome:
+        """The outcome, with whether the job had begun on this rank (None: on any) and whether the disk is full."""
+        if tail is None:
+            tail = self.files.tail(rank) if rank is not None else []
+        begun = any(state["job"] == self.job for state in self.files.states() if rank in (None, state["rank"]))
+        return Outcome(status, reason + self._full_disk(), None, rank, phase, tail, begun)
+
+    def _full_disk(self) -> str:
+        """A full disk loses the logs and states of the ranks, and with them any other reason."""
+        folder = self.files.folder
+        try:
+            (folder / "probe").write_bytes(bytes(1 << 14))
+        except OSError as error:
+            return f"; {folder.parent} cannot be written ({error.strerror}): free space there or set TMPDIR"
+        return ""
+
+
+def _oom_hint(signal_name: str) -> str:
+    return "; the kernel's out-of-memory killer does that too" if signal_name == "SIGKILL" else ""

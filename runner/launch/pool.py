@@ -1,0 +1,87 @@
+"""Living worlds, kept for later runs."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from runner.launch.files import WorldSpec
+from runner.launch.outcome import Outcome
+from runner.launch.worlds import Job, Progress, World
+
+AGENT_FILES, RANK_FILES = 40, 4  # open files that an agent needs, and for each rank of its world
+
+
+def _too_few_files(spec: WorldSpec) -> str | None:
+    """Why this process may open too few files for a world; its own limit is raised first, where it may be."""
+    needed = AGENT_FILES + RANK_FILES * spec.world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
+        return None
+    if hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return None
+    return f"ulimit -n is {hard}: {spec.world_size} ranks need {needed} open files; raise it with ulimit -n {needed}"
+
+
+class Pool:
+    """Living worlds by what they are made of, the most recently used last."""
+
+    def __init__(self, limit: int = 4):
+        self.limit = limit
+        self.worlds: dict[WorldSpec, World] = {}
+
+    def get(self, spec: WorldSpec, fresh: bool = False) -> World:
+        """A living world like `spec`, started if there is none."""
+        world = self.worlds.pop(spec, None)
+        if world is not None and (fresh or not world.alive or world.agent.poll() is not None):
+            world.close()
+            world = None
+        if world is None:
+            while len(self.worlds) >= self.limit:
+                self.worlds.pop(next(iter(self.worlds))).close()
+            world = World(spec)
+        self.worlds[spec] = world
+        return world
+
+    def call(
+        self,
+        spec: WorldSpec,
+        job: Job,
+        arguments: dict[str, Any],
+        timeout_s: float = 300.0,
+        log: Path | None = None,
+        progress: Progress | None = None,
+        fresh: bool = False,
+    ) -> Outcome:
+        """`World.call` in a world like `spec`. Where that world had been lost before the job began, as when a rank died
+        between two jobs, the job is called again in a new one."""
+        few = _too_few_files(spec)
+        if few is not None:
+            return Outcome("unsupported", few)
+        for again in (False, True):
+            try:
+                world = self.get(spec, fresh and not again)
+            except OSError as error:
+                where = f"TMPDIR={tempfile.gettempdir()}"
+                return Outcome(
+                    "crash", f"no world could be started in {where} ({error.strerror}): free space there or set TMPDIR"
+                )
+            outcome = world.call(job, arguments, timeout_s, log, progress)
+            if outcome.begun or world.jobs == 1:
+                break
+        return outcome
+
+    def close(self) -> None:
+        for world in self.worlds.values():
+            world.ask_to_stop()
+        while self.worlds:
+            self.worlds.popitem()[1].close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

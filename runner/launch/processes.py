@@ -1,0 +1,59 @@
+"""Processes of this machine, as the kernel lists them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from runner import ROOT
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def search_path() -> str:
+    """PYTHONPATH for `python -P`: this program's packages, then the working folder, then the path of this process."""
+    return os.pathsep.join([ROOT, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def process_group(leader: int) -> list[int]:
+    """The living processes of a process group."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = process.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(process.parent.name))
+    return found
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether a process is multiprocessing's resource tracker."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def belongs(pid: int, folder: Path) -> bool:
+    """Whether a process is still a rank of the world in `folder`, and not a later process with the same number."""
+    with contextlib.suppress(OSError):
+        return str(folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    return False
+
+
+def _state(pid: int) -> str | None:
+    """The kernel's letter for the state of a process; None where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return None
+
+
+def is_stopped(pid: int) -> bool:
+    return _state(pid) == "T"
+
+
+def lives(pid: int) -> bool:
+    return _state(pid) not in (None, "Z", "X")
