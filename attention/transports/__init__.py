@@ -1,4 +1,4 @@
-"""Transports: how tokens get from rank to rank."""
+"""Transports: moving tokens between ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = [
 SUMMARIES = {
     "gloo": "torch.distributed over TCP and shared memory, for CPU tensors",
     "nccl": "torch.distributed over NCCL, on a side stream, for CUDA tensors",
-    "symm": "each rank pulls what it needs out of its peers' memory: on CUDA symmetric memory by the copy engines, on a "
-    "CPU shared memory; one host",
+    "symm": "each rank copies what it needs from remote memory: on CUDA from symmetric memory by copy engines, on a "
+    "CPU from shared memory; one host",
 }
 
 
@@ -38,7 +38,7 @@ def missing(name: str, device: str) -> str | None:
     if name == "symm":
         if device == "cuda":
             return None if dist.is_nccl_available() else "this PyTorch has no NCCL"
-        return None if hasattr(os, "memfd_create") else "no files in memory, which Linux has"
+        return None if hasattr(os, "memfd_create") else "needs Linux (os.memfd_create)"
     if name == "gloo":
         if device != "cpu":
             return "carries CPU tensors only"
@@ -49,9 +49,9 @@ def missing(name: str, device: str) -> str | None:
 
 
 def resolve(name: str, device: torch.device) -> str:
-    """What `auto` is on that device: symmetric memory on CUDA, gloo on a CPU; another name is itself.
+    """The name of a transport: for `auto` symm on CUDA and gloo on a CPU.
 
-    Raises ValueError for an unknown name or one that the device can't use."""
+    Raises ValueError for an unknown name, or one that does not work on the device."""
     if name != "auto" and name not in SUMMARIES:
         raise ValueError(f"transport={name!r} is not a transport; {nearest(name, names())}")
     if name == "auto":
@@ -64,10 +64,10 @@ def resolve(name: str, device: torch.device) -> str:
 
 
 def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
-    """The transport of that name, or what `auto` is, over a group of several ranks. `symm` becomes NCCL or gloo where the
-    ranks can't read each other's memory, and says why as `note`. Collective over the group at its first use.
+    """The transport of that name over a group of several ranks. Where the ranks cannot read each other's memory, `symm`
+    is replaced by NCCL or gloo, with the reason as `note`. Collective over the group at its first use.
 
-    Raises ValueError for an unknown name or one that the device or the group can't use."""
+    Raises ValueError for an unknown name, or one that does not work on the device or with the group."""
     name = resolve(name, device)
     cuda = device.type == "cuda"
     note = None
@@ -94,7 +94,7 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
 
 
 def mailboxes(transport: Transport, pieces: int, device: torch.device) -> Mailboxes:
-    """Raises UnsupportedCall without symmetric memory on CUDA."""
+    """The mailboxes for so many pieces. Raises UnsupportedCall without symmetric memory on CUDA."""
     if not isinstance(transport, Collective) or device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
     return mailboxes_of(transport.group or default_group(), pieces, device)

@@ -1,5 +1,5 @@
-"""Transports over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors. What is fetched is sent by the rank
-that has it."""
+"""Transports over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors. The owner sends what remote ranks
+fetch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Collective:
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, queue: Queue, note: str | None = None):
         self.name = name
-        self.note = note  # why it stands in for another
+        self.note = note  # why it replaces another transport
         self.group = group
         self.queue = queue
         self.world = dist.get_world_size(group)
@@ -70,7 +70,7 @@ class Collective:
         return self.queue.issue(run, [into, x], what, step)
 
     def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
-        # what a rank receives in a ring all-reduce, nccl-tests' convention
+        # bytes received per rank in a ring all-reduce, as nccl-tests counts
         self.counted(what, 2 * (self.world - 1) * x.nbytes // self.world)
 
         def run() -> None:
@@ -81,7 +81,7 @@ class Collective:
 
 
 class _Sent:
-    """Tensors whose owner sends what its peers fetch."""
+    """An offer whose owner sends what remote ranks fetch."""
 
     def __init__(self, transport: Collective, what: str, tensors: Sequence[Tensor]):
         self.transport, self.what, self.tensors = transport, what, tensors
@@ -112,7 +112,7 @@ class _Sent:
 
 
 def _in_place(message: Message, into: Tensor) -> bool:
-    """Whether the tokens can be received where they belong: one stretch of memory."""
+    """Whether the tokens can be received in place: their target is contiguous."""
     return len(message.target) == 1 and take(into, message.target).is_contiguous()
 
 
@@ -141,5 +141,5 @@ def _exchange(
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Gloo moves bytes: a view works for every dtype."""
+    """x as bytes: so gloo moves every dtype."""
     return x.reshape(-1).view(torch.uint8)

@@ -1,5 +1,5 @@
-"""Memory that all ranks of a group can read, and signals between them: on CUDA symmetric memory over NVLink (without
-NVLink multicast, which is never used) with stream-ordered signals, on a CPU shared memory of one host."""
+"""Memory that all ranks of a group can read, and signals between ranks. On CUDA it is symmetric memory over NVLink
+(multicast is never used) with stream-ordered signals, on a CPU shared memory of one host."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-MEMORY_FILE = "attention"  # as /proc has it, "/memfd:attention"
-WORDS = 2  # int32, of a flag: itself, and the mark of who waits for it
+MEMORY_FILE = "attention"  # in /proc: "/memfd:attention"
+WORDS = 2  # int32 words of a flag: the flag, and the mark of who waits for it
 POLL_S = 20e-6  # between two reads of a flag on a CPU
-LOOK_S = 0.1  # and between two looks at whether it can still come
+LOOK_S = 0.1  # between two checks whether the flag can still be set
 
 
 @dataclass
 class Shared:
-    """As many bytes on every rank, as this rank sees them: by rank, its own among them. `owner` is what the memory lives
-    as long as."""
+    """Memory of the same size on every rank, as this rank sees it, by rank (its own included). `owner` keeps it
+    alive."""
 
     by_rank: list[Tensor]
     owner: Any = None
@@ -47,35 +47,39 @@ class Fabric(Protocol):
     remote: Remote
 
     def allocate(self, size: int) -> Shared:
-        """`size` zeroed bytes on every rank. Collective. Raises RuntimeError on all ranks if any can't have them."""
+        """`size` zeroed bytes on every rank. Collective. Raises RuntimeError on all ranks if one cannot allocate
+        them."""
 
     def settle(self) -> None:
-        """Return when every rank has done all it has started. Collective."""
+        """Returns when every rank has finished all work that it has started. Collective."""
 
     def copy(
         self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
     ) -> None:
-        """On the current stream, to the tokens `[start, start + n)` of each `into` `[S, h, D]` or of its batch element
-        `[B, S, h, D]` what lies in a rank's memory from the byte of `at` on, token by token. Each token's heads lie together
-        in `into`, and all have one shape."""
+        """Copies, on the current stream, from a rank's memory to the tokens `[start, start + n)` of each tensor of
+        `into`: `[S, h, D]`, or batch element `element` of `[B, S, h, D]`. at: the byte at which each source begins,
+        token by token. All of `into` have one shape, and the heads of a token are contiguous."""
 
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
-        """What sets int32 flags to 1, after all that the current stream did so far."""
+        """An operation that sets int32 flags to 1 after all earlier work of the current stream."""
 
     def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
-        """What makes the current stream (on a CPU the calling thread) wait until its own int32 flags are 1, and sets them to 0.
-        flags: by the rank that sets each, which says that it has done `deed`, as in "to publish its kv". Each is followed by a
-        word for the mark of who waits. The wait ends with the process group's timeout (`waits`): on a CPU it raises RuntimeError."""
+        """An operation that makes the current stream (on a CPU, the calling thread) wait until this rank's int32 flags
+        are 1, then resets them to 0.
+
+        flags: by the rank that sets each; each is followed by a word for the mark of who waits.
+        deed: what these ranks signal, for messages, as in "to publish its kv".
+        The wait ends with the process group's timeout (`waits`); on a CPU it raises RuntimeError."""
 
     def watch(self, flags: Tensor) -> None:
-        """All of this rank's flags and marks: what is waited for there is waited for with a timeout."""
+        """Registers this rank's flags and marks, so that waits for them have a timeout."""
 
 
 def symmetric_buffer(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    """A symmetric tensor and its handle. Collective. Raises RuntimeError, on every rank, where symmetric memory can't be
-    had."""
+    """A symmetric tensor and its handle. Collective. Raises RuntimeError, on every rank, where symmetric memory is not
+    available."""
     with together(group):
         import torch.distributed._symmetric_memory as symmetric
 
@@ -86,7 +90,7 @@ def symmetric_buffer(
 
 
 def agreed(group: dist.ProcessGroup, mine: str | None) -> str | None:
-    """The first rank's reason that has one, the same on every rank. Collective."""
+    """The reason of the first rank that has one, on every rank. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return next((reason for reason in everyone if reason), None)
@@ -94,23 +98,23 @@ def agreed(group: dist.ProcessGroup, mine: str | None) -> str | None:
 
 @contextmanager
 def together(group: dist.ProcessGroup) -> Iterator[None]:
-    """What may fail on one rank alone between collective operations: where it does, it raises on every rank, which would
-    otherwise wait for that rank for ever. Raises RuntimeError with the first failing rank's reason. Collective."""
+    """If the context's body fails on one rank, every rank raises RuntimeError with the first failing rank's reason.
+    Otherwise the other ranks would wait for it for ever. Collective."""
     try:
         yield
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(agreed(group, f"rank {dist.get_rank(group)}: {said}")) from error
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(agreed(group, f"rank {dist.get_rank(group)}: {message}")) from error
     reason = agreed(group, None)
     if reason is not None:
         raise RuntimeError(reason)
 
 
 def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """What is kept for a group must not keep the group."""
+    """The group behind a weak reference: what is cached for a group must not keep it alive."""
     found = group()
     if found is None:
-        raise RuntimeError("the process group is gone; make the function again over a living one")
+        raise RuntimeError("the process group was destroyed; make the function again over an existing one")
     return found
 
 
@@ -118,7 +122,7 @@ WAIT, WRITE, WRITE_TWO = 1, 2, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_32, _WRITE_VALUE
 
 
 class _StreamOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of a wait or a write."""
+    """CUstreamBatchMemOpParams of a wait or a write."""
 
     _fields_ = (
         ("operation", ctypes.c_uint),
@@ -154,7 +158,7 @@ class _Copy2D(ctypes.Structure):
 
 @lru_cache(maxsize=4096)
 def _rows_of(row: int, source_row: int, width: int, n: int) -> bytes:
-    """A copy of n rows as `CudaFabric._rows` has them, but for where from and where to."""
+    """The bytes of a `_Copy2D` of n rows, without its addresses."""
     return bytes(
         _Copy2D(
             source_type=UNIFIED,
@@ -168,12 +172,12 @@ def _rows_of(row: int, source_row: int, width: int, n: int) -> bytes:
 
 
 UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
-MOST_PITCH = 2**31 - 1  # of a GPU's copies, in bytes
+MOST_PITCH = 2**31 - 1  # bytes
 
 
 class CudaFabric:
-    """Signals are stream-ordered writes to a peer's memory and waits on one's own, done by the GPU's front end: no kernel
-    has to find room on a multiprocessor that is busy computing."""
+    """Signals are stream-ordered: a rank writes to remote memory and waits on its own. The GPU's front end does both,
+    so no kernel needs a free multiprocessor."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device = weakref.ref(group), device
@@ -197,8 +201,8 @@ class CudaFabric:
     def copy(
         self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
     ) -> None:
-        # straight to the driver: PyTorch's views and copies cost the host several times as much, and rows of a pitch it
-        # would copy by a kernel, where a copy engine can take them
+        # By the driver: PyTorch's views and copies cost the CPU several times as much, and it would copy strided rows
+        # with a kernel, not with a copy engine.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         size, width = into[0].element_size(), into[0].shape[-2] * into[0].shape[-1] * into[0].element_size()
         if n * width == 0:
@@ -229,14 +233,14 @@ class CudaFabric:
         self._checked(self._copy(target, source, size, stream))
 
     def _rows(self, target: int, row: int, source: int, source_row: int, width: int, n: int, stream: int) -> None:
-        """n rows of `width` bytes, which start `row` and `source_row` bytes apart."""
+        """Copies n rows of `width` bytes that start `row` (target) and `source_row` bytes apart."""
         rows = _Copy2D.from_buffer_copy(_rows_of(row, source_row, width, n))
         rows.source, rows.target = source, target
         self._checked(self._copy_rows(ctypes.byref(rows), stream))
 
     def _checked(self, error: int) -> None:
         if error:
-            raise RuntimeError(f"a copy from a peer's memory failed with CUDA error {error}")
+            raise RuntimeError(f"a copy from a remote rank's memory failed with CUDA error {error}")
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -256,7 +260,7 @@ class CudaFabric:
             (WRITE, mark, WAITING),
             *((WAIT, place, 1) for place in places.values()),
             *((WRITE, place, 0) for place in others),
-            (WRITE_TWO, first, IDLE),  # its flag and its mark
+            (WRITE_TWO, first, IDLE),  # the flag and its mark
         ])  # fmt: skip
 
     def _word(self, address: int) -> int:
@@ -270,12 +274,12 @@ class CudaFabric:
         watchdog.add(self.watched)
 
     def _batch(self, operations: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
-        # condition 0 of a wait: until it is at least the value; of a write: after all memory operations before it
+        # flags 0: a wait ends at values of at least `value`; a write follows all earlier memory operations
         every = [_StreamOperation(operation, address, value, 0) for operation, address, value in operations]
         batch = (_StreamOperation * len(every))(*every)
 
         def enqueue() -> None:
-            with on_device(self.device.index):  # the default stream has no other name than that of the current device
+            with on_device(self.device.index):  # the default stream belongs to the current device
                 stream = torch._C._cuda_getCurrentRawStream(self.device.index)
                 on(stream)
                 launch_trace.did(on, stream, always=True, anywhere=True)
@@ -289,12 +293,12 @@ class CudaFabric:
 
 
 def _together(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one allocation, as the rows of a copy have to."""
+    """Whether two tensors lie in one allocation, as the rows of one copy must."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class HostFabric:
-    """Files in memory without a name, so that nothing is left of a rank that is killed."""
+    """Shared memory by files without a name, so that a killed rank leaves nothing behind."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
@@ -309,17 +313,17 @@ class HostFabric:
         try:
             with together(self.group):
                 number = os.memfd_create(MEMORY_FILE)
-                os.posix_fallocate(number, 0, size)  # a file without its memory would be a SIGBUS when it is written
+                os.posix_fallocate(number, 0, size)  # without reserved memory, a later write could raise SIGBUS
             places: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(places, f"/proc/{os.getpid()}/fd/{number}", group=self.group)
-            with together(self.group):  # and all have mapped it when it ends
+            with together(self.group):  # afterwards every rank has mapped it
                 mapped = [torch.from_file(place, shared=True, size=size, dtype=torch.uint8) for place in places]
         finally:
             if number is not None:
                 os.close(number)
         return Shared(mapped)
 
-    @torch.inference_mode()  # in the queue's thread, also into tensors of a caller in that mode
+    @torch.inference_mode()  # runs in the queue's thread; the caller's tensors may be inference tensors
     def copy(
         self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
     ) -> None:

@@ -1,4 +1,4 @@
-"""What PyTorch tells of a process group by private names only."""
+"""Facts about a process group for which PyTorch has private names only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What carries the group's tensors of that device: "gloo", "nccl" or another."""
+    """The backend for the group's tensors on that device: "gloo", "nccl" or another."""
     return str(group._get_backend(device).name())
 
 

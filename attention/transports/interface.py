@@ -1,9 +1,8 @@
-"""What a transport is. A rank *offers* tensors; its peers *fetch* tokens of them. Both ends say what moves, so that a
-transport may send it or have it read: the receiver's end alone is enough where memory can be read directly.
+"""The interface of transports. A rank *offers* (publishes) tensors, and remote ranks *fetch* tokens of them. Both ends
+list what moves, so a transport may send the data or let the receiver read it.
 
-Every operation is started and hands back a `Handle`; `wait` makes the caller's stream (on a CPU the caller) wait for it.
-The transfer itself is recorded as the phase `comm_*` where it runs, the standing still as `wait_*` where that happens, so
-that the two are never confused."""
+Every operation is asynchronous and returns a `Handle`. `wait` makes the caller's stream (on a CPU, the calling thread)
+wait for it. The transfer is recorded as the phase `comm_*`, waiting for it as `wait_*`."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from attention.runtime.priority_stream import Front, Inline
 
 @dataclass(frozen=True)
 class Message:
-    """Tokens of the offered tensor number `tensor`: the intervals `source` of it, in the offering rank's tokens, go to the
-    intervals `target`, one to one, of number `into` of the tensors that the receiver fetches into, which the sender need not
-    know. `peer` is the rank at the other end."""
+    """Tokens that move between this rank and the remote rank `peer`: the intervals `source` of the offered tensor
+    number `tensor` go to the intervals `target`, one to one, of the receiver's tensor number `into`. A sender need not
+    know `into`."""
 
     peer: int
     tensor: int
@@ -31,8 +30,8 @@ class Message:
 
 
 class Messages:
-    """The messages of one fetch, which both ends list in the same order. Where they are kept for the next one, so is what a
-    transport found out about them, in `known`."""
+    """The messages of one fetch; both ends list them in the same order. `known` caches what a transport derives from
+    them, as long as the object is reused."""
 
     def __init__(self, sends: Iterable[Message], receives: Iterable[Message]):
         self.sends, self.receives = tuple(sends), tuple(receives)
@@ -45,56 +44,58 @@ class Handle(Protocol):
 
 class Offer(Protocol):
     def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        """`early`: the tensors of `into` were there before the room of this offer was, so that what peers offer may come while this
-        rank still fills its own."""
+        """Starts to bring the messages' tokens into the tensors `into`. early: `into` was allocated before this rank's
+        own offer was (`room`), so remote data may arrive while this rank still fills its offer."""
 
     def close(self) -> None:
-        """Nothing more will be fetched by this rank from its peers' offers of the same turn."""
+        """This rank fetches nothing more from the matching offers of remote ranks."""
 
 
 class Transport(Protocol):
     name: str
-    note: str | None  # why it stands in for the one that was asked for
-    pulls: bool  # whether a rank reads from its peers what it needs, and no more
-    bytes_received: dict[str, int]  # by phase, what the operations of passes that were run really moved into this rank
-    front: Front  # of a pass whose transfers leave the multiprocessors alone
+    note: str | None  # why it replaces the transport that was asked for
+    pulls: bool  # whether ranks read only what they need from remote memory
+    bytes_received: dict[str, int]  # by phase, the bytes moved into this rank by eager calls
+    front: Front  # the high-priority stream, where transfers leave the multiprocessors free
 
     def counted(self, what: str, size: int) -> None:
-        """So many bytes were moved into this rank by something else."""
+        """Counts bytes that something else moved into this rank."""
 
     def begin(self) -> None:
-        """The beginning of a pass, on the caller's stream."""
+        """Called at the beginning of a forward or backward, on the caller's stream."""
 
     def join(self) -> None:
-        """The end of a pass: a CUDA graph that is being captured holds all that was started."""
+        """Called at its end: a CUDA graph that is being captured then includes all that was started."""
 
     def state(self) -> Hashable:
-        """All that what a pass launches depends on here, beside its plan; None where it may depend on more, or can't be played
-        (`tape`)."""
+        """A key of everything here, apart from the plan, that decides which launches a forward or backward makes; None
+        where its launches cannot be replayed."""
 
     def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        """Tensors to fill and then to offer as `what`, where a transport can hand out memory that needs no further
-        copy."""
+        """Tensors of these shapes, to be filled and then offered as `what`. Where possible they lie in the memory that
+        remote ranks read, so that offering copies nothing. tokens: as in `offer`."""
 
     def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
-        """tensors: `[B, S, H, D]` or `[T, H, D]`, those of one number with the same heads on every rank. `tokens`: the most
-        that any rank offers in one tensor, where ranks differ. `what` names the phases: `comm_<what>`, `wait_<what>`."""
+        """Publishes tensors `[B, S, H, D]` or `[T, H, D]`; tensor i has the same heads on every rank.
+
+        what: the name of the phases, `comm_<what>` and `wait_<what>`.
+        tokens: the most tokens that any rank offers in one tensor, where ranks differ."""
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
-        """into: `[world, *x.shape]`, contiguous; x: contiguous, the same shape on every rank."""
+        """Gathers x (contiguous, of one shape on all ranks) into `into`, contiguous `[world, *x.shape]`."""
 
     def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
-        """In place over all ranks; op: "max" or "sum"."""
+        """Reduces x in place over all ranks; op: "max" or "sum"."""
 
 
 class Done:
-    """Of what moves nothing."""
+    """The handle of an operation that moves nothing."""
 
     def wait(self) -> None: ...
 
 
 class Nothing:
-    """A world of one: nothing ever moves."""
+    """The transport of a world of one rank: nothing moves."""
 
     name = "none"
     note: str | None = None
@@ -128,7 +129,7 @@ class Nothing:
 
 class _NoOffer:
     def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        assert not messages.sends and not messages.receives, "a world of one has no peers"
+        assert not messages.sends and not messages.receives, "a world of one has no remote ranks"
         return Done()
 
     def close(self) -> None: ...

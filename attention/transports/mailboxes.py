@@ -1,4 +1,4 @@
-"""Symmetric memory for kernels of ours that write into their peers' memory themselves."""
+"""Symmetric memory for our kernels that write into the memory of remote ranks (the fused tree reduction)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from attention.transports.waits import WAITING, DeviceMemory, Memory, Pending, R
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """This rank's memory for the layout `box`, and where every rank's is: the device address of a table of addresses."""
+    """This rank's memory in the layout `box`; `addresses` is the device address of a table with every rank's
+    address."""
 
     box: Mailbox
     memory: Tensor
@@ -32,11 +33,11 @@ class Mailboxes:
         return found
 
 
-MOST_PENDING = 16  # pieces that are followed at once: of a call that does not end many wait
+MOST_PENDING = 16  # pieces followed at once: in a call that hangs, many wait
 
 
 class _PendingPieces:
-    """The pieces that a kernel of this rank waits for."""
+    """The pieces for which a kernel of this rank waits."""
 
     def __init__(self, box: Mailbox, memory: Memory, rank: int):
         self.box, self.memory = box, memory
@@ -59,15 +60,15 @@ class _PendingPieces:
 @dataclass
 class _OfGroup:
     current: Mailboxes | None = None
-    captured: list[Mailboxes] = field(default_factory=list)  # a CUDA graph knows their addresses
+    captured: list[Mailboxes] = field(default_factory=list)  # CUDA graphs contain their addresses
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, _OfGroup] = WeakKeyDictionary()
 
 
 def mailboxes_of(group: dist.ProcessGroup, pieces: int, device: torch.device) -> Mailboxes:
-    """The ranks' mailboxes with room for so many pieces: the group's, which are made, by all its ranks, at the first call and
-    when more is asked for. Raises UnsupportedCall where symmetric memory can't be had."""
+    """The group's mailboxes, for at least so many pieces. The first call, and one that needs more, allocates them and is
+    collective. Raises UnsupportedCall where symmetric memory is not available."""
     ours = _groups.setdefault(group, _OfGroup())
     found = ours.current
     capturing = torch.cuda.is_current_stream_capturing()
@@ -76,13 +77,13 @@ def mailboxes_of(group: dist.ProcessGroup, pieces: int, device: torch.device) ->
             raise RuntimeError("symmetric memory for partial results cannot grow in a capture: call once before it")
         box = Mailbox.holding(dist.get_world_size(group), pieces)
         try:
-            with torch.inference_mode(False):  # kept for calls of any mode
+            with torch.inference_mode(False):  # used by calls of any mode
                 memory, handle = symmetric_buffer((box.numel,), torch.float32, device, group)
         except RuntimeError as error:
             raise UnsupportedCall(f"no symmetric memory here: {str(error).splitlines()[0]}") from None
         memory.zero_()
         torch.cuda.current_stream(device).synchronize()
-        remote = Remote(group, device)  # nobody writes before all are zero, and all are done with those of before
+        remote = Remote(group, device)  # collective: afterwards all are zero, and the old ones unused
         words = DeviceMemory(device, memory.data_ptr(), memory)
         pending = _PendingPieces(box, words, remote.rank)
         found = ours.current = Mailboxes(box, memory, handle, Watch(pending, words, remote))
@@ -93,11 +94,11 @@ def mailboxes_of(group: dist.ProcessGroup, pieces: int, device: torch.device) ->
 
 
 def release_mailboxes() -> None:
-    """As `release`."""
+    """Frees all mailboxes."""
     _groups.clear()
 
 
 def mailboxes_bytes() -> int:
-    """What this process holds of them."""
+    """Bytes that this process holds."""
     held = {id(x): x for ours in _groups.values() for x in (*ours.captured, ours.current) if x is not None}
     return sum(x.memory.numel() * x.memory.element_size() for x in held.values())

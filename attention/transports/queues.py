@@ -1,5 +1,5 @@
-"""Where transfers run beside the compute: a thread for CPU tensors, a stream for CUDA tensors. Both carry what they are
-given in program order."""
+"""Queues on which transfers run beside the compute, in program order: a thread for CPU tensors, a stream for CUDA
+tensors."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class Queue(Protocol):
         after: Work | None = None,
         since: Moment | None = None,
     ) -> Handle:
-        """Start `run`, which uses `tensors`, behind all that the caller has done, or had at the moment `since`; `after` is done by
-        whoever waits, once it is over."""
+        """Starts `run`, which uses `tensors`, after all work of the caller so far (or until the moment `since`).
+        Whoever waits for the handle then calls `after`."""
 
     def moment(self) -> Moment | None:
-        """Now, for the caller."""
+        """The current point in the caller's work; None on a CPU."""
 
     def then(self, run: Work) -> None:
-        """`run` follows what was issued, and waits for nothing else. What it raises is raised by the next `issue`, `join` or
-        wait for a handle."""
+        """Starts `run` after what was issued; it waits for nothing else. If it raises, the next `issue`, `join` or wait
+        for a handle raises."""
 
     def aside(self, run: Work) -> None:
-        """`run`, which is small, follows what the caller has done; nothing has to wait for it."""
+        """Starts a small `run` after the caller's work so far; nothing has to wait for it."""
 
     def settle(self) -> None:
-        """In a CUDA graph that is being captured, what the caller does next follows what was aside."""
+        """In a CUDA graph capture: the caller's next work follows what `aside` started."""
 
     def join(self) -> None:
-        """Let a CUDA graph that is being captured hold all that was issued, or aside."""
+        """In a CUDA graph capture: the graph includes all that was started here."""
 
 
 class HostQueue:
-    """One thread, so that transfers run beside the compute and their true duration is seen there."""
+    """One thread, so that transfers run beside the compute and their duration can be measured."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
-        self.failed: Future[object] | None = None  # the first without a handle that failed, until that was raised
+        self.failed: Future[object] | None = None  # the first failure of a `then`, until it is raised
 
     def issue(
         self,
@@ -97,7 +97,7 @@ class _HostHandle:
     def wait(self) -> None:
         with phase(f"wait_{self.what}", self.step):
             finished([self.future])
-        self.queue.join()  # what failed before it may be why it failed
+        self.queue.join()  # raises an earlier failure first, which may be the cause
         self.future.result()
         if self.after is not None:
             self.after()
@@ -105,14 +105,14 @@ class _HostHandle:
 
 
 class CudaQueue:
-    """A stream of its own, which waits for the caller's stream first (what is sent must be there) and is waited for by
-    `Handle.wait`; in captures another one for what is aside."""
+    """A stream that first waits for the caller's stream, where the data is written. `Handle.wait` waits for it. In
+    captures a second stream takes what `aside` starts."""
 
     def __init__(self, device: torch.device, captures: Captures | None = None):
         self.stream, self.device = torch.cuda.Stream(device), device
         self.on, self.follow = On(self.stream), Follow()
         self.captures = captures or Captures()
-        self.spare: list[torch.cuda.Event] = []  # of handles that were waited for
+        self.spare: list[torch.cuda.Event] = []  # events of finished handles, for reuse
         self.beside: torch.cuda.Stream | None = None
 
     def issue(
@@ -145,8 +145,8 @@ class CudaQueue:
             run()
 
     def aside(self, run: Work) -> None:
-        # Launched by a host it goes to the caller's stream: another one is two more calls of the host, for microseconds of the
-        # GPU. A replay has nothing but the GPU's time.
+        # Eagerly on the caller's stream: another stream would cost two more driver calls to save microseconds of the
+        # GPU. In a CUDA graph only the GPU's time counts.
         if not capturing(self.device):
             run()
             return
@@ -166,7 +166,7 @@ class CudaQueue:
 
 
 class _CudaHandle:
-    """Holds the tensors until they were waited for: the allocator knows only the caller's stream."""
+    """Keeps the tensors until the wait: PyTorch's allocator knows only the caller's stream."""
 
     def __init__(
         self,
@@ -190,31 +190,31 @@ class _CudaHandle:
             self.after = None
 
     def __del__(self) -> None:
-        if self.tensors:  # never waited for: an exception came between, and their memory is about to be someone else's
+        if self.tensors:  # an exception prevented the wait, and their memory will be reused
             self._follow()
 
     def _follow(self) -> None:
         if self.done is not None:
             wait(current(self.queue.device), self.done)
-            self.queue.spare.append(self.done)  # the wait holds on to what the event stood for
+            self.queue.spare.append(self.done)  # the wait has recorded the event; it may be reused
             self.done = None
 
 
 class Captures:
-    """Whether a CUDA graph holds any of a group's transfers. Its replays run on the stream that they are replayed on, and take
-    and set the same flags as calls do; so from then on every stream of the transport follows the caller's, and is followed
-    by it."""
+    """Whether a CUDA graph contains transfers of a group. Replays run on the caller's stream and use the same flags as
+    eager calls. So once there is a graph, the transport's streams follow the caller's stream, and the caller's follows
+    them."""
 
     def __init__(self) -> None:
         self.some = False
 
     @cached_property
     def follow(self) -> Follow:
-        """Made where it is first needed: on a CPU there are no events."""
+        """Created at first use: on a CPU there are no events."""
         return Follow()
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Before `stream` does anything."""
+        """Called before `stream` does anything."""
         if capturing(stream.device):
             self.some = True
             if _captured(stream):
@@ -223,7 +223,7 @@ class Captures:
             self.follow(stream, current(stream.device))
 
     def leave(self, stream: torch.cuda.Stream) -> None:
-        """At the end of a pass."""
+        """Called at the end of a forward or backward."""
         if self.some and (not capturing(stream.device) or _captured(stream)):
             self.follow(current(stream.device), stream)
 

@@ -1,8 +1,10 @@
-"""The transport that pulls: what a rank offers lies in memory that its peers can read, and each reads what it needs,
-when it needs it, by the copy engines on a stream of its own, so that the multiprocessors are left to the compute and
-nothing waits for a neighbour's neighbour. Offers of one kind take turns in a few slots; a peer is told when an offer is
-ready, and tells when it is done with it, by a flag in the other's memory that the other takes down again. No count is
-kept in them, so that a call can be captured in a CUDA graph and replayed."""
+"""The transport that pulls. A rank publishes tensors ("offers") in memory that remote ranks can read. Each rank copies
+what it needs, when it needs it, with copy engines on a separate stream. So the multiprocessors stay free for compute,
+and a rank waits only for ranks whose data it needs.
+
+Offers of one kind use a ring of slots. A rank signals "ready" to the others when its offer is written, and "done" when
+it has read theirs, by flags in their memory. The rank that waited for a flag resets it. No counter grows, so a call can
+be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
@@ -39,16 +41,16 @@ from attention.transports.interface import Done, Handle, Message, Messages, Offe
 from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
 from attention.transports.queues import Captures, CudaQueue, HostQueue, Moment, Queue
 
-LANES = 32  # kinds of offers: kv, dkv, ...
+LANES = 32  # the most kinds of offers: kv, dkv, ...
 DEPTHS = {
     "dkv": 2,
     "out": 2,
     "dqkv": 2,
-}  # slots of a kind that a pass offers again before its peers are done; of the others 1
+}  # slots of the kinds that a call offers again before remote ranks are done; other kinds have 1
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
-MOST_ARRANGEMENTS = 64  # of a lane that are remembered
-MOST_KNOWN = 8  # arrangements for which messages' pulls are
+MOST_ARRANGEMENTS = 64  # cached per lane
+MOST_KNOWN = 8  # arrangements for which the pulls of messages are cached
 
 
 Operation = Callable[[], None]
@@ -56,8 +58,8 @@ Operation = Callable[[], None]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the tensors of an offer lie in a slot: `shapes` of a rank's own, `rooms` with room for as many tokens as any rank
-    has, the bytes that each starts at, and all together."""
+    """How the tensors of an offer lie in a slot. shapes: this rank's. rooms: the same with space for the most tokens of
+    any rank. starts: the byte at which each tensor starts. size: bytes in all."""
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
@@ -76,28 +78,28 @@ def arrange(shapes: tuple[tuple[int, ...], ...], tokens: int, dtype: torch.dtype
 
 @dataclass
 class Flags:
-    """Of one slot, what is done with its flags. Each rank has two for each peer: the peer's offer is there; the peer is done
-    with this rank's, which is so at first."""
+    """The operations on the flags of one slot. A rank has two flags per remote rank: its offer is ready; it is done
+    with this rank's offer (initially set)."""
 
-    tell_ready: Operation  # to all peers
-    take_ready: dict[int, Operation]  # by peer
+    tell_ready: Operation  # signal all remote ranks
+    take_ready: dict[int, Operation]  # await and reset, by remote rank
     tell_done: Operation
-    take_done: Operation  # of all peers
+    take_done: Operation  # await and reset those of all remote ranks
 
 
 class Lane:
-    """The slots of one kind of offer, taken in turn on every rank, at the same offsets: so all ranks must make the same
-    offers in the same order."""
+    """The ring of slots of one kind of offer. All ranks use the slots in the same order and at the same offsets, so all
+    ranks must make the same offers in the same order."""
 
     def __init__(self, flags: list[Flags]):
         self.flags = flags  # by slot
-        self.turn = 0  # the slot of the last offer of a pass
+        self.turn = 0  # the slot of the last offer of this call
         self.capacity = 0
         self.shared = Shared([])
         self.mine: dict[
             tuple[int, Arrangement], list[Tensor]
-        ] = {}  # this rank's tensors in a slot, which come back call by call
-        self.filling: _Offered | None = None  # has its slot, but was not offered yet
+        ] = {}  # this rank's tensors in a slot, reused by later calls
+        self.filling: _Offered | None = None  # has a slot, but is not published yet
 
     def forget(self) -> None:
         self.shared, self.capacity = Shared([]), 0
@@ -105,19 +107,19 @@ class Lane:
 
 
 class Pool:
-    """The lanes of a group and device, kept and reused by every function over the group. One thread at a time; a rank reads its own
-    offers without flags, so a caller's streams follow each other."""
+    """The lanes of a group and device, shared by all functions over the group. For one thread at a time. A rank reads
+    its own offers without flags, so calls on several streams of a caller run one after another."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.on_cuda = device.type == "cuda"
         self.device, self.captures = device, Captures()
-        self.caller: torch.cuda.Stream | None = None  # of the last pass
-        self.grown = 0  # lanes so often: what lies where
+        self.caller: torch.cuda.Stream | None = None  # of the last call
+        self.grown = 0  # how often lanes grew, which moves them
         self.fabric: Fabric
         self.queue: Queue
         self.front: Front
-        with together(group):  # the driver may be missing on one rank alone
+        with together(group):  # the driver may be missing on a single rank
             if device.type == "cuda":
                 self.fabric = CudaFabric(group, device)
                 self.queue = CudaQueue(device, self.captures)
@@ -125,25 +127,27 @@ class Pool:
             else:
                 self.fabric, self.queue = HostFabric(group), HostQueue()
                 self.front = Inline(apart=True)
-        self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]  # each rank starts with another
-        with torch.inference_mode(False):  # kept for calls of any mode, as all memory and its views here
+        self.peers = [
+            (self.rank + i) % self.world for i in range(1, self.world)
+        ]  # every rank starts with another remote rank
+        with torch.inference_mode(False):  # used by calls of any mode, like all memory here
             self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * WORDS * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
         self.fabric.watch(self.flags.by_rank[self.rank])
         self.fabric.settle()
         self.lanes: dict[str, Lane] = {}
-        self.captured: dict[int, Shared] = {}  # a CUDA graph knows their addresses
+        self.captured: dict[int, Shared] = {}  # memory whose addresses CUDA graphs contain
 
     @property
     def nbytes(self) -> int:
-        """Symmetric memory that this rank holds, what only captured graphs still use included."""
+        """Bytes of symmetric memory that this rank holds, including those that only CUDA graphs still use."""
         now = {id(lane.shared) for lane in self.lanes.values()}
         before = sum(x.by_rank[self.rank].numel() for key, x in self.captured.items() if key not in now)
         return before + sum(lane.capacity * len(lane.flags) for lane in self.lanes.values())
 
     @torch.inference_mode(False)
     def _flags(self, rank: int) -> Tensor:
-        """By lane, slot, ready or done, and remote rank; each is followed by its mark."""
+        """A rank's flags by lane, slot, kind (0 ready, 1 done) and remote rank; each is followed by its mark."""
         words = self.flags.by_rank[rank].view(torch.int32)
         return words.view(LANES, MOST_SLOTS, 2, self.world, WORDS)[..., 0]
 
@@ -158,8 +162,8 @@ class Pool:
         )
 
     def lane(self, what: str, size: int) -> Lane:
-        """The lane for offers of that kind, with slots of at least `size` bytes. Collective where it has to grow; raises
-        RuntimeError where another rank's call wants something else then."""
+        """The lane of that kind, with slots of at least `size` bytes. Collective where it must grow; then raises
+        RuntimeError if the ranks ask for different sizes."""
         if what not in self.lanes:
             n = len(self.lanes)
             self.lanes[what] = Lane([self._slot_flags(what, n, slot) for slot in range(DEPTHS.get(what, 1))])
@@ -167,12 +171,12 @@ class Pool:
         if size > lane.capacity:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
-            size = max(size, lane.capacity * 5 // 4)  # what grows by little, as a decode does, does so seldom
+            size = max(size, lane.capacity * 5 // 4)  # so that a decode, whose keys grow slowly, seldom grows it
             launch_trace.cannot("symmetric memory grew")
             size = -(-size // ALIGNMENT) * ALIGNMENT
             self.fabric.settle()
             self.fabric.remote.alike(f"{size:,} bytes for {what}")
-            lane.forget()  # before the larger one is made
+            lane.forget()  # free it before the larger one is allocated
             self.grown += 1
             with torch.inference_mode(False):
                 lane.shared = self.fabric.allocate(size * len(lane.flags))
@@ -180,7 +184,7 @@ class Pool:
         return lane
 
     def state(self) -> Hashable:
-        """All of it that what a pass launches depends on. None on a CPU."""
+        """As `Transport.state`; None on a CPU."""
         return (self.grown, self.captures.some) if self.on_cuda else None
 
     def capturing(self) -> bool:
@@ -192,19 +196,19 @@ class Pool:
         return lane.filling if lane else None
 
     def acquire(self, what: str, lane: Lane) -> int:
-        """The slot of the next offer, once the peers are done with what it held."""
+        """The slot of the next offer, after remote ranks are done with its last content."""
         lane.turn = (lane.turn + 1) % len(lane.flags)
         if self.capturing():
             self.captured[id(lane.shared)] = lane.shared
-            self.queue.settle()  # whatever order a replay's branches are run in, none waits for what is behind it
+            self.queue.settle()  # a replay may run branches in any order; none may wait for a later one
         with phase(f"wait_room_{what}"):
             lane.flags[lane.turn].take_done()
         return lane.turn
 
     def begin(self) -> None:
-        """Every pass takes the same slots, and comes behind those that were launched before it, though its caller changed its stream
-        in between. What an exception left of them is made an offer, for which its peers take it. Raises RuntimeError after a wait
-        that failed, in that one's words."""
+        """Begins a forward or backward. It uses the same slots as every call, and follows the calls before it, even if
+        the caller changed its stream. An offer that an exception left unpublished is published now, so that remote
+        ranks do not deadlock. Raises RuntimeError, with the same message, after a wait that failed."""
         self.fabric.remote.check()
         launch_trace.did(self.begin)
         for lane in self.lanes.values():
@@ -222,19 +226,19 @@ class Pool:
         launch_trace.cannot("an exception came between")
         for lane in self.lanes.values():
             lane.filling = None
-        done = [each for each in left if not each.captured]  # of a capture that broke nothing was done
+        done = [each for each in left if not each.captured]  # a broken capture did nothing
         for each in done:
             self.publish(each.flags)
         for each in done:
             each.close()
 
     def publish(self, flags: Flags) -> None:
-        """Tell the peers that the offer is there once the caller's stream has written it."""
+        """Signals "ready" to remote ranks, after the caller's stream has written the offer."""
         self.queue.aside(flags.tell_ready)
 
     def finish(self, flags: Flags, unseen: Sequence[int]) -> None:
-        """Tell the peers that this rank is done with their offers, once the pulls so far are over, and those of the `unseen`
-        peers are there, whose flags are still to be taken down."""
+        """Signals "done" to remote ranks, after the pulls so far. First awaits and resets the flags of the `unseen`
+        ranks, from which nothing was pulled."""
 
         def run() -> None:
             for peer in unseen:
@@ -248,15 +252,15 @@ class Pool:
             lane.forget()
         self.grown += 1
         self.captured.clear()
-        self.captures.some = False  # what a graph knows is gone
+        self.captures.some = False  # the memory in the graphs is gone
 
 
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()
 
 
 def pool_of(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
-    """The group's pool, made at the first call on all ranks, or why there is none, the same on every rank. Collective at
-    that call."""
+    """The group's pool, or the reason why there is none, the same on every rank. Collective at the first call, which
+    creates it."""
     made = _pools.setdefault(group, {})
     if device not in made:
         made[device] = obstacle(group, device) or _pool(group, device)
@@ -271,7 +275,7 @@ def _pool(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
 
 
 def release() -> None:
-    """Give all symmetric memory back; it is taken again at the next use. Every rank of a group has to."""
+    """Frees all symmetric memory; the next use allocates it again. All ranks of a group must call it."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     cuda_graphs.forget()
@@ -284,7 +288,7 @@ def release() -> None:
 
 @contextmanager
 def captures_undone() -> Iterator[None]:
-    """Passes that are captured within are let go of by its end: afterwards no pool knows of them."""
+    """At the end of the context the pools forget all captures made in it."""
 
     def pools() -> list[Pool]:
         return [pool for by_device in _pools.values() for pool in by_device.values() if isinstance(pool, Pool)]
@@ -300,13 +304,13 @@ def captures_undone() -> Iterator[None]:
 
 
 def held_bytes() -> int:
-    """Symmetric memory that this process holds, outside PyTorch's allocator."""
+    """Bytes of symmetric memory that this process holds, outside PyTorch's allocator."""
     offers = sum(pool.nbytes for pools in _pools.values() for pool in pools.values() if isinstance(pool, Pool))
     return offers + mailboxes_bytes()
 
 
 class Symmetric(Collective):
-    """Offers are pulled; collective operations go through torch.distributed."""
+    """Pulls offers; collective operations go through torch.distributed."""
 
     pulls = True
 
@@ -341,8 +345,8 @@ class Symmetric(Collective):
 
 
 class _Offered:
-    """An offer in its slot: the tensors one after another, each with room for `tokens` tokens, so that a tensor's place
-    is the same on every rank. `mine` are this rank's, to be filled before it is published."""
+    """An offer in its slot: its tensors one after another, each with space for `tokens` tokens, so that they lie at the
+    same offsets on every rank. `mine`: this rank's tensors, to be filled before publishing."""
 
     def __init__(
         self, transport: Symmetric, what: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype, tokens: int
@@ -353,7 +357,7 @@ class _Offered:
         self.lane = lane = pool.lane(what, self.arranged.size)
         slot = pool.acquire(what, lane)
         self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
-        self.seen: set[int] = set()  # the peers whose offer was waited for
+        self.seen: set[int] = set()  # remote ranks whose "ready" was awaited
         self.taken: Moment | None = None
         self.captured = pool.capturing()
         lane.filling = self
@@ -395,7 +399,7 @@ class _Offered:
         return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
     def _pulls(self, messages: Messages) -> list[tuple[int, list[_Pull]]]:
-        """By peer, in this rank's order of peers."""
+        """By remote rank, in this rank's order."""
         known: _Known | None = messages.known.get(id(self.arranged))
         if known is None:
             by_peer: dict[int, list[Message]] = {peer: [] for peer in self.transport.pool.peers}
@@ -418,8 +422,10 @@ class _Offered:
 
 @dataclass(frozen=True)
 class _Pull:
-    """The same tokens of several offered tensors of one shape, which go to as many, the numbers `into` of those that are fetched
-    into. copies: the batch element, the first token there, how many, and at which bytes of the slot they start in each."""
+    """A pull of the same tokens from several offered tensors of one shape, into the receiver's tensors number `into`.
+
+    copies: (batch element, first token in the target, number of tokens, start of each tensor's source in bytes of the
+    slot)."""
 
     into: tuple[int, ...]
     copies: tuple[tuple[int, int, int, tuple[int, ...]], ...]
@@ -428,14 +434,15 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Known:
-    """The pulls that messages are, of offers so arranged, by the identity of which they are kept."""
+    """The pulls of some messages, for offers of one arrangement. The cache's key is the arrangement's identity, so it
+    is kept."""
 
     arranged: Arrangement
     pulls: list[tuple[int, list[_Pull]]]
 
 
 def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
-    """messages: of one peer, of the same tokens."""
+    """messages: of one remote rank, of the same tokens."""
     shape = arranged.rooms[messages[0].tensor]
     each = shape[-2] * shape[-1] * arranged.dtype.itemsize  # bytes of a token
     copies = []
@@ -448,7 +455,7 @@ def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
 
 
 def _alike(messages: list[Message], arranged: Arrangement) -> list[list[Message]]:
-    """Neighbours of the same tokens, of tensors of one shape."""
+    """Runs of consecutive messages of the same tokens and shape."""
 
     def form(message: Message) -> object:
         return message.source, message.target, arranged.shapes[message.tensor][-2:]
@@ -457,7 +464,7 @@ def _alike(messages: list[Message], arranged: Arrangement) -> list[list[Message]
 
 
 def stretches(source: Intervals, target: Intervals) -> tuple[tuple[int, int, int], ...]:
-    """(from, to, tokens) of each pair of intervals, with neighbours that are neighbours on both ends joined."""
+    """(source, target, tokens) of each pair of intervals; pairs that are adjacent at both ends are joined."""
     joined: list[tuple[int, int, int]] = []
     for (a, b), (c, _) in zip(source, target, strict=True):
         if joined and joined[-1][0] + joined[-1][2] == a and joined[-1][1] + joined[-1][2] == c:

@@ -1,7 +1,7 @@
-"""Waits for remote ranks end. Where ranks read each other's memory, one waits for a flag that another sets; a rank that raised,
-exited, is late or made another call never sets it. So a wait has the process group's timeout, and ends at once where the process
-waited for is gone. On a CPU the waiting call raises. A CUDA stream cannot be told to stop waiting: a watchdog ends the process, as
-NCCL's does."""
+"""Timeouts of waits for remote ranks. Where ranks read each other's memory, one waits for a flag that another sets. A
+rank that raised, exited or made another call never sets it. So a wait ends with the process group's timeout, or at once
+if the other process is gone. On a CPU the waiting call raises. A waiting CUDA stream cannot be stopped: a watchdog ends
+the process, as NCCL's does."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ import torch.distributed as dist
 from attention.runtime.cuda_driver import function
 from attention.transports.groups import timeout_s
 
-INTERVAL_S = 1.0  # between two looks of the watchdog
-IDLE, WAITING, SEEN = 0, 1, 0x0101  # of a mark: its second byte is the watchdog's, the rest is written by who waits
+INTERVAL_S = 1.0  # between two checks of the watchdog
+IDLE, WAITING, SEEN = (
+    0,
+    1,
+    0x0101,
+)  # a mark; the watchdog sets its second byte, the waiting stream writes the whole word
 CHUNK = 1 << 16  # bytes that the watchdog copies at once
 
 
 @dataclass(frozen=True)
 class Process:
-    """`started`: clock ticks after the boot, as a pid is used again."""
+    """`started`: start time in clock ticks since the boot, because pids are reused."""
 
     pid: int
     started: int
 
     @staticmethod
     def of(pid: int) -> Process | None:
-        """None where this process sees no living one of that number."""
+        """None where this process sees no running process with that pid."""
         try:
             found = _stat(pid)
         except OSError:
@@ -47,7 +51,7 @@ class Process:
         return None if found is None else Process(pid, found)
 
     def gone(self) -> bool:
-        """False where nobody can tell, as without a free file descriptor."""
+        """Whether it has ended; False where that is unknown, as without a free file descriptor."""
         try:
             return _stat(self.pid) != self.started
         except OSError:
@@ -55,7 +59,8 @@ class Process:
 
 
 def _stat(pid: int) -> int | None:
-    """When a living process started, by /proc. Raises OSError where that cannot be read, which says nothing of the process."""
+    """The start time of a running process, from /proc. Raises OSError where /proc cannot be read; then nothing is
+    known."""
     try:
         found = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -65,8 +70,8 @@ def _stat(pid: int) -> int | None:
 
 
 class Remote:
-    """A group's other ranks, as this one waits for them; ranks are those of the group, and named as the world knows them.
-    Collective. `failed`: why nothing that goes through their memory can be trusted any more."""
+    """The other ranks of a group, for waiting on them. Ranks are numbered within the group; messages give global ranks.
+    Creating one is collective. `failed`: why data that goes through their memory can no longer be trusted."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device = weakref.ref(group), device
@@ -75,7 +80,7 @@ class Remote:
         self.names = [dist.get_global_rank(group, rank) for rank in range(world)]
         found: list[Any] = [None] * world
         dist.all_gather_object(found, Process.of(os.getpid()), group=group)
-        # only those that are seen from here: containers number their processes themselves
+        # only processes visible from here: containers have their own pids
         self.processes = {rank: p for rank, p in enumerate(found) if p is not None and Process.of(p.pid) == p}
         self.failed: str | None = None
 
@@ -89,7 +94,7 @@ class Remote:
         return RuntimeError(self.failed)
 
     def alike(self, mine: str) -> None:
-        """Raises RuntimeError, on every rank, where they do not all ask for the same. Collective."""
+        """Raises RuntimeError, on every rank, unless all ranks ask for the same. Collective."""
         found: list[Any] = [None] * len(self.names)
         dist.all_gather_object(found, mine, group=self._group())
         if len(set(found)) > 1:
@@ -100,7 +105,7 @@ class Remote:
             )
 
     def overdue(self, ranks: Sequence[int], deed: str, waited_s: float) -> str | None:
-        """Why this rank need not wait any longer for those to have done `deed`, or None."""
+        """Why this rank should stop waiting for `ranks` to have done `deed`, or None."""
         me = f"transport=symm: rank {self.names[self.rank]}"
         for rank in ranks:
             process = self.processes.get(rank)
@@ -122,7 +127,8 @@ class Remote:
 
 @dataclass(frozen=True)
 class Pending:
-    """A wait that a stream is at, with the number of its mark and what that reads; and who has not done `deed`."""
+    """A wait in progress on a stream: the number and value of its mark, the ranks that have not signalled, and what
+    they should do."""
 
     mark: int
     state: int
@@ -141,8 +147,8 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait that a stream may come to: the words of a mark, and of a flag by rank. Who waits sets the mark to WAITING before it and
-    to IDLE behind it."""
+    """A possible wait of a stream: the words of its mark, and of the flag of each rank. The stream sets the mark to
+    WAITING before the wait and to IDLE after it."""
 
     mark: int
     flags: dict[int, int]
@@ -150,7 +156,7 @@ class Wait:
 
 
 class Waits:
-    """Those of a pool of flags, `words` of them."""
+    """The waits on a pool of flags of `words` words."""
 
     def __init__(self, memory: Memory, words: int):
         self.memory, self.words = memory, words
@@ -166,8 +172,8 @@ class Waits:
 
 
 class Watch:
-    """Follows one source of waits from look to look. A mark is the same wait's as at the last look if it still has the byte that was
-    set there: whoever comes to a wait writes the whole word."""
+    """Follows one source of waits from check to check. If a mark still has the byte set at the last check, it is still
+    the same wait: a new wait writes the whole word."""
 
     def __init__(self, pending: Callable[[], list[Pending]], memory: Memory, remote: Remote):
         self.pending, self.memory, self.remote = pending, memory, remote
@@ -190,12 +196,12 @@ class Watch:
 
 
 class DriverError(RuntimeError):
-    """The device no longer answers; whoever uses it is told so by the next call."""
+    """The device no longer answers. The next call on it will raise, too."""
 
 
 class DeviceMemory:
-    """Read by copies on a stream of the watchdog's own, which no wait of another one holds up. For its thread alone. `keep`: what
-    the memory lives as long as."""
+    """Device memory, read by copies on the watchdog's own stream, which other streams' waits do not block. For the
+    watchdog's thread only. `keep` keeps the memory alive."""
 
     def __init__(self, device: torch.device, address: int, keep: Any):
         self.device, self.address, self.keep = device, address, keep
@@ -212,7 +218,7 @@ class DeviceMemory:
 
 
 class _Side:
-    """A stream and pinned memory of a device, by the driver: PyTorch's streams come from a pool and may be someone else's, too."""
+    """A stream and pinned memory of a device, from the driver: PyTorch's streams come from a pool and may be shared."""
 
     def __init__(self, index: int):
         address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
@@ -220,7 +226,7 @@ class _Side:
         self._copy = function("cuMemcpyDtoHAsync_v2", pointer, address, size, pointer)
         self._set = function(
             "cuMemcpyHtoDAsync_v2", address, pointer, size, pointer
-        )  # no kernel, which may find no room
+        )  # not a kernel, which may have to wait for a multiprocessor
         self._wait = function("cuStreamSynchronize", pointer)
         self.stream, self.host = pointer(), pointer()
         self._enter()
@@ -257,18 +263,18 @@ def _side(index: int) -> _Side:
 
 
 def end(why: str) -> None:
-    """End the process, as nothing that its streams do can be trusted."""
+    """Prints the reason and ends the process, since its streams can no longer be trusted."""
     sys.stderr.write(f"{why}\n")
     sys.stderr.flush()
     os.abort()
 
 
-FAILURES = 5  # looks in a row that may fail before a watch is given up
+FAILURES = 5  # failed checks in a row after which a watch is given up
 
 
 class Watchdog:
-    """One thread of a process, which looks at every watch that is still held by someone. A look that fails is tried again; after
-    some in a row the watch is given up, which is said."""
+    """One thread per process that checks every watch still in use. A check that fails is repeated; after several
+    failures in a row the watch is given up, with a message."""
 
     def __init__(self, end: Callable[[str], None] = end, interval_s: float = INTERVAL_S):
         self.end, self.interval_s = end, interval_s
@@ -300,7 +306,7 @@ class Watchdog:
             return
         try:
             why = watch.look(time.monotonic())
-        except Exception as error:  # of the driver, of PyTorch, of /proc: none may end the watch over other waits
+        except Exception as error:  # whatever fails, the other watches go on
             self.failed[reference] = self.failed.get(reference, 0) + 1
             if self.failed[reference] >= FAILURES:
                 del self.failed[reference]
@@ -317,7 +323,7 @@ class Watchdog:
 
 
 def _leave_captures_alone() -> None:
-    """What this thread calls is no part of a CUDA graph that another one captures, and must not break it."""
+    """Lets this thread call the driver while another thread captures a CUDA graph."""
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)(ctypes.byref(relaxed))
 
