@@ -1,7 +1,9 @@
-"""The gather executor: the needed keys of all ranks come together in sequence order, a group of KV heads at a time, the
-next group travelling while this one computes; each query chunk is then one call, and nothing is merged. Backward gathers
-again, and each owner sums its ranks' dk and dv in fp32. A schedule that begins with the rank's own keys computes on them
-while the others' travel, in a backward of several groups on the last one's at the end, while gradients do, and merges."""
+"""The gather executor: the keys that a rank needs are gathered from all ranks in sequence order, a group of KV heads at a time; the
+next group travels while this one computes. Each query chunk is one kernel call and nothing is merged. The backward gathers
+again, and each owner sums the dk and dv from all ranks in fp32.
+
+A schedule with a local step first computes on the local KV while remote keys travel, and merges the rest. In a backward of several
+head groups, the last group's local step runs at the end, while gradients travel."""
 
 from __future__ import annotations
 
@@ -12,22 +14,25 @@ import torch
 from torch import Tensor
 
 from attention.executors import nested_prefixes
+from attention.executors.gradients import GradReturn
 from attention.executors.head_groups import HeadGroup, head_groups
-from attention.executors.plan import Plan
+from attention.executors.keys import Arriving, KeyPair, LocalKeys
+from attention.executors.plan import LocalCall, Plan
 from attention.geometry.schedules import length
-from attention.geometry.transfers import Intervals, Move, needed_keys, overlaps, side_by_side
+from attention.geometry.transfers import Intervals, needed_keys, overlaps, side_by_side
+from attention.kernels.interface import Triple
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
 from attention.runtime.batched_copy import copy_all, moves
-from attention.tensors import FEW, empty_lse, empty_pair, empty_tokens, put_, take, token_dim, tokens
-from attention.transports import Handle, Offer
+from attention.runtime.priority_stream import Front
+from attention.tensors import FEW, empty_lse, empty_tokens, put_, take, tokens
 
 Saved = tuple[Tensor, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
-    """q, k, v: this rank's shards. The queries move to the layout they are computed in, where it is another one."""
+    """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards."""
     q = relayout(q, plan, to_compute=True)
     out, lse = _forward(q, k, v, plan)
     border_lse = relayout(lse.transpose(-1, -2).unsqueeze(-1), plan, to_compute=False) if plan.want_lse else None
@@ -35,33 +40,48 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
     return relayout(out, plan, to_compute=False), returned, (q, k, v, out, lse)
 
 
-def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> Triple:
+    """(dq, dk, dv) of this rank's shards."""
     q, k, v, out, lse = saved
     dq, dk, dv = _backward(relayout(dout, plan, to_compute=True), q, k, v, out, lse, plan)
     return relayout(dq, plan, to_compute=False), dk, dv
 
 
+def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
+    """Queries, their gradients or outputs, moved between the layout of the shards and the layout that they are computed in."""
+    problem = plan.problem
+    if problem.layout == problem.q_layout or problem.world == 1:
+        return x
+    moving = plan.to_compute if to_compute else plan.to_border
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with closing(plan.transport.offer("q", [x])) as published:
+        transfer = published.fetch(plan.messages(moving.route, n=1), [out], 0)
+    copy_all(moves(out, x, moving.local))
+    transfer.wait()
+    return out
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """q in the schedule's q layout, k and v this rank's shards. Returns (out, lse) for q."""
-    *own, step = plan.steps
+    """(out, lse) for q, which is in the layout that it is computed in."""
+    *first, step = plan.steps
     groups = _groups(q, k, plan)
-    with closing(_Keys(k, v, plan, groups)) as source:
-        incoming = source.fetch(0)
-        if own:
-            (each,) = own[0].calls
+    with closing(_publish(k, v, plan, groups)) as local:
+        arriving = _gathered(local, 0)
+        if first:
+            (each,) = first[0].calls
             with phase("comp_block", 0):
                 out, lse = plan.kernel.forward(q, k, v, each.call)
         else:
             out = torch.empty_like(q)
             lse = empty_lse(q).fill_(-torch.inf)
-            if not _each_once([c.q for c in step.calls], q.shape[token_dim(q)]):
+            if not _each_once([c.q for c in step.calls], tokens(q)):
                 out.zero_()  # some query sees no key
         for i, group in enumerate(groups):
-            keys, values = incoming.wait()
+            keys, values = arriving.wait()
             if i + 1 < len(groups):
-                incoming = source.fetch(i + 1)
+                arriving = _gathered(local, i + 1)
             mine, into = group.queries(q), (group.queries(out), group.queries(lse))
-            if own:
+            if first:
                 _merge_rest(mine, keys, values, plan, into, 1 + i)
             else:
                 with phase("comp_block", i):
@@ -70,7 +90,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
 
 
 def _merge_rest(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, into: tuple[Tensor, Tensor], number: int) -> None:
-    """What the own keys left of the calls, merged into `into`."""
+    """Compute on the remote keys, and merge the results into `into`, which has the local ones."""
     for each in plan.steps[-1].calls:
         with phase("comp_block", number):
             part, part_lse = plan.kernel.forward(take(q, each.q), take(keys, each.k), take(values, each.k), each.call)
@@ -78,74 +98,70 @@ def _merge_rest(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, into: tuple
             for rows, here in zip(each.q, side_by_side(each.q), strict=True):
                 out, lse = take(into[0], (rows,)), take(into[1], (rows,), -1)
                 merge(out, lse, out, lse, take(part, (here,)), take(part_lse, (here,), -1))
-        del part, part_lse  # or they would be held beside the next
+        del part, part_lse  # else they are held while the next call computes
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dout, q, out and lse in the schedule's q layout. Returns dq in that layout, dk and dv of this rank's shards."""
-    *own, step = plan.steps
+    """(dq, dk, dv). dout, q, out, lse and dq are in the layout that they are computed in."""
+    *first, step = plan.steps
     groups = _groups(q, k, plan, backward=True)
-    once = own or _each_once([c.q for c in step.calls], q.shape[token_dim(q)])
+    once = first or _each_once([c.q for c in step.calls], tokens(q))
     dq = torch.empty_like(q) if once else torch.empty_like(q).zero_()
-    dk, dv = (torch.empty_like(x) for x in (k, v))
-    returning: list[_Return] = []
-    with plan.front() as front, closing(_Keys(k, v, plan, groups)) as source:
-        own_groups = _own_groups(groups, front.apart) if own else []
-
-        def compute_own(heads: HeadGroup) -> None:
-            (each,) = own[0].calls
-            of_q, of_k = heads.queries, heads.keys
-            with front.behind(), phase("comp_block", 0):
-                into = heads.of((dq, dk, dv))
-                plan.kernel.backward(of_q(dout), of_q(q), of_k(k), of_k(v), of_q(out), of_q(lse), each.call, into)
-
-        incoming = source.fetch(0)
-        for heads in own_groups[:1]:
-            compute_own(heads)
+    grads = dq, torch.empty_like(k), torch.empty_like(v)
+    inputs = dout, q, out, lse
+    returning: list[_GroupBackward] = []
+    with plan.front() as front, closing(_publish(k, v, plan, groups)) as local:
+        local_groups = _local_groups(groups, front.apart) if first else []
+        arriving = _gathered(local, 0)
+        for heads in local_groups[:1]:
+            _compute_local(heads, inputs, k, v, grads, plan, front)
         for i, group in enumerate(groups):
-            keys, values = incoming.wait()
+            keys, values = arriving.wait()
             if i + 1 < len(groups):
-                incoming = source.fetch(i + 1)
-            home = _Return(keys, plan, group, i + len(own), front.apart, group in own_groups[1:])
-            here = group.queries
-            home.compute(here(dout), here(q), here(out), here(lse), here(dq), keys, values)
+                arriving = _gathered(local, i + 1)
+            here = _GroupBackward(group, i, inputs, grads, local, front.apart, group in local_groups[1:])
+            here.compute(keys, values)
             if not front.apart:
-                _finish(returning, dk, dv)
-            home.start()
-            returning.append(home)
-        for heads in own_groups[1:]:
-            compute_own(heads)
+                _finish(returning)
+            here.home.start()
+            returning.append(here)
+        for heads in local_groups[1:]:
+            _compute_local(heads, inputs, k, v, grads, plan, front)
         front.settle()
-        _finish(returning, dk, dv)
-    return dq, dk, dv
+        _finish(returning)
+    return grads
+
+
+def _compute_local(
+    heads: HeadGroup, inputs: Inputs, k: Tensor, v: Tensor, grads: Triple, plan: Plan, front: Front
+) -> None:
+    """The step on the local KV, for these heads; writes dq, dk and dv."""
+    (each,) = plan.steps[0].calls
+    dout, q, out, lse = (heads.queries(x) for x in inputs)
+    with front.behind(), phase("comp_block", 0):
+        plan.kernel.backward(dout, q, heads.keys(k), heads.keys(v), out, lse, each.call, heads.of(grads))
+
+
+def _finish(returning: list[_GroupBackward]) -> None:
+    while returning:
+        returning.pop(0).finish()
 
 
 def _groups(q: Tensor, k: Tensor, plan: Plan, backward: bool = False) -> list[HeadGroup]:
-    # what is sent comes all at once anyway, and one's own keys give the first group the time to come
+    # a smaller first group pays only if ranks pull, and if nothing is computed while its keys travel
     pulls, first = plan.transport.pulls, len(plan.steps) == 1
     stride, most = plan.options.heads_k_stride, plan.steps[-1].most
     return head_groups(q.shape[-2], k.shape[-2], stride, pulls and first, pulls and backward, most)
 
 
-def _own_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
-    """Of which heads the own keys are computed before the groups, and after them."""
+def _local_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
+    """The heads for which the local step is computed before all groups, and those for which it is computed after them."""
     last = groups[-1]
     if apart or len(groups) == 1:
         return [HeadGroup(0, last.k_stop, 0, last.q_stop)]
     return [HeadGroup(0, last.k_start, 0, last.q_start), last]
-
-
-def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
-    """Queries (or their gradients, or outputs) between the border layout and the layout they are computed in."""
-    problem = plan.problem
-    if problem.layout == problem.q_layout or problem.world == 1:
-        return x
-    moving = plan.to_compute if to_compute else plan.to_border
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _Redistribution(moving, [x], [out], plan, "q").wait()
-    return out
 
 
 def _each_once(calls: list[Intervals], n: int) -> bool:
@@ -153,170 +169,134 @@ def _each_once(calls: list[Intervals], n: int) -> bool:
     return sum(b - a for intervals in calls for a, b in intervals) == n
 
 
-class _Redistribution:
-    """Moves tokens between two sharded arrangements; several tensors at once."""
-
-    def __init__(self, moving: Move, sources: list[Tensor], targets: list[Tensor], plan: Plan, what: str):
-        n = len(sources)
-        with closing(plan.transport.offer(what, sources)) as offer:
-            self.handle = offer.fetch(plan.messages(moving.route, n=n), targets, 0)
-        ends = zip(sources, targets, strict=True)
-        copy_all(pair for source, target in ends for pair in moves(target, source, moving.local))
-
-    def wait(self) -> None:
-        self.handle.wait()
+def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> LocalKeys:
+    """Published where each rank gets only the keys that it needs: if ranks pull, or if a window leaves many out. Otherwise one
+    all-gather sends all keys."""
+    one_by_one = plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls
+    return LocalKeys(k, v, plan, groups, one_by_one)
 
 
-class _Keys:
-    """The keys and values of all head groups, offered to all, and the gathered ones, to be fetched group by group.
-    Without a window every rank needs nearly all keys and one all-gather brings them, where tokens are sent; with one, or
-    where they are pulled, each rank gets just those that it needs."""
-
-    def __init__(self, k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]):
-        self.plan = plan
-        self.mine = [[group.keys(x) for x in (k, v)] for group in groups]
-        self.moving = plan.gathering
-        self.offer: Offer | None = None
-        if plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls:
-            self.offer = plan.transport.offer("kv", [x for pair in self.mine for x in pair])
-
-    def fetch(self, i: int) -> _Pulled | _AllGathered:
-        return _AllGathered(self, i) if self.offer is None else _Pulled(self, self.offer, i)
-
-    def close(self) -> None:
-        if self.offer is not None:
-            self.offer.close()
+def _gathered(local: LocalKeys, i: int) -> Arriving[KeyPair]:
+    """The keys of head group i, in the order in which they lie for the last step."""
+    plan = local.plan
+    if local.published is None:
+        return _all_gathered(local, i)
+    moving = plan.gathering
+    arriving = local.pull(moving.route, i, i, plan.steps[-1].n_keys)
+    with phase("comp_place", i):
+        pairs = zip(local.by_group[i], arriving.tensors, strict=True)
+        copy_all(copy for x, keys in pairs for copy in moves(keys, x, moving.local))
+    return arriving
 
 
-class _Pulled:
-    def __init__(self, source: _Keys, offer: Offer, i: int):
-        plan, route, mine = source.plan, source.moving.route, source.mine[i]
-        self.keys = empty_pair(mine[0], plan.steps[-1].n_keys)
-        self.handle: Handle = offer.fetch(plan.messages(route, first=2 * i), self.keys, i)
+def _all_gathered(local: LocalKeys, i: int) -> Arriving[KeyPair]:
+    plan, pair = local.plan, local.by_group[i]
+    problem = plan.problem
+    k, v = (empty_tokens(x, plan.steps[-1].n_keys) for x in pair)
+    both = torch.stack(pair)
+    staged = both.new_empty((problem.world, *both.shape))
+
+    def unpack() -> None:
+        needs = needed_keys(problem, plan.rank)
         with phase("comp_place", i):
-            ends = zip(mine, self.keys, strict=True)
-            copy_all(pair for x, keys in ends for pair in moves(keys, x, source.moving.local))
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        self.handle.wait()
-        return self.keys[0], self.keys[1]
-
-
-class _AllGathered:
-    def __init__(self, source: _Keys, i: int):
-        self.plan, self.step = source.plan, i
-        self.keys = [empty_tokens(x, self.plan.steps[-1].n_keys) for x in source.mine[i]]
-        both = torch.stack(source.mine[i])
-        self.staged = both.new_empty((self.plan.problem.world, *both.shape))
-        self.handle = self.plan.transport.all_gather(self.staged, both, "kv", i)
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        self.handle.wait()
-        problem = self.plan.problem
-        needs = needed_keys(problem, self.plan.rank)
-        with phase("comp_place", self.step):
-            for peer, shard in enumerate(problem.layout.shards(problem.cu_seqlens, problem.world)):
+            for rank, shard in enumerate(problem.layout.shards(problem.cu_seqlens, problem.world)):
                 found = overlaps(shard, needs)
-                copy_all(pair for i, keys in enumerate(self.keys) for pair in moves(keys, self.staged[peer, i], found))
-        return self.keys[0], self.keys[1]
+                copy_all(copy for x, keys in zip(staged[rank], (k, v), strict=True) for copy in moves(keys, x, found))
+
+    return Arriving((k, v), plan.transport.all_gather(staged, both, "kv", i), unpack)
 
 
-def _finish(returning: list[_Return], dk: Tensor, dv: Tensor) -> None:
-    while returning:
-        returning.pop(0).finish(dk, dv)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # dout, q, out and lse
 
 
-class _Return:
-    """dk and dv of one head group: computed, sent home and summed there, in fp32 at each place. Where the own keys are a step of
-    their own, dq, dk and dv hold what these gave, to which the rest is added; where that step is `apart`, or follows (`own_last`),
-    at the end."""
+class _GroupBackward:
+    """One head group's dq, dk and dv: computed on the gathered keys; dk and dv sent home and summed there in fp32.
 
-    def __init__(self, keys: Tensor, plan: Plan, group: HeadGroup, number: int, apart: bool, own_last: bool):
-        self.plan, self.group, self.number, self.apart = plan, group, number, apart
-        self.late = apart or own_last
-        self.queries: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
+    With a local step, `grads` hold its gradients and the rest is added to them. If that step may not be done yet (`apart`: it runs
+    on the background stream; `local_last`: it follows), dq is added at the end."""
+
+    def __init__(
+        self,
+        group: HeadGroup,
+        i: int,
+        inputs: Inputs,
+        grads: Triple,
+        local: LocalKeys,
+        apart: bool,
+        local_last: bool,
+    ):
+        self.plan = plan = local.plan
+        *first, self.step = plan.steps
+        self.has_local, self.late = bool(first), apart or local_last
+        self.number = i + len(first)
+        self.dout, self.q, self.out, self.lse = (group.queries(x) for x in inputs)
+        self.dq, self.dk, self.dv = group.of(grads)
+        self.late_dq: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
         self.moving = plan.gathering
-        assert not (apart and self.moving.local), (
-            "this rank's part of the sums would be read when another offer lies there"
-        )
-        *self.own, self.step = plan.steps
-        self.most = self.step.most
-        self.route = self.moving.route.reversed()
-        self.received: list[tuple[Intervals, tuple[Tensor, Tensor]]] = []
-        if apart:  # where peers are done before this rank is, theirs can come meanwhile
-            self._make_rooms(keys)
-        self.sums = plan.transport.room("dkv", [keys.shape, keys.shape], keys, self.most)
+        assert not (apart and self.moving.local), "`computed` would be read when its memory is published anew"
+        like, n_keys, most = local.by_group[i][0], self.step.n_keys, self.step.most
+        self.home = GradReturn(plan, self.moving.route, like, n_keys, most, self.number, early=apart)
 
-    def compute(
-        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dq: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        """All calls of the step; writes dq, and this rank's dk and dv of the gathered keys."""
-        everything = ((0, keys.shape[token_dim(keys)]),)
-        # a call that sees every key writes its dk and dv where they are sent from, the others are added to it
+    def compute(self, keys: Tensor, values: Tensor) -> None:
+        """All calls of the step: dq, and this rank's dk and dv of the gathered keys."""
+        everything = ((0, tokens(keys)),)
+        # a call that covers all keys comes first and writes to the memory that is published; the others are added to it
         calls = sorted(self.step.calls, key=lambda each: each.k != everything)
-        parts: list[tuple[Intervals, Tensor, Tensor]] = []
+        parts: list[tuple[Sequence[Tensor], Intervals]] = []
         for each in calls:
-            first = not parts and each.k == everything
-            with phase("comp_block", self.number):
-                direct = len(each.q) == 1 and not self.own
-                target = take(dq, each.q) if direct else empty_tokens(dq, length(each.q))
-                dkv = self.sums if first else [empty_tokens(keys, length(each.k)) for _ in self.sums]
-                self.plan.kernel.backward(
-                    take(dout, each.q),
-                    take(q, each.q),
-                    take(keys, each.k),
-                    take(values, each.k),
-                    take(out, each.q),
-                    take(lse, each.q, -1),
-                    each.call,
-                    into=(target, dkv[0], dkv[1]),
-                )
-                if not direct and not self.own:
-                    put_(dq, each.q, target)
-            if self.own:
-                ends = zip(each.q, side_by_side(each.q), strict=True)
-                self.queries += [(take(dq, (rows,)), take(target, (here,))) for rows, here in ends]
-                if not self.late:
-                    self._add_queries()
-            del target  # or it would be held beside the next
-            parts.append((each.k, dkv[0], dkv[1]))
-        if len(parts) == 1 and parts[0][0] == everything:
+            direct = not parts and each.k == everything
+            parts.append((self._call(each, keys, values, self.home.computed if direct else None), each.k))
+        if len(parts) == 1 and parts[0][1] == everything:
             return
         with phase("comp_merge", self.number):
-            sum_all(self.sums, [(pair, places) for places, *pair in parts])
+            sum_all(self.home.computed, parts)
 
-    def start(self) -> None:
-        plan = self.plan
-        if not self.apart:
-            self._make_rooms(self.sums[0])
-        self.offer = plan.transport.offer("dkv", self.sums, self.most)  # holds this rank's own sums
-        with closing(self.offer):
-            into = [x for _, parts in self.received for x in parts]
-            self.handle = self.offer.fetch(plan.messages(self.route, apart=True), into, self.number, early=self.apart)
+    def _call(self, each: LocalCall, keys: Tensor, values: Tensor, into: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """One kernel call: writes or adds dq, and returns (dk, dv)."""
+        with phase("comp_block", self.number):
+            in_place = len(each.q) == 1 and not self.has_local
+            dq = take(self.dq, each.q) if in_place else empty_tokens(self.dq, length(each.q))
+            dk, dv = into or [empty_tokens(keys, length(each.k)) for _ in range(2)]
+            self.plan.kernel.backward(
+                take(self.dout, each.q),
+                take(self.q, each.q),
+                take(keys, each.k),
+                take(values, each.k),
+                take(self.out, each.q),
+                take(self.lse, each.q, -1),
+                each.call,
+                into=(dq, dk, dv),
+            )
+            if not in_place and not self.has_local:
+                put_(self.dq, each.q, dq)
+        if self.has_local:
+            rows = zip(each.q, side_by_side(each.q), strict=True)
+            self.late_dq += [(take(self.dq, (row,)), take(dq, (here,))) for row, here in rows]
+            if not self.late:
+                self._add_dq()
+        return dk, dv
 
-    def _make_rooms(self, like: Tensor) -> None:
-        self.received = [(piece.target, empty_pair(like, length(piece.target))) for piece in self.route.receives]
-
-    def _add_queries(self) -> None:
+    def _add_dq(self) -> None:
         with phase("comp_merge", self.number):
-            for total, part in self.queries:
+            for total, part in self.late_dq:
                 whole = ((0, tokens(total)),)
                 sum_parts(total, [(total, whole), (part, whole)])
-        self.queries = []
+        self.late_dq = []
 
-    def finish(self, dk: Tensor, dv: Tensor) -> None:
-        if self.queries:
-            self._add_queries()
-        self.handle.wait()
-        totals = [self.group.keys(x) for x in (dk, dv)]
+    def finish(self) -> None:
+        """Sum dk and dv of this rank's keys, when the remote ranks' are here."""
+        if self.late_dq:
+            self._add_dq()
+        arrived = self.home.arrived()
+        totals, computed = (self.dk, self.dv), self.home.computed
         parts: list[tuple[Sequence[Tensor], Intervals]] = []
         with phase("comp_merge", self.number):
-            here, place = (tuple(x[end] for x in self.moving.local) for end in (0, 1))
-            if len(here) > FEW:
-                parts.append(([take(x, place) for x in self.sums], here))
+            if len(self.moving.local) > FEW:
+                here, place = (tuple(x[end] for x in self.moving.local) for end in (0, 1))
+                parts.append(([take(x, place) for x in computed], here))
             else:
-                parts += [([take(x, (b,)) for x in self.sums], (a,)) for a, b in self.moving.local]
-            parts += [(pair, places) for places, pair in self.received]
-            if self.own:
-                parts.append((totals, ((0, tokens(totals[0])),)))
+                parts += [([take(x, (b,)) for x in computed], (a,)) for a, b in self.moving.local]
+            parts += arrived
+            if self.has_local:
+                parts.append((totals, ((0, tokens(self.dk)),)))
             sum_all(totals, parts)

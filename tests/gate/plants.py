@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention import api, autograd, planner
-from attention.executors import all_to_all, ring
+from attention.executors import all_to_all, keys
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import schedules, transfers
 from attention.kernels import decompose
@@ -365,22 +365,27 @@ def _keys_too_early() -> Iterator[None]:
 
         return inner
 
-    def begun(original: Any) -> Any:
-        def inner(self: Any, *args: Any) -> None:
+    def pulled(original: Any) -> Any:
+        def inner(*args: Any) -> Any:
             before.clear()
-            original(self, *args)
-            self.early = before[-1] if before else None
+            arriving = original(*args)
+            arriving.early = before[-1] if before else None
+            return arriving
 
         return inner
 
     def waited(original: Any) -> Any:
         def inner(self: Any) -> Any:
-            return original(self) if self.early is None else (original(self), self.early)[1]
+            early = getattr(self, "early", None)
+            return original(self) if early is None else (original(self), early)[1]
 
         return inner
 
-    incoming = ring._Incoming
-    with changed(ring, "empty_pair", noting), changed(incoming, "__init__", begun), changed(incoming, "wait", waited):
+    with (
+        changed(keys, "empty_pair", noting),
+        changed(keys.LocalKeys, "pull", pulled),
+        changed(keys.Arriving, "wait", waited),
+    ):
         yield
 
 

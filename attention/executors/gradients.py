@@ -1,0 +1,54 @@
+"""How gradients of keys and values travel home: to the ranks that own the keys."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from torch import Tensor
+
+from attention.executors.keys import KeyPair
+from attention.executors.plan import Plan
+from attention.geometry.schedules import length
+from attention.geometry.transfers import Intervals, Route
+from attention.tensors import empty_pair
+from attention.transports import Handle, Offer
+
+
+class GradReturn:
+    """This rank computes dk and dv of keys that it pulled, and remote ranks compute those of its own keys.
+
+    Fill `computed`, then `start`: the gradients are published, and remote ranks' gradients of this rank's keys are pulled. `arrived`
+    gives these. All ranks do both, in the same order.
+
+    route: the one that brought the keys; the gradients go the other way. like: a tensor of the keys' heads and dtype. tokens: the
+    number of keys that this rank pulled; most: the largest number that any rank did. number: of this transfer, in the recorded
+    phases. early: remote ranks' gradients may come while this rank still computes, so their buffers are allocated at once,
+    else at `start`."""
+
+    def __init__(self, plan: Plan, route: Route, like: Tensor, tokens: int, most: int, number: int, early: bool):
+        self.plan, self.route, self.like = plan, route.reversed(), like
+        self.most, self.number, self.early = most, number, early
+        self.buffers = self._buffers() if early else list[KeyPair]()
+        shape = (*like.shape[:-3], tokens, *like.shape[-2:])
+        # where the transport can read them, without a copy
+        self.computed = plan.transport.room("dkv", [shape, shape], like, most)
+        self.published: Offer | None = None  # kept: `computed` may be its memory
+        self.transfer: Handle | None = None
+
+    def _buffers(self) -> list[KeyPair]:
+        return [empty_pair(self.like, length(piece.target)) for piece in self.route.receives]
+
+    def start(self) -> None:
+        if not self.early:
+            self.buffers = self._buffers()
+        self.published = self.plan.transport.offer("dkv", self.computed, self.most)
+        with closing(self.published):
+            messages = self.plan.messages(self.route, apart=True)
+            into = [x for pair in self.buffers for x in pair]
+            self.transfer = self.published.fetch(messages, into, self.number, early=self.early)
+
+    def arrived(self) -> list[tuple[KeyPair, Intervals]]:
+        """From each remote rank its (dk, dv), and which of this rank's keys they are for."""
+        assert self.transfer is not None
+        self.transfer.wait()
+        return [(pair, piece.target) for pair, piece in zip(self.buffers, self.route.receives, strict=True)]
