@@ -9,6 +9,7 @@ import pytest
 from runner import compare, pack
 from runner.measure.statistics import of_ranks
 from runner.output import results
+from runner.report import verdicts
 from runner.report.runs import read
 from tests.support.composing import python
 from tests.support.recorded import result, written
@@ -100,17 +101,17 @@ def test_equal_runs_are_never_called_slower_or_faster(tmp_path):
         a, b = (
             read([sampled(tmp_path / f"{seed}{name}", 10, 0.02, 100 * k + seed, 20)])[0] for k, name in enumerate("ab")
         )
-        assert compare.speed(a, b, "total", 0.02)[0] in ("even", "inconclusive")
+        assert verdicts.speed(a, b, "total", 0.02)[0] in ("even", "inconclusive")
 
 
 def test_samples_that_are_not_those_of_the_result_are_not_used(tmp_path):
     a, b = (sampled(tmp_path / name, ms, 0.02, 3, 7) for name, ms in (("a", 10), ("b", 10.25)))
-    assert compare._of_samples(*(read([x])[0] for x in (a, b)), "total") is not None
+    assert verdicts._of_samples(*(read([x])[0] for x in (a, b)), "total") is not None
     path = next(b.glob("*/samples.parquet"))
     path.write_bytes(next(a.glob("*/samples.parquet")).read_bytes())
-    assert compare._of_samples(*(read([x])[0] for x in (a, b)), "total") is None
+    assert verdicts._of_samples(*(read([x])[0] for x in (a, b)), "total") is None
     path.write_bytes(b"none")
-    assert compare._of_samples(*(read([x])[0] for x in (a, b)), "total") is None
+    assert verdicts._of_samples(*(read([x])[0] for x in (a, b)), "total") is None
 
 
 def test_what_failed_was_mended_is_missing_or_new_is_said(tmp_path, capsys):
