@@ -16,7 +16,7 @@ from attention import kernels, transports
 from attention.arguments import Packs, check_cu_seqlens, rank_and_world, signed, token_dim_of
 from attention.autograd import Unshard, attend, token_range
 from attention.autotune import machine as automatic
-from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate, check_graphs
+from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
 from attention.errors import nearest
 from attention.executors.plan import Plan
 from attention.external import calls
@@ -24,7 +24,8 @@ from attention.geometry.layouts import CuSeqlens, Shard
 from attention.geometry.options import Options
 from attention.kernels.fit import fit
 from attention.planner import Plans, call_spec, plan_of
-from attention.runtime.cuda_graphs import Replays
+from attention.replay import Replay, check_old_option, check_replay
+from attention.runtime import private
 from attention.transports import Transport
 from attention.variants.base import Variant
 from attention.variants.external import External
@@ -44,32 +45,35 @@ def make(
     kernel: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    graphs: bool | str = False,
+    replay: str = "none",
     **options: Any,
 ) -> ContextParallel:
     """The variant `name` as a function over `group`, by default the default group, or this process alone if there is none.
 
-    graphs: replay forward and backward from CUDA graphs once a call with these shapes (for a packed batch, these lengths) was
-    captured. It removes CPU launch overhead, which dominates with few tokens a GPU, and costs memory for copies of inputs and
-    results. "auto" (for name="auto" only): where that should be faster.
+    replay: what happens once a call with these shapes (for a packed batch, these lengths) came before. "none": every call runs the
+    Python of its executor. "launches": forward and backward repeat their recorded launches, where those can be recorded (kernel
+    flash4 over symm). "graphs": they are replayed from CUDA graphs, which costs memory for copies of inputs and results. Both
+    remove CPU launch overhead, which dominates with few tokens a GPU. "auto": graphs where a capture works, else launches, else
+    none; for name="auto", graphs where they should be faster, else launches.
     options: the variant's own (`python -m runner.catalog attention` lists them). For name="auto", which takes the variant that
     should be fastest, the problem's shapes (see `attention.autotune.machine.decide`); the function's `choice` says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
     rank_and_world(group)
-    check_graphs(name, graphs)
+    check_old_option(options)
+    check_replay(replay)
     if name == AUTO:
         _check_names(kernel, transport)
-        choice = decide(group, kernel, transport, {**options, "graphs": graphs, "deterministic": deterministic})
+        choice = decide(group, kernel, transport, {**options, "replay": replay, "deterministic": deterministic})
         best = choice.best
         name, transport, options = best.candidate.variant, best.transport, best.candidate.options.plain()
-        graphs = graphs if best.graphs else False
+        replay = "launches" if replay == "auto" and not best.graphs else replay
     chosen = variant(name)
     for option in options:
         if option.startswith("dropout"):
             raise ValueError(f"{option}={options[option]!r}: dropout is not supported by any variant; leave it out")
     _check_names(kernel, transport)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(options), graphs)
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(options), replay)
     fn.choice = choice
     return fn
 
@@ -80,7 +84,8 @@ def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: 
 
     def build(e: Estimate) -> ContextParallel:
         chosen, options = variant(e.candidate.variant), e.candidate.options
-        return ContextParallel(chosen, group, kernel, e.transport, deterministic, options, e.graphs)
+        replay = "graphs" if e.graphs else "none" if given.get("replay", "none") == "none" else "launches"
+        return ContextParallel(chosen, group, kernel, e.transport, deterministic, options, replay)
 
     return automatic.decide(group, kernel, transport, given, build)
 
@@ -98,7 +103,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def _not_compiled(call: Method) -> Method:
     """`torch.compile` leaves the call out of its graphs, since ranks communicate in it. `torch.compiler.disable` would do the same,
     but imports the compiler at once: that takes seconds, and after `init_process_group` it keeps the process group alive."""
-    disabled = torch._disable_dynamo(call)
+    disabled = private.disable_dynamo(call)
 
     @wraps(call)
     def inner(*args: Any, **options: Any) -> Any:
@@ -122,7 +127,7 @@ class ContextParallel:
         transport: str,
         deterministic: bool,
         options: Options,
-        graphs: bool | str = False,
+        replay: str = "none",
     ):
         self.variant = variant
         self.group = group
@@ -131,7 +136,7 @@ class ContextParallel:
         self.deterministic = deterministic
         self.options = options
         self.choice: Choice | None = None  # of attention=auto: its estimates
-        self.graphs = graphs
+        self.asked_replay = replay
         self.rank, self.world = rank_and_world(group)
         self.alone = not dist.is_initialized()  # there was no process group yet
         self.layout = variant.border(self.world, options)
@@ -141,7 +146,7 @@ class ContextParallel:
         """Nothing planned, connected or captured yet."""
         self.transports: dict[torch.device, Transport] = {}
         self.plans = Plans()
-        self.replays = Replays(asked=self.graphs is True) if self.graphs else None
+        self.replay = Replay(self.asked_replay)
 
     def __copy__(self) -> ContextParallel:
         """The same function over the same group, which plans and connects anew. A deep copy is the same."""
@@ -168,7 +173,7 @@ class ContextParallel:
             self.transport_name,
             self.deterministic,
             options,
-            self.graphs,
+            self.asked_replay,
             self.choice,
         )
 
@@ -253,7 +258,7 @@ class ContextParallel:
         q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
         if isinstance(self.variant, External):
             return calls.attend(q, k, v, plan, self.group)
-        out, lse = attend(q, k, v, plan, self.replays)
+        out, lse = attend(q, k, v, plan, self.replay.strategy(plan, q.device))
         return (out, lse) if return_lse else out
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
@@ -283,9 +288,9 @@ def _unpickled(
     transport: str,
     deterministic: bool,
     options: Options,
-    graphs: bool | str,
+    replay: str,
     choice: Choice | None,
 ) -> ContextParallel:
-    fn = ContextParallel(variant(name), None, kernel, transport, deterministic, options, graphs)
+    fn = ContextParallel(variant(name), None, kernel, transport, deterministic, options, replay)
     fn.choice = choice
     return fn

@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attention.executors import executor
 from attention.executors.plan import Plan
 from attention.geometry.layouts import Shard
 from attention.kernels import UnsupportedCall
 from attention.kernels.fit import fit
-from attention.runtime.cuda_graphs import Replays
-from attention.runtime.launch_trace import Run
+from attention.replay import key_of
+from attention.runtime import private
+from attention.runtime.strategy import Strategy
 from attention.transports import Transport
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: Strategy) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts."""
-    if wants_gradient(q, k, v) or _transformed():
-        out, lse, _ = _Attention.apply(q, k, v, plan, replays)
+    if wants_gradient(q, k, v) or private.transformed():  # a transform, which autograd refuses for a call of ours
+        out, lse, _ = _Attention.apply(q, k, v, plan, strategy)
         return out, lse
     with torch.no_grad():
-        out, lse, *_ = _forward(q, k, v, plan, replays, False)
+        out, lse, *_ = _forward(q, k, v, plan, strategy, False)
     # autograd forbids in-place changes to a view that was made under no_grad
     return (out.data if out._is_view() and not out.is_inference() else out), lse
 
@@ -35,21 +35,7 @@ def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def _transformed() -> bool:
-    """Whether forward-mode differentiation or a functorch transform is active: then autograd raises for our function."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
-def _launched(
-    name: object, run: Run, inputs: Sequence[Tensor], plan: Plan, replays: Replays | None
-) -> tuple[Tensor, ...]:
-    if replays is not None:
-        plan.transport.begin()  # a replay does not do it
-        return replays((plan, name), run, inputs)
-    return plan.launches(name, plan.state, run, inputs)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None, keep: bool) -> tuple[Tensor, ...]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: Strategy, keep: bool) -> tuple[Tensor, ...]:
     """(out, lse) and, if `keep`, the tensors that the backward needs."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -58,28 +44,28 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | Non
         plan.transport.join()
         return (out, lse, *saved) if keep else (out, lse)
 
-    return _launched(keep, run, (q, k, v), plan, replays)
+    return strategy(key_of(plan, "forward" if keep else "forward without gradients"), run, (q, k, v))
 
 
-def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, replays: Replays | None) -> tuple[Tensor, ...]:
+def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, strategy: Strategy) -> tuple[Tensor, ...]:
     def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         plan.transport.begin()
         grads = executor(plan.variant.executor).backward(dout, saved, plan)
         plan.transport.join()
         return grads
 
-    return _launched("backward", run, (dout, *saved), plan, replays)
+    return strategy(key_of(plan, "backward"), run, (dout, *saved))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, replays: Replays | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: Strategy
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, *saved = _forward(q, k, v, plan, replays, True)
+        out, lse, *saved = _forward(q, k, v, plan, strategy, True)
         node = q.new_empty(0)
         ctx.save_for_backward(*saved, node)
-        ctx.plan, ctx.replays = plan, replays
+        ctx.plan, ctx.strategy = plan, strategy
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # else zeros are allocated for the gradient of the LSE
         ctx.like = out.shape, out.dtype, out.device
@@ -93,7 +79,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros(shape, dtype=dtype, device=device)
         with torch.no_grad():
             (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
-            grads = _backward(given, saved, ctx.plan, ctx.replays)
+            grads = _backward(given, saved, ctx.plan, ctx.strategy)
         return *_first_order(grads, dout, node, ctx.plan.variant.name), None, None
 
 

@@ -20,6 +20,7 @@ from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
 from attention.kernels import Kernel, Shape, UnsupportedCall
 from attention.masks.band import Mask
+from attention.replay import Replay
 from attention.tensors import tokens
 from attention.transports import Transport
 from attention.variants.base import Variant
@@ -39,7 +40,7 @@ class Settings(Protocol):
     kernel_name: str
     transport_name: str
     deterministic: bool
-    graphs: bool | str
+    replay: Replay
     rank: int
     world: int
     layout: Layout
@@ -103,7 +104,6 @@ class Plans(dict[Hashable, Plan]):
     def __init__(self) -> None:
         super().__init__()
         self.packed: OrderedDict[Hashable, None] = OrderedDict()  # keys of packed batches, the last used at the end
-        self.known: set[Hashable] = set()  # shared by the plans: see `Launches`
 
     def add(self, key: Hashable, plan: Plan) -> None:
         while len(self) >= MOST_PLANS:
@@ -123,7 +123,7 @@ def plan_of(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) 
         return _decode_plan(spec, settings, plans, connect)
     found = plans.get(spec)
     if found is None:
-        found = build(spec, settings, connect, plans.known)
+        found = build(spec, settings, connect)
         plans.add(spec, found)
     if spec.packed:
         plans.use_packed(spec)
@@ -136,7 +136,7 @@ def _decode_plan(spec: CallSpec, settings: Settings, plans: Plans, connect: Conn
     key = spec._replace(cu_seqlens=tuple(n > 0 for n in sizes), kv_tokens=0)
     found = plans.get(key)
     if found is None:
-        found = build(spec, settings, connect, plans.known)
+        found = build(spec, settings, connect)
         plans.add(key, found)
     _check_share(spec, settings)
     if found.problem.cu_seqlens != spec.cu_seqlens:
@@ -144,8 +144,9 @@ def _decode_plan(spec: CallSpec, settings: Settings, plans: Plans, connect: Conn
     return found
 
 
-def build(spec: CallSpec, settings: Settings, connect: Connect, known: set[Hashable]) -> Plan:
-    """A new plan: the schedule bound to this rank, its kernel and its transport."""
+def build(spec: CallSpec, settings: Settings, connect: Connect) -> Plan:
+    """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, and UnsupportedCall for what the
+    kernel or replay=graphs can't do."""
     variant, options, shape = settings.variant, settings.options, spec.shape
     mask = Mask.of(spec.causal, spec.window)
     problem = variant.problem(spec.cu_seqlens, settings.world, mask, options, spec.q_tokens)
@@ -153,12 +154,10 @@ def build(spec: CallSpec, settings: Settings, connect: Connect, known: set[Hasha
     _check_call(spec, settings)
     kernel = _kernel(spec, settings, problem)
     transport = connect(spec.device)
-    if settings.graphs:
-        check_capturable(variant, options, transport, spec.device, settings.world)
     place, head = divmod(settings.rank, problem.ulysses)
     # whether one rank's kernel can write into another's memory
     writable = settings.world > 1 and spec.device.type == "cuda" and transport.pulls and shape.dtype != torch.float64
-    return Plan(
+    plan = Plan(
         variant=variant,
         problem=problem,
         rank=place,
@@ -173,8 +172,9 @@ def build(spec: CallSpec, settings: Settings, connect: Connect, known: set[Hasha
         transport=transport,
         options=options.resolved(writable),
         steps=plan_steps(problem, place, spec.scale, spec.packed, settings.deterministic, spec.device),
-        known=known,
     )
+    settings.replay.strategy(plan, spec.device)
+    return plan
 
 
 def _check_share(spec: CallSpec, settings: Settings) -> None:
@@ -205,23 +205,3 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
         calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse)
         return calls.kernel(variant, wanted, spec.shape, masks(problem))
     return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
-
-
-def check_capturable(
-    variant: Variant[Any], options: Options, transport: Transport, device: torch.device, world: int
-) -> None:
-    """Raises UnsupportedCall for calls that a CUDA graph can't capture."""
-    reason = None
-    if device.type != "cuda":
-        reason = f"a {device.type} has no CUDA graphs"
-    elif isinstance(variant, External):
-        reason = f"{variant.name} brings its own exchange"
-    elif variant.decode:
-        reason = "a decode's keys grow from call to call; capture the call yourself, between two lengths"
-    elif options.uncapturable is not None:
-        reason = options.uncapturable
-    elif world > 1 and not transport.pulls:
-        reason = f"transport={transport.name} may hang in a graph; symm is needed"
-        reason += f" ({transport.note})" if transport.note else ""
-    if reason is not None:
-        raise UnsupportedCall(f"graphs=True: {reason}")

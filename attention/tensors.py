@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.dtypes import accumulation_dtype
 from attention.masks.band import Interval
-from attention.runtime import launch_trace
+from attention.runtime.submit import outside_recording
 from attention.runtime.uploads import held, uploaded
 
 FEW = 8  # intervals up to which a copy of each is cheaper than one copy by token indices
@@ -63,7 +63,7 @@ def token_indices(intervals: tuple[Interval, ...], device: torch.device, dtype: 
 
 @lru_cache(maxsize=128)
 def _token_indices(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    with launch_trace.unseen():
+    with outside_recording():
         return uploaded(tokens_of(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
 
 

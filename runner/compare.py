@@ -4,7 +4,7 @@
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
 
 Two runs are compared when the same was asked of them: variant, options (with defaults written out, so a default that changed
-separates runs), workload, ranks, kernel, transport, graphs and timing. Of a run that was repeated in a set the latest counts.
+separates runs), workload, ranks, kernel, transport, replay and timing. Of a run that was repeated in a set the latest counts.
 
 The verdict on a pass follows from the 95% interval of the ratio of medians, B over A. It is slower or faster when the whole interval
 lies beyond the tolerance, even when the whole interval lies within it, and inconclusive otherwise or with fewer than 6 samples. The
@@ -86,17 +86,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def compare(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float, memory_tolerance: float) -> list[Pair]:
     """All runs of both sets in pairs, in the order of B's tables, then the runs that B lacks."""
-    before, after = _latest(a), _latest(b)
+    with_replay = all("replay" in run.result.config for run in (*a, *b))  # older results do not say
+    before, after = _latest(a, with_replay), _latest(b, with_replay)
     return [
         _pair(before.get(key), after.get(key), which, tolerance, memory_tolerance)
         for key in dict.fromkeys([*after, *before])
     ]
 
 
-def _latest(runs: Sequence[Run]) -> dict[tuple[object, ...], Run]:
+def _latest(runs: Sequence[Run], with_replay: bool) -> dict[tuple[object, ...], Run]:
     found: dict[tuple[object, ...], Run] = {}
     for run in runs:
-        key = _asked(run)
+        key = (*_asked(run), run.replay if with_replay else None)
         if key not in found or begun(run) >= begun(found[key]):
             found[key] = run
     return found

@@ -45,7 +45,7 @@ ROUNDS = 3
 LEAST_SAMPLES = 3  # of a turn, under order=auto
 LEAST_CPU_FLOP = 1e11  # of all samples of a run on a CPU, under order=auto; two cores do some 50 GFLOP/s
 METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # whose samples are one a call: `simple` has one mean
-COMPARED = ("attention", "kernel", "transport", "graphs", "launch.fault")
+COMPARED = ("attention", "kernel", "transport", "replay", "launch.fault")
 
 
 def groups(jobs: Sequence[Sequence[str]]) -> list[list[int]]:

@@ -108,7 +108,7 @@ class Estimate:
 @dataclass(frozen=True)
 class Choice:
     """`estimates`: the best first. `left_out`: why, by a candidate's label. `basis`: the rates and links that the estimates use.
-    `replayable`: whether graphs=True would take the launches away. `tried`: measured ms by label, the fastest first."""
+    `replayable`: whether replay=graphs would take the launches away. `tried`: measured ms by label, the fastest first."""
 
     estimates: tuple[Estimate, ...]
     left_out: Mapping[str, str]
@@ -135,7 +135,7 @@ class Choice:
             f"{total('exposed')}, merges {total('merges')}"
         )
         if any(each.host > each.gpu for each in best.both):
-            text += ", bound by the host" + (", which graphs=True takes out" if self.replayable else "")
+            text += ", bound by the host" + (", which replay=graphs takes out" if self.replayable else "")
         if best.forward.copies:
             text += f", copies for graphs {total('copies')}"
         if self.tried:
@@ -159,14 +159,6 @@ class Choice:
             "tried_ms": dict(self.tried) or None,
             "left_out": dict(self.left_out),
         }
-
-
-def check_graphs(name: str, graphs: Any) -> None:
-    """Raises ValueError for a value that is not True, False or, of attention=auto, "auto"."""
-    if graphs == "auto" and name != AUTO:
-        raise ValueError(f"graphs='auto': attention=auto decides that; for {name} give True or False")
-    if not isinstance(graphs, bool) and graphs != "auto":
-        raise ValueError(f"graphs={graphs!r}: must be True or False, or of attention=auto 'auto'")
 
 
 def check_trials(trials: Any) -> None:

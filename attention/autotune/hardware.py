@@ -95,7 +95,7 @@ class Machine:
     """`gpu`: its name in the tables, empty for a CPU. `kernel` gives the kernel that does all of these masks, or raises ValueError.
     `transports` that work here. `memory`: bytes that a rank may hold beside its inputs. `graphed`: whole calls are captured in a CUDA
     graph. `replayed`: forward and backward are replayed from CUDA graphs, inputs copied in and results out; "auto": where that is
-    faster."""
+    faster. `launch_replay`: launches are replayed where they can be recorded."""
 
     gpu: str
     kernel: KernelOf
@@ -107,6 +107,7 @@ class Machine:
     ceilings: Ceilings | None = None
     graphed: bool = False
     replayed: bool | str = False
+    launch_replay: bool = True
     found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

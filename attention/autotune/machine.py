@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NEEDED = ("heads", "head_dim")  # and tokens or cu_seqlens
 KNOWN = (
     "tokens", "cu_seqlens", "batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "window", "backward", "q_tokens",
-    "device", "memory_gb", "ceilings", "graphed", "graphs", "trials", "deterministic",
+    "device", "memory_gb", "ceilings", "graphed", "replay", "trials", "deterministic",
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def decide(
     given: `tokens` of a sequence or a packed batch's global `cu_seqlens`; `heads`, `head_dim`; `kv_heads` (default: as many as heads),
     `batch` (1), `dtype` (torch.bfloat16), `causal` (False), `window`, `backward` (True), `q_tokens` of a decode, `device` (CUDA where
     there is one), `memory_gb` that a rank may hold beside its inputs (default: all of the GPU's), `ceilings` in place of measured links,
-    and of the rates of a GPU that the table lacks, `graphed` where whole calls are captured in a CUDA graph, `graphs` and
+    and of the rates of a GPU that the table lacks, `graphed` where whole calls are captured in a CUDA graph, `replay` and
     `deterministic` as `make` has them. `trials`: of so many variants, at least 2, the best is run on random inputs and the fastest
     taken. That takes some seconds, for long sequences some iterations each; all of them hold their memory at once, and what they
     exchange through is kept, as any call's is, until `transports.release()`.
@@ -115,7 +115,7 @@ def machine(
     if task.world > 1:
         works = transports.select(transport, device, group).name
     both = ["nccl"] if cuda and transport == "auto" and works != "nccl" else []
-    memory = given.get("memory_gb")
+    memory, replay = given.get("memory_gb"), given.get("replay", "none")
     return Machine(
         gpu=kernels.gpu_name() if cuda else "",
         kernel=kernel_of,
@@ -126,7 +126,8 @@ def machine(
         memory=memory * 1e9 if memory is not None else _gpu_memory(device) if cuda else None,
         ceilings=given.get("ceilings"),
         graphed=bool(given.get("graphed")),
-        replayed=given.get("graphs") or False,
+        replayed="auto" if replay == "auto" else replay == "graphs",
+        launch_replay=replay != "none",
     )
 
 

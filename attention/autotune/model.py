@@ -147,6 +147,7 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
         VARIANTS[candidate.variant], problem, task.shapes, candidate.options, pulls=pulls, packed=task.packed
     )
     traced = pulls and policy.replays_launches(kernel, task.tokens) and candidate.options.uncapturable is None
+    traced = traced and machine.launch_replay
 
     def slowest(backward: bool) -> Duration:
         clock = _Clock(task, machine, problem, kernel, transport, backward, traced)

@@ -67,8 +67,7 @@ def fastest(functions: Mapping[str, ContextParallel], task: Task, *, device: tor
         refusals = {label: _refusal(fn, inputs) for label, fn in functions.items()}
         ms = _timed({label: fn for label, fn in functions.items() if refusals[label] is None}, inputs)
         for fn in functions.values():
-            if fn.replays is not None:
-                fn.replays.forget()
+            fn.replay.graphs.forget()
     return Tried(_sorted(ms), {label: why for label, why in refusals.items() if why is not None})
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attention.executors.policy import local_kv_apart, replays_launches
+from attention.executors.policy import local_kv_apart
 from attention.geometry.layouts import CuSeqlens, Shard
 from attention.geometry.schedules import Block, Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
@@ -27,7 +27,6 @@ from attention.geometry.transfers import (
 )
 from attention.kernels import Call, Kernel
 from attention.masks.band import Interval, Mask
-from attention.runtime.launch_replay import Launches
 from attention.runtime.priority_stream import Front, Inline
 from attention.transports import Message, Messages, Transport
 
@@ -78,26 +77,10 @@ class Plan:
     transport: Transport
     options: Any  # of the base that the executor reads
     steps: tuple[PlannedStep, ...]
-    known: set[Hashable]  # of the function's plans: `Launches`
 
     def peer(self, place: int) -> int:
         """The rank that a ring's place is reached at."""
         return place * self.problem.ulysses + self.head
-
-    @property
-    def state(self) -> Hashable:
-        """All that its passes' launches depend on beside it. None where they are not played (`tape`)."""
-        return self.transport.state() if self.playable else None
-
-    @cached_property
-    def playable(self) -> bool:
-        each = self.problem.cu_seqlens[-1] // self.problem.ranks
-        known = replays_launches(self.kernel.name, each) and not self.variant.decode
-        return known and self.transport.pulls
-
-    @cached_property
-    def launches(self) -> Launches:
-        return Launches(self.known)
 
     @cached_property
     def own_apart(self) -> bool:

@@ -47,6 +47,9 @@ def group_sizes(
     return [*first, kv_heads - sum(first) - sum(last), *last]
 
 
+REPLAY = ("none", "launches", "graphs", "auto")  # the option `replay` of `attention.make`
+
+
 def replays_launches(kernel: str, tokens: int) -> bool:
     """Whether the launches of a call with so many tokens a rank are recorded and replayed."""
     return kernel in TRACED and tokens <= MOST_TRACED

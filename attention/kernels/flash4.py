@@ -17,10 +17,10 @@ from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
 from attention.masks.band import Mask
-from attention.runtime import flash4_launches as direct
+from attention.runtime.flash4_launches import Launches
+from attention.runtime.private import FLASH4_VERSION
 
-INSTALL = f"pip install flash-attn-4=={direct.VERSION}"
-
+INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims on sm90; at 80 dq is wrong (4.0.0b36)
 
@@ -51,12 +51,6 @@ class Flash4:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         out, lse = into or (dense_like(q), lse_like(q))
-        seen, tensors = remembered(), (q, k, v, out, lse)
-        key = _key("forward", call, tensors)
-        known = seen.found.get(key)
-        if isinstance(known, direct.Forward):
-            known(_lengths(call), *tensors)
-            return out, lse
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
         empty = rows_without_keys(q, k, call)
@@ -77,7 +71,7 @@ class Flash4:
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
         )
-        result = seen.call(key, run, lambda launches: direct.forward_of(launches, tensors, _lengths(call)))
+        result = launches().call(run)
         return settle((result[0], result[1]), (out, lse))
 
     def backward(
@@ -93,12 +87,6 @@ class Flash4:
     ) -> Triple:
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
         lse = _as_taken(lse)
-        seen, tensors = remembered(), (q, k, v, out, dout, lse, dq, dk, dv)
-        key = None if call.deterministic else _key("backward", call, tensors)
-        known = seen.found.get(key)
-        if isinstance(known, direct.Backward):
-            known(_lengths(call), *tensors)
-            return dq, dk, dv
         if q.numel() == 0 or k.numel() == 0:
             return dq.zero_(), dk.zero_(), dv.zero_()
         empty = rows_without_keys(q, k, call)
@@ -123,8 +111,7 @@ class Flash4:
             dk=dk if writable(dk) else None,
             dv=dv if writable(dv) else None,
         )
-        result = seen.call(key, run, lambda launches: direct.backward_of(launches, tensors, _lengths(call)))
-        return settle(result, (dq, dk, dv))
+        return settle(launches().call(run), (dq, dk, dv))
 
 
 @lru_cache
@@ -152,20 +139,8 @@ def _functions() -> ModuleType:
 
 
 @lru_cache(maxsize=1)
-def remembered() -> direct.Remembered:
-    return direct.Remembered(_functions())
-
-
-def _key(which: str, call: Call, tensors: tuple[Tensor, ...]) -> object:
-    """All that the package's choice of kernels, and what they take beside the tensors and lengths, depends on."""
-    q, lengths = tensors[0], _lengths(call)
-    mask = call.mask.left, call.mask.right
-    pack = (call.max_q, call.max_k, len({x.data_ptr() for x in lengths}), *direct.forms(lengths)) if lengths else ()
-    return which, q.get_device(), mask, call.scale, pack, *direct.forms(tensors)
-
-
-def _lengths(call: Call) -> direct.Lengths:
-    return () if call.cu_q is None or call.cu_k is None else (call.cu_q, call.cu_k)
+def launches() -> Launches:
+    return Launches(_functions())
 
 
 def _add_cutlass_to_path() -> None:
@@ -203,8 +178,8 @@ def writable(x: Tensor, align: int = 16) -> bool:
 
 
 def _as_taken(lse: Tensor) -> Tensor:
-    """As the backward's kernels take it, every row on a multiple of 16 bytes, or dense: the package would copy it, and what it does
-    more than launch kernels is done again in each call."""
+    """As the backward's kernels take it, every row on a multiple of 16 bytes, or dense: else the package copies it, by operators that
+    a recording does not know."""
     dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
     return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
 

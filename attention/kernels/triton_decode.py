@@ -22,7 +22,7 @@ from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCa
 from attention.masks.band import Mask
 from attention.ops.merge_n import merge_n_triton
 from attention.reduction.lse_merge import empty_result
-from attention.runtime.triton_launcher import MOST, Start
+from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 MAX_ROWS = 64  # queries per program: a larger accumulator costs the occupancy that hides the loads
 MAX_ROWS_FP32 = 16  # without tensor cores the operands are in registers, too
@@ -264,12 +264,12 @@ def _start(
     scale: float,
     splits: int,
     stages: int,
-) -> Start:
+) -> TritonLauncher:
     """The launcher for q of that shape; strides of q, k, v, the parts and their LSEs."""
     batch, n_queries, heads, head_dim = shape
     tiles, group, fp32 = _tiles(shape, kv_heads, dtype), heads // kv_heads, dtype == torch.float32
     of_q, of_k, of_v, of_parts, of_lses = strides
-    return Start(
+    return TritonLauncher(
         _split,
         (kv_heads * tiles.row_blocks, splits, batch),
         (

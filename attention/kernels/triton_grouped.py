@@ -23,8 +23,8 @@ from attention.kernels.aten import name_of
 from attention.kernels.interface import Pair, settle
 from attention.kernels.triton_decode import dtype_rule
 from attention.reduction.lse_merge import empty_result
-from attention.runtime import launch_trace
-from attention.runtime.triton_launcher import MOST, Start
+from attention.runtime.submit import outside_recording
+from attention.runtime.triton_launcher import MOST, TritonLauncher
 from attention.runtime.uploads import held, uploaded
 
 MAX_GROUPS = 8
@@ -328,11 +328,11 @@ def _start(
     tiles: Tiling,
     scale: float,
     causal: bool,
-) -> Start:
+) -> TritonLauncher:
     """strides: of q, k, v and out."""
     batch, n_queries, heads, head_dim = q_shape
     chunk = n_queries // groups
-    return Start(
+    return TritonLauncher(
         _grouped,
         (triton.cdiv(chunk, tiles.rows), heads, batch),
         (scale * LOG2E, chunk, k_shape[1], heads, *(n for each in strides for n in each[:3])),
@@ -353,7 +353,7 @@ def _start(
 @lru_cache(maxsize=256)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[G]`; cached, so that a repeated call copies nothing to the device."""
-    with launch_trace.unseen():
+    with outside_recording():
         return uploaded(np.array(ends, np.int32), device)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.runtime.triton_launcher import MOST, Start
+from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 TILE = 8192  # elements per program: 32 per thread with 8 warps, four 16-byte loads of bf16
 COLUMNS = 2048
@@ -58,13 +58,13 @@ def copy_triton(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 @lru_cache(maxsize=MOST)
-def _start(shape: torch.Size, target: tuple[int, ...], source: tuple[int, ...], n: int) -> Start:
+def _start(shape: torch.Size, target: tuple[int, ...], source: tuple[int, ...], n: int) -> TritonLauncher:
     n_tokens, heads, head_dim = shape[-3:]
     batch, columns = (shape[0] if len(shape) == 4 else 1), heads * head_dim
     width = min(triton.next_power_of_2(columns), COLUMNS)
     height = max(1, TILE // width)
     strides = [(x[0] if batch > 1 else 0, x[-3]) for x in (target, source)]
-    return Start(
+    return TritonLauncher(
         _copy,
         (triton.cdiv(n_tokens, height), triton.cdiv(columns, width), batch * n),
         (n_tokens, columns, *strides[0], *strides[1]),
@@ -99,9 +99,9 @@ def copy_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 @lru_cache(maxsize=MOST)
-def _words(sizes: tuple[int, ...]) -> Start:
+def _words(sizes: tuple[int, ...]) -> TritonLauncher:
     words = tuple(size // 4 for size in sizes)
     ends = tuple(accumulate(triton.cdiv(n, WORDS) for n in words))
     # Triton would compile again for each pattern of ones and multiples of 16; 2n + 1 (n > 0) is neither
     odd = tuple(tuple(2 * n + 1 for n in each) for each in (words, ends))
-    return Start(_copy_words, (ends[-1],), odd, N=len(sizes), WORDS=WORDS, num_warps=8)
+    return TritonLauncher(_copy_words, (ends[-1],), odd, N=len(sizes), WORDS=WORDS, num_warps=8)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.runtime.triton_launcher import MOST, Start
+from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 ROWS = 32  # a cache line of the LSE
 TILE = 4096  # elements per program: 32 per thread with 4 warps, four 16-byte loads of bf16 per part
@@ -88,7 +88,7 @@ def merge_triton(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, 
 
 
 @lru_cache(maxsize=MOST)
-def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> Start:
+def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> TritonLauncher:
     """strides: of out, of the two parts, and of their LSEs."""
     n_tokens, heads, head_dim = shape[-3:]
     batch = shape[0] if len(shape) == 4 else 1
@@ -100,4 +100,4 @@ def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> Start:
     for *before, head, token in strides[3:]:
         numbers += [before[0] if batch > 1 else 0, head, token]
     grid = (triton.cdiv(n_tokens, rows) * heads, batch)
-    return Start(_merge, grid, tuple(numbers), ROWS=rows, BLOCK_D=block_d)
+    return TritonLauncher(_merge, grid, tuple(numbers), ROWS=rows, BLOCK_D=block_d)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.results import result_tensors
-from attention.runtime.triton_launcher import MOST, Start
+from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 TILE = 4096  # fp32 elements of [rows, parts, head dim] per program: 32 registers per thread with 4 warps
 
@@ -96,13 +96,13 @@ def merge_n_triton(
 
 
 @lru_cache(maxsize=MOST)
-def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> Start:
+def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> TritonLauncher:
     n, batch, n_tokens, heads, head_dim = shape
     block_d = triton.next_power_of_2(head_dim)
     at_once = min(triton.next_power_of_2(max(n, 1)), max(1, TILE // block_d))
     rows = min(triton.next_power_of_2(n_tokens), max(1, TILE // (block_d * at_once)))
     of_parts, of_lses, of_out, of_lse = strides
-    return Start(
+    return TritonLauncher(
         _merge_n,
         (triton.cdiv(n_tokens, rows), heads, batch),
         (n, n_tokens, head_dim, *of_parts[:4], *of_lses, *of_out[:3], *of_lse),

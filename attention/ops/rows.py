@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.runtime.triton_launcher import MOST, Start
+from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 TILE = 4096  # elements per program: 16 per thread with 8 warps
 COLUMNS = 2048
@@ -75,13 +75,13 @@ def sum_rows(out: Tensor, to: Tensor, parts: Numbered) -> None:
 
 
 @lru_cache(maxsize=MOST)
-def _start(shape: torch.Size, n_rows: int, strides: tuple[tuple[int, ...], ...], fp64: bool) -> Start:
+def _start(shape: torch.Size, n_rows: int, strides: tuple[tuple[int, ...], ...], fp64: bool) -> TritonLauncher:
     """strides: of out and of the parts."""
     batch, columns = (shape[0] if len(shape) == 4 else 1), shape[-2] * shape[-1]
     width = min(triton.next_power_of_2(columns), COLUMNS)
     height = max(1, TILE // width)
     steps = [(x[0] if batch > 1 else 0, x[-3]) for x in strides]
-    return Start(
+    return TritonLauncher(
         _sum_rows,
         (triton.cdiv(n_rows, height), triton.cdiv(columns, width), batch),
         (n_rows, columns, *steps[0], tuple(x[0] for x in steps[1:]), tuple(x[1] for x in steps[1:])),

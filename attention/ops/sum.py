@@ -17,7 +17,7 @@ from attention.dtypes import accumulation_dtype
 from attention.geometry.sum_ranges import MOST, ranges
 from attention.geometry.transfers import Intervals
 from attention.runtime.triton_launcher import MOST as MOST_STARTS
-from attention.runtime.triton_launcher import Start
+from attention.runtime.triton_launcher import TritonLauncher
 
 TILE = 2048  # elements per program: 16 per thread with 4 warps, two 16-byte loads of bf16 per part
 COLUMNS = 1024
@@ -99,7 +99,7 @@ def sum_triton(outs: Sequence[Tensor], parts: Sequence[tuple[Sequence[Tensor], I
 class _Piece:
     """One launch of a sum, and the numbers of the parts that it adds."""
 
-    start: Start
+    start: TritonLauncher
     parts: tuple[int, ...]
 
 
@@ -123,7 +123,7 @@ def _pieces(
         n = triton.next_power_of_2(len(entries)) if entries else 0
         numbers = [e.part for e in entries] + [entries[0].part] * (n - len(entries)) if entries else []
         spare = (0,) * (n - len(entries))
-        start = Start(
+        start = TritonLauncher(
             _sum,
             (triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads * together),
             (

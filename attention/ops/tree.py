@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.geometry.mailbox import PIECE, Mailbox, pieces
-from attention.runtime.triton_launcher import MOST, Start
+from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 AT_ONCE = 64  # splits that a program loads at once
 WARP = 32  # threads: each flag is read by one of them
@@ -156,10 +156,10 @@ def _start(
     boxes: int,
     box: Mailbox,
     rank: int,
-) -> Start:
+) -> TritonLauncher:
     batch, queries, heads, head_dim = shape
     grid = (pieces(batch * queries * heads, head_dim),)
-    return Start(
+    return TritonLauncher(
         _exchange,
         grid,
         (

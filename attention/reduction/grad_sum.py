@@ -17,7 +17,7 @@ from attention.geometry.sum_ranges import MOST
 from attention.geometry.transfers import Intervals
 from attention.geometry.weighted_lru import memo
 from attention.masks.band import Interval
-from attention.runtime import launch_trace
+from attention.runtime.submit import outside_recording
 from attention.runtime.uploads import held, uploaded
 from attention.tensors import (
     FEW,
@@ -114,7 +114,7 @@ def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
     """int32 `[n]`: for each of n tokens its index in a part over the intervals, -1 where the part lacks it."""
     found = np.full(n, -1, np.int32)
     found[tokens_of(intervals)] = np.arange(length(intervals))
-    with launch_trace.unseen():
+    with outside_recording():
         return uploaded(found, device)
 
 

@@ -1,6 +1,6 @@
-"""Passes replayed from CUDA graphs. With few tokens a GPU the host takes longer to launch a pass than the GPU to do it; a graph
-is launched at once. It reads and writes where it did when it was captured, so its inputs are copied there and its results
-from there, which takes the GPU some tens of µs."""
+"""CUDA graph replay: forward and backward are captured, and launched as one graph each from then on. That removes the CPU launch
+overhead, which bounds calls with few tokens a GPU. A graph reads and writes the memory that it was captured with: inputs are copied
+there and results from there, which takes the GPU some tens of µs."""
 
 from __future__ import annotations
 
@@ -15,68 +15,72 @@ from torch import Tensor
 
 from attention import profiling
 from attention.kernels.interface import UnsupportedCall
+from attention.runtime import private
 from attention.runtime.batched_copy import copy_all
-from attention.runtime.launch_trace import Run
+from attention.runtime.strategy import Key, Run, Strategy
 from attention.runtime.streams import capturing, current
 from attention.runtime.uploads import holding
 
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
 
-_every: WeakSet[Replays] = WeakSet()
+_every: WeakSet[GraphReplay] = WeakSet()
 
 
-class Replays:
-    """A function's passes: a pass is run as it is the first and the second time, captured behind the second, when all that is
-    compiled, allocated or kept for it is there, and replayed from then on. Where phases are recorded, or the caller is capturing
-    a graph of its own, it is run as it is.
+class GraphReplay:
+    """A strategy: a call is eager the first and the second time, captured after the second, when all that is compiled, allocated or kept
+    for it is there, and replayed from then on. It stays eager where phases are recorded or the caller captures a graph of its own.
 
-    asked: by the caller, who is told what can't be captured; else that is launched.
+    fallback: the strategy of calls that can't be captured; None: they raise.
     All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
 
-    def __init__(self, asked: bool = True) -> None:
-        self.asked = asked
+    def __init__(self, fallback: Strategy | None = None) -> None:
+        self.fallback = fallback
         self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
         self.places: dict[torch.device, _Place] = {}
-        self.refused: set[Hashable] = set()
+        self.refused: dict[Hashable, Strategy] = {}
         _every.add(self)
 
-    def __call__(self, name: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`run(*inputs)`, whose launches depend on `name` and the inputs' shapes alone. Raises UnsupportedCall where it can't be
-        captured."""
+    def __call__(self, key: Key, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`run(*inputs)`, whose launches depend on the key's owner and stage and the inputs' shapes alone. Raises UnsupportedCall where
+        it can't be captured and there is no fallback."""
         device = inputs[0].device
         if profiling.active() or capturing(device):
             return run(*inputs)
-        key = (name, device, *(x.shape for x in inputs))
-        if key in self.refused:
-            return run(*inputs)
-        graph = self.graphs.get(key)
+        form = (key.owner, key.stage, device, *(x.shape for x in inputs))
+        if form in self.refused:
+            return self.refused[form](key, run, inputs)
+        graph = self.graphs.get(form)
         if graph is not None:
-            self.graphs.move_to_end(key)
+            self.graphs.move_to_end(form)
+            key.begin()
             return graph.replay(inputs)
         inputs = [x.contiguous() for x in inputs]  # as a graph's own are, so that nothing is compiled in its capture
         results = run(*inputs)
-        if key in self.graphs:
-            self.graphs.move_to_end(key)
-            try:
-                self._capture(key, run, inputs)
-            except UnsupportedCall as error:
-                if self.asked:
-                    raise
-                warnings.warn(f"{error}; it is launched from now on", stacklevel=2)
-                self.refused.add(key)
-                del self.graphs[key]
+        if form in self.graphs:
+            self.graphs.move_to_end(form)
+            self._try_capture(form, run, inputs)
         else:
             while len(self.graphs) >= MOST:
                 self._drop()
-            self.graphs[key] = None
+            self.graphs[form] = None
         return results
 
-    def _capture(self, key: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
+    def _try_capture(self, form: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
+        try:
+            self._capture(form, run, inputs)
+        except UnsupportedCall as error:
+            if self.fallback is None:
+                raise
+            warnings.warn(f"{error}; its launches are replayed from now on", stacklevel=3)
+            self.refused[form] = self.fallback
+            del self.graphs[form]
+
+    def _capture(self, form: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
         device = inputs[0].device
         if device not in self.places:
             self.places[device] = _Place(device)
         try:
-            self.graphs[key] = _Graph(run, inputs, self.places[device])
+            self.graphs[form] = _Graph(run, inputs, self.places[device])
         except Exception:
             del self.places[device]  # what a broken capture leaves of it is not used again
             raise
@@ -92,9 +96,9 @@ class Replays:
 
 
 class _Place:
-    """What a function's graphs share: the memory for what lives within a pass, since nothing in it is wanted when a replay is
-    over (and is used again within one stream only, so they are captured on one), and therefore the order in which they run,
-    whatever streams they are called on."""
+    """What a function's graphs share: the memory of tensors that live within a call, since nothing in it is needed after a replay. So
+    they run one after another, whatever streams they are called on, and are captured on one stream, as an allocator's pool uses memory
+    again within one stream only."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -109,8 +113,7 @@ class _Place:
 
 
 class _Graph:
-    """One captured pass. `given` are its inputs' places, `made` its results that are not inputs, `kept` what it reads beside
-    them."""
+    """One captured call. given: its inputs in the graph's memory; made: its results that are not inputs; kept: what else it reads."""
 
     def __init__(self, run: Run, inputs: Sequence[Tensor], place: _Place):
         self.place = place
@@ -144,7 +147,7 @@ class _Graph:
             self._close()
             first = first or error
             if isinstance(first, RuntimeError) and not isinstance(first, torch.OutOfMemoryError):
-                raise UnsupportedCall(f"graphs=True: this call can't be captured: {first}") from first
+                raise UnsupportedCall(f"replay=graphs: this call can't be captured: {first}") from first
             raise first from None
 
     def _close(self) -> None:
@@ -154,8 +157,7 @@ class _Graph:
         except RuntimeError:
             index, pool = self.place.device.index, self.place.pool
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(index, pool)
-                torch._C._cuda_releasePool(index, pool)
+                private.end_pool(index, pool)
 
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -173,8 +175,8 @@ class _Graph:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What graphs on a device hold for what lives within a pass only, which the allocator does not count as allocated."""
-    pools = {tuple(place.pool) for replays in _every for place in replays.places.values()}
+    """What graphs on a device hold for tensors that live within a call, which the allocator does not count as allocated."""
+    pools = {tuple(place.pool) for replay in _every for place in replay.places.values()}
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
@@ -183,6 +185,6 @@ def held_bytes(device: torch.device) -> int:
 
 
 def forget() -> None:
-    """Let go of all graphs, as the memory that they exchange through is about to be given back; they are captured anew."""
-    for replays in list(_every):
-        replays.forget()
+    """Drop all graphs, before the memory that they exchange through is given back; they are captured anew."""
+    for replay in list(_every):
+        replay.forget()

@@ -1,74 +1,90 @@
-"""Which launched passes are played from a tape."""
+"""Launch replay: a call's launches are recorded once, and made again on other inputs, without the Python that found out what to
+launch."""
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from attention import profiling
-from attention.runtime.launch_trace import Recorder, Run, Tape, shared
+from attention.runtime import private
+from attention.runtime.launch_recorder import LaunchRecorder, shared
+from attention.runtime.launch_trace import LaunchTrace
+from attention.runtime.strategy import Key, Run
 from attention.runtime.streams import capturing
 
-MOST = 16  # tapes of a plan: of its forward and backward for so many strides, streams and places of symmetric memory
+MOST = 16  # traces of a plan: of its forward and backward for so many strides, streams and places of symmetric memory
 MOST_KNOWN = 1024  # forms of a function
-TRIES = 3  # recordings of one form, where the first give no tape, as when a kernel is compiled in them
-ALIGNED = 16  # bytes: how kernels are compiled and chosen depends on addresses by this
+TRIES = 3  # recordings of one form; the first may fail because a kernel is compiled in it
+ALIGNED = 16  # bytes: how kernels are compiled and chosen depends on addresses modulo this
+
+Traces = OrderedDict[Hashable, LaunchTrace | list[str]]  # by form; or why each recording gave none
 
 
-class Launches:
-    """A plan's passes as they are launched: run as they are, recorded the second time, and played from then on. known: forms that plans
-    of the same function, of other packs, have tapes of; they are recorded the first time."""
+class LaunchReplay:
+    """A strategy: a call is eager the first time, recorded the second time, and replayed from then on. It stays eager where it can't be
+    recorded, where phases or launches are profiled, and where a CUDA graph is captured.
 
-    def __init__(self, known: set[Hashable] | None = None) -> None:
-        self.known = set() if known is None else known
-        self.tapes: OrderedDict[Hashable, Tape | list[str]] = OrderedDict()  # or why a recording gave none
+    known: the forms that have traces. A plan for other lengths of a packed batch records them the first time."""
 
-    def __call__(self, name: Hashable, state: Hashable, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`run(*inputs)`, which depends on `name` and the inputs' forms, and otherwise on `state` alone; None of it: on more."""
+    def __init__(self) -> None:
+        self.known: set[Hashable] = set()
+        self.traces: WeakKeyDictionary[Any, Traces] = WeakKeyDictionary()  # by plan
+
+    def __call__(self, key: Key, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`run(*inputs)`, whose launches depend on the key and the inputs' forms alone."""
         device = inputs[0].device
         if (
-            state is None
+            key.state is None
             or profiling.active()
-            or _watched()
+            or private.profiled()
             or capturing(device)
-            or torch._C._cuda_getDevice() != device.index
+            or private.current_device() != device.index
         ):
             return run(*inputs)
         different = len({x.data_ptr() for x in inputs})
-        stream = torch._C._cuda_getCurrentStream(device.index)
-        key = (name, state, stream, different, shared(inputs), *map(_form, inputs))
-        if key not in self.tapes:
-            while len(self.tapes) >= MOST:
-                self.tapes.popitem(last=False)
-            self.tapes[key] = []
-            if key not in self.known:
+        stream = private.stream_id(device.index)
+        form = (key.stage, key.state, stream, different, shared(inputs), *map(_form, inputs))
+        traces = self.traces.setdefault(key.owner, OrderedDict())
+        if form not in traces:
+            while len(traces) >= MOST:
+                traces.popitem(last=False)
+            traces[form] = []
+            if form not in self.known:
                 return run(*inputs)  # what is compiled, allocated or kept for it is there the next time
-        tape = self.tapes[key]
-        self.tapes.move_to_end(key)
-        if isinstance(tape, Tape):
-            return tape.play(inputs)
-        if len(tape) == TRIES:
+        traces.move_to_end(form)
+        trace = traces[form]
+        if isinstance(trace, LaunchTrace):
+            return trace.replay(inputs)
+        if len(trace) == TRIES:
             return run(*inputs)
-        recorder = Recorder(inputs, lambda: torch._C._cuda_getCurrentStream(device.index))
+        return self._record(traces, form, trace, key, run, inputs)
+
+    def _record(
+        self, traces: Traces, form: Hashable, failed: list[str], key: Key, run: Run, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Runs the call. failed: why earlier recordings of it gave no trace."""
+        index = inputs[0].device.index
+        recorder = LaunchRecorder(inputs, lambda: private.stream_id(index))
         with torch.no_grad():
             results = recorder.record(run)
-        found = recorder.tape(results)
-        self.tapes[key] = found if isinstance(found, Tape) else [*tape, found]
-        if isinstance(found, Tape):
+        found = recorder.trace(results)
+        if isinstance(found, LaunchTrace):
+            traces[form] = found
             if len(self.known) >= MOST_KNOWN:
                 self.known.clear()
-            self.known.add(key)
+            self.known.add(form)
+        else:
+            traces[form] = [*failed, found]
+            if len(failed) + 1 == TRIES:
+                warnings.warn(f"replay=launches: this {key.stage} stays eager: {found}", stacklevel=3)
         return results
-
-
-def _watched() -> bool:
-    """Whether a profiler hooks Triton's launches, if there is a Triton."""
-    start = sys.modules.get("attention.runtime.triton_launcher")
-    return start is not None and start.watched()
 
 
 def _form(x: Tensor) -> Hashable:

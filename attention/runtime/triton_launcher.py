@@ -1,5 +1,5 @@
-"""Starting a Triton kernel. At each start Triton looks at every argument, which takes the host longer than a small kernel
-takes the GPU; here a start is made ready once for its shapes, and goes straight to the compiled kernel from then on."""
+"""Launches of a Triton kernel. Triton looks at every argument of each launch, which takes more CPU time than a small kernel takes the
+GPU; a `TritonLauncher` prepares a launch once for its shapes, and calls the compiled kernel directly from then on."""
 
 from __future__ import annotations
 
@@ -8,81 +8,82 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 
-from attention.runtime import launch_trace
+from attention.runtime import private
 from attention.runtime.streams import on_device
+from attention.runtime.submit import refuse_recording, submit
 
-ALIGNED = 16  # Triton compiles other code for addresses and numbers that are multiples of it
-MOST = 4096  # starts that a kind of call keeps ready
+ALIGNED = 16  # Triton compiles other code for addresses and integers that are multiples of it
+MOST = 4096  # launchers that a kind of call keeps
 
 
-class Start:
-    """All of a start but its tensors: the kernel, whose parameters are tensors (or tuples of them), then whole numbers that
-    change from call to call, then `numbers` (or tuples of them), then constants; the grid; the constants and Triton's options
-    by name."""
+class TritonLauncher:
+    """A launch but for its tensors. The kernel's parameters are tensors (or tuples of them), then integers that change from call to
+    call, then `numbers` (or tuples of them), then constants. constants: those and Triton's options, by name."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], **constants: Any):
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.grid = (*grid, 1, 1)[:3]
         self.compiled: dict[tuple[object, ...], Any] = {}
-        self.rest: tuple[Any, ...] = ()  # what a compiled kernel takes behind the tensors
+        self.rest: tuple[Any, ...] = ()  # what a compiled kernel takes after the tensors and changing integers
 
     def __call__(self, *tensors: Tensor | tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
-        """On the device of the first tensor, which is not a tuple and where all of them are, and on its current stream."""
+        """On the device of the first tensor, which is no tuple, and where all of them are, and on its current stream."""
         first = tensors[0]
         assert isinstance(first, Tensor)
-        dtypes: list[torch.dtype] = []
-        flat: list[int] = []
-        addresses: list[int | tuple[int, ...]] = []
-        for x in tensors:
-            if isinstance(x, tuple):
-                every = tuple([each.data_ptr() for each in x])
-                dtypes += [each.dtype for each in x]
-                flat += every
-                addresses.append(every)
-            else:
-                at = x.data_ptr()
-                dtypes.append(x.dtype)
-                flat.append(at)
-                addresses.append(at)
-        # what Triton tells apart
-        aligned = tuple([at % ALIGNED == 0 for at in flat])
-        key = (
-            first.get_device(),
-            tuple(dtypes),
-            aligned,
-            tuple([(n == 1, n % ALIGNED == 0, n >= 2**31) for n in changing]),
-        )
+        key, addresses = _key(first, tensors, changing)
         compiled = self.compiled.get(key)
         with on_device_of(first):
             if compiled is None:
-                compiled = self.kernel[self.grid](*tensors, *changing, *self.numbers, **self.constants)
-                if compiled is not None:  # the interpreter compiles nothing
-                    names = self.kernel.arg_names[len(tensors) + len(changing) + len(self.numbers) :]
-                    self.rest = (*self.numbers, *(self.constants[name] for name in names))
-                    self.compiled[key] = compiled
-                    launch_trace.cannot("a kernel was compiled")
-            else:
-                rest = *changing, *self.rest
-                if watched():
-                    compiled[self.grid](*addresses, *rest)
-                    launch_trace.cannot("a profiler wants to know of each launch")
-                    return
-                known = *self.grid, _stream(first), compiled.function, compiled.packed_metadata, None, None, None
-                compiled.run(*known, *addresses, *rest)
-                span = len(known), len(known) + len(addresses)
-                launch_trace.did(compiled.run, *known, *addresses, *rest, addresses=span, anywhere=True, keep=tensors)
+                self._compile(key, tensors, changing)
+                return
+            rest = *changing, *self.rest
+            prepared = private.triton_run(compiled, self.grid, _stream(first))
+            if prepared is None:
+                refuse_recording("a profiler wants to hear of each launch by Triton")
+                compiled[self.grid](*addresses, *rest)
+                return
+            run, known = prepared
+            pointers = range(len(known), len(known) + len(addresses))
+            submit(run, *known, *addresses, *rest, pointers=pointers, scope="any", keep=tensors)
+
+    def _compile(
+        self, key: tuple[object, ...], tensors: tuple[Tensor | tuple[Tensor, ...], ...], changing: tuple[int, ...]
+    ) -> None:
+        """Triton compiles the kernel where it has not, and launches it."""
+        refuse_recording("a Triton kernel was compiled")
+        compiled = self.kernel[self.grid](*tensors, *changing, *self.numbers, **self.constants)
+        if compiled is not None:  # the interpreter compiles nothing
+            names = self.kernel.arg_names[len(tensors) + len(changing) + len(self.numbers) :]
+            self.rest = (*self.numbers, *(self.constants[name] for name in names))
+            self.compiled[key] = compiled
 
 
-def watched() -> bool:
-    """Whether a profiler wants to know of each of Triton's launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def _key(
+    first: Tensor, tensors: tuple[Tensor | tuple[Tensor, ...], ...], changing: tuple[int, ...]
+) -> tuple[tuple[object, ...], list[int | tuple[int, ...]]]:
+    """All that Triton compiles other code for, and the tensors' addresses."""
+    dtypes: list[torch.dtype] = []
+    flat: list[int] = []
+    addresses: list[int | tuple[int, ...]] = []
+    for x in tensors:
+        if isinstance(x, tuple):
+            every = tuple([each.data_ptr() for each in x])
+            dtypes += [each.dtype for each in x]
+            flat += every
+            addresses.append(every)
+        else:
+            at = x.data_ptr()
+            dtypes.append(x.dtype)
+            flat.append(at)
+            addresses.append(at)
+    aligned = tuple([at % ALIGNED == 0 for at in flat])
+    integers = tuple([(n == 1, n % ALIGNED == 0, n >= 2**31) for n in changing])
+    return (first.get_device(), tuple(dtypes), aligned, integers), addresses
 
 
 def _stream(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+    return private.raw_stream(x.get_device()) if x.is_cuda else 0
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.runtime import launch_trace
+from attention.runtime import private
 from attention.runtime.cuda_driver import function
 from attention.runtime.streams import on_device
+from attention.runtime.submit import submit
 from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Waits, Watch, watchdog
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -81,8 +82,7 @@ def symmetric_buffer(
     """A symmetric tensor and its handle. Collective. Raises RuntimeError, on every rank, where symmetric memory is not
     available."""
     with together(group):
-        import torch.distributed._symmetric_memory as symmetric
-
+        symmetric = private.symmetric_memory()
         buffer = symmetric.empty(shape, dtype=dtype, device=device)
     with together(group):
         handle = symmetric.rendezvous(buffer, group.group_name)
@@ -203,7 +203,7 @@ class CudaFabric:
     ) -> None:
         # By the driver: PyTorch's views and copies cost the CPU several times as much, and it would copy strided rows
         # with a kernel, not with a copy engine.
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = private.raw_stream(self.device.index)
         size, width = into[0].element_size(), into[0].shape[-2] * into[0].shape[-1] * into[0].element_size()
         if n * width == 0:
             return
@@ -217,17 +217,13 @@ class CudaFabric:
         if whole and len(into) == 2 and _together(*into):  # a row each
             apart = targets[1] - targets[0], sources[1] - sources[0]
             if n * width <= min(apart) and max(apart) <= MOST_PITCH:
-                self._do(self._rows, targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
+                _submit(self._rows, targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
                 return
         for target, source, row in zip(targets, sources, rows, strict=True):
             if whole:
-                self._do(self._whole, target, source, n * width, stream)
+                _submit(self._whole, target, source, n * width, stream)
             else:
-                self._do(self._rows, target, row, source, width, width, n, stream)
-
-    def _do(self, copy: Callable[..., None], *arguments: int) -> None:
-        copy(*arguments)
-        launch_trace.did(copy, *arguments, addresses=(0, 1), anywhere=True)
+                _submit(self._rows, target, row, source, width, width, n, stream)
 
     def _whole(self, target: int, source: int, size: int, stream: int) -> None:
         self._checked(self._copy(target, source, size, stream))
@@ -280,9 +276,8 @@ class CudaFabric:
 
         def enqueue() -> None:
             with on_device(self.device.index):  # the default stream belongs to the current device
-                stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-                on(stream)
-                launch_trace.did(on, stream, always=True, anywhere=True)
+                stream = private.raw_stream(self.device.index)
+                submit(on, stream, scope="any", cleanup=True)
 
         def on(stream: int) -> None:
             error = self._operate(stream, len(every), batch, 0)
@@ -290,6 +285,10 @@ class CudaFabric:
                 raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
 
         return enqueue
+
+
+def _submit(copy: Callable[..., None], target: int, *rest: int) -> None:
+    submit(copy, target, *rest, pointers=range(1), scope="any")
 
 
 def _together(a: Tensor, b: Tensor) -> bool:

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from attention.geometry.transfers import Intervals
 from attention.profiling import phase
-from attention.runtime import cuda_graphs, launch_trace
+from attention.runtime import cuda_graphs
 from attention.runtime.batched_copy import copy_all
 from attention.runtime.priority_stream import CudaFront, Front, Inline
 from attention.runtime.streams import current
+from attention.runtime.submit import refuse_recording, submit
 from attention.tensors import token_dim
 from attention.transports.collective import Collective
 from attention.transports.fabric import (
@@ -172,7 +173,7 @@ class Pool:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
             size = max(size, lane.capacity * 5 // 4)  # so that a decode, whose keys grow slowly, seldom grows it
-            launch_trace.cannot("symmetric memory grew")
+            refuse_recording("symmetric memory grew")
             size = -(-size // ALIGNMENT) * ALIGNMENT
             self.fabric.settle()
             self.fabric.remote.alike(f"{size:,} bytes for {what}")
@@ -210,7 +211,6 @@ class Pool:
         the caller changed its stream. An offer that an exception left unpublished is published now, so that remote
         ranks do not deadlock. Raises RuntimeError, with the same message, after a wait that failed."""
         self.fabric.remote.check()
-        launch_trace.did(self.begin)
         for lane in self.lanes.values():
             lane.turn = 0
         if self.on_cuda and not self.capturing():
@@ -223,7 +223,6 @@ class Pool:
             return
         if self.capturing():
             raise RuntimeError("a call ended by an exception: call once more before a capture")
-        launch_trace.cannot("an exception came between")
         for lane in self.lanes.values():
             lane.filling = None
         done = [each for each in left if not each.captured]  # a broken capture did nothing
@@ -319,7 +318,7 @@ class Symmetric(Collective):
         self.pool, self.front = pool, pool.front
 
     def begin(self) -> None:
-        self.pool.begin()
+        submit(self.pool.begin)
 
     def join(self) -> None:
         self.pool.queue.join()

@@ -111,7 +111,7 @@ class Experiment:
     baseline: str
     phases: bool
     deterministic: bool
-    graphs: bool | str
+    replay: str
 
     @property
     def chosen(self) -> Variant[Any] | None:
@@ -132,8 +132,14 @@ class Experiment:
         """Whether candidates are run before one is taken: variants with attention=auto, or values of options."""
         return self.options["trials"] is not None if self.chosen is None else bool(self.best_options)
 
+    @property
+    def graphs(self) -> bool | str:
+        """Whether forward and backward are replayed from CUDA graphs; "auto": attention=auto decides."""
+        return "auto" if self.replay == "auto" else self.replay == "graphs"
+
     def plain(self) -> dict[str, Any]:
-        return asdict(self)
+        """As a result records it."""
+        return asdict(self) | {"graphs": self.graphs}
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Experiment:
@@ -147,4 +153,4 @@ class Experiment:
             "check": Check(**plain["check"]),
             "launch": Launch(**plain["launch"]),
         }
-        return Experiment(**{**plain, **typed})
+        return Experiment(**{key: value for key, value in plain.items() if key != "graphs"} | typed)

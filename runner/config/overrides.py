@@ -53,7 +53,10 @@ KINDS = {
 EXAMPLES = {"window": [512, 0], "mode": "forward", "launch.fault": "1:timing:raise", "launch.endpoint": "node0:29500"}
 
 # keys that one may look for, and why there is none
-LEFT_OUT = {"dropout": "not supported by any variant; leave it out"}
+LEFT_OUT = {
+    "dropout": "not supported by any variant; leave it out",
+    "graphs": "is now replay; give replay=graphs for graphs=true, replay=none for false, replay=auto for auto",
+}
 
 
 MOST_CHARACTERS = 10_000  # of an override, and

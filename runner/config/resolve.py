@@ -121,7 +121,7 @@ def _check_check(cfg: DictConfig) -> None:
 GROUP_RULES = (_check_values, _check_names, _check_dtype, _check_check, launch.check_group, timing.check_group)
 # rules across groups; those of this machine come last, since a broken rule is broken on every machine
 RUN_RULES = (
-    launch.check_nodes, attention.check_variant, timing.check_layers, attention.check_graphs, launch.check_fault,
+    launch.check_nodes, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
     launch.check_shared_gpu, timing.check_device,
 )  # fmt: skip
 
@@ -154,7 +154,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         baseline=cfg.baseline,
         phases=cfg.phases,
         deterministic=cfg.deterministic,
-        graphs=cfg.graphs,
+        replay=cfg.replay,
     )
     for check in RUN_RULES:
         check(run, cfg)

@@ -118,7 +118,7 @@ class RunConf:
     baseline: str = "single"
     phases: bool = True
     deterministic: bool = False
-    graphs: Any = False  # replay calls from CUDA graphs, for few tokens a GPU; auto: attention=auto decides
+    replay: Any = "none"  # none, launches, graphs or auto, as `attention.make` has it
     order: str = "auto"  # of a sweep's samples: interleaved, sequential; auto: interleaved where it compares runs
     resume: bool = False
     output: str = "outputs"

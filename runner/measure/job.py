@@ -94,7 +94,7 @@ def _run(me: Rank, spec: Experiment, folder: Path | None) -> dict[str, Any]:
         result["chosen"]["passed_over"] = _passed_over(work)
     iteration_s = _estimate(me, spec, work)
     result["estimate"] = {"iteration_ms": iteration_s * 1e3}
-    if spec.graphs or work.plan.playable:  # so that what follows is replayed, or played, the checked passes too
+    if spec.replay != "none":  # so that what follows is replayed, the checked passes too
         for which in work.passes * LEADING:
             work.run(which)
         work.release()
@@ -182,7 +182,8 @@ def _decided(spec: Experiment, choice: Choice) -> Experiment:
     best = choice.best
     transport = best.transport if spec.world_size > 1 else spec.transport
     options = best.candidate.options.plain()
-    return replace(spec, variant=best.candidate.variant, options=options, transport=transport, graphs=best.graphs)
+    replay = "graphs" if best.graphs else "launches" if spec.replay == "auto" else spec.replay
+    return replace(spec, variant=best.candidate.variant, options=options, transport=transport, replay=replay)
 
 
 def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:

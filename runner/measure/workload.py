@@ -45,7 +45,7 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
         kernel=experiment.kernel,
         transport=experiment.transport,
         deterministic=experiment.deterministic,
-        graphs=experiment.graphs,
+        replay=experiment.replay,
         **experiment.options,
     )
 
@@ -63,7 +63,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "device": device,
         "ceilings": ceilings,
         "graphed": experiment.timing.method == "cudagraph",
-        "graphs": experiment.graphs,
+        "replay": experiment.replay,
         "deterministic": experiment.deterministic,
         **experiment.options,
     }

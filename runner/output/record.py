@@ -42,7 +42,8 @@ class Asked:
     dtype: str | None = None
     mode: str | None = None
     seed: int | None = None
-    graphs: Any = False  # true, false or auto; the oldest results have none
+    graphs: Any = False  # true, false or auto: of `replay` where there is one; the oldest results have neither
+    replay: str | None = None
 
     @staticmethod
     def by(result: Result) -> Asked:
@@ -59,6 +60,8 @@ class Asked:
             found |= {key: found[key] or getattr(experiment, key) for key in ("kernel", "transport")}
         found["options"] = {key: value for key, value in found["options"].items() if value is not None}
         found["seqlens"] = found["seqlens"] if isinstance(found["seqlens"], (str, list)) else None
+        if found["replay"] is not None:
+            found["graphs"] = {"graphs": True, "auto": "auto"}.get(found["replay"], False)
         found["graphs"] = found["graphs"] if isinstance(found["graphs"], (bool, str)) else False
         return Asked(**found)
 
@@ -141,7 +144,7 @@ class Result:
 
     @property
     def replay_taken(self) -> bool:
-        """Whether graphs=auto took CUDA graphs."""
+        """Whether replay=auto took CUDA graphs."""
         return self.asked.graphs == "auto" and self.chosen is not None and self.chosen.graphs
 
     def group(self, key: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def each_over_several_kernels(runs: Sequence[Run]) -> bool:
 
 
 def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]:
-    """A label for each run: its variant, and those of its options, kernel, transport, graphs and timing in which the runs
+    """A label for each run: its variant, and those of its options, kernel, transport, replay and timing in which the runs
     differ. Runs of one label differ in their workload only. `without`: members of WAYS that the table shows elsewhere."""
     varying = varying_options(runs)
     valid = [run for run in runs if run.status != "invalid"]
@@ -60,4 +60,6 @@ def _with_kernels(found: dict[Run, str]) -> dict[Run, str]:
 def _way(run: Run, key: str) -> str:
     if key == "graphs":
         return f"graphs={str(run.graphs).lower()}" if run.graphs else ""
+    if key == "replay":
+        return "replay=launches" if run.replay == "launches" else ""
     return str(getattr(run, key))

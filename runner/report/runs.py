@@ -22,11 +22,11 @@ from runner.output.record import Asked, Result
 FACTS = {
     "attention": "attention", "options": "options", "world_size": "W", "batch": "batch", "seq_len": "S", "q_len": "queries",
     "heads": "heads", "head_dim": "D", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
-    "transport": "transport", "graphs": "graphs", "timing": "timing", "mode": "mode", "gpu": "GPU",
+    "transport": "transport", "graphs": "graphs", "replay": "replay", "timing": "timing", "mode": "mode", "gpu": "GPU",
 }  # fmt: skip
 # the facts of the work itself, and those of the way it was done
 WORKLOAD = ("gpu", "mode", "dtype", "batch", "heads", "head_dim", "mask", "pack", "q_len", "seq_len", "world_size")
-WAYS = ("asked_kernel", "asked_transport", "graphs", "timing")
+WAYS = ("asked_kernel", "asked_transport", "graphs", "replay", "timing")
 PASSES = ("forward", "backward", "total")
 BACK_TO_BACK = "back_to_back"
 
@@ -55,6 +55,7 @@ class Run:
     asked_kernel: str | None  # may be auto
     asked_transport: str | None
     graphs: bool | str
+    replay: str | None  # launches or none; of results before there was the option, and of CUDA graphs, it is not known
     timing: str | None
     gpu: str | None
 
@@ -78,6 +79,7 @@ class Run:
             transport=None if used.transport in ("none", "auto") or asked.attention in EXTERNAL else used.transport,
             asked_kernel=asked.kernel,
             asked_transport=asked.transport,
+            replay=None if asked.graphs else asked.replay,
             timing=summary.timing_text(asked.timing),
             gpu=result.environment.gpu or next(gpus, None),
             **{key: getattr(asked, key) for key in same},

@@ -87,7 +87,8 @@ def in_common(runs: Sequence[Run]) -> str:
     phrases = {
         "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
         "heads": "{} heads (query:KV)", "head_dim": "D = {}", "mask": "{}", "pack": "a packed batch of {}", "dtype": "{}",
-        "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "timing": "timing {}",
+        "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "replay": "replay={}",
+        "timing": "timing {}",
     }  # fmt: skip
     parts = [] if "attention" in shown else [f"attention {runs[0].attention}"]
     for key, phrase in phrases.items():

@@ -14,7 +14,8 @@ from runner.report.table import NOISY, Table, counted, differing, digits, fact
 
 LATE = 0.05  # the time back to back is shown where it differs from the total by more than this share
 LEFT = {
-    FACTS[key] for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "timing")
+    FACTS[key]
+    for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "replay", "timing")
 }
 
 

@@ -299,9 +299,9 @@ def test_a_copy_keeps_the_choice_and_the_graphs_that_were_asked_for():
     assert fn.choice is not None
     for other in (copy.deepcopy(fn), pickle.loads(pickle.dumps(fn))):
         assert other.choice.best == fn.choice.best
-    fn = attention.make("dense", graphs=True)
+    fn = attention.make("dense", replay="graphs")
     for other in (copy.deepcopy(fn), pickle.loads(pickle.dumps(fn))):
-        assert other.replays is not None and other.replays is not fn.replays and other.replays.asked
+        assert other.replay is not fn.replay and other.replay.asked == "graphs"
 
 
 @pytest.mark.parametrize("transport", ("gloo", "symm"))

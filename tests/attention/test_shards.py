@@ -51,7 +51,7 @@ def test_what_is_not_floating_point_is_refused(dtype):
 
 @pytest.mark.parametrize("name", ("dense", "zigzag", "tree"))
 def test_graphs_are_refused_where_there_are_none(name):
-    fn = attention.make(name, graphs=True)
+    fn = attention.make(name, replay="graphs")
     q, k = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 2, 16)
-    with pytest.raises(attention.UnsupportedCall, match="graphs=True: a cpu has no CUDA graphs"):
+    with pytest.raises(attention.UnsupportedCall, match="replay=graphs: a cpu has no CUDA graphs"):
         fn(q, k, k, causal=name == "zigzag")

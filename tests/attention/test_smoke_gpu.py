@@ -63,4 +63,4 @@ def test_replayed_launches_give_what_calls_give(in_world):
         replay.launch_replay, 2, "cuda", name="zigzag", options={}, running=None, packed=False, kv_heads=4, timeout_s=90
     )
     assert found["out"] == 0
-    assert all(tapes == [True] * 6 for tapes, _ in found["tapes"])
+    assert all(traces == [True] * 6 for traces, _ in found["traces"])

@@ -14,21 +14,17 @@ from runner.launch.rank import Rank
 from tests.jobs.reference import call_of, rel, spoil
 
 
-def _unplayed(fn: Any, *tensors: torch.Tensor, **given: Any) -> None:
-    fn.plan(*tensors, **given).__dict__["playable"] = False
-
-
-def _tapes(fn: Any) -> tuple[list[bool], list[Any]]:
-    """Whether there is a tape, of each plan's passes that were to be played by name; and why recordings gave none."""
-    from attention.runtime.launch_trace import Tape
+def _traces(fn: Any) -> tuple[list[bool], list[Any]]:
+    """Whether there is a launch trace, of each plan's stages that were to be replayed; and why recordings gave none."""
+    from attention.runtime.launch_trace import LaunchTrace
 
     found: dict[tuple[Any, ...], bool] = {}
     why = []
-    for number, plan in enumerate(fn.plans.values()):
-        for (name, *_), x in plan.launches.tapes.items():
-            found[number, name] = found.get((number, name), False) or isinstance(x, Tape)
-            if x and not isinstance(x, Tape):
-                why.append((number, name, x))
+    for number, traces in enumerate(fn.replay.launches.traces.values()):
+        for (stage, *_), x in traces.items():
+            found[number, stage] = found.get((number, stage), False) or isinstance(x, LaunchTrace)
+            if x and not isinstance(x, LaunchTrace):
+                why.append((number, stage, x))
     return list(found.values()), why
 
 
@@ -36,9 +32,10 @@ def launch_replay(
     me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool, kv_heads: int
 ) -> dict[str, Any]:
     """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and of parts of
-    one, on two streams, by a function whose passes are played (but on the rank `running`) and by one whose passes are run, in turn,
-    with NaN in all memory that is free: the largest difference of an out, of a gradient, and the tapes of each rank."""
-    plain, fn = (attention.make(name, kernel="flash4", transport="symm", **options) for _ in range(2))
+    one, on two streams, by a function that replays launches (but on the rank `running`) and by an eager one, in turn, with NaN in all
+    memory that is free: the largest difference of an out, of a gradient, and the launch traces of each rank."""
+    ways = ("none", "none" if me.rank == running else "launches")
+    plain, fn = (attention.make(name, kernel="flash4", transport="symm", replay=way, **options) for way in ways)
     side = torch.cuda.Stream()
     outs, gradients = [0.0], [0.0]
     for i in range(108):  # most forms thrice at least, the first two times of which are run
@@ -62,10 +59,6 @@ def launch_replay(
             parts = list(leaf.split((8, kv_heads, kv_heads), -2))
             if i % 5 > 1:
                 parts = [x.contiguous() for x in parts]
-            if each is plain or me.rank == running:
-                _unplayed(each, *parts, **given)
-                with torch.no_grad():
-                    _unplayed(each, *parts, **given)
             stream = side if i % 8 > 5 else torch.cuda.current_stream()
             stream.wait_stream(torch.cuda.current_stream())
             spoil(me.device)
@@ -85,12 +78,12 @@ def launch_replay(
         outs.append(differences[0])
         gradients += differences[1:]
     differences = [max(me.gather(max(x))) for x in (outs, gradients)]
-    return {"out": differences[0], "gradient": differences[1], "tapes": me.gather(_tapes(fn))}
+    return {"out": differences[0], "gradient": differences[1], "traces": me.gather(_traces(fn))}
 
 
 def launch_replay_after_an_exception(me: Rank, name: str) -> float:
-    """The largest difference that a played pass has to the first, behind passes that ended on rank 1 for want of memory."""
-    fn = attention.make(name, kernel="flash4", transport="symm")
+    """The largest difference of a replayed call to the first, after calls that ended on rank 1 for want of memory."""
+    fn = attention.make(name, kernel="flash4", transport="symm", replay="launches")
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
     q, k, v, dout = (fn.shard(x.to(me.device, torch.bfloat16)) for x in whole)
@@ -125,8 +118,8 @@ def launch_replay_after_an_exception(me: Rank, name: str) -> float:
         found = [out, *torch.autograd.grad(out, inputs, dout)]
         expected = expected or [x.clone() for x in found]
         differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
-    tapes, _ = _tapes(fn)
-    assert tapes and all(tapes)
+    traces, _ = _traces(fn)
+    assert traces and all(traces)
     return max(me.gather(max(differences)))
 
 
@@ -134,7 +127,7 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
     """The largest difference that launched passes have to the first, behind a backward whose capture the kernel broke on every rank,
     with the room for an offer taken."""
     launched, captured = (
-        attention.make(name, kernel="flash2", transport="symm", graphs=graphs) for graphs in (False, True)
+        attention.make(name, kernel="flash2", transport="symm", replay=way) for way in ("none", "graphs")
     )
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
@@ -178,7 +171,7 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
             found = passes(launched)
             differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
         assert not any(lane.filling for lane in launched._transport(me.device).pool.lanes.values())
-        captured = attention.make(name, kernel="flash2", transport="symm", graphs=True)
+        captured = attention.make(name, kernel="flash2", transport="symm", replay="graphs")
     return max(me.gather(max(differences)))
 
 
@@ -222,15 +215,17 @@ def captured_graph(me: Rank, name: str, transport: str) -> float:
 
 def graph_replay(me: Rank, name: str, kernel: str) -> dict[str, Any]:
     """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from strided
-    tensors, by a function that replays graphs and by one that doesn't, in turn, with the symmetric memory given back in
-    between: the largest relative difference of any out or gradient, how many graphs there are at the end, and how many tapes of
-    passes that were launched beside them."""
+    tensors, by a function that replays graphs and by one that replays launches, in turn, with the symmetric memory given back in
+    between: the largest relative difference of any out or gradient, how many graphs there are at the end, and how many
+    launch traces the other function has."""
     from torch.utils.checkpoint import checkpoint
 
-    from attention.runtime.launch_trace import Tape
+    from attention.runtime.launch_trace import LaunchTrace
     from attention.transports import release
 
-    plain, replayed = (attention.make(name, transport="symm", kernel=kernel, graphs=graphs) for graphs in (False, True))
+    plain, replayed = (
+        attention.make(name, transport="symm", kernel=kernel, replay=way) for way in ("launches", "graphs")
+    )
     differences = []
     for i in range(24):
         generator = torch.Generator().manual_seed(i)
@@ -256,7 +251,7 @@ def graph_replay(me: Rank, name: str, kernel: str) -> dict[str, Any]:
             me.barrier()
             release()
             me.barrier()
-    graphs = sum(graph is not None for graph in replayed.replays.graphs.values())
-    every = [each for plan in plain.plans.values() for each in plan.launches.tapes.items()]
-    beside = sum(isinstance(x, Tape) and state[1] for (_, state, *_), x in every)
-    return {"difference": max(me.gather(max(differences))), "graphs": graphs, "tapes": beside}
+    graphs = sum(graph is not None for graph in replayed.replay.graphs.graphs.values())
+    every = [each for traces in plain.replay.launches.traces.values() for each in traces.items()]
+    beside = sum(isinstance(x, LaunchTrace) and state[1] for (_, state, *_), x in every)
+    return {"difference": max(me.gather(max(differences))), "graphs": graphs, "traces": beside}

@@ -12,7 +12,7 @@ from runner.launch.rank import Rank
 
 
 def auto_by_trial(
-    me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), graphs: bool | str = False, **given: Any
+    me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), replay: str = "none", **given: Any
 ) -> list[dict[str, Any]]:
     """What auto takes by trial on each rank, where executors may be slow, or fail before they exchange anything."""
     executors: dict[Any, Any] = attention.executors._loaded
@@ -31,7 +31,7 @@ def auto_by_trial(
     random = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
     try:
         with torch.no_grad():
-            fn = attention.make("auto", graphs=graphs, device=me.device, **given)
+            fn = attention.make("auto", replay=replay, device=me.device, **given)
     finally:
         executors.update(before)
     assert fn.choice is not None

@@ -38,7 +38,7 @@ def test_jobs_are_compared_that_differ_in_the_variant_its_options_or_the_kernel_
         ["attention=ring", "seq_len=256", "kernel=math"],
         ["attention=ulysses", "seq_len=128", "kernel=math", "attention.head_parts=2"],
         ["+experiment=speed", "attention=ring", "seq_len=128"],
-        ["attention=ring", "seq_len=128", "kernel=flex", "graphs=true"],
+        ["attention=ring", "seq_len=128", "kernel=flex", "replay=graphs"],
     ]
     assert rounds.groups(jobs) == [[0, 2, 4], [1], [3]]
     assert rounds.groups([["seq_len=1"], ["seq_len=2"], ["world_size=2"]]) == [[0], [1], [2]]

@@ -1,4 +1,4 @@
-"""Rules of the attention variant: its options, mode, sizes and CUDA graphs."""
+"""Rules of the attention variant: its options, mode, sizes and launches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from attention.autotune import choice, model
+from attention.executors.policy import REPLAY
 from attention.geometry.options import check_heads
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
@@ -78,15 +79,13 @@ def _check_automatic(run: Experiment) -> None:
         raise ValueError(model.nothing(task, left_out))
 
 
-def check_graphs(run: Experiment, cfg: DictConfig) -> None:
-    graphs, cudagraph = run.graphs, run.timing.method == "cudagraph"
-    if graphs != "auto" and not isinstance(graphs, bool):
-        raise InvalidConfig(f"graphs={shown(graphs)}: must be true or false, or auto with attention=auto")
-    if graphs == "auto" and run.chosen is not None:
-        raise InvalidConfig(f"graphs=auto: attention=auto decides that; for {run.variant} give true or false")
-    if graphs and cudagraph:
+def check_replay(run: Experiment, cfg: DictConfig) -> None:
+    replay, cudagraph = run.replay, run.timing.method == "cudagraph"
+    if replay not in REPLAY:
+        raise InvalidConfig(f"replay={shown(replay)}: must be one of {', '.join(REPLAY)}")
+    if run.graphs and cudagraph:
         raise InvalidConfig(
-            f"graphs={shown(graphs)} timing=cudagraph: either the passes are replayed or whole calls are; use one of the two"
+            f"replay={replay} timing=cudagraph: either forward and backward are captured or whole calls are; use one of the two"
         )
     if run.has_trials and cudagraph:
         asked, way_out = f"attention.trials={run.options.get('trials')}", "attention.trials=null"

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from runner.config.experiment import NEW_PACKS, Experiment, Timing
 from runner.config.schema import TIMING_DEFAULTS, TimingConf
-from runner.config.values import FINITE, InvalidConfig, UnsupportedHere, above_zero, plain, shown, whole
+from runner.config.values import FINITE, InvalidConfig, UnsupportedHere, above_zero, plain, whole
 
 MOST_RUNS = 1_000_000
 MOST_MS = 24 * 3.6e6  # a day
@@ -60,7 +60,7 @@ def _check_new_packs(run: Experiment) -> None:
         raise InvalidConfig("timing.new_packs=true: this is no pack; give seqlens=random or a list of lengths")
     if run.graphs:
         raise InvalidConfig(
-            f"timing.new_packs=true graphs={shown(run.graphs)}: what is replayed has to come again; use graphs=false"
+            f"timing.new_packs=true replay={run.replay}: a graph is of lengths that come again; use replay=none or launches"
         )
     orders = factorial(len(lengths)) // prod(factorial(n) for n in Counter(lengths).values())
     if orders <= NEW_PACKS:
@@ -73,8 +73,8 @@ def _check_new_packs(run: Experiment) -> None:
 def check_device(run: Experiment, cfg: DictConfig) -> None:
     """What the timing methods need of the hardware. Raises UnsupportedHere."""
     timing = run.timing
-    if run.graphs is True and run.device == "cpu":
-        raise UnsupportedHere("graphs=true on a CPU: CUDA graphs need a GPU; graphs=false works here")
+    if run.replay == "graphs" and run.device == "cpu":
+        raise UnsupportedHere("replay=graphs on a CPU: CUDA graphs need a GPU; replay=none works here")
     if timing.method == "cudagraph" and run.device == "cpu":
         raise UnsupportedHere("timing=cudagraph on a CPU: CUDA graphs need a GPU; timing=warmup works here")
     if run.device == "cuda" and run.world_size == 1:

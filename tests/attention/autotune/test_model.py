@@ -111,8 +111,8 @@ def test_a_graph_takes_the_host_out():
     short = task(tokens=1024)
     eager, graphed = choose(short, machine()), choose(short, machine(graphed=True))
     assert eager.best.forward.host > eager.best.forward.gpu
-    assert "bound by the host, which graphs=True takes out" in eager.why and "bound by the host" not in graphed.why
-    assert "graphs=True" not in choose(short, machine(transports=("nccl",))).why  # which is not captured
+    assert "bound by the host, which replay=graphs takes out" in eager.why and "bound by the host" not in graphed.why
+    assert "replay=graphs" not in choose(short, machine(transports=("nccl",))).why  # which is not captured
     assert all(e.forward.host == 0 for e in graphed.estimates)
     assert graphed.best.ms < eager.best.ms
 
@@ -126,7 +126,7 @@ def test_replays_are_taken_where_the_host_is_slower_than_they_are():
         worth = replayed.best.ms * model.REPLAYED_WORTH < launched.best.ms
         assert found.best == (replayed if worth else launched).best and found.plain()["graphs"] == worth
         assert worth == (tokens < 8192)
-        assert ("launched by the host" if worth else "replayed") in found.why and "graphs=True" not in found.why
+        assert ("launched by the host" if worth else "replayed") in found.why and "replay=graphs" not in found.why
 
 
 @pytest.mark.parametrize(
@@ -440,15 +440,19 @@ def test_make_gives_the_variant_that_was_chosen():
     assert attention.make("ring").choice is None
 
 
-def test_only_auto_decides_on_graphs():
+def test_auto_takes_launches_where_graphs_are_not_faster():
     given = {"tokens": 64, "heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
-    fn = attention.make("auto", graphs="auto", **given)  # which a CPU has none of
-    assert fn.replays is None and not fn.choice.best.graphs
-    with pytest.raises(ValueError, match="graphs='auto': attention=auto decides that; for zigzag give True or False"):
-        attention.make("zigzag", graphs="auto")
-    for name, more in (("ring", {}), ("auto", given)):
-        with pytest.raises(ValueError, match="graphs='perhaps': must be True or False"):
-            attention.make(name, graphs="perhaps", **more)
+    fn = attention.make("auto", replay="auto", **given)  # a CPU has no graphs
+    assert fn.asked_replay == "launches" and not fn.choice.best.graphs
+
+
+@pytest.mark.parametrize("name, more", [("zigzag", {}), ("auto", {"tokens": 64, "heads": 2, "head_dim": 16})])
+def test_replay_is_one_of_four_and_graphs_is_no_option_any_more(name, more):
+    with pytest.raises(ValueError, match="replay='perhaps': must be one of none, launches, graphs, auto"):
+        attention.make(name, replay="perhaps", **more)
+    for old, new in ((True, "graphs"), (False, "none"), ("auto", "auto")):
+        with pytest.raises(ValueError, match=f"graphs={old!r}: is now an option of replay: give replay='{new}'"):
+            attention.make(name, graphs=old, **more)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
-from attention.kernels.flash4 import remembered as flash4_remembered
+from attention.kernels.flash4 import interface as flash4_interface
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.reduction.lse_merge import merge, merge_eager
+from attention.runtime.launch_recorder import LaunchRecorder
+from attention.runtime.launch_trace import LaunchTrace
 from tests.support.naive import assert_matches, assert_split_matches, inputs, merge_case, normal
 from tests.support.strides import STRIDES, WRITABLE
 
@@ -247,16 +249,14 @@ PACKS = [
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("packed", [False, True])
-def test_flash4_launches_shapes_that_it_has_seen_without_the_package(heads, mask, head_dim, packed):
-    """Other packs of as many sequences, tokens, and as long ones, too."""
+def test_launches_of_flash4_are_recorded_and_replayed(heads, mask, head_dim, packed):
+    """A second trace of other lengths, of as many sequences and tokens, has lengths of its own."""
     flash4 = KERNELS["flash4"]
     if flash4.missing("cuda"):
         pytest.skip(flash4.missing("cuda"))
-    remembered = flash4_remembered()
-    remembered.found.clear()
-    calls = [Call(head_dim**-0.5, mask)] * 3
+    calls = [Call(head_dim**-0.5, mask)] * 2
     if packed:
-        calls = [Call.of_packed(head_dim**-0.5, mask, *pack, torch.device("cuda")) for pack in PACKS]
+        calls = [Call.of_packed(head_dim**-0.5, mask, *pack, torch.device("cuda")) for pack in PACKS[:2]]
 
     def tensors(seed: int):
         n, m = (942, 1342) if packed else (520, 777)
@@ -264,29 +264,43 @@ def test_flash4_launches_shapes_that_it_has_seen_without_the_package(heads, mask
         batch = () if packed else (2,)
         return [normal(*batch, *s, dtype=torch.bfloat16, seed=seed + i, device="cuda") for i, s in enumerate(shapes)]
 
-    assert_matches(flash4, *tensors(0), calls[0])
-    kinds = sorted(type(found).__name__ for found in remembered.found.values())
-    assert kinds == ["Backward", "Forward"]
-    package = remembered.module
-    before = package._flash_attn_fwd, package._flash_attn_bwd
-    package._flash_attn_fwd = package._flash_attn_bwd = None  # not to be called any more
-    try:
-        for seed, call in zip((10, 20), calls[1:], strict=True):
-            q, k, v, dout = tensors(seed)
-            assert_matches(flash4, q.requires_grad_(), k, v, dout, call)
-        # one tensor given twice is not taken for two, nor two for one
-        out = flash4.forward(q, k, k, call)[0]
-        torch.testing.assert_close(out, KERNELS["flash2"].forward(q, k, k, call)[0], rtol=2e-2, atol=2e-3)
-    finally:
-        package._flash_attn_fwd, package._flash_attn_bwd = before
-    assert sorted(type(found).__name__ for found in remembered.found.values()) == kinds
+    for call in calls:
+
+        def run(q, k, v, dout, call=call):
+            out, lse = flash4.forward(q, k, v, call)
+            return out, lse, *flash4.backward(dout, q, k, v, out, lse, call)
+
+        run(*tensors(0))  # compiles
+        recorder = LaunchRecorder(tensors(0), lambda: 0)
+        made = recorder.trace(recorder.record(run))
+        assert isinstance(made, LaunchTrace), made
+        for seed in (10, 20):
+            given = tensors(seed)
+            for x, expected in zip(made.replay(given), run(*given), strict=True):
+                torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-3)
+
+
+def test_a_kernel_of_flash4_that_is_launched_past_submit_ends_the_recording_by_name():
+    flash4 = KERNELS["flash4"]
+    if flash4.missing("cuda"):
+        pytest.skip(flash4.missing("cuda"))
+    q, k, v, _, call = case(CAUSAL, (512, 512), torch.bfloat16)
+    flash4.forward(q, k, v, call)
+    package = flash4_interface()[0]
+
+    def run(q, k, v):
+        return package._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:1]
+
+    recorder = LaunchRecorder((q, k, v), lambda: 0)
+    assert "FlashAttention-4 kernel of _flash_attn_fwd was launched without `submit`" in recorder.trace(
+        recorder.record(run)
+    )
 
 
 def test_flash4_takes_lengths_given_once_for_queries_and_keys_for_no_others():
     flash4 = KERNELS["flash4"]
     if flash4.missing("cuda"):
         pytest.skip(flash4.missing("cuda"))
-    flash4_remembered().found.clear()
     for q_lengths, k_lengths in [((300, 100, 112),) * 2, ((112, 300, 100), (100, 112, 300))]:
         q, k, v, dout, call = case(CAUSAL, (q_lengths, k_lengths), torch.bfloat16)
         once = replace(call, cu_k=call.cu_q) if q_lengths == k_lengths else call
@@ -294,12 +308,10 @@ def test_flash4_takes_lengths_given_once_for_queries_and_keys_for_no_others():
 
 
 @pytest.mark.parametrize("lies", ("strided", "between", "cut"))
-def test_flash4_remembers_a_backward_however_the_lse_lies(lies):
+def test_a_backward_of_flash4_is_right_and_recorded_however_the_lse_lies(lies):
     flash4 = KERNELS["flash4"]
     if flash4.missing("cuda"):
         pytest.skip(flash4.missing("cuda"))
-    remembered = flash4_remembered()
-    remembered.found.clear()
     q, k, v, dout, call = case(CAUSAL, (512, 511 if lies == "cut" else 512), torch.bfloat16)
     out, lse = flash4.forward(q, k, v, call)
     wanted = flash4.backward(dout, q, k, v, out, lse, call)
@@ -308,28 +320,28 @@ def test_flash4_remembers_a_backward_however_the_lse_lies(lies):
     elif lies == "between":
         lse = torch.empty(lse.numel() + 1, device="cuda")[1:].view(lse.shape).copy_(lse)
     found = flash4.backward(dout, q, k, v, out, lse, call)
-    assert None not in remembered.found.values()
     for x, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-3)
+    given = (dout, q, k, v, out, lse)
+    recorder = LaunchRecorder(given, lambda: 0)
+    made = recorder.trace(recorder.record(lambda *given: flash4.backward(*given, call)))
+    assert isinstance(made, LaunchTrace), made
+    for x, expected in zip(made.replay(given), wanted, strict=True):
         torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-3)
 
 
-def test_flash4_remembers_nothing_of_calls_that_the_package_does_more_for():
+def test_flash4_copies_what_lies_between_and_does_many_short_sequences():
     flash4 = KERNELS["flash4"]
     if flash4.missing("cuda"):
         pytest.skip(flash4.missing("cuda"))
-    remembered = flash4_remembered()
-    remembered.found.clear()
     q, k, v, dout, call = case(CAUSAL, (512, 512), torch.bfloat16)
     out, lse = flash4.forward(q, k, v, call)
-    between = (
-        torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
-    )  # copied by the package
-    for _ in range(2):
-        flash4.forward(between, k, v, call)
-        flash4.backward(dout, q, k, v, out, lse, replace(call, deterministic=True))
-    assert [type(found).__name__ for found in remembered.found.values()] == ["Forward", "NoneType"]
-    remembered.found.clear()
+    between = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
+    torch.testing.assert_close(flash4.forward(between, k, v, call)[0], out)
+    wanted = flash4.backward(dout, q, k, v, out, lse, call)
+    for x, expected in zip(
+        flash4.backward(dout, q, k, v, out, lse, replace(call, deterministic=True)), wanted, strict=True
+    ):
+        torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-3)
     q, k, v, dout, call = case(CAUSAL, ((3,) * 300,) * 2, torch.bfloat16)  # another kernel looks its sequences up
-    for _ in range(2):
-        assert_matches(flash4, q, k, v, dout, call)
-    assert set(remembered.found.values()) == {None}
+    assert_matches(flash4, q, k, v, dout, call)

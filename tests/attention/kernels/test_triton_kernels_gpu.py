@@ -189,8 +189,8 @@ def test_parts_are_summed_as_eager_sums_them_also_in_place(dtype, batch, heads, 
 def test_sums_that_are_alike_are_one_launch_and_as_eager_sums_them(dtype, head_dim, monkeypatch):
     from attention.ops import sum as triton_sum
 
-    n, launched, start = 1003, [], triton_sum.Start.__call__
-    monkeypatch.setattr(triton_sum.Start, "__call__", lambda *given: launched.append(1) or start(*given))
+    n, launched, start = 1003, [], triton_sum.TritonLauncher.__call__
+    monkeypatch.setattr(triton_sum.TritonLauncher, "__call__", lambda *given: launched.append(1) or start(*given))
 
     def made(count, unlike):
         outs = [normal(2, n, 10, head_dim, dtype=dtype, seed=100 + i, device="cuda")[:, :, 1:-1] for i in range(count)]

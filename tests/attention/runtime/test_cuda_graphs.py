@@ -2,21 +2,28 @@
 (test_symmetric_gpu)."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import planner
+from attention import replay as replay_option
 from attention.autotune import machine as automatic
 from attention.autotune import model
 from attention.profiling import Recorder, recording
 from attention.runtime import cuda_graphs as graphs
+from attention.runtime.strategy import Key, eager
 from attention.transports import Nothing, release
 from attention.variants.registry import VARIANTS
 
 CPU = torch.device("cpu")
+OWNER = object()
+
+
+def key(stage):
+    return Key(OWNER, stage)
 
 
 class Again(graphs._Graph):
@@ -51,16 +58,16 @@ def runs_for_captures(monkeypatch):
     monkeypatch.setattr(graphs, "_Graph", Again)
     monkeypatch.setattr(graphs, "_Place", Place)
     monkeypatch.setattr(graphs, "capturing", lambda device: False)
-    monkeypatch.setattr(planner, "check_capturable", lambda *given: None)
+    monkeypatch.setattr(replay_option, "graphs_obstacle", lambda *given: None)
     Again.dropped = 0
 
 
-def captured(replays: graphs.Replays) -> list[bool]:
+def captured(replays: graphs.GraphReplay) -> list[bool]:
     return [graph is not None for graph in replays.graphs.values()]
 
 
 def test_a_pass_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
-    replays, calls = graphs.Replays(), []
+    replays, calls = graphs.GraphReplay(), []
 
     def run(x, y):
         calls.append((x, y))
@@ -70,51 +77,51 @@ def test_a_pass_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
     x, y = torch.arange(6.0, dtype=torch.float64).view(2, 3).t(), torch.ones(3, 2, dtype=torch.float64)
     before = x.clone()
     for already in (False, True):
-        found = replays("pass", run, (x, y))
+        found = replays(key("pass"), run, (x, y))
         assert calls[-1][0].is_contiguous() and torch.equal(found[0], x + y)
         assert captured(replays) == [already]
     for _ in range(2):
         y = y + 1
-        total, same, again, narrow = replays("pass", run, (x, y))
+        total, same, again, narrow = replays(key("pass"), run, (x, y))
         assert captured(replays) == [True]
         assert torch.equal(total, x + y) and again is total
         assert same is x  # an input that is a result is the caller's own
         assert torch.equal(narrow, y.float())
-    assert replays("pass", run, (x, y))[0] is not total  # which is the caller's, and not written again
+    assert replays(key("pass"), run, (x, y))[0] is not total  # which is the caller's, and not written again
     assert torch.equal(x, before)
 
 
 def test_names_and_shapes_have_graphs_of_their_own_and_the_oldest_makes_room(monkeypatch):
     monkeypatch.setattr(graphs, "MOST", 3)
-    replays = graphs.Replays()
+    replays = graphs.GraphReplay()
     for _ in range(3):
         for name, n in (("a", 2), ("a", 3), ("b", 2)):
-            (found,) = replays(name, lambda x: (2 * x,), (torch.ones(n),))
+            (found,) = replays(key(name), lambda x: (2 * x,), (torch.ones(n),))
             assert torch.equal(found, torch.full((n,), 2.0))
     assert captured(replays) == [True] * 3
-    replays("a", lambda x: (2 * x,), (torch.ones(2),))  # needed again, so the next oldest goes
-    replays("c", lambda x: (3 * x,), (torch.ones(2),))
+    replays(key("a"), lambda x: (2 * x,), (torch.ones(2),))  # needed again, so the next oldest goes
+    replays(key("c"), lambda x: (3 * x,), (torch.ones(2),))
     assert Again.dropped == 1
     assert captured(replays) == [True, True, False]
-    assert {key[0] for key in replays.graphs} == {"a", "b", "c"} and len(replays.graphs) == 3
+    assert {form[1] for form in replays.graphs} == {"a", "b", "c"} and len(replays.graphs) == 3
 
 
 def test_what_is_recorded_or_captured_by_the_caller_is_run_as_it_is(monkeypatch):
-    replays = graphs.Replays()
+    replays = graphs.GraphReplay()
     with recording(Recorder(CPU)):
         for _ in range(3):
-            replays("pass", lambda x: (x,), (torch.ones(2),))
+            replays(key("pass"), lambda x: (x,), (torch.ones(2),))
     assert not replays.graphs
     monkeypatch.setattr(graphs, "capturing", lambda device: True)
     for _ in range(3):
-        replays("pass", lambda x: (x,), (torch.ones(2),))
+        replays(key("pass"), lambda x: (x,), (torch.ones(2),))
     assert not replays.graphs
 
 
 def test_giving_the_symmetric_memory_back_forgets_all_graphs():
-    replays = graphs.Replays()
+    replays = graphs.GraphReplay()
     for _ in range(2):
-        replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+        replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [True]
     release()
     assert not replays.graphs and not replays.places
@@ -125,7 +132,7 @@ def test_giving_the_symmetric_memory_back_forgets_all_graphs():
 def test_a_replayed_function_gives_what_a_plain_one_gives(kernel, packed):
     if packed and kernel == "sdpa_flash":
         kernel = "auto"
-    plain, replayed = (attention.make("dense", kernel=kernel, graphs=on) for on in (False, True))
+    plain, replayed = (attention.make("dense", kernel=kernel, replay=way) for way in ("none", "graphs"))
     pack = {"cu_seqlens": [0, 5, 24]} if packed else {}
 
     def both(use, i):
@@ -155,16 +162,16 @@ def test_a_replayed_function_gives_what_a_plain_one_gives(kernel, packed):
     for i in range(8):
         for use in (trained, layers, inference):
             both(use, i)
-    assert not plain.replays and any(captured(replayed.replays))
+    assert not plain.replay.graphs.graphs and any(captured(replayed.replay.graphs))
 
 
 def test_a_replay_has_no_gradient_of_its_own():
-    fn = attention.make("dense", kernel="math", graphs=True)
+    fn = attention.make("dense", kernel="math", replay="graphs")
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     for _ in range(3):
         (grad,) = torch.autograd.grad(fn(q, q, q).sum(), q, create_graph=True)
         torch.testing.assert_close(grad, torch.autograd.grad(fn(q, q, q).sum(), q)[0])
-    assert captured(fn.replays) == [True, True]
+    assert captured(fn.replay.graphs) == [True, True]
     with pytest.raises(attention.UnsupportedCall, match="create_graph=True: dense has no second derivative"):
         torch.autograd.grad(grad.sum(), q)
 
@@ -176,38 +183,46 @@ def test_what_auto_replays_is_launched_where_it_has_to_be(monkeypatch):
 
     monkeypatch.setattr(automatic, "choose", replayed)
     given = {"tokens": 8, "heads": 2, "head_dim": 16, "dtype": torch.float32, "kernel": "math"}
-    asked, decided = (attention.make("auto", graphs=graphs, **given) for graphs in (True, "auto"))
+    asked, decided = (attention.make("auto", replay=way, **given) for way in ("graphs", "auto"))
     q = torch.randn(1, 8, 2, 16, requires_grad=True)
     for fn in (asked, decided):
         for _ in range(3):
             torch.autograd.grad(fn(q, q, q).sum(), q)
-        assert captured(fn.replays) == [True, True]
+        assert captured(fn.replay.graphs) == [True, True]
 
 
-def test_what_sends_lengths_in_each_pass_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    "name, options, ranks, reason",
+    [
+        ("zigzag_llama3", {"grouping": "packed"}, 1, "grouping=packed sends lengths"),
+        ("tree", {}, 1, "a decode's keys grow"),
+        ("zigzag", {}, 2, "transport=none may hang"),
+        ("zigzag", {}, 1, None),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused(monkeypatch, name, options, ranks, reason):
     monkeypatch.undo()
-    gpu, zigzag_llama3 = torch.device("cuda", 0), VARIANTS["zigzag_llama3"]
-    packed, separate = (zigzag_llama3.parse({"grouping": grouping}) for grouping in ("packed", "separate"))
-    with pytest.raises(attention.UnsupportedCall, match="graphs=True: grouping=packed sends lengths"):
-        planner.check_capturable(zigzag_llama3, packed, Nothing(), gpu, 1)
-    planner.check_capturable(zigzag_llama3, separate, Nothing(), gpu, 1)
-    with pytest.raises(attention.UnsupportedCall, match="transport=none may hang"):
-        planner.check_capturable(zigzag_llama3, separate, Nothing(), gpu, 2)
+    variant = VARIANTS[name]
+    plan = SimpleNamespace(
+        variant=variant, options=variant.parse(options), transport=Nothing(), problem=SimpleNamespace(ranks=ranks)
+    )
+    found = replay_option.graphs_obstacle(plan, torch.device("cuda", 0))
+    assert found is None if reason is None else reason in found
 
 
 def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):
     def broken(self, run):
-        raise attention.UnsupportedCall("graphs=True: this call can't be captured: no")
+        raise attention.UnsupportedCall("replay=graphs: this call can't be captured: no")
 
     monkeypatch.setattr(Again, "_captured", broken)
-    replays = graphs.Replays()
-    replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+    replays = graphs.GraphReplay()
+    replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
     with pytest.raises(attention.UnsupportedCall):
-        replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+        replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [False] and not replays.places
-    replays.asked = False  # then it is launched, and not tried again
-    with pytest.warns(UserWarning, match="can't be captured: no; it is launched from now on"):
-        (found,) = replays("pass", lambda x: (2 * x,), (torch.ones(2),))
+    replays.fallback = eager  # which it takes then, and is not captured again
+    with pytest.warns(UserWarning, match="can't be captured: no; its launches are replayed from now on"):
+        (found,) = replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
     for _ in range(3):
-        assert torch.equal(*replays("pass", lambda x: (2 * x,), (torch.ones(2),)), found)
+        assert torch.equal(*replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),)), found)
     assert not replays.graphs and not replays.places

@@ -1,21 +1,32 @@
 """Which passes are run, recorded and played, on CPU tensors in place of a GPU's, of which there is one stream."""
 
+import gc
+import sys
+
 import pytest
 import torch
 
 import attention
 from attention.planner import MOST_PACKS
 from attention.profiling import Recorder, recording
-from attention.runtime import launch_replay, launch_trace
-from attention.runtime.launch_replay import MOST, TRIES, Launches
-from attention.runtime.launch_trace import Tape
+from attention.runtime import launch_replay, private
+from attention.runtime.launch_replay import MOST, TRIES, LaunchReplay
+from attention.runtime.launch_trace import LaunchTrace
+from attention.runtime.strategy import Key, eager
+from attention.runtime.submit import refuse_recording
 
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    for name, found in (("getDevice", None), ("getCurrentStream", (0, 0, 0)), ("getCurrentRawStream", 0)):
-        monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *_, found=found: found, raising=False)
+    for name, found in (("current_device", None), ("stream_id", (0, 0, 0)), ("raw_stream", 0)):
+        monkeypatch.setattr(private, name, lambda *_, found=found: found)
     monkeypatch.setattr(launch_replay, "capturing", lambda device: False)
+
+
+class Owner: ...
+
+
+OWNER = Owner()
 
 
 class Pass:
@@ -27,22 +38,22 @@ class Pass:
     def __call__(self, *inputs):
         self.runs += 1
         if not self.known:
-            launch_trace.cannot("not known")
+            refuse_recording("not known")
         return tuple(torch.empty_like(x).copy_(x) for x in inputs)
 
 
-def call(passes, run, *inputs, name="forward", state=0):
-    found = passes(name, state, run, inputs)
+def call(passes, run, *inputs, name="forward", state=0, owner=OWNER):
+    found = passes(Key(owner, name, state), run, inputs)
     for x, y in zip(found, inputs, strict=True):
         assert torch.equal(x, y) and x.data_ptr() != y.data_ptr()
 
 
 def test_a_pass_is_run_then_recorded_then_played():
-    passes, run = Launches(), Pass()
+    passes, run = LaunchReplay(), Pass()
     for expected in (1, 2, 2, 2):
         call(passes, run, torch.randn(3, 4))
         assert run.runs == expected
-    assert [isinstance(x, Tape) for x in passes.tapes.values()] == [True]
+    assert [isinstance(x, LaunchTrace) for x in passes.traces[OWNER].values()] == [True]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +69,7 @@ def test_a_pass_is_run_then_recorded_then_played():
     ids=("name", "state", "shape", "strides", "dtype", "address"),
 )
 def test_what_a_pass_depends_on_has_a_tape_of_its_own(other):
-    other, passes, run = dict(other), Launches(), Pass()
+    other, passes, run = dict(other), LaunchReplay(), Pass()
     x = other.pop("x", None)
     for _ in range(3):
         call(passes, run, torch.randn(3, 4))
@@ -68,42 +79,42 @@ def test_what_a_pass_depends_on_has_a_tape_of_its_own(other):
         assert run.runs == expected
 
 
-def test_what_another_plan_of_the_function_has_a_tape_of_is_recorded_at_once():
-    known, run = set(), Pass()
-    for expected in (2, 3, 4):
-        passes = Launches(known)
+def test_what_another_plan_of_the_function_has_a_trace_of_is_recorded_at_once():
+    passes, run = LaunchReplay(), Pass()
+    plans = [Owner() for _ in range(5)]
+    for expected, plan in zip((2, 3, 4), plans, strict=False):
         for _ in range(3):
-            call(passes, run, torch.randn(3, 4))
+            call(passes, run, torch.randn(3, 4), owner=plan)
         assert run.runs == expected
-    call(Launches(known), run, torch.randn(4, 3))
-    call(Launches(known), run, torch.randn(4, 3))
+    for plan in plans[:2]:
+        call(passes, run, torch.randn(4, 3), owner=plan)
     assert run.runs == 6  # of which there is none yet
     run.known = False  # as where something is compiled for this plan alone
-    passes = Launches(known)
-    call(passes, run, torch.randn(3, 4))
+    call(passes, run, torch.randn(3, 4), owner=plans[3])
     run.known = True
     for expected in (8, 8):
-        call(passes, run, torch.randn(3, 4))
+        call(passes, run, torch.randn(3, 4), owner=plans[3])
         assert run.runs == expected
+    before = len(passes.traces)
+    del plans, plan
+    gc.collect()
+    assert len(passes.traces) == 0 < before  # a trace lives as long as its plan
 
 
-def test_plans_of_a_functions_packs_know_of_each_others_tapes():
-    fn = attention.make("ulysses", kernel="math")
-    x = torch.zeros(96, 2, 8)
-    first, second = (fn.plan(x, x, x, cu_seqlens=cu).launches for cu in ((0, 80, 96), (0, 16, 96)))
-    assert first is not second and first.known is second.known
-    assert attention.make("ulysses", kernel="math").plan(x, x, x, cu_seqlens=(0, 96)).launches.known is not first.known
+def test_functions_do_not_share_traces():
+    first, second = (attention.make("ulysses", kernel="math", replay="launches") for _ in range(2))
+    assert first.replay.launches is not second.replay.launches
 
 
 def test_what_depends_on_more_is_run():
-    passes, run = Launches(), Pass()
+    passes, run = LaunchReplay(), Pass()
     for _ in range(4):
         call(passes, run, torch.randn(3), state=None)
-    assert run.runs == 4 and not passes.tapes
+    assert run.runs == 4 and not passes.traces
 
 
 def test_a_pass_whose_phases_are_recorded_is_run():
-    passes, run = Launches(), Pass()
+    passes, run = LaunchReplay(), Pass()
     for _ in range(3):
         call(passes, run, torch.randn(3))
     with recording(Recorder(torch.device("cpu"))):
@@ -112,10 +123,12 @@ def test_a_pass_whose_phases_are_recorded_is_run():
 
 
 def test_what_cannot_be_played_is_tried_a_few_times():
-    passes, run = Launches(), Pass(known=False)
-    for _ in range(1 + TRIES):
+    passes, run = LaunchReplay(), Pass(known=False)
+    for _ in range(TRIES):
         call(passes, run, torch.randn(3))
-    (why,) = passes.tapes.values()
+    with pytest.warns(UserWarning, match="replay=launches: this forward stays eager: not known"):
+        call(passes, run, torch.randn(3))
+    (why,) = passes.traces[OWNER].values()
     assert why == ["not known"] * TRIES
     run.known = True  # which nobody looks at any more
     for _ in range(2):
@@ -124,7 +137,7 @@ def test_what_cannot_be_played_is_tried_a_few_times():
 
 
 def test_what_cannot_be_played_at_first_is_played_later():
-    passes, run = Launches(), Pass(known=False)
+    passes, run = LaunchReplay(), Pass(known=False)
     for _ in range(2):
         call(passes, run, torch.randn(3))
     run.known = True
@@ -134,7 +147,7 @@ def test_what_cannot_be_played_at_first_is_played_later():
 
 
 def test_one_tensor_for_two_inputs_is_run_and_two_are_played():
-    passes, run, x = Launches(), Pass(), torch.randn(3)
+    passes, run, x = LaunchReplay(), Pass(), torch.randn(3)
     for _ in range(5):
         call(passes, run, x, x)
     assert run.runs == 5
@@ -144,11 +157,11 @@ def test_one_tensor_for_two_inputs_is_run_and_two_are_played():
 
 
 def test_only_so_many_are_kept():
-    passes, run = Launches(), Pass()
+    passes, run = LaunchReplay(), Pass()
     for n in range(1, MOST + 4):
         for _ in range(3):
             call(passes, run, torch.randn(n))
-    assert len(passes.tapes) == MOST
+    assert len(passes.traces[OWNER]) == MOST
     before = run.runs
     call(passes, run, torch.randn(MOST + 3))
     assert run.runs == before
@@ -157,14 +170,14 @@ def test_only_so_many_are_kept():
 
 
 def test_an_exception_while_recording_leaves_it_to_the_next_call():
-    passes, run = Launches(), Pass()
+    passes, run = LaunchReplay(), Pass()
     call(passes, run, torch.randn(3))
 
     def fails(x):
         raise RuntimeError("half-way")
 
     with pytest.raises(RuntimeError, match="half-way"):
-        passes("forward", 0, fails, (torch.randn(3),))
+        passes(Key(OWNER, "forward", 0), fails, (torch.randn(3),))
     for expected in (2, 2):
         call(passes, run, torch.randn(3))
         assert run.runs == expected
@@ -173,13 +186,15 @@ def test_an_exception_while_recording_leaves_it_to_the_next_call():
 def test_plans_of_the_packs_used_last_are_kept():
     fn = attention.make("ulysses", kernel="math")
     x = torch.zeros(96, 2, 8)
+    used = {}
 
     def use(*cu):
         given = (x, cu) if cu else (x[None], None)
-        fn.plan(*[given[0]] * 3, cu_seqlens=given[1]).launches.tapes["of this"] = []
+        plan = fn.plan(*[given[0]] * 3, cu_seqlens=given[1])
+        used[id(plan)] = plan
 
     def kept():
-        return [plan.problem.cu_seqlens for plan in fn.plans.values() if plan.launches.tapes]
+        return [plan.problem.cu_seqlens for plan in fn.plans.values() if id(plan) in used]
 
     use()
     for _ in range(2):
@@ -188,3 +203,27 @@ def test_plans_of_the_packs_used_last_are_kept():
             use(0, i, 96)
         assert len(fn.plans) == MOST_PACKS + 1
         assert set(kept()) == {(0, 96), (0, 80, 96), *((0, i, 96) for i in range(6, MOST_PACKS + 5))}
+
+
+@pytest.mark.parametrize("name, options", [("dense", {}), ("zigzag", {}), ("zigzag_llama3", {"own_first": False})])
+def test_by_default_a_breakpoint_in_an_executor_is_hit_in_each_call(name, options):
+    fn = attention.make(name, kernel="math", **options)
+    x = torch.randn(1, 8, 2, 16, requires_grad=True)
+    hit: list[str] = []
+
+    def trace(frame, event, _):
+        if "attention/executors/" in frame.f_code.co_filename:
+            hit.append(frame.f_code.co_name)
+        return
+
+    for _ in range(5):
+        hit.clear()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            out = fn(x, x, x, causal=True)
+            out.sum().backward()
+        finally:
+            sys.settrace(before)
+        assert "forward" in hit
+    assert fn.replay.strategy(fn.plan(x, x, x, causal=True), x.device) is eager

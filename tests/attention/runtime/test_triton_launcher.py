@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from attention.runtime.triton_launcher import Start
+from attention.runtime.triton_launcher import TritonLauncher
 
 
 class Recording:
@@ -61,7 +61,7 @@ def kernel():
 
 @pytest.fixture
 def start(kernel):
-    return Start(kernel, (5, 2), (7, (8, 9)), RIGHT=2, num_warps=4, LEFT=1)
+    return TritonLauncher(kernel, (5, 2), (7, (8, 9)), RIGHT=2, num_warps=4, LEFT=1)
 
 
 def given(out, parts, n):

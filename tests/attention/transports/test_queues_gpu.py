@@ -1,12 +1,11 @@
-"""Streams beside the compute, flags and zeros, of another device than the current one."""
+"""Streams beside the compute and flags of another device than the current one."""
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from attention.runtime.cuda_driver import function, zeros
+from attention.runtime.cuda_driver import function
 from attention.transports.fabric import CudaFabric
 from attention.transports.queues import CudaQueue
 from tests.support.gpus import own_gpus
@@ -97,16 +96,3 @@ def test_a_flag_is_written_on_the_default_stream_of_the_flags_device():
             assert int(flag) == 0  # x is not filled yet
         torch.cuda.synchronize(DEVICE)
         assert int(flag) == 1
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_zeros_are_zeros_of_any_device_also_in_a_new_thread(fresh):
-    def found():
-        torch.full((3, 5, 1 << 18), 7.0, device=DEVICE)  # and freed: the next tensor's memory
-        return zeros((3, 5, 1 << 18), torch.float32, DEVICE)
-
-    with torch.cuda.device(0):
-        torch.cuda.synchronize()
-        with ThreadPoolExecutor(1) as thread:
-            x = thread.submit(found).result() if fresh else found()
-        assert x.shape == (3, 5, 1 << 18) and x.device == DEVICE and not bool(x.any())

@@ -103,9 +103,9 @@ def test_played_passes_give_what_passes_give(in_world, name, options, packed, kv
     found = in_world(replay.launch_replay, world, "cuda", timeout_s=150, **given)
     assert found["out"] == 0
     assert found["gradient"] <= (0 if options.get("deterministic") else 1e-2)
-    for rank, (tapes, why) in enumerate(found["tapes"]):
+    for rank, (traces, why) in enumerate(found["traces"]):
         # of each of two shapes, calls without gradients, forwards and backwards
-        assert tapes == ([] if rank == running else [True] * 6), why
+        assert traces == ([] if rank == running else [True] * 6), why
 
 
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
@@ -166,16 +166,16 @@ def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name, kernel
     found = in_world(replay.graph_replay, world, "cuda", name=name, kernel=kernel, timeout_s=90)
     assert found["difference"] < 1e-2
     assert found["graphs"] == 6  # of two shapes: with and without gradients one forward each, and a backward
-    assert (found["tapes"] > 0) == (kernel == "flash4")  # graphs and tapes take turns
+    assert (found["traces"] > 0) == (kernel == "flash4")  # graphs and launch traces take turns
 
 
 @own_gpus(2)
-@pytest.mark.parametrize("graphs", (False, True, "auto"))
-def test_trials_take_the_fastest_on_all_ranks_alike(in_world, graphs):
+@pytest.mark.parametrize("way", ("launches", "graphs", "auto"))
+def test_trials_take_the_fastest_on_all_ranks_alike(in_world, way):
     given = {"tokens": 4096, "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True, "trials": 3}
-    first, *others = in_world(trials.auto_by_trial, 2, "cuda", graphs=graphs, timeout_s=90, **given)
+    first, *others = in_world(trials.auto_by_trial, 2, "cuda", replay=way, timeout_s=90, **given)
     assert others == [first] and first["random"]
-    assert len(first["tried_ms"]) == (6 if graphs == "auto" else 3)
+    assert len(first["tried_ms"]) == (6 if way == "auto" else 3)
     assert list(first["tried_ms"].values()) == sorted(first["tried_ms"].values())
     assert next(iter(first["tried_ms"])).startswith(first["variant"])
 

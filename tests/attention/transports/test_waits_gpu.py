@@ -28,7 +28,7 @@ torch.cuda.set_device(device)
 long = timedelta(seconds=90)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=long)
 tree, trained = which == "fused", which == "backward"
-options = {"reduce": "fused"} if tree else {"graphs": which == "graphs"}
+options = {"reduce": "fused"} if tree else {"replay": "graphs" if which == "graphs" else "launches"}
 kernel = "auto" if tree else "flash4" if which == "launches" else "flash2"
 fn = attention.make("tree" if tree else "zigzag", kernel=kernel, transport="symm", **options)
 x = [torch.randn(1, 256, 4, 64, device=device, dtype=torch.bfloat16, requires_grad=trained) for _ in range(3)]

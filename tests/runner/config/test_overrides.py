@@ -12,6 +12,7 @@ from tests.support.composing import python
 # overrides, then what the line must say: what was given, and the nearest names or the rule
 BAD = [
     (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
+    (["graphs=true"], "graphs: is now replay; give replay=graphs for graphs=true, replay=none for false"),
     (["dropout=0.1"], "dropout: not supported"),
     (["trnsport=nccl"], "trnsport: not a key; did you mean transport?"),
     (["attention=flash"], "attention=flash", "known are auto, dense, grouped, llama3, rfa_llama3, rfa_llama3_best, rfa_ring"),

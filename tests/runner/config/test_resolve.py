@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from attention.autotune.choice import AUTO
+from attention.executors.policy import REPLAY
 from attention.variants.registry import VARIANTS
 from runner.config.experiment import PHASES, Experiment
 from runner.config.groups import groups
@@ -280,8 +281,8 @@ UNSUPPORTED = [
     (["hardware=cuda", "world_size=3"], 2, "world_size=3", "this machine has 2", "world_size=2 or hardware=cpu"),
     (["timing=cudagraph"], 0, "timing=cudagraph", "need a GPU", "timing=warmup works"),
     (["timing=cudagraph", "hardware=cpu"], 2, "timing=cudagraph", "need a GPU", "timing=warmup works"),
-    (["graphs=true"], 0, "graphs=true", "need a GPU", "graphs=false works"),
-    (["graphs=true", "hardware=cpu"], 2, "graphs=true", "need a GPU", "graphs=false works"),
+    (["replay=graphs"], 0, "replay=graphs", "need a GPU", "replay=none works"),
+    (["replay=graphs", "hardware=cpu"], 2, "replay=graphs", "need a GPU", "replay=none works"),
     (["timing.counters=true"], 0, "timing.counters=true", "one process", "world_size=1 on CUDA"),
     (["timing.counters=true"], 2, "timing.counters=true", "one process", "world_size=1 on CUDA"),
     (["timing.do_bench=true"], 0, "timing.do_bench=true", "times one GPU", "world_size=1 on CUDA"),
@@ -303,24 +304,27 @@ def test_what_the_machine_lacks_is_unsupported_and_says_what_would_work(case):
 
 
 def test_passes_are_not_replayed_within_replays_of_whole_calls():
-    assert resolved("graphs=true", gpus=2).graphs
-    assert not resolved(gpus=2).graphs
-    assert resolved("graphs=auto", "attention=auto", gpus=2).graphs == "auto"
-    assert resolved("graphs=auto", "attention=auto", gpus=0).graphs == "auto"  # which launches there
-    with pytest.raises(InvalidConfig, match=r"graphs=true timing=cudagraph: .* use one of the two"):
-        resolved("graphs=true", "timing=cudagraph", gpus=2)
-    with pytest.raises(InvalidConfig, match=r"graphs=auto timing=cudagraph: .* use one of the two"):
-        resolved("graphs=auto", "attention=auto", "timing=cudagraph", gpus=2)
-    for name, graphs in (("zigzag", "auto"), ("auto", "perhaps"), ("zigzag", 1)):
-        with pytest.raises(InvalidConfig, match=f"graphs={graphs}: "):
-            resolved(f"graphs={graphs}", f"attention={name}", gpus=2)
+    for replay in REPLAY:
+        found = resolved(f"replay={replay}", gpus=2)
+        assert found.replay == replay
+        assert found.graphs == {"graphs": True, "auto": "auto"}.get(replay, False) == found.plain()["graphs"]
+        assert Experiment.from_plain(found.plain()) == found
+    assert resolved(gpus=2).replay == "none"
+    assert resolved("replay=auto", "attention=auto", gpus=0).replay == "auto"  # which launches there
+    for replay in ("graphs", "auto"):
+        with pytest.raises(InvalidConfig, match=f"replay={replay} timing=cudagraph: .* use one of the two"):
+            resolved(f"replay={replay}", "timing=cudagraph", gpus=2)
+    assert resolved("replay=launches", "timing=cudagraph", gpus=2).replay == "launches"
+    for replay in ("perhaps", 1):
+        with pytest.raises(InvalidConfig, match=f"replay={replay}: must be one of none, launches, graphs, auto"):
+            resolved(f"replay={replay}", gpus=2)
 
 
 def test_a_new_pack_each_time_is_not_replayed():
     pack = ("attention=llama3", "seq_len=4096", "seqlens=random", "seqlens_mean=128", "timing.new_packs=true")
     assert resolved(*pack, "timing.layers=4", gpus=2).timing.layers == 4
-    with pytest.raises(InvalidConfig, match=r"graphs=true: what is replayed has to come again; use graphs=false"):
-        resolved(*pack, "graphs=true", gpus=2)
+    with pytest.raises(InvalidConfig, match=r"replay=graphs: a graph is of lengths that come again"):
+        resolved(*pack, "replay=graphs", gpus=2)
 
 
 def test_cuda_without_gpus_does_not_suggest_fewer_ranks():

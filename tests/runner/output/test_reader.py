@@ -116,6 +116,7 @@ def test_a_file_that_is_no_result_is_named_in_a_line_and_the_others_are_kept(tmp
         "causal",
         "seqlens",
         "graphs",
+        "replay",
         "world_size",
         "config",
     ],

@@ -1,0 +1,84 @@
+"""The option `replay` of `attention.make`: whether a function's calls are eager, or their launches replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attention.executors.plan import Plan
+from attention.executors.policy import MOST_TRACED, REPLAY, TRACED, replays_launches
+from attention.kernels.interface import UnsupportedCall
+from attention.runtime.cuda_graphs import GraphReplay
+from attention.runtime.launch_replay import LaunchReplay
+from attention.runtime.strategy import Key, Strategy, eager
+from attention.variants.external import External
+
+
+def check_replay(replay: Any) -> None:
+    if replay not in REPLAY:
+        raise ValueError(f"replay={replay!r}: must be one of {', '.join(REPLAY)}")
+
+
+def check_old_option(options: dict[str, Any]) -> None:
+    """Raises ValueError for `graphs`, which `replay` has replaced."""
+    if "graphs" in options:
+        new = {True: "graphs", False: "none", "auto": "auto"}.get(options["graphs"], "none")
+        raise ValueError(f"graphs={options['graphs']!r}: is now an option of replay: give replay={new!r}")
+
+
+class Replay:
+    """Of one function: the strategy of its calls, and what it has recorded and captured."""
+
+    def __init__(self, asked: str):
+        self.asked = asked
+        self.launches = LaunchReplay()
+        self.graphs = GraphReplay(fallback=self.launches if asked == "auto" else None)
+
+    def strategy(self, plan: Plan, device: torch.device) -> Strategy:
+        """Raises UnsupportedCall for replay=graphs where the plan can't be captured."""
+        if self.asked == "none":
+            return eager
+        if self.asked != "launches":
+            reason = graphs_obstacle(plan, device)
+            if reason is None:
+                return self.graphs
+            if self.asked == "graphs":
+                raise UnsupportedCall(f"replay=graphs: {reason}")
+        return eager if launches_obstacle(plan) else self.launches
+
+
+def key_of(plan: Plan, stage: str) -> Key:
+    return Key(plan, stage, plan.transport.state(), plan.transport.begin)
+
+
+def graphs_obstacle(plan: Plan, device: torch.device) -> str | None:
+    """Why a plan's calls can't be captured in CUDA graphs, or None."""
+    transport = plan.transport
+    if device.type != "cuda":
+        return f"a {device.type} has no CUDA graphs"
+    if isinstance(plan.variant, External):
+        return f"{plan.variant.name} brings its own exchange"
+    if plan.variant.decode:
+        return "a decode's keys grow from call to call; capture the call yourself, between two lengths"
+    if plan.options.uncapturable is not None:
+        return str(plan.options.uncapturable)
+    if plan.problem.ranks > 1 and not transport.pulls:
+        note = f" ({transport.note})" if transport.note else ""
+        return f"transport={transport.name} may hang in a graph; symm is needed{note}"
+    return None
+
+
+def launches_obstacle(plan: Plan) -> str | None:
+    """Why a plan's launches can't be recorded, or None; a recording may find others."""
+    if isinstance(plan.variant, External):
+        return f"{plan.variant.name} brings its own exchange"
+    if plan.variant.decode:
+        return "a decode's keys grow from call to call"
+    if plan.options.uncapturable is not None:
+        return str(plan.options.uncapturable)
+    if plan.transport.state() is None:
+        return f"transport={plan.transport.name}: only those of symm on GPUs are recorded"
+    if not replays_launches(plan.kernel.name, plan.problem.cu_seqlens[-1] // plan.problem.ranks):
+        return f"only launches of {', '.join(TRACED)} are recorded, with up to {MOST_TRACED:,} tokens a rank"
+    return None

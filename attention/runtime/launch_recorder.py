@@ -1,0 +1,243 @@
+"""Records the launches of a call, for a `LaunchTrace` that replays them with other tensors.
+
+The recorder hears of launches in two ways: `submit` tells it, and it sees PyTorch's own operators itself. It refuses, by name, what
+it cannot replay: an operator that it does not know, and a launch by Triton, the CUDA driver or FlashAttention-4 that did not go
+through `submit`. Then there is no trace, and calls stay eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention.runtime.launch_trace import Allocation, Launch, LaunchTrace, Layout, Place, View, trace_of
+from attention.runtime.private import triton_launches_watched
+from attention.runtime.strategy import Run
+from attention.runtime.submit import NO_POINTERS, Kept, Scope, recorded_by, submitting
+
+aten = torch.ops.aten
+ALLOCATES = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+             aten.new_empty_strided.default}  # fmt: skip
+WRITES: dict[Any, Callable[..., object]] = {
+    aten.copy_.default: Tensor.copy_,
+    aten.zero_.default: Tensor.zero_,
+    aten.fill_.Scalar: Tensor.fill_,
+    aten.index_copy_.default: Tensor.index_copy_,
+}
+
+
+def _cat(into: Tensor, dim: int, *parts: Tensor) -> None:
+    torch.cat(parts, dim, out=into)
+
+
+def _index_select(into: Tensor, x: Tensor, dim: int, index: Tensor) -> None:
+    torch.index_select(x, dim, index, out=into)
+
+
+# operators that allocate their result and write it: what writes to a given tensor, and its arguments from the operator's
+MAKES: dict[Any, tuple[Callable[..., object], Callable[..., tuple[Any, ...]]]] = {
+    aten.cat.default: (_cat, lambda parts, dim=0: (dim, *parts)),
+    aten.index_select.default: (_index_select, lambda x, dim, index: (x, dim, index)),
+    aten.zeros.default: (Tensor.zero_, lambda *_, **__: ()),
+    aten.new_zeros.default: (Tensor.zero_, lambda *_, **__: ()),
+    aten.zeros_like.default: (Tensor.zero_, lambda *_, **__: ()),
+}
+
+
+def shared(inputs: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Of the strided inputs that lie in one memory, as queries, keys and values of one projection do: the input's number, the number
+    of the first input there, and the distance of their first bytes."""
+    first: dict[int, int] = {}
+    found = []
+    for i, x in enumerate(inputs):
+        if not x.is_contiguous():
+            j = first.setdefault(x.untyped_storage().data_ptr(), i)
+            if j != i:
+                found.append((i, j, x.data_ptr() - inputs[j].data_ptr()))
+    return tuple(found)
+
+
+class LaunchRecorder(TorchDispatchMode):
+    """Records one call on `inputs`. `stream` gives the current stream, by the name that a switch is given."""
+
+    def __init__(self, inputs: Sequence[Tensor], stream: Callable[[], Hashable]):
+        super().__init__()
+        self.inputs, self.stream, self.first = tuple(inputs), stream, stream()
+        self.allocations: list[Allocation] = []
+        self.made: list[Launch | Allocation | View] = []
+        self.count = 0
+        self.views: dict[Hashable, int] = {}
+        self.kept: list[Tensor] = []
+        self.why: str | None = None
+        for x in inputs:
+            self._allocation(x, True)
+        for i, j, _ in shared(inputs):
+            one, base = self.allocations[i], self.allocations[j]
+            base.low, base.high = min(base.low, one.low), max(base.high, one.high)
+            one.low = one.high = 0
+        ranges = sorted((x.low, x.high) for x in self.allocations if x.low < x.high)
+        if any(a[1] > b[0] for a, b in pairwise(ranges)):
+            self.refuse("an address may lie in two inputs")
+
+    def record(self, run: Run) -> tuple[Tensor, ...]:
+        with recorded_by(self), triton_launches_watched(self.refuse), self:
+            return run(*self.inputs)
+
+    def refuse(self, why: str) -> None:
+        self.why = self.why or why
+
+    def keep(self, tensors: Kept) -> None:
+        for x in tensors:
+            each_of = x if isinstance(x, tuple) else (x,)
+            self.kept += [each for each in each_of if each.numel() and self._find(each.data_ptr()) is None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if submitting():
+            return result  # part of the submitted launch
+        if func in ALLOCATES:
+            self.made.append(self._allocation(result, False))
+        elif func in WRITES and not kwargs:
+            if args[0].numel():
+                self.launched(WRITES[func], args)
+        elif func in MAKES:
+            self.made.append(self._allocation(result, False))
+            function, arguments = MAKES[func]
+            self.launched(function, (result, *arguments(*args, **(kwargs or {}))))
+        elif not getattr(func, "is_view", False):
+            self.refuse(str(func))
+        return result
+
+    def _allocation(self, x: Tensor, given: bool) -> Allocation:
+        low, high = _span(x)
+        self.count += 1
+        self.allocations.append(Allocation(self.count, Layout.of(x), low, low, high, self.stream(), given))
+        return self.allocations[-1]
+
+    def launched(
+        self,
+        launch: Callable[..., object],
+        arguments: Sequence[Any],
+        pointers: range = NO_POINTERS,
+        scope: Scope = "stream",
+        cleanup: bool = False,
+    ) -> None:
+        used: list[Allocation] = []
+        recorded = list(arguments)
+        addresses: dict[int, Any] = {}
+        for i, x in enumerate(recorded):
+            if isinstance(x, Tensor):
+                recorded[i] = self._tensor(x, used)
+            elif i in pointers:
+                many = isinstance(x, tuple)
+                place = tuple([self._address(each, used) for each in x]) if many else self._address(x, used)
+                if place != x:
+                    addresses[i] = place
+        for allocation in used:
+            allocation.last = len(self.made), self.stream()
+        self.made.append(Launch(launch, tuple(recorded), addresses, scope, cleanup))
+
+    def _find(self, address: int) -> Allocation | None:
+        """The newest one there: an older one was freed."""
+        return next((x for x in reversed(self.allocations) if x.low <= address < x.high), None)
+
+    def _address(self, address: int, used: list[Allocation]) -> Place | int:
+        found = self._find(address)
+        if found is None:
+            return address
+        used.append(found)
+        return Place(found.number, address - found.first)
+
+    def _tensor(self, x: Tensor, used: list[Allocation]) -> Place | Layout | Tensor:
+        if not x.numel():
+            return Layout.of(x)  # an empty view may hold much memory
+        found = self._find(x.data_ptr())
+        if found is None:
+            return x  # from outside the call: the trace holds it
+        used.append(found)
+        return Place(self._number(x, found))
+
+    def _number(self, x: Tensor, allocation: Allocation) -> int:
+        """Of the tensor itself, or of a view of it."""
+        layout, offset = Layout.of(x), (x.data_ptr() - allocation.first) // x.element_size()
+        if layout.dtype != allocation.layout.dtype:
+            self.refuse(f"{layout.dtype} in memory of {allocation.layout.dtype}")
+            return allocation.number
+        if offset == 0 and layout == allocation.layout:
+            return allocation.number
+        key = allocation.number, layout, offset
+        if key not in self.views:
+            self.count += 1
+            self.views[key] = self.count
+            self.made.append(View(self.count, allocation.number, layout, offset, allocation.given))
+        return self.views[key]
+
+    def trace(self, results: Sequence[Tensor]) -> LaunchTrace | str:
+        """The trace of what was recorded, or why there is none. results: what the call gave."""
+        given = {id(x): i for i, x in enumerate(self.inputs)}
+        wanted: list[tuple[bool, int]] = []
+        returned: list[Allocation] = []
+        for x in results:
+            if id(x) in given:
+                wanted.append((True, given[id(x)]))
+                continue
+            place = self._tensor(x, returned)
+            if not isinstance(place, Place):
+                self.refuse("a result was not made by this call")
+                continue
+            wanted.append((False, place.number))
+        if self.why is not None:
+            return self.why
+        freed = {id(self.made[i]): numbers for i, numbers in self._freed(returned).items()}
+        return trace_of(self.count, self._needed(returned), freed, wanted, self.kept)
+
+    def _freed(self, returned: Sequence[Allocation]) -> dict[int, list[int]]:
+        """The numbers of the tensors that are let go of after each entry of `made`."""
+        views = [x for x in self.made if isinstance(x, View)]
+        freed: dict[int, list[int]] = {}
+        for x in self.allocations:
+            # memory that another stream uses last is kept to the end, when the caller's stream has waited for all others; memory that
+            # another stream used before that was waited for by its own stream, which could not have used it otherwise
+            if not x.given and x not in returned and x.last is not None and x.last[1] == x.stream:
+                numbers = [x.number, *(view.number for view in views if view.base == x.number)]
+                freed.setdefault(x.last[0], []).extend(numbers)
+        return freed
+
+    def _needed(self, returned: Sequence[Allocation]) -> list[Launch | Allocation | View]:
+        """Without allocations that nothing uses, and switches to a stream that nothing is started on."""
+        switches = self._needed_switches()
+
+        def needed(i: int, x: Launch | Allocation | View) -> bool:
+            if isinstance(x, Allocation):
+                return x.last is not None or x in returned
+            return not (isinstance(x, Launch) and x.scope == "switch") or i in switches
+
+        return [x for i, x in enumerate(self.made) if needed(i, x)]
+
+    def _needed_switches(self) -> set[int]:
+        """The switches of the current stream that a later launch or allocation depends on, or the caller."""
+        switches = [i for i, x in enumerate(self.made) if isinstance(x, Launch) and x.scope == "switch"]
+        needed, now = set(), self.first
+        for i, end in pairwise([*switches, len(self.made)]):
+            (stream,) = cast(Launch, self.made[i]).arguments
+            last = end == len(self.made)
+            if stream != now and (last or any(map(_on_current_stream, self.made[i + 1 : end]))):
+                needed.add(i)
+                now = stream
+        return needed
+
+
+def _on_current_stream(x: Launch | Allocation | View) -> bool:
+    return isinstance(x, Allocation) or (isinstance(x, Launch) and x.scope == "stream")
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte, and behind its last."""
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
