@@ -32,7 +32,7 @@ class LaunchCosts:
 class Overheads:
     """Microseconds. `call`, `merge`: a launch and its tail leave the GPU idle for so long. `eager`, `traced`: CPU launch overhead of
     launches that run from Python, or are replayed from a launch trace. `decode`: that of a decode with its kernel call, `reduction` of
-    each of its collectives. `units` of the GPU compute a tile each at a time."""
+    each of its collectives."""
 
     call: Both
     merge: float
@@ -40,7 +40,6 @@ class Overheads:
     traced: LaunchCosts = field(default_factory=LaunchCosts)
     decode: float = 0
     reduction: float = 0
-    units: int = 0
 
 
 # cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the CPU's from 2048
@@ -53,7 +52,6 @@ OVERHEADS = {
         traced=LaunchCosts((20, 280), (75, 90), 20),
         decode=200,
         reduction=350,
-        units=132,
     ),
     "cpu": Overheads((20, 20), 20),
 }
@@ -70,7 +68,7 @@ class Ceilings:
     source: str = "defaults"
 
 
-DEFAULTS = {"cuda": Ceilings(300, 2000, Link(100, 50, 0.1)), "cpu": Ceilings(0.1, 10, Link(1, 300))}
+DEFAULTS = {"cuda": Ceilings(300, 2000, Link(100, 50)), "cpu": Ceilings(0.1, 10, Link(1, 300))}
 
 
 def ceilings(measured: Mapping[str, float], device: str) -> Ceilings:

@@ -26,9 +26,6 @@ from attention.variants.registry import VARIANTS
 REPLAYED_WORTH = 1.05  # a replay counts as so much longer, for the memory that it keeps
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
 COPY_SHARE = 0.85  # of it that the copies around a CUDA graph reach (docs/performance.md)
-APART_FILLS = 0.6  # of the calls' tails that a step beside them fills, where tokens are few; at policy.APART nothing
-TILE = 128  # queries, or backward keys, that a unit computes at a time
-UPLOAD_US = 400.0  # the GPU waits for an array that the CPU sends: by the measured runs of grouping=packed
 
 
 def task_of(
@@ -172,59 +169,39 @@ class _Clock:
 
     def duration(self, timeline: Timeline) -> Duration:
         machine, each = self.machine, self.machine.overheads
-        tail = self._tail(timeline)
-        compute, exposed = self._overlapped(timeline, tail)
+        compute, exposed = self._overlapped(timeline.steps)
         exposed += self._moving(timeline.exposed)
         merges = machine.copy_seconds(timeline.merged) / MERGE_SHARE
-        merges += (timeline.merges * each.merge + timeline.uploads * UPLOAD_US) / 1e6
+        merges += timeline.merges * each.merge / 1e6
         copies = 0.0
         if machine.replayed:
             moved = 2 * graph_copies(self.task, self.problem, self.backward)
             copies = machine.copy_seconds(moved) / COPY_SHARE
         return Duration(*(1e3 * part for part in (compute, exposed, merges, self._host(timeline), copies)))
 
-    def _overlapped(self, timeline: Timeline, tail: float) -> tuple[float, float]:
+    def _overlapped(self, steps: Sequence[TimedStep]) -> tuple[float, float]:
         """(compute, exposed communication) of steps that each compute while the next one's keys arrive and the gradients of the one
         before leave: exposed are the first keys, the last gradients, and transfers longer than the compute beside them."""
-        aside = sum(self._step(step) + step.calls * tail for step in timeline.steps if step.beside)
-        steps = [step for step in timeline.steps if not step.beside]
-        patterns = {transfer.pattern for step in steps for transfer in (*step.incoming, *step.outgoing)}
-        slows = max((self._link(pattern).slows for pattern in patterns), default=0.0)
         incoming = [self._moving(step.incoming) for step in steps]
         outgoing = [self._moving(step.outgoing) for step in steps]
         compute, exposed = 0.0, sum(incoming[:1]) + sum(outgoing[-1:])
         for i, step in enumerate(steps):
-            alone = self._step(step) + step.calls * tail
+            busy = self._step(step)
             moving = sum(incoming[i + 1 : i + 2]) + (outgoing[i - 1] if i else 0.0)
-            busy = alone + slows * min(moving, alone)
             compute += busy
             exposed += max(0.0, moving - busy)
-        return compute + aside, max(0.0, exposed - aside)
+        return compute, exposed
 
     def _step(self, step: TimedStep) -> float:
-        """A step's kernels and copies. Few queries take as long as their keys take to be read."""
+        """A step's copies and kernel calls. Few queries take as long as their keys take to be read."""
         seconds = self.machine.copy_seconds(step.copied)
         for mask, pairs in step.work.pairs:
             speed = self._speed(mask)
-            flops = 4 * step.shapes.batch * step.shapes.heads * step.shapes.head_dim * pairs.computed(speed.edge)
-            seconds += flops * (BACKWARD if self.backward else 1) / speed.flops
+            flops = forward_flops(step.shapes, pairs.computed(speed.edge)) * (BACKWARD if self.backward else 1)
+            seconds += flops / speed.flops
         if self.task.decode:
-            return max(seconds, self.machine.copy_seconds(step.work.keys * step.shapes.kv_token))
-        return seconds
-
-    def _tail(self, timeline: Timeline) -> float:
-        """For so long a call leaves the GPU idle. A band's tiles all take as long, so that at the end half of one is waited for on
-        average; under other masks the longest come first."""
-        each, mask = self.machine.overheads, self.problem.mask
-        seconds = each.call[self.backward] / 1e6
-        if any(step.beside for step in timeline.steps):
-            tokens = self.problem.cu_seqlens[-1] // self.problem.world
-            seconds *= 1 - APART_FILLS * (1 - tokens / policy.APART)
-        if mask.left >= 0 and mask.right >= 0:
-            alone = Shapes(1, 1, 1, self.task.shapes.head_dim, self.task.shapes.itemsize)
-            flops = forward_flops(alone, TILE * (mask.left + mask.right + 1)) * (BACKWARD if self.backward else 1)
-            seconds += flops * each.units / self._speed(mask).flops / 2
-        return seconds
+            seconds = max(seconds, self.machine.copy_seconds(step.work.keys * step.shapes.kv_token))
+        return seconds + step.calls * self.machine.overheads.call[self.backward] / 1e6
 
     def _speed(self, mask: Mask) -> Speed:
         shapes = self.task.shapes

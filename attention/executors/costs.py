@@ -35,7 +35,7 @@ class Costs(Protocol):
         """What a rank does in a forward or a backward."""
 
 
-EXECUTOR_COSTS: dict[str, Callable[..., Costs]] = {
+COSTS: dict[str, Callable[..., Costs]] = {
     "ring": RingCosts,
     "gather": GatherCosts,
     "all_to_all": AllToAllCosts,
@@ -54,4 +54,4 @@ def of(
 ) -> Costs:
     """The costs of a variant's executor. `pulls`: over a transport that brings each rank only the keys it needs, where others gather
     all for every rank unless there is a window. `packed`: the tensors are a packed batch."""
-    return EXECUTOR_COSTS[variant.executor](problem, shapes, variant.parse(options), pulls, packed)
+    return COSTS[variant.executor](problem, shapes, variant.parse(options), pulls, packed)

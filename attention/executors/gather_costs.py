@@ -106,13 +106,12 @@ class GatherCosts:
             # of several groups the last one's local KV comes at the end, while gradients travel
             late = sizes[-1] if backward and len(sizes) > 1 and not apart else 0
             first, last = (heads_of(self.shapes, n) for n in (self.shapes.kv_heads - late, late))
-            turns.insert(0, replace(timed(local[0], first, backward, self.packed), beside=apart))
+            turns.insert(0, timed(local[0], first, backward, self.packed))
             turns += [timed(local[0], last, backward, self.packed)] if late else []
         q_moves = (Transfer("all", received["q"] / 2),) * 2 if received.get("q") else ()
         merged, merges = self._merged(rest, len(sizes), received.get("dkv", 0), backward, bool(local))
         exchanges = len(sizes) * (1 + backward) + len(q_moves)
-        uploads = len(sizes) if self._packed_calls(rest, backward, bool(local)) else 0
-        return Timeline(tuple(turns), q_moves, merged, merges, exchanges, uploads)
+        return Timeline(tuple(turns), q_moves, merged, merges, exchanges)
 
     def _packed_calls(self, rest: Work, backward: bool, local: bool) -> bool:
         """Whether one call has all query chunks, packed side by side (`grouping=packed`)."""

@@ -82,13 +82,12 @@ class RingCosts:
         works, routes = place_work(problem, place), step_routes(problem, place)
         parts = self.parts if backward else 1
         shapes = heads_of(self.shapes, self.shapes.kv_heads // parts)
-        apart = backward and self.pulls and parts == 1 and policy.local_kv_apart(problem, place)
         each: list[TimedStep] = []
-        for i, (work, route) in enumerate(zip(works, routes, strict=True)):
+        for work, route in zip(works, routes, strict=True):
             incoming = _from_one(route.received_tokens * shapes.kv_token)
             outgoing = _from_one(route.reversed().received_tokens * shapes.kv_token) if backward else ()
             step = timed(work, shapes, backward, self.packed)
-            each.append(replace(step, incoming=incoming, outgoing=outgoing, beside=apart and i == 0))
+            each.append(replace(step, incoming=incoming, outgoing=outgoing))
         # of several parts the last has local KV at the end, while gradients travel
         turns = [*each * (parts - 1), *each[1:], each[0]] if parts > 1 else each
         merged, merges = self._merged(place, routes, backward)

@@ -34,9 +34,9 @@ class Pairs:
     rectangle: int = 0
     edges: int = 0
 
-    def computed(self, edge: float) -> float:
+    def computed(self, edge: float) -> int:
         """Pairs that a kernel computes which does `edge` keys too many for a query on an edge."""
-        return min(self.rectangle, self.attended + self.edges * edge)
+        return int(min(self.rectangle, self.attended + self.edges * edge))
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Work:
 @dataclass(frozen=True)
 class TimedStep:
     """Kernel calls on some of the heads: `shapes` has those heads. `copied`: bytes read and written around the calls. The transfers
-    in `incoming` must be complete before the step, those in `outgoing` start after it. `beside`: runs on another stream beside the
-    steps after it."""
+    in `incoming` must be complete before the step, those in `outgoing` start after it."""
 
     work: Work
     shapes: Shapes
@@ -66,20 +65,18 @@ class TimedStep:
     copied: float = 0.0
     incoming: tuple[Transfer, ...] = ()
     outgoing: tuple[Transfer, ...] = ()
-    beside: bool = False
 
 
 @dataclass(frozen=True)
 class Timeline:
     """`exposed`: transfers that nothing can hide. `merged`: bytes read and written by merges and sums, in `merges` launches.
-    `exchanges`: transfers that the CPU issues. `uploads`: small arrays that are sent to the GPU, which waits for them."""
+    `exchanges`: transfers that the CPU issues."""
 
     steps: tuple[TimedStep, ...]
     exposed: tuple[Transfer, ...] = ()
     merged: float = 0.0
     merges: int = 0
     exchanges: int = 0
-    uploads: int = 0
 
     @property
     def calls(self) -> int:

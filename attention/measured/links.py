@@ -15,17 +15,15 @@ from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
-COLUMNS = ("gpu", "world", "transport", "pattern", "gb_s", "latency_us", "slows", "measured_with")
+COLUMNS = ("gpu", "world", "transport", "pattern", "gb_s", "latency_us", "measured_with")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A transfer takes `latency_us`, plus the received bytes over `gb_s`. `slows`: the share by which compute that runs
-    meanwhile takes longer."""
+    """A transfer takes `latency_us`, plus the received bytes over `gb_s`."""
 
     gb_s: float
     latency_us: float
-    slows: float = 0.0
 
     def seconds(self, received: float) -> float:
         """Of one transfer; 0 for no bytes."""
@@ -42,14 +40,14 @@ class Measured:
     measured_with: str = ""
 
 
-def through(small: tuple[float, float], large: tuple[float, float], slows: float = 0.0) -> Link:
+def through(small: tuple[float, float], large: tuple[float, float]) -> Link:
     """The link that fits two measured messages, each (bytes received, seconds). Raises ValueError unless the larger one
     took longer."""
     (few, soon), (many, late) = small, large
     if not (few < many and 0 < soon < late):
         raise ValueError(f"{small} and {large}: the second message must have more bytes and take longer")
     rate = (many - few) / (late - soon)
-    return Link(rate / 1e9, max(0.0, soon - few / rate) * 1e6, slows)
+    return Link(rate / 1e9, max(0.0, soon - few / rate) * 1e6)
 
 
 def find(table: Iterable[Measured], gpu: str, world: int, transport: str, pattern: str) -> Link | None:
@@ -77,7 +75,7 @@ def table() -> tuple[Measured, ...]:
 
 
 def _measured(row: dict[str, str]) -> Measured:
-    link = Link(float(row["gb_s"]), float(row["latency_us"]), float(row["slows"]))
-    if not (link.gb_s > 0 and link.latency_us >= 0 and link.slows >= 0):
+    link = Link(float(row["gb_s"]), float(row["latency_us"]))
+    if not (link.gb_s > 0 and link.latency_us >= 0):
         raise ValueError(f"{row['transport']} {row['pattern']}: {link}: must be above 0")
     return Measured(row["gpu"], int(row["world"]), row["transport"], row["pattern"], link, row["measured_with"])

@@ -181,22 +181,6 @@ def test_replayed_passes_pay_for_copies_and_an_all_to_all_for_what_it_keeps():
     assert copies(16384, "zigzag, symm, graphs", replayed=True) == pytest.approx((2 * forward, 2 * backward))
 
 
-def test_each_call_within_a_band_waits_for_its_last_tiles():
-    def compute(mask: Mask, label: str, units: int) -> float:
-        overheads = replace(hardware.OVERHEADS["cuda"], units=units)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setitem(hardware.OVERHEADS, "cuda", overheads)
-            found = choose(task(mask=mask), machine(1e9, 0))
-        return next(e for e in found.estimates if e.label == label).backward.compute
-
-    band = Mask(4096, 0)
-    tile_ms = 2.5 * 4 * 128 * 128 * 4097 * 100 / 600e9  # of 100 units at 600 TFLOP/s
-    one, two = (compute(band, label, 100) - compute(band, label, 0) for label in ("ring_allgather, symm", "ring, symm"))
-    assert one == pytest.approx(tile_ms / 2, rel=0.1)  # the rate is of what is computed, the mask's edges too
-    assert two == pytest.approx(4 * one)  # two steps for each half of the heads
-    assert compute(CAUSAL, "ring, symm", 100) == compute(CAUSAL, "ring, symm", 0)
-
-
 @pytest.mark.parametrize(("gpu", "host"), [(1, 1), (1, 2), (2, 1), (3, 0.5), (0.5, 3), (1, 0)])
 def test_host_and_gpu_hide_each_other_but_not_quite_where_they_need_as_long(gpu, host):
     ms = Duration(0.5 * gpu, 0.25 * gpu, 0.25 * gpu, host).ms
@@ -412,7 +396,7 @@ def test_a_table_of_links_with_other_columns_or_no_bandwidth_is_refused():
         parse("gpu,world\n")
     header = ",".join(links.COLUMNS)
     with pytest.raises(ValueError, match="must be above 0"):
-        parse(f"{header}\nx,4,symm,pull,0,1,0,\n")
+        parse(f"{header}\nx,4,symm,pull,0,1,\n")
 
 
 def test_the_choice_says_why_and_is_plain():

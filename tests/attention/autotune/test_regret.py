@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
+import pytest
+
 from attention.autotune.choice import Candidate, Task
 from attention.autotune.hardware import Machine
 from attention.autotune.model import estimate, task_of
@@ -17,9 +19,9 @@ from runner.report import runs
 from runner.report.runs import Run
 
 RESULTS = Path(__file__).parents[3] / "results"
-# what the model before this one had: 107 groups, on average 4.71% slower, in 15 of them by more than 5%. The worst is a group of
-# short calls whose launches took ten times as long as usual.
-MEAN, ABOVE_5_PERCENT, WORST = 0.0471, 15, 1.8465
+# Of 107 groups, this model has 0.0444, 13 and 1.846, one of twice its length had 0.0471, 15 and 1.846. The worst is a group of short
+# calls whose launches took ten times as long as usual.
+MEAN, ABOVE_5_PERCENT, WORST = 0.0450, 13, 1.85
 
 
 def groups() -> Iterator[list[Run]]:
@@ -71,6 +73,7 @@ def regret(group: list[Run]) -> float | None:
     return measured[preferred] / min(measured.values()) - 1
 
 
+@pytest.mark.slow
 def test_the_model_chooses_at_least_as_well_as_the_one_before_it():
     found = [x for x in map(regret, groups()) if x is not None]
     assert len(found) >= 107
