@@ -10,31 +10,16 @@ from runner.launch.files import WorldSpec
 from tests.jobs import memory
 
 TOKENS, HEADS, HEAD_DIM = 1024, (16, 4), 16
-CASES = [
-    ("dense", {}),
-    ("ring", {}),
-    ("zigzag", {}),
+PLAIN = [(name, {}) for name, v in VARIANTS.items() if not v.decode and name != "grouped"]
+FOR_PACKS = [(v.name, {}) for v in VARIANTS.values() if v.twin and v.packed]  # for a single sequence they are the other variant
+WITH_OPTIONS = [
     ("zigzag", {"head_parts": 2}),
-    ("stripe", {}),
-    ("ring_allgather", {}),
-    ("llama3", {}),
-    ("zigzag_llama3", {}),
     ("zigzag_llama3", {"own_first": False}),
     ("zigzag_llama3", {"heads_k_stride": 1}),
     ("zigzag_llama3", {"grouping": "packed"}),
-    ("ulysses", {}),
-    ("ulysses", {"head_parts": 2}),
-    ("usp", {}),
 ]
-ALONE = [
-    ("dense", {}),
-    ("grouped", {"n_groups": 4}),
-    ("grouped", {"n_groups": 4, "grouping": "packed"}),
-    ("zigzag", {}),
-]
-
-
-PACKED = [*CASES[:-3], ("ring_varlen", {}), ("zigzag_varlen", {}), ("ulysses", {}), ("usp", {})]
+HEAD_PARTS = ("ulysses", {"head_parts": 2})  # in a world of four, a rank has one KV head
+ALONE = [("grouped", {"n_groups": 4}), ("grouped", {"n_groups": 4, "grouping": "packed"})]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +27,8 @@ PACKED = [*CASES[:-3], ("ring_varlen", {}), ("zigzag_varlen", {}), ("ulysses", {
     [(1, 1), (2, 1), (4, 1), pytest.param(8, 1, marks=pytest.mark.slow), (2, 2), (2, 16), (4, 2), (4, 16)],
 )
 def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
-    # one KV head a rank of four
-    cases = [case for case in CASES if world < 4 or case != ("ulysses", {"head_parts": 2})] if packs == 1 else PACKED
+    cases = [case for case in PLAIN + WITH_OPTIONS if packs > 1 or case not in FOR_PACKS]
+    cases += [HEAD_PARTS] * (packs == 1 and world < 4) + ALONE * (world == 1)
     cu_seqlens = tuple(range(0, TOKENS + 1, TOKENS // packs))
     arguments = {"cases": cases, "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
     if packs > 1:

@@ -15,6 +15,7 @@ from attention.geometry.layouts import Layout, positions
 from attention.geometry.schedules import SEQUENCE, Problem, Step
 from attention.masks.band import CAUSAL, FULL, Mask
 from attention.variants.base import Variant
+from attention.variants.registry import VARIANTS
 
 WORLDS = range(1, 9)
 SHARD = 6  # tokens of a single sequence that a rank holds
@@ -24,10 +25,12 @@ WINDOWS = [
     for sides in ((0, 0), (3, 0), (SHARD, 0), (11, 0), (20, 0), (2, 4), (SHARD, SHARD), (13, 7), (-1, 5), (7, -1))
 ]
 MASKS = [FULL, CAUSAL, *WINDOWS]
-CAUSAL_ONLY = {"zigzag", "zigzag_varlen", "stripe", "zigzag_llama3", "grouped"}
-WITHOUT_WINDOW = {"zigzag", "zigzag_varlen", "stripe", "grouped"}
-DECODES = {"tree", "ring_decode"}  # neither causal nor windowed
-ANY_LENGTHS = {"dense", "llama3", "ulysses"}  # of a pack's sequences
+DECODES = {name for name, v in VARIANTS.items() if v.decode}  # neither causal nor windowed
+ANY_LENGTHS = {
+    "dense",
+    "llama3",
+    "ulysses",
+}  # these must take packed sequences of any lengths; others may want multiples
 
 
 def every_layout() -> dict[str, Layout]:
@@ -56,19 +59,19 @@ def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
 
 
 def does(variant: Variant, mask: Mask, options: Mapping[str, Any] | None = None) -> bool:
-    if variant.name in DECODES:
+    if variant.decode:
         return mask.full
     if mask.windowed and ((options or {}).get("own_first") or (options or {}).get("grouping") == "fused"):
         return False
     zigzag = variant.name == "usp" and {**variant.options.defaults(), **(options or {})}["ring"] == "zigzag"
-    if (zigzag or variant.name in CAUSAL_ONLY) and mask.right != 0:
+    if (zigzag or variant.causal_only) and mask.right != 0:
         return False
-    return not (mask.windowed and (zigzag or variant.name in WITHOUT_WINDOW))
+    return not (mask.windowed and (zigzag or not variant.windows))
 
 
 def packs(variant: Variant, world: int, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """cu_seqlens that the variant takes: one sequence, and packs of different lengths, an empty one among them."""
-    if variant.name in DECODES:  # as many keys as ranks, fewer, and last shards that are short or empty
+    if variant.decode:  # as many keys as ranks, fewer, and last shards that are short or empty
         return [(0, n) for n in sorted({1, 2, world, world + 1, 2 * world + 1, SHARD * world - 1, SHARD * world})]
     chunks = options.get("n_groups", world)
     unit = 2 * chunks
@@ -92,7 +95,7 @@ def problems(variant: Variant, world: int) -> Iterator[Problem]:
             for mask in MASKS:
                 if not does(variant, mask, options):
                     continue
-                for q_tokens in (1, 3) if variant.name in DECODES else (None,):
+                for q_tokens in (1, 3) if variant.decode else (None,):
                     yield variant.problem(cu_seqlens, world, mask, options, q_tokens)
 
 
