@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels, transports
-from attention.arguments import Packs, check_cu_seqlens, rank_and_world, signed, token_dim_of
+from attention.arguments import Lengths, check_cu_seqlens, rank_and_world, signed, token_dim_of
 from attention.autograd import Unshard, attend, token_range
 from attention.autotune import machine as automatic
 from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
@@ -181,7 +181,7 @@ class ContextParallel:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
 
     @_not_compiled
-    def shard(self, x: Tensor, cu_seqlens: Packs = None, role: str | None = None) -> Tensor:
+    def shard(self, x: Tensor, cu_seqlens: Lengths = None, role: str | None = None) -> Tensor:
         """This rank's part, in the variant's layout, of a global `[B, S, H, D]` or `[B, S]` (token ids, labels, positions), or with
         cu_seqlens of a packed `[T, H, D]` or `[T]`; any dtype; differentiable. A contiguous copy, which does not keep x alive, or x
         itself if the part is all of it. Give hidden states `[B, S, C]` as `[B, S, 1, C]`.
@@ -204,7 +204,7 @@ class ContextParallel:
         return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
 
     @_not_compiled
-    def unshard(self, x: Tensor, cu_seqlens: Packs = None) -> Tensor:
+    def unshard(self, x: Tensor, cu_seqlens: Lengths = None) -> Tensor:
         """The global tensor from all ranks' parts, on every rank: of out, of the gradients of q, k and v, and of all else that `shard`
         takes. The out of a decode is global already. Differentiable once: a rank's gradient is its part of the global gradient, so
         all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not take."""
@@ -228,7 +228,7 @@ class ContextParallel:
         causal: bool = False,
         scale: float | None = None,
         window: tuple[int, int] = (-1, -1),
-        cu_seqlens: Packs = None,
+        cu_seqlens: Lengths = None,
         kv_tokens: int | None = None,
         dropout: float = 0.0,
         return_lse: bool = False,

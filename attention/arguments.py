@@ -1,5 +1,5 @@
-"""Checks of the arguments of `make`, `shard` and a call. Pure functions: each gives the argument in its one canonical form, or
-raises a ValueError of one line with the received value, the rule and the way out."""
+"""Checks of the arguments of `make`, `shard` and a call. Each returns the argument in its canonical form, or raises a ValueError
+that names the received value, the rule and the way out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import check_heads
 from attention.tensors import on_host
 
-Packs = Tensor | list[int] | tuple[int, ...] | None
+Lengths = Tensor | list[int] | tuple[int, ...] | None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-MOST = 256  # packed batches whose check is kept
+MOST = 256  # cached checks of packed batches
 
 
 def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -64,7 +64,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
             f"q, k, v are {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: "
             "one dtype and one device are needed"
         )
-    if q.dtype not in DTYPES:  # neither whole numbers, nor complex ones, nor those of 8 bits
+    if q.dtype not in DTYPES:
         raise ValueError(
             f"q, k, v are {q.dtype}: attention needs a bf16, fp16, fp32 or fp64 floating-point dtype; "
             "give q.to(torch.bfloat16), ..."
@@ -73,7 +73,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
 
 
 def check_scale(scale: float | None) -> float | None:
-    """The scale as a float, or None. Raises ValueError for what is no finite number."""
+    """The scale as a float, or None. Raises ValueError unless it is a finite number."""
     if scale is None or (type(scale) is float and math.isfinite(scale)):
         return scale
     try:
@@ -88,12 +88,12 @@ def check_scale(scale: float | None) -> float | None:
 
 
 def positive(scale: float | None, head_dim: int) -> float:
-    """The scale that a kernel gets, > 0, for queries that `signed` gave."""
+    """The positive scale for a kernel, which goes with the queries from `signed`."""
     return abs(scale) if scale else head_dim**-0.5
 
 
 def signed(q: Tensor, scale: float | None) -> Tensor:
-    """The queries for which the scale is positive: kernels take the largest score for that of the largest q·k. Differentiable."""
+    """The queries with the sign of the scale moved into them, since kernels assume a positive scale. Differentiable."""
     if scale is None or scale > 0:
         return q
     return -q if scale < 0 else q * 0
@@ -110,10 +110,10 @@ def check_window(window: tuple[int, int]) -> tuple[int, int]:
         ) from None
 
 
-def check_cu_seqlens(cu_seqlens: Packs, total: int) -> CuSeqlens:
+def check_cu_seqlens(cu_seqlens: Lengths, total: int) -> CuSeqlens:
     """The cumulative lengths as integers on the CPU; (0, total) for None. total: the global number of tokens.
 
-    Raises ValueError for what is not integer, or does not rise from 0 to total."""
+    Raises ValueError unless they are integers that rise from 0 to total."""
     if cu_seqlens is None:
         return 0, total
     if isinstance(cu_seqlens, Tensor):
@@ -128,7 +128,7 @@ def check_cu_seqlens(cu_seqlens: Packs, total: int) -> CuSeqlens:
             f"cu_seqlens={cu_seqlens!r}: must be cumulative lengths from 0 to the total; for instance [0, 100, 512]"
         )
     cu = tuple(cu_seqlens)
-    if {*map(type, cu)} != {int}:  # NumPy's integers are fine
+    if {*map(type, cu)} != {int}:  # accepts NumPy's integers
         try:
             cu = tuple(map(index, cu))
         except TypeError:
@@ -138,7 +138,7 @@ def check_cu_seqlens(cu_seqlens: Packs, total: int) -> CuSeqlens:
 
 @lru_cache(maxsize=MOST)
 def _rising(cu: CuSeqlens, total: int) -> CuSeqlens:
-    """A model's layers all come with the same."""
+    """Cached, since all layers of a model pass the same lengths."""
     if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)) or cu[-1] != total:
         raise ValueError(f"cu_seqlens={_shown(cu)}: must rise from 0 to the global number of tokens, {total}")
     return cu
@@ -150,10 +150,10 @@ def _shown(cu: tuple[object, ...]) -> str:
 
 
 def token_dim_of(x: Tensor, packed: bool) -> int:
-    """The dim of the tokens of a tensor to shard: 1 of `[B, S]` or `[B, S, H, D]`; of a packed batch 0 of `[T]` or `[T, H, D]`,
-    and 1 of `[1, T]`.
+    """The token dimension of a tensor to shard: 1 for `[B, S]` and `[B, S, H, D]`; for a packed batch 0 for `[T]` and
+    `[T, H, D]`, and 1 for `[1, T]`.
 
-    Raises ValueError where the tokens could be another dim."""
+    Raises ValueError for shapes with an ambiguous token dimension."""
     dims, shape = x.dim(), list(x.shape)
     if packed:
         if dims in (1, 3):

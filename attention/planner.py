@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention import kernels
-from attention.arguments import Packs, check_cu_seqlens, check_scale, check_tensors, check_window, positive
+from attention.arguments import Lengths, check_cu_seqlens, check_scale, check_tensors, check_window, positive
 from attention.autograd import wants_gradient
 from attention.executors import nested_prefixes
 from attention.executors.plan import Plan, plan_steps, resized
@@ -71,7 +71,7 @@ def call_spec(
     causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
-    cu_seqlens: Packs = None,
+    cu_seqlens: Lengths = None,
     kv_tokens: int | None = None,
     return_lse: bool = False,
 ) -> CallSpec:

@@ -1,8 +1,8 @@
-"""The all-to-all executor (Ulysses, USP): within a group of ranks heads are exchanged for sequence, so that each rank has
-its share of the heads over the group's whole shard; across the groups the ring executor does the rest (a ring of one is a
-local call); then back. A rank's share is computed in two parts where it can be, so that what one part needs, and what it
-gave, travels while the other computes. With fewer KV heads than ranks in the group, a KV head goes to several of them and
-their gradients are summed in fp32."""
+"""The all-to-all executor (Ulysses, USP). Within a group of ranks an exchange gives each rank a share of the heads over the group's
+whole shard; the ring executor computes on them, across the groups (with one group, a local call); a second exchange brings
+the results back. A share with enough heads is computed in two parts, so that one part's tensors travel while the other
+computes. With fewer KV heads than ranks in a group, several ranks compute with the same KV head, and their gradients are
+summed in fp32."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention.executors import ring
 from attention.executors.head_groups import cut_heads
+from attention.executors.keys import Arriving
 from attention.executors.plan import Plan
 from attention.executors.policy import exchange_parts
 from attention.geometry.transfers import Intervals
@@ -23,32 +24,33 @@ from attention.tensors import empty_pair, empty_tokens, take, tokens
 from attention.transports import Handle, Message, Messages
 
 Saved = tuple[Tensor, ...]
-Heads = list[list[slice]]  # by part, of each rank in the group
+Heads = list[list[slice]]  # by part, the heads of each rank in the group
 SAVED = 5  # tensors that the ring saves for its backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
-    """q, k, v: this rank's shards. Returns (out, lse) of this rank's tokens, all heads; lse so only where wanted."""
+    """(out, lse) of this rank's tokens with all heads, and what the backward needs; the lse only if the plan wants it. q, k, v:
+    this rank's shards."""
     if plan.problem.ulysses == 1:
         return ring.forward(q, k, v, plan)
     n = exchange_parts(plan.options.head_parts, plan.kv_heads, plan.problem.ulysses, tokens(q) * plan.problem.ulysses)
-    own, kv = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
-    outs, lses = _ToTokens([q], [own], plan, "out"), []
+    q_heads, kv_heads = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
+    outs, lses = _ToTokens([q], [q_heads], plan, "out"), []
     saved: Saved = ()
-    with closing(_ToHeads([q, k, v], [own, kv, kv], plan, "qkv")) as source:
-        arriving = source.fetch(0)
+    with closing(_ToHeads([q, k, v], [q_heads, kv_heads, kv_heads], plan, "qkv")) as exchange:
+        arriving = exchange.pull(0)
         for i in range(n):
             q_, k_, v_ = arriving.wait()
             if i + 1 < n:
-                arriving = source.fetch(i + 1)
-            out, lse, kept = ring.forward(q_, k_, v_, plan)
+                arriving = exchange.pull(i + 1)
+            out, lse, saved_of_part = ring.forward(q_, k_, v_, plan)
             outs.send(i, [out])
             lses.append(lse)
-            saved += kept
+            saved += saved_of_part
     (out,) = outs.finish()
     if plan.want_lse:
         rows = [x.transpose(-1, -2).unsqueeze(-1) for x in lses]  # [..., S, heads, 1]
-        turned = _ToTokens([rows[0].new_empty((*q.shape[:-1], 1))], [own], plan, "lse")
+        turned = _ToTokens([rows[0].new_empty((*q.shape[:-1], 1))], [q_heads], plan, "lse")
         for i, x in enumerate(rows):
             turned.send(i, [x])
         lse = turned.finish()[0].squeeze(-1).transpose(-1, -2)
@@ -56,29 +58,29 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's shards."""
     if plan.problem.ulysses == 1:
         return ring.backward(dout, saved, plan)
     n = len(saved) // SAVED
-    own, kv = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
-    keys = dout[..., :1, :].expand(*dout.shape[:-2], plan.kv_heads, -1)  # of the shape of this rank's k and v
-    grads = _ToTokens([dout, keys, keys], [own, kv, kv], plan, "dqkv")
-    with closing(_ToHeads([dout], [own], plan, "dout")) as source:
-        arriving = source.fetch(0)
+    q_heads, kv_heads = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
+    like_k = dout[..., :1, :].expand(*dout.shape[:-2], plan.kv_heads, -1)  # the shape of this rank's k and v
+    grads = _ToTokens([dout, like_k, like_k], [q_heads, kv_heads, kv_heads], plan, "dqkv")
+    with closing(_ToHeads([dout], [q_heads], plan, "dout")) as exchange:
+        arriving = exchange.pull(0)
         for i in range(n):
             (dout_,) = arriving.wait()
             if i + 1 < n:
-                arriving = source.fetch(i + 1)
-            q_, k_, v_, *_ = kept = saved[i * SAVED : (i + 1) * SAVED]
-            shapes = [x.shape for x in (q_, k_, v_)]
-            dq, dk, dv = plan.transport.room("dqkv", shapes, q_, tokens(q_))
-            ring.backward(dout_, kept, plan, (dq, dk, dv))
+                arriving = exchange.pull(i + 1)
+            q_, k_, v_, *_ = saved_of_part = saved[i * SAVED : (i + 1) * SAVED]
+            dq, dk, dv = plan.transport.room("dqkv", [x.shape for x in (q_, k_, v_)], q_, tokens(q_))
+            ring.backward(dout_, saved_of_part, plan, (dq, dk, dv))
             grads.send(i, [dq, dk, dv])
     dq, dk, dv = grads.finish()
     return dq, dk, dv
 
 
 def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
-    """The heads that each rank of the group computes, by part: an equal share, or one KV head that several of them have."""
+    """The heads that each rank of the group computes, by part: an equal share, or one KV head that several ranks have."""
     ranks = plan.problem.ulysses
     if heads % ranks:
         return [[slice(i * heads // ranks, i * heads // ranks + 1) for i in range(ranks)]]
@@ -97,69 +99,60 @@ def _group(plan: Plan) -> tuple[int, ...]:
 
 
 class _ToHeads:
-    """`[..., s, heads, D]` of this rank's tokens, offered to the group, and `[..., n * s, share, D]` of the group's, to be
-    fetched part by part."""
+    """The way in: `[..., s, heads, D]` of this rank's tokens are published to the group, and `[..., n * s, share, D]` of the
+    group's tokens are pulled part by part."""
 
     def __init__(self, xs: list[Tensor], heads: list[Heads], plan: Plan, what: str):
         self.xs, self.heads, self.plan = xs, heads, plan
         self.s = tokens(xs[0])
         me, ranks = plan.head, range(plan.problem.ulysses)
-        # by part, to each rank of the group its heads; nothing to oneself
-        offered = [
+        # by part, each rank's heads; nothing for this rank itself
+        published = [
             empty_tokens(_cut(x, share[part][i]), 0) if i == me else _cut(x, share[part][i])
             for part in range(len(heads[0]))
             for i in ranks
             for x, share in zip(xs, heads, strict=True)
         ]
-        self.offer = plan.transport.offer(what, offered, self.s)
+        self.published = plan.transport.offer(what, published, self.s)
 
-    def fetch(self, part: int) -> _Arriving:
+    def pull(self, part: int) -> Arriving[list[Tensor]]:
         plan, s, n = self.plan, self.s, len(self.xs)
         me, group = plan.head, _group(plan)
         mine = [_cut(x, share[part][me]) for x, share in zip(self.xs, self.heads, strict=True)]
         out = [empty_tokens(mine[0], len(group) * s)]
-        if n > 1:  # keys and values side by side, so that they can be one copy
+        if n > 1:
             out += empty_pair(mine[1], len(group) * s)
-        moving = self.offer.fetch(_to_heads(group, me, s, n, part), out, part)
+        transfer = self.published.fetch(_to_heads(group, me, s, n, part), out, part)
         with phase("comp_place", part):
             copy_all((take(target, ((me * s, (me + 1) * s),)), x) for x, target in zip(mine, out, strict=True))
-        return _Arriving(moving, out)
+        return Arriving(out, transfer)
 
     def close(self) -> None:
-        self.offer.close()
+        self.published.close()
 
 
 @lru_cache(maxsize=1024)
 def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Messages:
-    """Of s tokens of n tensors, whose heads of one part are offered by rank of the group."""
+    """s tokens of n tensors from each rank of the group, which publishes the heads of a part by rank."""
     whole: Intervals = ((0, s),)
     first = part * len(group) * n
-    peers = [(i, peer, ((i * s, (i + 1) * s),)) for i, peer in enumerate(group) if i != me]
+    others = [(i, rank, ((i * s, (i + 1) * s),)) for i, rank in enumerate(group) if i != me]
     return Messages(
-        [Message(peer, first + i * n + j, whole, place) for i, peer, place in peers for j in range(n)],
-        [Message(peer, first + me * n + j, whole, place, j) for _, peer, place in peers for j in range(n)],
+        [Message(rank, first + i * n + j, whole, place) for i, rank, place in others for j in range(n)],
+        [Message(rank, first + me * n + j, whole, place, j) for _, rank, place in others for j in range(n)],
     )
 
 
-class _Arriving:
-    def __init__(self, moving: Handle, out: list[Tensor]):
-        self.moving, self.out = moving, out
-
-    def wait(self) -> list[Tensor]:
-        self.moving.wait()
-        return self.out
-
-
 class _ToTokens:
-    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`, sent part by part; what several ranks have of one head
-    is summed. `like` are tensors of the results' shapes."""
+    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`, sent part by part. If several ranks have gradients of one
+    head, these are summed. like: tensors of the results' shapes."""
 
     def __init__(self, like: list[Tensor], heads: list[Heads], plan: Plan, what: str):
         self.plan, self.what, self.heads, self.s = plan, what, heads, tokens(like[0])
         places = [_places(x, share) for x, share in zip(like, heads, strict=True)]
         self.results = [result for result, _ in places]
         self.pieces = [pieces for _, pieces in places]  # of each tensor, by part and rank
-        self.moving: list[Handle] = []
+        self.transfers: list[Handle] = []
 
     def send(self, part: int, xs: list[Tensor]) -> None:
         plan, s = self.plan, self.s
@@ -167,37 +160,37 @@ class _ToTokens:
         mine: Intervals = ((me * s, (me + 1) * s),)
         here = [pieces[part] for pieces in self.pieces]
         into = [by_rank[i] for i in range(len(group)) if i != me for by_rank in here]
-        with closing(plan.transport.offer(self.what, xs)) as offer:
-            self.moving.append(offer.fetch(_to_tokens(group, me, s, len(xs)), into, part))
+        with closing(plan.transport.offer(self.what, xs)) as published:
+            self.transfers.append(published.fetch(_to_tokens(group, me, s, len(xs)), into, part))
         with phase("comp_place", part):
             copy_all((by_rank[me], take(x, mine)) for x, by_rank in zip(xs, here, strict=True))
 
     def finish(self) -> list[Tensor]:
-        for moving in self.moving:
-            moving.wait()
-        apart = [i for i, result in enumerate(self.results) if result is None]  # dk and dv
+        for transfer in self.transfers:
+            transfer.wait()
+        unsummed = [i for i, result in enumerate(self.results) if result is None]  # dk and dv
         totals: list[Tensor] = []
-        if apart:
-            with phase("comp_place", len(self.moving)):
-                totals = _summed([self.pieces[i][0] for i in apart], self.heads[apart[0]][0])
+        if unsummed:
+            with phase("comp_place", len(self.transfers)):
+                totals = _summed([self.pieces[i][0] for i in unsummed], self.heads[unsummed[0]][0])
         return [totals.pop(0) if result is None else result for result in self.results]
 
 
 @lru_cache(maxsize=1024)
 def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
-    """Of n tensors the s tokens of each rank of the group to that rank, from every other one into n of its own."""
+    """Each rank's s tokens of n tensors go to that rank, and this rank's come from every other rank into n tensors of its own."""
     whole: Intervals = ((0, s),)
     places: list[Intervals] = [((i * s, (i + 1) * s),) for i in range(len(group))]
-    peers = [(i, peer) for i, peer in enumerate(group) if i != me]
+    others = [(i, rank) for i, rank in enumerate(group) if i != me]
     return Messages(
-        [Message(peer, j, places[i], whole) for i, peer in peers for j in range(n)],
-        [Message(peer, j, places[me], whole, at * n + j) for at, (_, peer) in enumerate(peers) for j in range(n)],
+        [Message(rank, j, places[i], whole) for i, rank in others for j in range(n)],
+        [Message(rank, j, places[me], whole, at * n + j) for at, (_, rank) in enumerate(others) for j in range(n)],
     )
 
 
 def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor]]]:
-    """Where each rank's heads come, by part: views of one tensor, and it; apart and None where several ranks have the same
-    heads, which are to be summed."""
+    """(the result, the tensors for each rank's heads by part). These are views of the result; if several ranks have the same heads,
+    which are to be summed, they are separate tensors and the result is None."""
     every = [each for by_rank in heads for each in by_rank]
     shape = like.shape[:-2]
     if sum(each.stop - each.start for each in every) > every[-1].stop:
@@ -207,7 +200,7 @@ def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor
 
 
 def _summed(pieces: list[list[Tensor]], heads: list[slice]) -> list[Tensor]:
-    """Of each tensor the sums by head of what the ranks have, which is one head each."""
+    """For each tensor the sums by head. pieces: of each tensor, by rank, its one head; heads: by rank, which one that is."""
     first = pieces[0][0]
     totals = [first.new_empty((*first.shape[:-2], heads[-1].stop, first.shape[-1])) for _ in pieces]
     everything: Intervals = ((0, tokens(first)),)

@@ -1,4 +1,4 @@
-"""In which groups of heads an executor works, so that some travel while others compute, or less is held at a time."""
+"""Groups of heads. Executors work on one group at a time, so that one group travels while another computes, or to hold less."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class HeadGroup:
     q_stop: int
 
     def keys(self, x: Tensor) -> Tensor:
-        """These heads of a tensor like k: x itself where they are all."""
+        """These heads of a tensor like k; x itself if they are all."""
         return cut_heads(x, self.k_start, self.k_stop)
 
     def queries(self, x: Tensor) -> Tensor:
-        """These heads of a tensor like q, or of an LSE: x itself where they are all."""
+        """These heads of a tensor like q, or of an LSE; x itself if they are all."""
         return cut_heads(x, self.q_start, self.q_stop)
 
     def of(self, qkv: Triple) -> Triple:
@@ -35,7 +35,7 @@ class HeadGroup:
 
 
 def cut_heads(x: Tensor, start: int, stop: int) -> Tensor:
-    """Heads `[start, stop)` of `[..., heads, D]`, or of an LSE: a view, or x itself where they are all."""
+    """Heads `[start, stop)` of `[..., heads, D]`, or of an LSE: a view, or x itself if they are all."""
     return x if stop - start == x.size(-2) else x.narrow(-2, start, stop - start)
 
 

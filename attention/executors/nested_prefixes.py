@@ -1,5 +1,5 @@
-"""How the query chunks of a rank, which attend nested prefixes of the same keys, become kernel calls: `separate` (a call a
-chunk), `packed` (one call for all of them) or `fused` (our Triton kernel, which reads each KV tile once)."""
+"""Kernel calls for a rank's query chunks, which attend nested prefixes of the same keys: `separate` (one call for each chunk),
+`packed` (one varlen call for all) or `fused` (our Triton kernel, which reads each KV tile once)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Into = tuple[Tensor, Tensor]  # out and lse of all the rank's queries
 
 
 def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
-    """All calls of a step, over disjoint queries, whose out and lse are written to `into`."""
+    """All calls of a step, over disjoint queries; writes out and lse to `into`."""
     how = plan.options.grouping
     if how == "separate" or len(calls) < 2 or len({each.call.mask for each in calls}) > 1:
         _separate(q, keys, values, calls, plan, into)
@@ -41,7 +41,7 @@ def _separate(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, .
 
 
 def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
-    """One varlen call; a prefix that several chunks see lies in it as often."""
+    """One varlen call. A key is copied once for each chunk that sees it."""
     rows = tuple(interval for each in calls for interval in each.q)
     columns = tuple(interval for each in calls for interval in each.k)
     first = calls[0].call
@@ -69,7 +69,7 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...]
         ends = [each.k[0][1] for each in calls]
         _put(into, rows, *grouped_forward(take(q, rows), keys, values, ends, plan.scale))
         return
-    for chunks in zip(*(_by_sequence(each) for each in calls), strict=True):  # a sequence of the pack, all its chunks
+    for chunks in zip(*(_by_sequence(each) for each in calls), strict=True):  # all chunks of one sequence
         rows = tuple(row for row, _ in chunks)
         start = chunks[0][1][0]
         ends = [stop - start for _, (_, stop) in chunks]
@@ -81,7 +81,7 @@ def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...]
 
 
 def _by_sequence(each: LocalCall) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(queries, keys) of each sequence of a packed call; keys that lie side by side were joined."""
+    """(queries, keys) of each sequence of a packed call, from intervals in which neighbours were joined."""
     return list(zip(_split(each.q, each.call.q_lengths or ()), _split(each.k, each.call.k_lengths or ()), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""A schedule made ready for one rank and device: blocks become kernel calls, steps get their messages."""
+"""A schedule for one rank and device: its blocks as kernel calls, and the messages of its steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INLINE = Inline()
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One kernel call: the queries and the keys it takes, as intervals of the rank's queries and of the step's keys."""
+    """One kernel call: its queries as intervals of the rank's queries, its keys as intervals of the step's keys."""
 
     q: Intervals
     k: Intervals
@@ -47,8 +47,8 @@ class LocalCall:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """`keys` are the owner's tokens that the step needs, `n_keys` how many; one's own step uses the shard in place. `most`
-    is the most keys that any rank receives before its step of this number, or has gathered."""
+    """keys: the owner's tokens that the step needs, n_keys: their number. The step on the local KV uses the shard in place. most: the
+    largest number of keys that any rank pulls or gathers for its step of this number."""
 
     owner: int
     keys: Intervals
@@ -60,8 +60,8 @@ class PlannedStep:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """`rank` is this rank's place in the schedule, which with Ulysses groups of `problem.ulysses` ranks share, `head`
-    its number within the group."""
+    """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head` is this rank's
+    number among them. options: of the class that the executor reads."""
 
     variant: Variant[Any]
     problem: Problem
@@ -75,15 +75,15 @@ class Plan:
     want_lse: bool
     kernel: Kernel
     transport: Transport
-    options: Any  # of the base that the executor reads
+    options: Any
     steps: tuple[PlannedStep, ...]
 
-    def peer(self, place: int) -> int:
-        """The rank that a ring's place is reached at."""
+    def rank_at(self, place: int) -> int:
+        """The rank that this rank reaches at a place of the schedule."""
         return place * self.problem.ulysses + self.head
 
     @cached_property
-    def own_apart(self) -> bool:
+    def local_kv_apart(self) -> bool:
         return local_kv_apart(self.problem, self.rank)
 
     @cached_property
@@ -92,13 +92,13 @@ class Plan:
 
     @cached_property
     def to_compute(self) -> Move:
-        """Of queries, from the border layout to the one they are computed in."""
+        """Queries from the layout of the shards to the layout that they are computed in."""
         border, inner = self._layouts
         return move(border, inner, self.rank)
 
     @cached_property
     def to_border(self) -> Move:
-        """The way back."""
+        """Queries back to the layout of the shards."""
         border, inner = self._layouts
         return move(inner, border, self.rank)
 
@@ -109,23 +109,23 @@ class Plan:
         return border, inner
 
     def front(self, parts: int = 1) -> Front:
-        """Of a backward that goes through the steps for so many parts of the heads, one after another."""
-        return self.transport.front if parts == 1 and self.own_apart else INLINE
+        """The streams of a backward that takes the heads in so many parts, one after another."""
+        return self.transport.front if parts == 1 and self.local_kv_apart else INLINE
 
     @cached_property
     def _messages(self) -> dict[tuple[int, int, int, bool], tuple[Route, Messages]]:
-        """By the identity of the route, which lives as long."""
+        """By the identity of the route, which is kept with its messages."""
         return {}
 
     def messages(self, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Messages:
-        """The pieces of a route of this plan's, each of the n offered tensors from number `first` on. They are fetched into n tensors,
-        or with `apart` those from each peer into n of their own, side by side."""
+        """The messages of a route: its pieces for each of the n published tensors from number `first` on. They are pulled into n tensors;
+        with `apart`, into n tensors for each remote rank, side by side."""
         key = id(route), first, n, apart
         if key not in self._messages:
-            sends = [Message(self.peer(x.peer), first + i, x.source, x.target) for x in route.sends for i in range(n)]
+            sends = [Message(self.rank_at(x.peer), first + i, x.source, x.target) for x in route.sends for i in range(n)]
             receives = [
                 Message(
-                    self.peer(x.peer),
+                    self.rank_at(x.peer),
                     first + i,
                     x.source,
                     side_by_side(x.target) if apart else x.target,
@@ -179,7 +179,7 @@ def _identity(interval: Interval) -> Intervals:
 def _calls(
     step: Step, where: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> Iterator[LocalCall]:
-    """Dense, a call a block. Packed, a call for all sequences' blocks that have the same mask and group."""
+    """Dense: one call for each block. Packed: one call for all blocks with the same mask and group, over all sequences."""
     tiles = _tiles(step.blocks, where)
     if not packed:
         for block, k in tiles:

@@ -1,8 +1,8 @@
-"""The tree executor (decode): every rank attends its own keys, the partial results are reduced over the ranks. Forward
-only. A rank without keys contributes out 0 and lse -inf.
+"""The tree executor (decode): every rank attends its own keys, and the partial results are reduced over the ranks. Forward only.
+A rank without keys contributes out 0 and lse -inf.
 
 Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse, comm_sum_den,
-comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*; fused: wait_partials alone."""
+comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*; fused: only wait_partials."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Saved = tuple[Tensor, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
-    """q `[B, Sq, H, D]` the same on every rank, k and v this rank's keys."""
+    """(out, lse, nothing saved). q: `[B, Sq, H, D]`, the same on every rank; k, v: `[B, N, Hk, D]`, this rank's."""
     if not q.numel():
         return *empty_result(q), ()
     reduced = plan.transport.name != "none"
@@ -47,14 +47,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
 
 
 def _partial(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a partial result, which is merged before it is rounded."""
+    """Uninitialised (out, lse) for a partial result, in the accumulation dtype, since it is merged before it is rounded."""
     out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     return out, out.new_empty((q.shape[0], q.shape[2], q.shape[1]))
 
 
 def _splits(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's, before it merges them, or
-    one; of no keys none."""
+    """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys, or one if it
+    has none; n = 0 without keys."""
     calls = plan.steps[0].calls if plan.steps else ()
     splits = getattr(plan.kernel, "splits", None)
     if calls and splits is not None:
@@ -73,12 +73,12 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
 
 
 def _weights(lse: Tensor) -> Tensor:
-    """`[B, H, Sq]` to what multiplies `[B, Sq, H, D]`."""
+    """`[B, H, Sq]` as `[B, Sq, H, 1]`."""
     return lse.transpose(1, 2).unsqueeze(-1)
 
 
 def _share(lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """The maximum of lse over the ranks and this rank's denominator under it."""
+    """(the maximum of lse over the ranks, this rank's softmax denominator relative to it)."""
     top = lse.clone()
     plan.transport.all_reduce(top, "max", "max_lse", 0).wait()
     with phase("comp_num_den"):
@@ -94,7 +94,7 @@ def _final(num: Tensor, den: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def three(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """The paper's form: all-reduce the maximum, the denominators, the numerators."""
+    """As in the paper: all-reduce the maximum, the denominators, the numerators."""
     top, den = _share(lse, plan)
     with phase("comp_num_den"):
         num = (out * _weights(den)).contiguous()
@@ -105,7 +105,7 @@ def three(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def two(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator in one tensor, one sum."""
+    """All-reduce the maximum, then numerators and denominators in one tensor."""
     top, den = _share(lse, plan)
     with phase("comp_num_den"):
         weight = _weights(den)
@@ -125,29 +125,29 @@ def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Packed within each node, then across the nodes between the ranks that have the same place in theirs."""
+    """`packed` within each node, then across the nodes, among the ranks with the same place in their node."""
     node = plan.options.ranks_of_node(plan.problem.world)
     first, place = plan.rank // node * node, plan.rank % node
     within = [rank for rank in range(first, first + node) if rank != plan.rank]
     across = [rank for rank in range(place, plan.problem.world, node) if rank != plan.rank]
-    for step, (peers, what) in enumerate(((within, "node"), (across, "nodes"))):
+    for step, (ranks, what) in enumerate(((within, "node"), (across, "nodes"))):
         with phase("comp_num_den", step):
             mine = torch.cat([out, _weights(lse)], -1)
-            everyone = [torch.empty_like(mine) for _ in peers]
+            everyone = [torch.empty_like(mine) for _ in ranks]
         whole = ((0, mine.shape[1]),)
         with closing(plan.transport.offer(what, [mine])) as offer:
             offer.fetch(
                 Messages(
-                    [Message(peer, 0, whole, whole) for peer in peers],
-                    [Message(peer, 0, whole, whole, i) for i, peer in enumerate(peers)],
+                    [Message(rank, 0, whole, whole) for rank in ranks],
+                    [Message(rank, 0, whole, whole, i) for i, rank in enumerate(ranks)],
                 ),
                 everyone,
                 step,
             ).wait()
         with phase("comp_final_output", step):
-            # in rank order, so that all ranks get the same sum
+            # in rank order, so that all ranks get the same bits
             ordered = [
-                x for _, x in sorted([*zip(peers, everyone, strict=True), (plan.rank, mine)], key=lambda x: x[0])
+                x for _, x in sorted([*zip(ranks, everyone, strict=True), (plan.rank, mine)], key=lambda x: x[0])
             ]
             stacked = torch.stack(ordered)
             out, lse = merge_all(stacked[..., :-1], stacked[..., -1].transpose(2, 3))
@@ -155,8 +155,8 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """reduce=fused: one kernel merges this rank's splits, writes the result into every peer's memory, waits for theirs and
-    merges those. All of it counts as waiting: of a few microseconds, most is."""
+    """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for theirs and
+    merges them. All of it is recorded as waiting, which is most of its few microseconds."""
     from attention.ops.tree import exchange
 
     rows, world = q.shape[:3].numel(), plan.problem.world
