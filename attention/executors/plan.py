@@ -122,7 +122,9 @@ class Plan:
         with `apart`, into n tensors for each remote rank, side by side."""
         key = id(route), first, n, apart
         if key not in self._messages:
-            sends = [Message(self.rank_at(x.peer), first + i, x.source, x.target) for x in route.sends for i in range(n)]
+            sends = [
+                Message(self.rank_at(x.peer), first + i, x.source, x.target) for x in route.sends for i in range(n)
+            ]
             receives = [
                 Message(
                     self.rank_at(x.peer),
