@@ -1,6 +1,6 @@
-"""This machine's ceilings: matrix product rate, copy bandwidth within a device, and what a rank receives per second in an
-all-gather. A measurement can only be too low, by whatever disturbed it: so each is repeated until it is steady, the highest
-ever seen is kept in a file for this machine, and a run that goes above it has it measured again."""
+"""This machine's ceilings: the rate of a matrix product, the copy bandwidth within a device, and the bandwidth of an
+all-gather. Disturbances can only make a measurement too low. So each is repeated until it is steady, the highest value
+is kept in a file for this machine, and a run that exceeds it triggers a new measurement."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from runner.measure.timing import CpuStopwatch, CudaStopwatch
 from runner.measure.workload import DTYPES
 
 RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
-STEADY = 0.02  # a round that is not faster by more ends a measurement
+STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
 MOST_ROUNDS = 6
-VERSION = 2  # of how they are measured
+VERSION = 2  # of the method
 
 _known: dict[tuple[str, int], dict[str, Any]] = {}  # by dtype and world size, in this process
-_again: set[tuple[str, int]] = set()  # measured again after a run went above them: once is enough
+_again: set[tuple[str, int]] = set()  # measured again after a run exceeded them, which is done once
 
 
 def cache_folder() -> Path:
@@ -36,8 +36,8 @@ def cache_folder() -> Path:
 
 def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
     """matmul_tflops (in `dtype`, one rank), copy_gb_s (read plus written), link_gb_s (received, in a world of several),
-    measured_at (Unix time), and `source`: measured, cached, or cached and checked. On a GPU, where that takes some ms, what is
-    cached is checked once a world, where beside what the run holds there is memory for it. Collective."""
+    measured_at (Unix time), and `source`: measured, cached, or cached and checked. On a GPU, cached values are checked
+    once per world, in some ms, if there is memory for it. Collective."""
     key = dtype, me.world
     me.say("ceilings")
     if key not in _known:
@@ -52,8 +52,8 @@ def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
 
 
 def again(me: Rank, dtype: str) -> dict[str, Any]:
-    """The ceilings after a run that went above them: measured again, once a world, and `before`, what they were; as they were
-    where there is no memory for it. Collective."""
+    """The ceilings after a run that exceeded them: measured again, once per world, with the old ones as `before`;
+    unchanged where there is no memory for it. Collective."""
     key = dtype, me.world
     before = ceilings(me, dtype)
     if key not in _again and _room(me):
@@ -65,7 +65,7 @@ def again(me: Rank, dtype: str) -> dict[str, Any]:
 
 
 def highest(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two measurements the higher of each rate."""
+    """The higher of each rate of two measurements."""
     rates = {name: max(one[name], other[name]) for name in RATES if name in one}
     return {**rates, "measured_at": max(one["measured_at"], other["measured_at"])}
 
@@ -87,7 +87,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(me: Rank, dtype: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What was found, which is kept for later worlds."""
+    """`found`, after writing it to the cache."""
     if me.rank == 0:
         path = _path(me, dtype)
         try:
@@ -100,7 +100,7 @@ def _write(me: Rank, dtype: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measured(me: Rank, dtype: str) -> dict[str, Any]:
-    """On the slowest rank."""
+    """The ceilings of the slowest rank, measured now."""
     fastest = me.agree(_fastest(me, DTYPES[dtype]))
     found: dict[str, Any] = {
         "matmul_tflops": steady(lambda: min(me.gather(_matmul_tflops(me, fastest)))),
@@ -113,7 +113,7 @@ def _measured(me: Rank, dtype: str) -> dict[str, Any]:
 
 
 def _room(me: Rank) -> bool:
-    """Whether every rank has the memory that measuring takes."""
+    """Whether every rank has enough free memory to measure."""
     try:
         torch.empty(2 * _copied(me) + (me.world + 1) * _sent(me), dtype=torch.uint8, device=me.device)
         room = True
@@ -123,17 +123,17 @@ def _room(me: Rank) -> bool:
 
 
 def _copied(me: Rank) -> int:
-    """Bytes."""
+    """Bytes of the copied tensor."""
     return 1 << 30 if me.device.type == "cuda" else 1 << 26
 
 
 def _sent(me: Rank) -> int:
-    """Bytes of a rank."""
+    """Bytes that a rank sends."""
     return 1 << 27 if me.device.type == "cuda" else 1 << 22
 
 
 def steady(rate: Callable[[], float]) -> float:
-    """The highest of rounds of which the last was no longer faster, by more than `STEADY`; of `MOST_ROUNDS` at most."""
+    """The highest rate of repeated rounds, until one is not faster by more than `STEADY`; at most `MOST_ROUNDS`."""
     best = rate()
     for _ in range(MOST_ROUNDS - 1):
         found = rate()
@@ -144,7 +144,7 @@ def steady(rate: Callable[[], float]) -> float:
 
 
 def _fastest(me: Rank, dtype: torch.dtype) -> torch.dtype:
-    """What the product is measured in: on a CPU, whose kernels may compute in fp32, that where it is faster."""
+    """The dtype of the matrix product: fp32 on a CPU where that is faster, since its kernels may compute in fp32."""
     if me.device.type == "cuda" or dtype in (torch.float32, torch.float64):
         return dtype
 

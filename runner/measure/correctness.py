@@ -1,13 +1,13 @@
 """The gate: no timing without out, dq, dk, dv and the LSE compared with a reference, before and after it.
 
-The reference (`reference.attend`) is plain softmax in fp64 (fp32 where fp64 would take too long), on the unsharded tensors.
-Its work is done once a run: it falls apart into (batch element, KV head) pieces, and each rank does its share of them; of
-fewer pieces than ranks, several ranks do one together, each for some of the queries. The same pieces go through a local call
-of the same kernel in the same dtype: what error one device makes.
+The reference (`reference.attend`) is plain softmax in fp64 (fp32 where fp64 would take too long), on the unsharded
+tensors. It is computed once per run, in pieces of one batch element and one KV head, which the ranks divide among them.
+With fewer pieces than ranks, several ranks share a piece by its queries. The same pieces go through a local call of the
+same kernel in the same dtype, which gives the error of one device.
 
-The checked call follows one with negated inputs, so that it cannot pass on what that one left in buffers. What passed is
-kept, and the outputs of the last timed iteration are compared with it, as are those of one more iteration, in the same mode,
-with negated inputs, whose outputs must be the negated ones."""
+Before the checked call, a call with negated inputs runs, so that stale buffers cannot pass the check. The checked
+outputs are kept. After the timing, the outputs of the last timed iteration must equal them, and one more iteration in
+the same mode with negated inputs must give the negated outputs."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from runner.measure.reference import Reference, Rows, Words, attend
 from runner.measure.timing import Passes
 from runner.measure.workload import AttentionWork, global_input
 
-FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
-HALF = ("bf16", "fp16")  # whose errors an fp32 reference resolves as well: fp64 for a tenth of that work
-MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # over it a sample of the pieces is checked
-KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
-SHARED_ROWS = 64  # queries of a chunk from which on ranks share a piece
-SCORES = 1 << 26  # held at once by a reference on a CPU,
-MOST_SCORES = 1 << 29  # and at most on a GPU
+FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # the most reference work for which fp64 is used
+HALF = ("bf16", "fp16")  # an fp32 reference resolves their errors: fp64 only up to a tenth of that work
+MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # above it, a sample of the pieces is checked
+KEPT_BYTES = 512 << 20  # references that a rank keeps for later runs
+SHARED_ROWS = 64  # the fewest queries per chunk for which ranks share a piece
+SCORES = 1 << 26  # scores held at once by a reference on a CPU
+MOST_SCORES = 1 << 29  # the most on a GPU
 
 
 @dataclass
 class Piece:
-    """One batch element's KV head with the query heads that it serves."""
+    """One KV head of one batch element, with its query heads."""
 
     batch: int
     head: int
     number: int = 0
-    rows: tuple[Rows, ...] | None = None  # the tokens that this rank compares, of a piece that ranks share
-    reference: Reference | None = None  # of those tokens, in the host's memory: a GPU's is measured
-    local: dict[str, dict[str, Error]] = field(default_factory=dict)  # of a local call, by the kernel asked for
+    rows: tuple[Rows, ...] | None = None  # of a shared piece: the tokens that this rank compares
+    reference: Reference | None = None  # of those tokens, in CPU memory: GPU memory is measured
+    local: dict[str, dict[str, Error]] = field(default_factory=dict)  # errors of a local call, by the requested kernel
 
     def mine(self, x: Tensor) -> Tensor:
         """This rank's tokens of `[S, ...]`."""
@@ -57,7 +57,7 @@ class Piece:
         return self.mine(whole[:, self.head * heads : (self.head + 1) * heads])
 
     def places(self, heads: int) -> Callable[[int, int], Place]:
-        """Where a row of `of` lies in the whole."""
+        """A function from a row of `of` to its place in the whole tensor."""
 
         def place(token: int, head: int) -> Place:
             for a, b in self.rows or ():
@@ -70,7 +70,7 @@ class Piece:
         return place
 
     def put(self, whole: Tensor, heads: int, x: Tensor) -> None:
-        """Write `[tokens, heads]` of this rank's tokens to where they lie in a whole `[B, S, H]` or `[T, H]`."""
+        """Writes `[tokens, heads]` of this rank's tokens to their place in a whole `[B, S, H]` or `[T, H]`."""
         into = (whole if whole.dim() == 2 else whole[self.batch])[:, self.head * heads : (self.head + 1) * heads]
         at = 0
         for a, b in self.rows or ((0, len(into)),):
@@ -80,8 +80,8 @@ class Piece:
 
 @dataclass
 class Kept:
-    """This rank's shards of a checked call's outputs, `[B, s, H, D]`, and the scales of their rows, `[B, s, H]` (packed without B),
-    in the host's memory."""
+    """This rank's shards of the checked outputs, `[B, s, H, D]`, and the scales of their rows, `[B, s, H]` (packed:
+    without B), in CPU memory."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Kept:
 
 @dataclass
 class Checked:
-    """found: what the result says. kept: what the timed outputs are compared with, None where that may not be held."""
+    """found: the fields of the result. kept: what the timed outputs are compared with; None where memory is limited."""
 
     found: dict[str, Any]
     kept: Kept | None
@@ -103,11 +103,11 @@ class Checked:
         return self.kept.nbytes if self.kept is not None else 0
 
 
-_references: dict[Any, list[Piece]] = {}  # of the last workloads, which a sweep over variants comes back to
+_references: dict[Any, list[Piece]] = {}  # of the last workloads, since a sweep over variants repeats them
 
 
 def kept_bytes() -> int:
-    """What the references that this rank keeps take of the host's memory."""
+    """Bytes of CPU memory that this rank's cached references take."""
     return sum(_bytes(pieces) for pieces in _references.values())
 
 
@@ -116,7 +116,7 @@ def _bytes(pieces: list[Piece]) -> int:
 
 
 def _keep(key: Any, pieces: list[Piece], most: int) -> None:
-    """Under `key`, in place of those that were needed the longest time ago."""
+    """Caches the pieces under `key`; the least recently used are dropped."""
     _references[key] = pieces
     while kept_bytes() > most:
         del _references[next(iter(_references))]
@@ -125,12 +125,13 @@ def _keep(key: Any, pieces: list[Piece], most: int) -> None:
 def pieces_of(
     work: AttentionCall, world: int, rank: int, limit_tflop: float, backward: bool
 ) -> tuple[list[Piece], float, int]:
-    """This rank's pieces, the share of all pieces that is checked, and how many of them ranks share (all or none)."""
+    """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
+    none)."""
     everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
     pairs = work.pairs
     one = 4 * (work.heads // work.kv_heads) * work.head_dim * pairs * (3.5 if backward else 1) / 1e12
     wanted = max(1, int(min(len(everything), limit_tflop / one)))
-    # spread over batch and heads
+    # evenly over batch and heads
     chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]
     share = len(chosen) / len(everything)
     queries = work.queries
@@ -146,7 +147,7 @@ def pieces_of(
 
 
 def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
-    """Of out, dq, dk and dv."""
+    """The tolerances of out, dq, dk and dv."""
     given, spec = experiment.dtype, experiment.workload
     atol = given.gqa_atol if spec.heads != spec.kv_heads else given.atol
     common = given.gain, given.error_ratio
@@ -156,7 +157,7 @@ def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
 
 
 def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
-    """Run the variant and compare, on all ranks. The errors, the tolerances, `passed` and, where not, `why`."""
+    """Runs the variant and compares, on all ranks: errors, tolerances, `passed` and, where it failed, `why`."""
     spec, backward = experiment.workload, work.backward
     limit = experiment.check.max_tflop or MAX_TFLOP[experiment.device]
     unlimited = experiment.launch.memory_limit_gb is None
@@ -174,7 +175,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
     mine, share, shared = pieces_of(spec, me.world, me.rank, limit, backward)
     pieces = _references.pop(key, mine)
     comparison = _Comparison(me, experiment, work, whole, with_scales=kept is not None)
-    me.say("check_reference")  # also of a rank that has no piece to check
+    me.say("check_reference")  # even on a rank without a piece
     if shared and any(me.gather(not all(piece.reference for piece in pieces))):
         _share_reference(me, experiment, mine, shared, dtype)
         pieces = mine
@@ -199,8 +200,9 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
 def check_timed(
     me: Rank, experiment: Experiment, work: AttentionWork, timed: Passes, kept: Kept | None
 ) -> dict[str, Any]:
-    """Compare what the last of the `timed` iterations left, where it was of the work's own packs, and one more iteration with
-    negated inputs, with what passed before. The errors by iteration, or why there are none; `passed` and, where not, `why`."""
+    """Compares the outputs of the last timed iteration, and of one more with negated inputs, with the checked ones.
+    Returns the errors by iteration, or why there are none; `passed` and, where it failed, `why`. An iteration over
+    another packed batch cannot be compared."""
     me.say("check_timed")
     if kept is None:
         return {"passed": None, "why": "launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in"}
@@ -236,7 +238,8 @@ def _repeated(
     why: list[str],
     which: str,
 ) -> dict[str, Any]:
-    """The errors of this rank's outputs against `sign` times those kept, over all ranks; what is too far is added to `why`."""
+    """The errors of the outputs against `sign` times the kept ones, over all ranks. Exceeded tolerances are added to
+    `why`."""
     limits = tolerances(experiment)
     errors = {}
     for name, x in outputs.items():
@@ -259,7 +262,7 @@ def _repeated(
 
 
 def _tokens_of_shard(work: AttentionWork, name: str) -> Tensor:
-    """Which token each row of this rank's shard is, on the CPU."""
+    """The global token of each row of this rank's shard, on the CPU."""
     shape = (-1, 1, 1) if work.packs is not None else (1, -1, 1, 1)
     return _shard(
         work, name, torch.arange(work.spec.seq_len if name in ("dk", "dv") else work.spec.queries).view(shape)
@@ -267,12 +270,12 @@ def _tokens_of_shard(work: AttentionWork, name: str) -> Tensor:
 
 
 def _shard(work: AttentionWork, name: str, whole: Tensor) -> Tensor:
-    """This rank's part of what belongs to the rows of out, dq, dk or dv."""
+    """This rank's shard of a tensor with the rows of out, dq, dk or dv."""
     return work.fn.shard(whole, work.packs, role="kv" if name in ("dk", "dv") else "q")
 
 
 def _by_batch(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Of `[B, s, H, D]` and `[B, s, H]` each batch element; a packed `[t, H, D]` is one."""
+    """Each batch element of `[B, s, H, D]` and `[B, s, H]`; a packed `[t, H, D]` counts as one."""
     return [tensors] if tensors[0].dim() == 3 else zip(*tensors, strict=True)
 
 
@@ -289,7 +292,7 @@ def _iterate(work: Passes) -> None:
 
 
 def _checked_outputs(me: Rank, work: AttentionWork) -> tuple[dict[str, Tensor], Tensor | str]:
-    """This rank's out and gradients, of a call that follows one with negated inputs, and its LSE `[B, s, H, 1]`, or why there is
+    """This rank's outputs of a call that follows one with negated inputs, and its LSE `[B, s, H, 1]`, or why there is
     none."""
     for _ in range(2):
         me.say("check_variant")
@@ -308,7 +311,7 @@ def _checked_outputs(me: Rank, work: AttentionWork) -> tuple[dict[str, Tensor], 
 
 
 class _Comparison:
-    """Of whole outputs with the references of this rank's pieces."""
+    """Compares whole outputs with the references of this rank's pieces."""
 
     def __init__(
         self, me: Rank, experiment: Experiment, work: AttentionWork, whole: dict[str, Tensor], with_scales: bool
@@ -317,15 +320,17 @@ class _Comparison:
         self.limits = tolerances(experiment)
         self.errors = {name: Error() for name in whole}
         self.local = {name: Error() for name in whole if name != "lse"}
-        # of all rows, as far as this rank knows them: `[B, S, H]`, packed `[T, H]`
+        # scales of the rows that this rank compares: `[B, S, H]`, packed `[T, H]`
         self.scales = {name: whole[name].new_zeros(whole[name].shape[:-1], dtype=torch.float32) for name in self.local}
         if not with_scales:
             self.scales = {}
-        own = experiment.kernel == "auto" and work.fn.variant.executor != "external"  # a peer's auto is not ours
+        own = (
+            experiment.kernel == "auto" and work.fn.variant.executor != "external"
+        )  # an external package's auto is another
         self.asked = "auto" if own else work.plan.kernel.name
 
     def add(self, piece: Piece, dtype: torch.dtype) -> None:
-        """Compare a piece; its reference is computed where it has none."""
+        """Compares a piece; computes its reference if it has none."""
         spec, device = self.experiment.workload, self.me.device
         new = self.asked not in piece.local
         if new or piece.reference is None:
@@ -356,8 +361,8 @@ class _Comparison:
         return errors
 
     def scales_of_shard(self, name: str) -> Tensor:
-        """Of this rank's rows of a tensor, `[B, s, H]`. A head that no rank compared has the largest scale of those of the token
-        that were. Called by all ranks."""
+        """The scales of this rank's rows of a tensor, `[B, s, H]`. A head that no rank compared gets the largest scale
+        among the compared heads of its token. Collective."""
         scales = self.scales[name]
         if self.me.world > 1:
             dist.all_reduce(scales)
@@ -368,7 +373,7 @@ class _Comparison:
         return _shard(self.work, name, scales).squeeze(-1)
 
     def verdict(self, without_lse: str | None) -> dict[str, Any]:
-        """Over all ranks. without_lse: why there is no LSE to compare."""
+        """The errors over all ranks against the tolerances. without_lse: why there is no LSE to compare."""
         everyone = self.me.gather((self.errors, self.local))
         errors = {name: _sum(of_all[name] for of_all, _ in everyone) for name in self.errors}
         tensors, why = {}, []
@@ -407,13 +412,13 @@ def _sum(errors: Iterable[Error]) -> Error:
 
 
 def without_keys(x: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """The LSE of a row without keys is -inf, and no error where it is so in both."""
+    """x and expected, with 0 where both are -inf: the LSE of a row without keys."""
     both = (x == -torch.inf) & (expected == -torch.inf)
     return x.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, on a CPU too."""
+    """Copies in CPU memory, even of CPU tensors."""
     return {name: x.to("cpu", copy=True) for name, x in tensors.items()}
 
 
@@ -426,7 +431,7 @@ def words(spec: AttentionCall) -> Words:
 def piece_inputs(
     spec: AttentionCall, piece: Piece, seed: int, device: torch.device, backward: bool
 ) -> dict[str, Tensor]:
-    """q, dout `[S, G, D]`, k, v `[S, 1, D]`."""
+    """The inputs of a piece: q, dout `[S, G, D]`, k, v `[S, 1, D]`."""
     group = spec.heads // spec.kv_heads
     found = {}
     for name in ("q", "k", "v", *(("dout",) if backward else ())):
@@ -445,7 +450,7 @@ def _reference(
 
 
 def _share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
-    """The references of pieces that ranks share: each computes for its queries, and dk and dv are the sums over all."""
+    """Computes the references of shared pieces: each rank does its queries, and dk and dv are summed over the ranks."""
     backward = experiment.mode == "forward_backward"
     for piece in mine:
         inputs = piece_inputs(experiment.workload, piece, experiment.seed, me.device, backward)
@@ -458,7 +463,7 @@ def _share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces
 
 
 def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
-    """Every piece's dk and dv, of this rank's tokens, from all ranks' shares of them."""
+    """Sums every piece's dk and dv over the ranks; each rank keeps its tokens."""
     for number in range(pieces):
         reference = mine[0].reference if mine and mine[0].number == number else None
         for name in ("dk", "dv"):
@@ -472,7 +477,8 @@ def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, d
 
 
 def _scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:
-    """On a GPU as many as a quarter of what is free takes with its temporaries, eight at most; few under a limit of memory."""
+    """Scores held at once. On a GPU they and their temporaries (eight in all) take a quarter of the free memory; few
+    where memory is limited."""
     if device.type != "cuda" or experiment.launch.memory_limit_gb is not None:
         return SCORES
     free = torch.cuda.mem_get_info(device)[0]
@@ -480,7 +486,7 @@ def _scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtyp
 
 
 def _local(inputs: dict[str, Tensor], spec: AttentionCall, asked: str, work: AttentionWork) -> dict[str, Tensor]:
-    """A call of the kernel on one device: out, dq, dk, dv, with a leading 1 where it is not packed."""
+    """out, dq, dk, dv of a call of the kernel on one device, with a batch dim of 1 unless packed."""
     packed = spec.seqlens is not None
     q, k, v, *dout = (x if packed else x.unsqueeze(0) for x in inputs.values())
     kernel = select(asked, Shape.of(q, k), (spec.mask,)) if asked == "auto" else work.plan.kernel

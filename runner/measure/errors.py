@@ -1,4 +1,4 @@
-"""How far results lie from what is expected, in numbers that add up over pieces and ranks, and what is too far."""
+"""Errors of results against a reference, in sums that add up over pieces and ranks, and the tolerances."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHANCE = 5.0  # standard errors of a gain that chance may give
+CHANCE = 5.0  # standard errors up to which a gain may be chance
 
 Place = tuple[int, int, int]  # batch element, token, head
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What one tensor's error may be. rel_l2: of the whole; absolute: of each element, with as much relative to it; row: of each
-    token row of a head, in units of its scale (`reference.Reference.scales`); gain: of the factor that is common to all rows;
-    ratio: to the error of a local call, None for any."""
+    """The allowed error of one tensor.
+
+    rel_l2: of the whole tensor. absolute: of each element; the same relative to the element is allowed in addition.
+    row: of each token row of a head, relative to its scale (`reference.Reference.scales`).
+    gain: of a factor common to all rows. ratio: relative to the error of a local call; None: any."""
 
     rel_l2: float
     absolute: float
@@ -37,7 +39,7 @@ class Error:
     worst: float = 0.0
     excess: float = -math.inf  # the largest |x - ref| - rtol |ref|
     finite: bool = True
-    row: float = 0.0  # the largest error of a row in units of its scale
+    row: float = 0.0  # the largest error of a row, relative to its scale
     row_at: Place | None = None
     along: float = 0.0  # sum over rows of <x - ref, ref> / scale^2,
     along_square: float = 0.0  # of its squares
@@ -46,7 +48,8 @@ class Error:
     def add(
         self, x: Tensor, reference: Tensor, scales: Tensor, rtol: float, place: Callable[[int, int], Place]
     ) -> None:
-        """x, reference: `[tokens, heads, D]`; scales: `[tokens, heads]`; place: where a row of them lies in the whole."""
+        """Adds x and reference, `[tokens, heads, D]`; scales: `[tokens, heads]`. place: (token, head) to the place in
+        the whole."""
         delta = x.to(reference.dtype) - reference
         self.finite &= bool(torch.isfinite(x).all())
         self.difference += float(delta.double().square().sum())
@@ -87,17 +90,18 @@ class Error:
 
     @property
     def gain(self) -> float:
-        """x is about 1 + gain times the reference: the projection of the error, each row in units of its scale. Rounding has none."""
+        """x is about 1 + gain times the reference. It is the projection of the error on the reference, each row
+        relative to its scale; rounding alone has none."""
         return self.along / self.weight if self.weight else 0.0
 
     @property
     def sure_gain(self) -> float:
-        """The part of the gain that chance does not explain."""
+        """The gain beyond what chance explains."""
         chance = CHANCE * self.along_square**0.5 / self.weight if self.weight else 0.0
         return max(0.0, abs(self.gain) - chance)
 
     def faults(self, name: str, tolerance: Tolerance, local: Error | None = None) -> list[str]:
-        """What is too far, in words."""
+        """A sentence for each tolerance that is exceeded."""
         found = []
         if not self.finite:
             found.append(f"{name} is not finite")
@@ -120,7 +124,7 @@ class Error:
         return self.rel_l2 / local.rel_l2 if local is not None and local.rel_l2 else None
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in a result. worst_row is in units of the row's scale; worst_row_at is null where there is no row."""
+        """The fields of a result. worst_row is relative to the row's scale; worst_row_at is null without rows."""
         at = None if self.row_at is None else dict(zip(("batch", "token", "head"), self.row_at, strict=True))
         return {
             "rel_l2": self.rel_l2,

@@ -1,4 +1,4 @@
-"""What a run takes of memory on each rank."""
+"""The memory that a run takes on each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attention.runtime import cuda_graphs
 from runner.measure.timing import Passes
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
-FRESH, USUAL = 64 << 10, 32 << 20  # bytes from which an allocation has pages of its own; what glibc settles at
+FRESH, USUAL = 64 << 10, 32 << 20  # bytes from which an allocation has its own pages: here, and in glibc by default
 
 
 def empty_caches(device: torch.device) -> None:
@@ -26,7 +26,7 @@ def empty_caches(device: torch.device) -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """A GPU's peaks count from here."""
+    """Resets the peaks of a GPU."""
     empty_caches(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -34,7 +34,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def of_gpu(device: torch.device) -> dict[str, int]:
-    """Bytes since `reset_peak`: PyTorch's peaks, and what lies outside its allocator or in it without counting as allocated."""
+    """Bytes since `reset_peak`: PyTorch's peaks, symmetric memory (outside its allocator), and the pools of CUDA
+    graphs."""
     return {
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
@@ -44,13 +45,13 @@ def of_gpu(device: torch.device) -> dict[str, int]:
 
 
 def of_cpu(work: Passes, inputs: int) -> dict[str, int]:
-    """Bytes of one iteration, which is run for this: the inputs, and by how much the process grows at the most. Not the
-    interpreter, its libraries, or what is kept between runs. Each tensor has fresh pages meanwhile, so that nothing hides in
-    what earlier runs left free."""
+    """Runs one iteration and returns its peak in bytes: the inputs plus the growth of the process, without the
+    interpreter, libraries and caches. Meanwhile each tensor gets fresh pages, so that memory freed by earlier runs
+    hides nothing."""
     gc.collect()
     with _fresh_pages():
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status_bytes("VmRSS")
         for which in work.passes:
             work.run(which)

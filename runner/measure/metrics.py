@@ -1,4 +1,4 @@
-"""Each metric's one definition."""
+"""The definition of every metric."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from attention.variants.base import Variant
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 
-EXCEEDED = 1.03  # of a limit: above it what the limit was made of is no ceiling
+EXCEEDED = 1.03  # a run above this share of its limit shows that the measured ceiling is too low
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
-    """Of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
+    """FLOPs of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
     work = experiment.workload
     forward = counts.forward_flops(experiment.workload.shapes, work.pairs)
     found = {"forward": forward}
@@ -30,8 +30,8 @@ def flops(experiment: Experiment) -> dict[str, int]:
 def compute(
     experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
 ) -> dict[str, Any]:
-    """From the slowest rank's medians (pass to ms) and this machine's ceilings. `pulls`: as `costs.of` has it, of
-    the transport that the run went over."""
+    """All metrics, from the slowest rank's medians (pass to ms) and this machine's ceilings. pulls: whether the run's
+    transport pulls, as in `costs.of`."""
     work = experiment.workload
     chosen = variant(experiment.variant)
     problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, experiment.options, work.q_len)
@@ -48,7 +48,7 @@ def compute(
         how = experiment.options["grouping"]
         found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)]
     for which in median_ms:
-        # a peer's own exchange is not read off a schedule
+        # the exchange of an external package does not follow a schedule
         received = (
             None
             if chosen.executor == "external"
@@ -62,7 +62,7 @@ def compute(
 
 
 def at(found: dict[str, Any], median_ms: dict[str, float], world: int) -> dict[str, Any]:
-    """What `compute` found of a run on `world` ranks, with other medians (pass to ms)."""
+    """The metrics of `compute` for a run on `world` ranks, with other medians (pass to ms)."""
     passes = {}
     for which, ms in median_ms.items():
         seconds = ms / 1e3
@@ -78,24 +78,24 @@ def at(found: dict[str, Any], median_ms: dict[str, float], world: int) -> dict[s
 
 
 def _most(received: list[dict[str, int]] | None) -> int | None:
-    """Bytes of the rank that receives most."""
+    """The bytes of the rank that receives most."""
     return max(sum(r.values()) for r in received) if received is not None else None
 
 
 def speedup(single_ms: dict[str, float], ms: dict[str, float], world: int) -> dict[str, dict[str, float]]:
-    """Of a run on `world` ranks against the same work on one, by pass; efficiency is that over the ranks."""
+    """Speedup of a run on `world` ranks over the same work on one, by pass; efficiency is speedup over ranks."""
     found = {which: single_ms[which] / ms[which] for which in ms}
     return {"speedup": found, "efficiency": {which: x / world for which, x in found.items()}}
 
 
 def exceeds(found: dict[str, Any]) -> bool:
-    """Whether a pass of `compute`'s was faster than its limit, by more than a measurement errs."""
+    """Whether a pass was faster than its limit, by more than the error of a measurement."""
     return any((entry.get("sol") or 0) > EXCEEDED for entry in found["passes"].values())
 
 
 def without_exceeded(found: dict[str, Any]) -> dict[str, Any]:
-    """What `compute` found, where no share is said of a limit that the pass was faster than: `sol` is null, and `no_sol` says
-    why. Clocks may be higher in a short pass than in a long matrix product, and caches faster than memory."""
+    """The metrics of `compute`, where a pass faster than its limit has `sol` null and the reason in `no_sol`. A short
+    pass may have higher clocks than a long matrix product, and caches are faster than memory."""
 
     def refused(entry: dict[str, Any]) -> dict[str, Any]:
         if (entry.get("sol") or 0) <= EXCEEDED:
@@ -131,7 +131,7 @@ def _limit(
     most_bytes: int | None,
     ceilings: dict[str, float],
 ) -> dict[str, Any]:
-    """The least time that this machine's ceilings allow the slowest rank, and what binds it."""
+    """The least time that this machine's ceilings allow the slowest rank, and the binding ceiling."""
     times = {"forward": 1.0, "backward": counts.BACKWARD, "total": 1 + counts.BACKWARD}[which]
     passes = {"forward": [False], "backward": [True], "total": [False, True]}[which]
     moved = max(

@@ -1,6 +1,6 @@
-"""What a run's kernels moved by the GPU's own counters: `timing.counters=true`. NVIDIA's `ncu` runs one more iteration in
-a process of its own, each kernel alone and with cold caches, so that nothing of it touches what is timed. No torch on
-this side."""
+"""The bytes that a run's kernels moved, by the GPU's counters (`timing.counters=true`). NVIDIA's `ncu` runs one more
+iteration in a separate process, each kernel alone and with cold caches, so the timing is not affected. No torch
+here."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from runner.config.experiment import Experiment
 from runner.launch.processes import search_path
 
 SECTOR = 32  # bytes
-COUNTERS = {  # ours: ncu's, and bytes of its unit
+COUNTERS = {  # our name: ncu's name, and bytes per unit
     "memory_read_bytes": ("dram__bytes_read.sum", 1),
     "memory_written_bytes": ("dram__bytes_write.sum", 1),
     "l2_read_bytes": ("lts__t_sectors_op_read.sum", SECTOR),
     "l2_written_bytes": ("lts__t_sectors_op_write.sum", SECTOR),
 }
 PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
-MARK = "spin_kernel"  # torch.cuda._sleep's, before each pass
+MARK = "spin_kernel"  # the kernel of torch.cuda._sleep, launched before each pass
 TIMEOUT_S = 300.0
 
 
 def count(spec: Experiment) -> dict[str, Any]:
-    """By pass the bytes of all its kernels and of each; or `unavailable`, why there are none."""
+    """By pass, the bytes of all kernels and of each; or `unavailable` with the reason."""
     tool = shutil.which("ncu") or next((place for place in PLACES if Path(place).exists()), None)
     if tool is None:
         return {"unavailable": "ncu (NVIDIA Nsight Compute) is not installed"}
@@ -53,7 +53,7 @@ def count(spec: Experiment) -> dict[str, Any]:
 
 
 def parse(lines: Iterable[str], mode: str) -> dict[str, dict[str, Any]]:
-    """ncu's CSV, a line for each kernel and metric, whatever stands around it."""
+    """Parses ncu's CSV, one line per kernel and metric; other lines are skipped."""
     rows = [line for line in lines if line.startswith('"')]
     names = {metric: (ours, unit) for ours, (metric, unit) in COUNTERS.items()}
     kernels: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,5 @@
-"""The process that ncu looks into: one warm iteration of an experiment on one GPU. `python -m runner.measure.ncu_target EXPERIMENT`."""
+"""The process that ncu profiles: one warm iteration of an experiment on one GPU. `python -m runner.measure.ncu_target
+EXPERIMENT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From recorded phases to a table that adds up: what compute, transfers and waiting cost on each rank."""
+"""From recorded phases to a table that adds up: compute, transfers and waiting on each rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _median(values: list[float]) -> float:
 
 
 def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
-    """What each of one pass's phases (name, begin, end) took, in the unit of their times: a transfer (`comm_*`) its whole length. Of the
-    others, which may lie on two streams, every moment counts once: it is shared by the computes that go on at it, and only
-    where there is none it is waiting."""
+    """The time of each phase (name, begin, end) of one pass, in the unit of the input. A transfer (`comm_*`) counts
+    with its whole length. Of the others, which may be on two streams, every moment counts once: the compute phases
+    active at that moment share it; it is waiting only if none is active."""
     taken = [stop - start if name.startswith("comm_") else 0.0 for name, start, stop in spans]
     here = [i for i, (name, *_) in enumerate(spans) if not name.startswith("comm_")]
     ends = sorted([(spans[i][1], 0, i) for i in here] + [(spans[i][2], 1, i) for i in here])
@@ -38,12 +38,13 @@ def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
 
 
 def summarize(rows: list[Row], world: int) -> dict[str, Any]:
-    """`rows` as recorded; those with phase `pass` are a rank's whole pass. For each pass, on the slowest rank: every phase
-    and its share, compute, exposed communication and the rest (`other`, mostly the host and gaps), skew between the ranks'
-    own work and the stragglers. All of these are means over the same iterations, the middle half by the length of the
-    pass, so that they add up. Beside them every phase's median over all iterations.
+    """A summary of the recorded rows; rows with phase `pass` are a rank's whole pass. For each pass, on the slowest
+    rank: every phase with its share, compute, exposed communication, the rest (`other`: CPU launch overhead and gaps),
+    the skew of compute between ranks, and stragglers. These are means over the same iterations, the middle half by
+    length of the pass, so they add up. Each phase also has its median over all iterations.
 
-    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; comm_* runs beside them."""
+    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; comm_* overlaps
+    them."""
     result: dict[str, Any] = {}
     for which in dict.fromkeys(row["pass"] for row in rows):
         by_iteration: dict[int, list[dict[str, float]]] = defaultdict(
@@ -57,7 +58,7 @@ def summarize(rows: list[Row], world: int) -> dict[str, Any]:
 
 
 def _mean(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """By phase; one that an iteration lacks took no time in it."""
+    """The mean by phase; a phase that an iteration lacks counts as 0."""
     names = dict.fromkeys(name for found in iterations for name in found)
     return {name: sum(found.get(name, 0.0) for found in iterations) / len(iterations) for name in names}
 
@@ -66,7 +67,7 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
     ranks = range(len(iterations[0]))
 
     def medians(phase: str) -> list[float]:
-        """Over the iterations in which it was seen, by rank."""
+        """By rank, over the iterations that have the phase."""
         seen = [[ranks_[rank][phase] for ranks_ in iterations if phase in ranks_[rank]] for rank in ranks]
         return [_median(ms) if ms else 0.0 for ms in seen]
 
@@ -111,9 +112,9 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def bandwidths(rows: list[Row], received: list[dict[str, dict[str, int]]]) -> dict[str, Any]:
-    """For each pass and each kind of transfer, on the rank that receives most: bytes, the transfer's own ms (its
-    `comm_*` phase, peers' lateness included) and nccl-tests' bandwidths in GB/s: busbw is what arrives at a rank,
-    algbw that of the whole gathered result, busbw W / (W - 1)."""
+    """For each pass and kind of transfer, on the rank that receives most: bytes, ms of the transfer (its `comm_*`
+    phase, including waits for late ranks), and the bandwidths of nccl-tests in GB/s. busbw counts the bytes that arrive
+    at a rank; algbw is busbw W / (W - 1)."""
     world = len(received)
     result: dict[str, Any] = {}
     for which in received[0]:

@@ -1,8 +1,8 @@
 """The profiler method: a pass of its own under torch.profiler, a trace a rank, a kernel table, and from the trace's
 intervals the busy time of compute and of communication, how much of them overlaps, and how much communication is
-exposed. On a CPU the same from the executors' phases, which the recorder makes ranges of the trace. On CUDA a stream that
-waits for a peer's flag runs nothing that a trace could show: there the recorder's events say when it stood still. And
-there the hosts get ahead of their GPUs by what the profiler costs them, or it would be seen as idle time."""
+exposed. On a CPU the same from the executors' phases, which the recorder makes ranges of the trace. On CUDA a stream
+that waits for a peer's flag runs nothing that a trace could show: there the recorder's events say when it stood still.
+And there the hosts get ahead of their GPUs by what the profiler costs them, or it would be seen as idle time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from runner.launch.rank import Rank
 from runner.measure.timing import Stopwatch, Workpiece, leads_ms, record
 
 Span = tuple[float, float]
-# the stopwatch's, see runner.measure.timing; NCCL does a minimum by kernels of several names, and no variant reduces bytes
+# the stopwatch's, see runner.measure.timing; NCCL does a minimum by kernels of several names, and no variant reduces
+# bytes
 ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")
 LEAD = re.compile("spin_kernel")  # the stopwatch's, too
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
@@ -54,8 +55,8 @@ def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
 def analyse(
     events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[tuple[float, float]]] = ()
 ) -> dict[str, Any]:
-    """Of one rank's trace events (Chrome format, us). ms a profiled stretch. `waits`: of each pass, when its compute stream
-    stood still for a transfer, in ms since the pass was aligned."""
+    """Of one rank's trace events (Chrome format, us). ms a profiled stretch. `waits`: of each pass, when its compute
+    stream stood still for a transfer, in ms since the pass was aligned."""
     compute: list[Span] = []
     alignment: list[Span] = []
     lead: list[Span] = []

@@ -1,13 +1,14 @@
-"""Plain softmax attention, the gate's reference: forward, LSE and backward in fp64 or fp32, by chunks of queries.
+"""Plain softmax attention, the reference of the correctness gate: forward, LSE and backward in fp64 or fp32, by chunks
+of queries.
 
-It shares no code with `attention`. Which keys a query sees follows from the workload's own words alone (`Words`): two
-numbers a query, the first key and the one behind the last. So packed sequences, windows and decodes are one case.
+It shares no code with `attention`. The keys that a query sees follow from the workload alone (`Words`): for each query
+the first key and the end of its keys. So packed batches, windows and decodes are one case.
 
-Beside each value it gives how large a row's error may be. Where every term `p_ij v_j` of a row of out has a relative error
-of its own of size u, the row's error is `u sqrt(sum_j p_ij^2 |v_j|^2)` in the L2 norm, by chance and whatever the number of
-terms. The same holds of dv over the queries, and of dq and dk, whose terms have the rounding of `dout.v` in them. A row's own
-norm comes on top, for its last rounding. Below the smallest normal number of a dtype, which in fp16 matters, errors do not
-shrink with the term any more. Divided by this scale, the errors of a right result are some u, at any length."""
+It also gives the scale of each row's error. If every term `p_ij v_j` of a row of out has an independent relative error
+of size u, the row's error in the L2 norm is about `u sqrt(sum_j p_ij^2 |v_j|^2)`, whatever the number of terms. The
+same holds for dv over the queries, and for dq and dk, whose terms also contain the rounding of `dout.v`. The row's own
+norm is added for its last rounding. Below the smallest normal number of a dtype (which matters in fp16) errors no
+longer shrink with the term. Divided by this scale, the errors of a correct result are a few u, at any length."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from torch import Tensor
 
 Rows = tuple[int, int]  # [start, stop)
 
-LEAST_ROWS = 128  # queries of a chunk, unless the scores of fewer fill the memory
-BUSY = 0.75  # of a chunk's scores at least are between queries and keys that they see
+LEAST_ROWS = 128  # queries per chunk, unless the scores of fewer fill the memory
+BUSY = 0.75  # at least this share of a chunk's scores is visible under the mask
 
 
 @dataclass(frozen=True)
 class Words:
-    """What attends what, in words: sequences side by side, whose queries and keys end together, and within each a window of
-    `left` tokens back and `right` ahead (-1: all), `causal` none ahead. scale: of the scores."""
+    """Which query sees which key: sequences side by side, whose queries and keys end together, and within each a window
+    of (left, right) tokens back and ahead (-1: all); causal: none ahead. scale: of the scores."""
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
@@ -37,8 +38,8 @@ class Words:
     window: tuple[int, int] = (-1, -1)
 
     def seen(self) -> tuple[Tensor, Tensor]:
-        """For each query the first key that it sees and the one behind the last, int64 `[queries]` on the CPU; as many where it
-        sees none."""
+        """For each query the first key that it sees and the end of its keys (exclusive), int64 `[queries]` on the CPU;
+        equal for a query without keys."""
         first, behind = [], []
         starts = accumulate(self.k_lengths, initial=0)
         left, right = self.window
@@ -54,16 +55,18 @@ class Words:
 
 @dataclass
 class Reference:
-    """values: out, dq `[queries, H, D]`, dk, dv `[keys, Hk, D]`, lse `[queries, H]`; without a backward out and lse. `squares`: for
-    all but the LSE the squared scale of each row's error without its own norm, `[tokens, heads]`. Of some queries, dk and dv and
-    their squares are these queries' share, which sums up to the whole. least: the smallest normal number of what is checked."""
+    """values: out, dq `[queries, H, D]`, dk, dv `[keys, Hk, D]`, lse `[queries, H]`; without a backward only out and
+    lse. squares: for all but the LSE, the squared scale of each row's error without its own norm, `[tokens, heads]`.
+    least: the smallest normal number of the checked dtype.
+    For a subset of the queries, dk, dv and their squares are that subset's share; the shares sum to the whole."""
 
     values: dict[str, Tensor]
     squares: dict[str, Tensor]
     least: float = 0.0
 
     def scales(self, name: str) -> Tensor:
-        """The size of each row's error in units of the relative error of a term, `[tokens, heads]`; of the LSE of its own."""
+        """The scale of each row's error, relative to the error of one term, `[tokens, heads]`; for the LSE of each
+        value."""
         value = self.values[name]
         if name == "lse":
             return 1 + value.masked_fill(value == -torch.inf, 0).abs()
@@ -88,18 +91,20 @@ def attend(
     scores: int = 1 << 26,
     rows: Sequence[Rows] | None = None,
 ) -> Reference:
-    """q, dout: `[queries, H, D]`, k, v: `[keys, Hk, D]`, of the dtype that is checked; computed in `dtype`, the gradients where
-    there is a `dout`.
-    At most about `scores` scores are held at once. `rows`: only these queries, as out, dq and the LSE of them, side by side.
+    """The reference of q, dout `[queries, H, D]` and k, v `[keys, Hk, D]` in the checked dtype; computed in `dtype`,
+    with gradients if there is a `dout`.
 
-    Raises ValueError where tokens or heads do not belong together."""
+    scores: about the most scores held at once. rows: compute only these queries; out, dq and the LSE hold them side by
+    side. Raises ValueError for numbers of tokens or heads that do not fit together."""
     if (len(q), len(k)) != (sum(words.q_lengths), sum(words.k_lengths)) or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)}: must be [{sum(words.q_lengths)}, H, D] and "
             f"[{sum(words.k_lengths)}, Hk, D], H a multiple of Hk"
         )
     first, behind = words.seen()
-    least = torch.finfo(q.dtype).smallest_normal if q.dtype == torch.float16 else 0.0  # else no result is as small
+    least = (
+        torch.finfo(q.dtype).smallest_normal if q.dtype == torch.float16 else 0.0
+    )  # other dtypes have no results that small
     rows = [(0, len(q))] if rows is None else rows
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
@@ -161,12 +166,12 @@ def _by_head(x: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:
 
 
 def _by_token(x: Tensor, group: int) -> Tensor:
-    """The way back."""
+    """The inverse of `_by_head`: `[rows, H, D]`."""
     return x.reshape(x.shape[0] * group, -1, x.shape[-1]).transpose(0, 1)
 
 
 def _chunks(first: Tensor, behind: Tensor, rows: Rows, scores: int) -> Iterator[Rows]:
-    """The rows cut so that a chunk holds at most so many scores of a head, and few that its mask hides."""
+    """The rows in chunks of at most `scores` scores per head, of which the mask hides few."""
     start, stop = rows
     seen = (behind - first).cumsum(0)
     while start < stop:
@@ -183,7 +188,7 @@ def _chunks(first: Tensor, behind: Tensor, rows: Rows, scores: int) -> Iterator[
 
 
 def _hidden(first: Tensor, behind: Tensor, keys: Rows, device: torch.device) -> Tensor | None:
-    """The pairs that the mask hides, bool `[rows, keys]`. None: it hides none."""
+    """The pairs that the mask hides, bool `[rows, keys]`; None where it hides none."""
     if int(first.max()) <= keys[0] and int(behind.min()) >= keys[1]:
         return None
     place = torch.arange(*keys, device=device)
@@ -193,7 +198,7 @@ def _hidden(first: Tensor, behind: Tensor, keys: Rows, device: torch.device) -> 
 
 @contextmanager
 def exact_matmul() -> Iterator[None]:
-    """No TF32."""
+    """Disables TF32 within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

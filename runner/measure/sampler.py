@@ -1,5 +1,5 @@
-"""Clocks, power, temperature and what holds clocks down, sampled while something is timed: by a process of its own beside one
-rank of each node, so that no rank's Python is held up. Standard library only: the process starts in some 20 ms."""
+"""Clocks, power, temperature and throttle reasons, sampled during timing by a separate process, one per node, so that
+it delays no rank's Python. It uses the standard library only and starts in some 20 ms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PERIOD_S = {"cuda": 0.1, "cpu": 0.25}
-ANSWER_S = 10.0  # a sampler that takes longer is given up
+ANSWER_S = 10.0  # a sampler that answers later is given up
 REASONS = {  # NVML's bits
     0x1: "gpu_idle",
     0x2: "applications_clocks_setting",
@@ -30,16 +30,17 @@ REASONS = {  # NVML's bits
     0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-Reading = dict[str, dict[str, Any]]  # by GPU, or of the CPU: what was read at one time
+Reading = dict[str, dict[str, Any]]  # by GPU, or "cpu": the values read at one time
 
 
 def reasons(bits: int) -> list[str]:
-    """The names of what holds a GPU's clocks down."""
+    """The names of a GPU's throttle reasons."""
     return [REASONS.get(1 << i, f"bit {i}") for i in range(bits.bit_length()) if bits >> i & 1]
 
 
 def summary(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
-    """Of each GPU or the CPU: how many samples, min, median and max of each number, and every throttle reason that was seen."""
+    """For each GPU or the CPU: the number of samples, min, median and max of each value, and all throttle reasons
+    seen."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for reading in readings for name in reading):
         taken = [reading[name] for reading in readings if name in reading]
@@ -65,7 +66,7 @@ def _text(path: str) -> str:
 
 
 def read_cpu() -> Reading:
-    """MHz, the mean over the cores, the load average of a minute, and how many threads run just now."""
+    """MHz (the mean over the cores), the load average of a minute, and the number of running threads."""
     mhz = [float(x) for x in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", _text("/proc/cpuinfo"), re.MULTILINE)]
     load = _text("/proc/loadavg").split()
     return {
@@ -78,7 +79,7 @@ def read_cpu() -> Reading:
 
 
 class Nvml:
-    """The few questions to NVIDIA's driver, by its library. Raises OSError without it, or where it can't start."""
+    """Readings from NVIDIA's driver, by the library NVML. Raises OSError where NVML is missing or does not start."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -91,7 +92,8 @@ class Nvml:
         self.gpus = {self._uuid(handle): ctypes.c_void_p(handle) for handle in handles if handle}
 
     def _number(self, kind: Any, function: str, *arguments: Any) -> int | None:
-        """What the function writes into its last argument; None where this GPU or driver does not say it."""
+        """The value that the function writes into its last argument; None where this GPU or driver does not support
+        it."""
         value = kind()
         call = getattr(self.library, function, None)
         return value.value if call is not None and call(*arguments, ctypes.byref(value)) == 0 else None
@@ -111,7 +113,7 @@ class Nvml:
 
         power = number("nvmlDeviceGetPowerUsage")
         bits = number("nvmlDeviceGetCurrentClocksEventReasons", kind=ctypes.c_ulonglong)
-        if bits is None:  # as it is called before driver 535
+        if bits is None:  # its name before driver 535
             bits = number("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)
         return {
             "sm_mhz": number("nvmlDeviceGetClockInfo", 1),
@@ -123,8 +125,8 @@ class Nvml:
 
 
 def serve(device: str) -> None:
-    """The process: between a line `start` and a line `stop` it samples, and then answers with a line of JSON. Ends with its
-    input."""
+    """The process: samples between a line `start` and a line `stop`, then answers with a line of JSON. Ends at the end
+    of its input."""
     period = PERIOD_S[device]
     try:
         read: Callable[[], Reading] = Nvml().read if device == "cuda" else read_cpu
@@ -141,7 +143,7 @@ def serve(device: str) -> None:
         words = os.read(sys.stdin.fileno(), 4096).split()
         if not words:
             return
-        if words[-1] == b"start":  # what came before it was of a stretch that failed
+        if words[-1] == b"start":  # earlier words belong to a measurement that failed
             readings = [read()]
         else:
             found = [*(readings or ()), read()]
@@ -181,8 +183,9 @@ _samplers: dict[str, Sampler] = {}  # by device, as long as the process lives
 
 @contextmanager
 def sampling(device: str, here: bool) -> Iterator[dict[str, Any]]:
-    """Samples while within; what was found is in the dict afterwards: `period_ms` and `of`, by GPU or `cpu` as `summary` has it,
-    or `unavailable`, why there is nothing. `here`: whether this is the process that samples for its node."""
+    """Samples while within; what was found is in the dict afterwards: `period_ms` and `of`, by GPU or `cpu` as
+    `summary` has it, or `unavailable`, why there is nothing. `here`: whether this is the process that samples for its
+    node."""
     found: dict[str, Any] = {}
     if not here:
         yield found

@@ -11,12 +11,12 @@ from typing import Any
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 NOISY = 0.05  # IQR over median
-TREND = 0.02  # by which share of the median samples must rise or fall for that to count,
-TREND_CHANCE = 0.01  # and how seldom samples without a trend would rise or fall as steadily
-TREND_SAMPLES = 6  # the least that can say
-TREND_STRETCHES = 100  # more samples than these are looked at as the medians of so many stretches
-OVERHEAD = 0.01  # of the shortest pass, above which what timing itself takes is said
-INTERVAL_SAMPLES = 6  # the least with a 95% interval of the median: 2**-5 of the cases lie outside all of 6
+TREND = 0.02  # a trend must change the samples by this share of the median
+TREND_CHANCE = 0.01  # the significance of a trend
+TREND_SAMPLES = 6  # the fewest samples that can show a trend
+TREND_STRETCHES = 100  # more samples are reduced to the medians of so many parts
+OVERHEAD = 0.01  # share of the shortest pass above which timing overhead is reported
+INTERVAL_SAMPLES = 6  # the fewest with a 95% interval: the median lies outside all 6 with probability 2**-5
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The narrowest symmetric pair of order statistics that holds the median with at least that confidence, from the
-    binomial distribution of how many samples lie below it; None when there are too few samples."""
+    """The narrowest symmetric pair of order statistics that contains the median with at least that confidence, by the
+    binomial distribution of the number of samples below it; None for too few samples."""
     n = len(ordered)
-    # of the 2**n ways in which samples fall below or above the median, `below` have at most k below; whole numbers,
-    # for floats overflow
+    # of the 2**n ways in which samples fall below or above the median, `below` have at most k below; in integers,
+    # because floats overflow
     tail = int((1 - confidence) / 2 * 2**53) * 2**n >> 53
     below, ways, k = 0, 1, -1
     while k + 1 < n and below + ways <= tail:
@@ -62,7 +62,7 @@ def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple
 
 
 def too_few(n: int) -> str | None:
-    """Why `n` samples give no interval of the median, in a line; None when they do."""
+    """Why `n` samples give no interval of the median, or None."""
     if n >= INTERVAL_SAMPLES:
         return None
     return f"{n} sample{'s' if n > 1 else ''}: a 95% interval of the median needs {INTERVAL_SAMPLES}"
@@ -97,9 +97,9 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_CHANCE) -> bool | None:
-    """Whether samples, in the order in which they were taken, rise or fall: by Mann and Kendall's test with its normal
-    approximation at significance `chance`, and by more than `least` of the median between the medians of the two halves.
-    None where there are fewer than `TREND_SAMPLES`."""
+    """Whether samples rise or fall in the order in which they were taken: significant in the Mann-Kendall test (normal
+    approximation) at level `chance`, and with medians of the two halves that differ by more than `least` of the median.
+    None for fewer than `TREND_SAMPLES`."""
     if len(samples) > TREND_STRETCHES:
         ends = [i * len(samples) // TREND_STRETCHES for i in range(TREND_STRETCHES + 1)]
         samples = [quantile(sorted(samples[a:b]), 0.5) for a, b in pairwise(ends)]
@@ -131,14 +131,13 @@ def settled(samples: Sequence[float], precision: float, least: int) -> bool:
     return (interval[1] - interval[0]) / 2 <= precision * median
 
 
-BOOTSTRAP = 2000  # resamples,
-BOOTSTRAP_MOST = 1000  # of at most so many samples
+BOOTSTRAP = 2000  # resamples
+BOOTSTRAP_MOST = 1000  # the most samples that are resampled
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The interval of median(b) / median(a): the percentiles of the ratio over resamples with replacement, from a fixed seed,
-    so that the same samples always get the same. None with fewer than `INTERVAL_SAMPLES` on a side, more than
-    `BOOTSTRAP_MOST`, or one that is not above zero."""
+    """The bootstrap interval of median(b) / median(a), with a fixed seed, so that it is reproducible. None if a side
+    has fewer than `INTERVAL_SAMPLES` or more than `BOOTSTRAP_MOST` samples, or one that is not above zero."""
     if not all(INTERVAL_SAMPLES <= len(x) <= BOOTSTRAP_MOST and min(x) > 0 for x in (a, b)):
         return None
     draw = random.Random(0)
@@ -148,7 +147,7 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0
 
 
 def slowest(by_rank: Sequence[Samples]) -> Samples:
-    """An iteration's time is the maximum over the ranks, pass by pass; `total` is that of a rank's whole iteration."""
+    """The maximum over the ranks of each iteration's time, by pass; `total` is the maximum of a whole iteration."""
     result: Samples = {which: [max(ms) for ms in zip(*(rank[which] for rank in by_rank), strict=True)]
                        for which in by_rank[0]}  # fmt: skip
     if len(by_rank[0]) > 1:
@@ -158,7 +157,7 @@ def slowest(by_rank: Sequence[Samples]) -> Samples:
 
 
 def of_ranks(by_rank: Sequence[Samples]) -> dict[str, Any]:
-    """What a result says of all ranks' samples: `passes` of the slowest rank, `by_rank`, and `no_ci95`."""
+    """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, and `no_ci95`."""
     passes = {which: summarize(ms).plain() for which, ms in slowest(by_rank).items()}
     return {
         "passes": passes,
@@ -168,7 +167,7 @@ def of_ranks(by_rank: Sequence[Samples]) -> dict[str, Any]:
 
 
 def overhead(empty_ms: float, passes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What a result says of the time that timing itself takes, `empty_ms`, beside the shortest of its passes."""
+    """The fields of a result for the overhead of timing, `empty_ms`, relative to the shortest pass."""
     least = min(summary["median"] for summary in passes.values())
     share = empty_ms / least if least else 0.0
     return {"overhead_ms": empty_ms, "overhead_share": share, "overhead_high": share > OVERHEAD}

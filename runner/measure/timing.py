@@ -1,5 +1,5 @@
-"""The timing methods. `Passes` are what is timed, in order; a `Stopwatch` is how (events on CUDA,
-perf_counter on a CPU). All ranks do the same number of iterations; samples are ms and are never dropped."""
+"""The timing methods. `Passes` is the timed work, `Stopwatch` the clock (events on CUDA, perf_counter on a CPU). All
+ranks do the same number of iterations. Samples are in ms, and none is dropped."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from runner.measure.statistics import Samples
 if TYPE_CHECKING:
     from runner.measure.workload import AttentionWork
 
-LEAD_MS = 0.1  # that hosts get ahead of their GPUs, where they do
-LEADING_RUNS = 4  # iterations that leads_ms makes
-CYCLES_A_MS = 2_000_000  # of a GPU's clock, about
-WINDOW = 12  # iterations, the newest of a warm-up, that show whether it has settled,
-WINDOW_CHANCE = 0.05  # taken for a trend where those without one would seldom rise or fall as steadily
-BATCH = 10  # adaptive looks at its samples every so many
-BASELINE_RUNS = 5  # samples of a baseline,
-BASELINE_S = 1.0  # more of short iterations, for so long,
-BASELINE_CAP_S = 20.0  # and fewer of long ones, so that they end after this, but one at least
+LEAD_MS = 0.1  # how far the CPU gets ahead of the GPU before a sample, where it does
+LEADING_RUNS = 4  # iterations of leads_ms
+CYCLES_A_MS = 2_000_000  # GPU clock cycles per ms, roughly
+WINDOW = 12  # the newest iterations of a warm-up, in which a trend is looked for
+WINDOW_CHANCE = 0.05  # the significance of that trend
+BATCH = 10  # samples between two checks of `adaptive`
+BASELINE_RUNS = 5  # samples of a baseline
+BASELINE_S = 1.0  # short iterations get more samples, for about this time
+BASELINE_CAP_S = 20.0  # long ones get fewer, at least one, to end within this time
 
 
 class Passes(Protocol):
-    """`passes` in the order in which they run within an iteration: `forward`, then `backward` where it is timed."""
+    """The timed work. passes: in the order of an iteration, `forward`, then `backward` if it is timed."""
 
     passes: tuple[str, ...]
 
     def run(self, which: str) -> None:
-        """One pass; `backward` uses the last `forward`."""
+        """Runs one pass; `backward` belongs to the last `forward`."""
 
 
 class Workpiece(Passes, Protocol):
-    """Passes that can be had by themselves, over and over."""
+    """Passes of which each can be repeated by itself."""
 
     def repeat(self, which: str, times: int) -> None:
-        """The same pass `times` times."""
+        """Runs one pass `times` times."""
 
 
 class Stopwatch(Protocol):
     def align(self) -> None:
-        """All ranks start the next pass together."""
+        """Makes all ranks start the next pass together."""
 
     def mark(self) -> Any: ...
 
@@ -59,14 +59,14 @@ class Stopwatch(Protocol):
         """ms between two marks, after `settle`."""
 
     def settle(self) -> None:
-        """Wait until everything marked has happened."""
+        """Waits until all marks are reached."""
 
 
 class CudaStopwatch:
-    """Events on the current stream. Aligning is a one-element all-reduce on it, so the host runs ahead; a minimum over
-    uint8, which no variant does, so that a profile can tell it from their communication. For `lead_ms` the GPU is kept
-    busy first, so that every rank's host is ahead of it when the ranks start: what is replayed in some tens of us is over
-    before the slowest host has launched it, and all ranks would wait for that one."""
+    """Events on the current stream. `align` is a one-element all-reduce on the stream, so the CPU runs ahead. It is a
+    minimum over uint8, which no variant uses, so a profile can tell it apart. First the GPU is kept busy for `lead_ms`,
+    so that every rank's CPU is ahead when the ranks start: a replay of some tens of µs would otherwise wait for the
+    slowest CPU."""
 
     def __init__(self, device: torch.device, together: bool, lead_ms: float = 0.0):
         self.device = device
@@ -110,8 +110,8 @@ class CpuStopwatch:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No garbage collection in between, but one before, unless this is within another such stretch. Samples and the
-    warm-up before them belong into one, for collecting is a pause."""
+    """One garbage collection before the body and none within it; nested contexts do nothing. Warm-up and samples belong
+    in one context, because a collection between them would be a pause."""
     was = gc.isenabled()
     if was:
         gc.collect()
@@ -125,8 +125,9 @@ def undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Warmed:
-    """A warm-up of so many iterations; the ms of one in its longest stretch but the first, back to back and with nothing between
-    them, as a model's layers follow each other. None where there was only the first, which may have compiled and allocated."""
+    """A warm-up of `iterations`. back_to_back_ms: ms per iteration in its longest group of consecutive iterations, as a
+    model's layers follow each other. The first group may compile and allocate, so it does not count; None if there was
+    no other."""
 
     iterations: int
     back_to_back_ms: float | None
@@ -140,9 +141,9 @@ def warm(
     agree: Callable[[int], int],
     beat: Callable[[], None] | None = None,
 ) -> Warmed:
-    """Iterate until both limits are reached, on all ranks alike (`agree` gives rank 0's number). Only after a stretch of
-    iterations, each at most as long as all before, is the clock looked at, so that a GPU is as busy as it will be when
-    sampled: after a pause one at its power limit is faster for some 80 ms."""
+    """Iterates until both limits are reached, equally on all ranks (`agree` gives rank 0's number). The clock is read
+    only after groups of iterations, each at most as long as all before it, so that the GPU is as busy as during
+    sampling. After a pause a GPU at its power limit is faster for some 80 ms."""
     done = 0
     more = max(runs, 1 if at_least_ms > 0 else 0)
     longest = 0
@@ -167,8 +168,8 @@ def warm(
 
 @dataclass(frozen=True)
 class Settling:
-    """`iterations` that a warm-up took further. `settled`: whether the newest showed no trend; None where the time was too
-    short for as many as can say."""
+    """The additional iterations of a warm-up. settled: whether the newest showed no trend; None if there were too few
+    to say."""
 
     iterations: int
     settled: bool | None
@@ -184,9 +185,9 @@ def settle(
     flush: Tensor | None = None,
     beat: Callable[[], None] | None = None,
 ) -> Settling:
-    """Go on with a warm-up, by iterations as `sample` has them, until the newest `WINDOW` show no trend in any pass on the
-    slowest rank, or `cap_ms` are over. All ranks do the same number: `gather` gives every rank's samples, `agree` rank 0's
-    number. `each_ms`: what an iteration took so far; None where that is not known, so that the first one is by itself."""
+    """Continues a warm-up, with iterations as in `sample`, until the newest `WINDOW` show no trend in any pass of the
+    slowest rank, or until `cap_ms` is over. All ranks do the same number: `gather` gives every rank's samples, `agree`
+    rank 0's number. each_ms: the time of an iteration so far; None if unknown: then a single one is timed first."""
     so_far: Samples = {}
     done = 0
     start = time.perf_counter()
@@ -217,7 +218,7 @@ def _iteration(work: Passes) -> None:
 def sample(
     work: Passes, watch: Stopwatch, runs: int, flush: Tensor | None = None, beat: Callable[[], None] | None = None
 ) -> Samples:
-    """`runs` iterations, each pass aligned over the ranks and between its own marks, one settling at the end."""
+    """`runs` iterations, with each pass aligned over the ranks and between marks; one synchronisation at the end."""
     marks: dict[str, list[tuple[Any, Any]]] = {which: [] for which in work.passes}
     with undisturbed():
         for _ in range(runs):
@@ -236,7 +237,7 @@ def sample(
 
 @dataclass(frozen=True)
 class Recorded:
-    """One pass of a rank: when it began and ended, and its phases."""
+    """One pass of a rank: its begin, end and phases."""
 
     which: str
     start: Any
@@ -245,7 +246,7 @@ class Recorded:
 
 
 def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads: dict[str, float]) -> list[Recorded]:
-    """`runs` iterations as `sample` has them, with the recorder active; `leads` as `leads_ms` gives them."""
+    """`runs` iterations as in `sample`, with the recorder active; leads: from `leads_ms`."""
     found = []
     with undisturbed():
         for _ in range(runs):
@@ -264,8 +265,8 @@ def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads:
 def leads_ms(
     work: Passes, watch: Stopwatch, observed: Callable[[], AbstractContextManager[object]]
 ) -> dict[str, float]:
-    """How far hosts must get ahead of their GPUs in each pass so that what `observed` costs them is not taken for the pass's own
-    idle time. Nothing on a CPU, which computes itself."""
+    """How far the CPU must be ahead of the GPU in each pass, in ms, so that the cost of recording (`observed`) does not
+    appear as idle time of the GPU. Empty on a CPU."""
     if not isinstance(watch, CudaStopwatch):
         return {}
     usual = _issued_ms(work, watch)
@@ -275,7 +276,7 @@ def leads_ms(
 
 
 def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
-    """How long the host takes to issue each pass, the second time."""
+    """How long the CPU takes to launch each pass, the second time, in ms."""
     found = {}
     for which in (*work.passes, *work.passes):
         watch.settle()
@@ -287,7 +288,7 @@ def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
 
 
 def simple(work: Workpiece, watch: Stopwatch, runs: int) -> Samples:
-    """One untimed call, then one pair of marks around `runs` calls of each pass: one number, their mean."""
+    """One untimed iteration, then one pair of marks around `runs` calls of each pass: a single mean."""
     _iteration(work)
     samples = {}
     with undisturbed():
@@ -310,8 +311,8 @@ def adaptive(
     flush: Tensor | None = None,
     beat: Callable[[], None] | None = None,
 ) -> tuple[Samples, bool]:
-    """Sample in batches until `decide(samples so far, seconds)` has a verdict, the same on every rank. Returns the
-    samples and whether the precision was met."""
+    """Samples in batches until `decide(samples so far, seconds)` gives a verdict, the same on every rank. Returns
+    (samples, whether the precision was met)."""
     samples: Samples = {which: [] for which in work.passes}
     start = time.perf_counter()
     while True:
@@ -323,22 +324,22 @@ def adaptive(
 
 
 def verdict(slowest: Samples, least: int, precision: float, seconds: float, time_cap_s: float) -> bool | None:
-    """Adaptive's stopping rule, on the slowest rank's time of each iteration: True when every pass is known precisely
-    enough, False when the time is over, None to go on."""
+    """The stopping rule of `adaptive`, on the slowest rank's times: True when every pass is precise enough, False when
+    the time is over, None to continue."""
     if all(statistics.settled(ms, precision, least) for ms in slowest.values()):
         return True
     return False if seconds > time_cap_s else None
 
 
 def baseline_runs(runs: int, iteration_s: float) -> int:
-    """Samples of a baseline beside `runs` of the run itself: of short iterations as many, for after a pause a GPU is
-    faster than it can go on being, and of a few samples the median would be of those."""
+    """The number of samples of a baseline for a run of `runs` samples. Short iterations get as many: after a pause a
+    GPU is faster for a while, and the median of few samples would show that."""
     runs = min(runs, max(BASELINE_RUNS, int(BASELINE_S / iteration_s)))
     return max(1, min(runs, int(BASELINE_CAP_S / iteration_s)))
 
 
 def overhead_ms(watch: Stopwatch) -> float:
-    """What an empty region measures: the least of five."""
+    """The time that an empty region measures, in ms: the least of five."""
     pairs = []
     for _ in range(5):
         watch.align()
@@ -349,8 +350,8 @@ def overhead_ms(watch: Stopwatch) -> float:
 
 
 class Graphed:
-    """A workpiece captured once in CUDA graphs, a graph a pass; running it replays. Capturing with collectives can hang
-    on a broken stack: the launcher's time limit bounds it."""
+    """Work captured in CUDA graphs, one per pass; `run` replays. Capturing collectives may hang on a broken
+    installation; the launcher's time limit ends that."""
 
     def __init__(self, work: AttentionWork):
         self.passes = work.passes
@@ -372,7 +373,7 @@ class Graphed:
 
     def run(self, which: str) -> None:
         self.graphs[which].replay()
-        self.work.left = self.left  # which the graph has written anew
+        self.work.left = self.left  # the graph has rewritten these tensors
 
     def repeat(self, which: str, times: int) -> None:
         for _ in range(times):
