@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attention.api import ContextParallel, make, names
-    from attention.kernels.interface import UnsupportedCall
+    from attention.errors import UnsupportedCall
 
 __all__ = ["ContextParallel", "UnsupportedCall", "make", "names"]
 
@@ -28,7 +28,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "UnsupportedCall":
-        from attention.kernels.interface import UnsupportedCall
+        from attention.errors import UnsupportedCall
 
         return UnsupportedCall
     if name in __all__:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.executors import executor
 from attention.executors.plan import Plan
 from attention.geometry.layouts import Shard
-from attention.kernels import UnsupportedCall
 from attention.kernels.fit import fit
 from attention.replay import key_of
 from attention.runtime import private

@@ -1,9 +1,13 @@
-"""Words for error messages."""
+"""What a call that cannot be done raises, and words for error messages."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+
+class UnsupportedCall(ValueError):
+    """The kernel exists but cannot do this call, or cannot run on this machine."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

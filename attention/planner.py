@@ -12,13 +12,14 @@ from torch import Tensor
 from attention import kernels
 from attention.arguments import Lengths, check_cu_seqlens, check_scale, check_tensors, check_window, positive
 from attention.autograd import wants_gradient
+from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
 from attention.executors.plan import Plan, plan_steps, resized
 from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
-from attention.kernels import Kernel, Shape, UnsupportedCall
+from attention.kernels import Kernel, Shape
 from attention.masks.band import Mask
 from attention.replay import Replay
 from attention.tensors import tokens

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.executors.policy import MOST_TRACED, REPLAY, TRACED, replays_launches
-from attention.kernels.interface import UnsupportedCall
 from attention.runtime.cuda_graphs import GraphReplay
 from attention.runtime.launch_replay import LaunchReplay
 from attention.runtime.strategy import Key, Strategy, eager

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.options import GatherOptions, Options
 from attention.geometry.transfers import Intervals
-from attention.kernels import KERNELS, Call, UnsupportedCall
+from attention.kernels import KERNELS, Call
 from attention.tensors import put_, take
 
 Into = tuple[Tensor, Tensor]  # out and lse of all the rank's queries

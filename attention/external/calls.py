@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels
+from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
-from attention.kernels import KERNELS, Kernel, Shape, UnsupportedCall, name_of
+from attention.kernels import KERNELS, Kernel, Shape, name_of
 from attention.masks.band import Mask
 from attention.variants.external import External
 

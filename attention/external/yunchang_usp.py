@@ -8,9 +8,9 @@ from types import ModuleType
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.external.flash_functions import instead_of_flash_attn, let_gloo_send_to_itself, serve, serve_backward
-from attention.kernels import UnsupportedCall
 
 
 @cache

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from attention.errors import nearest
+from attention.errors import UnsupportedCall, nearest
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
 from attention.kernels.flex import Flex
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, UnsupportedCall
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple
 from attention.kernels.math import Math
 from attention.kernels.xformers import Xformers
 from attention.masks.band import Mask
 from attention.measured import rates
 
-__all__ = ["KERNELS", "Call", "Kernel", "Shape", "UnsupportedCall", "name_of", "names", "select"]
+__all__ = ["KERNELS", "Call", "Kernel", "Shape", "name_of", "names", "select"]
 
 
 class Absent:

@@ -10,10 +10,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, mark_rows_without_keys
 from attention.kernels.fit import fitted
 from attention.kernels.flash4 import dense_like, lse_like, pack_lengths
-from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Mask
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"

@@ -13,9 +13,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Mask
 from attention.runtime.flash4_launches import Launches
 from attention.runtime.private import FLASH4_VERSION

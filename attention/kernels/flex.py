@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
+from attention.errors import UnsupportedCall
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Mask
 from attention.runtime.uploads import held
 

@@ -19,10 +19,6 @@ Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
-class UnsupportedCall(ValueError):
-    """The kernel exists but cannot do this call, or cannot run on this machine."""
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
     """One kernel call. Dense: q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, lse `[B, H, Sq]`. Packed (varlen), with

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.kernels.aten import HALF, name_of
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Mask
 from attention.ops.merge_n import merge_n_triton
 from attention.reduction.lse_merge import empty_result

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.kernels import decompose
 from attention.kernels.aten import HALF, flash2_backward
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall
+from attention.kernels.interface import Call, Pair, Shape, Triple
 from attention.kernels.math import Math
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.kernels import decompose
 from attention.kernels.aten import (
     bound_lost,
@@ -25,7 +26,7 @@ from attention.kernels.aten import (
     sum_groups,
 )
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, UnsupportedCall, settle
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Mask
 from attention.runtime.uploads import held
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import profiling
-from attention.kernels.interface import UnsupportedCall
+from attention.errors import UnsupportedCall
 from attention.runtime import private
 from attention.runtime.batched_copy import copy_all
 from attention.runtime.strategy import Key, Run, Strategy

@@ -7,8 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from attention.errors import nearest
-from attention.kernels.interface import UnsupportedCall
+from attention.errors import UnsupportedCall, nearest
 from attention.transports.collective import Collective
 from attention.transports.groups import backend, default_group
 from attention.transports.interface import Handle, Message, Messages, Nothing, Offer, Transport

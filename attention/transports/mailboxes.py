@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.geometry.mailbox import Mailbox
-from attention.kernels.interface import UnsupportedCall
 from attention.transports.fabric import symmetric_buffer
 from attention.transports.waits import WAITING, DeviceMemory, Memory, Pending, Remote, Watch, watchdog
 

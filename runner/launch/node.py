@@ -12,10 +12,8 @@ imports beside this one."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -29,16 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.launch import endpoint
+from runner.launch.processes import die_with_parent
 
 BACKEND = "runner"  # our rendezvous among those of the elastic launch
 AGAIN_S = 0.05
 SPEC, JOINED = "spec", "joined"  # keys of the store: what world this is, and how many further nodes have joined
-
-
-def die_with_parent() -> None:
-    """Linux: this process gets SIGKILL when the one that started it ends, however it ends."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _serve_forks(folder: Path, device: str) -> None:

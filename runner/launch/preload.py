@@ -5,7 +5,7 @@ import torch.fx.experimental.symbolic_shapes  # the first gradient imports it, a
 
 import runner.launch.rank
 import runner.measure.job
-from runner.launch.node import die_with_parent
+from runner.launch.processes import die_with_parent
 
 __all__ = ["runner", "torch"]
 

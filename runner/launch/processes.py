@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 from pathlib import Path
 
 from runner import ROOT
@@ -17,6 +19,12 @@ def cores() -> int:
 def search_path() -> str:
     """PYTHONPATH for `python -P`: this program's packages, then the working folder, then the path of this process."""
     return os.pathsep.join([ROOT, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def die_with_parent() -> None:
+    """Linux: this process gets SIGKILL when the one that started it ends, however it ends."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def process_group(leader: int) -> list[int]:

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from runner.config.values import InvalidConfig, UnsupportedHere
-from runner.launch.node import die_with_parent
-from runner.launch.processes import cores
+from runner.launch.processes import cores, die_with_parent
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
 SETTLE_S = 1.0  # that a rank which only noticed stays, so that the one that failed is seen first

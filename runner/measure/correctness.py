@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.kernels import Call, Shape, UnsupportedCall, select
+from attention.errors import UnsupportedCall
+from attention.kernels import Call, Shape, select
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
 from runner.measure.errors import Error, Place, Tolerance, described
