@@ -14,6 +14,7 @@ from runner.report.table import BEST, NOISY, Table, counted, digits, fact
 
 COMPARED = (*PASSES, BACK_TO_BACK)
 RATIO = "fastest external / {}"
+EVEN = "`even`: the 95% intervals of the two medians overlap (p10 to p90 with fewer than 6 samples)."
 LEFT = {FACTS[key] for key in ("mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
 
 
@@ -71,9 +72,9 @@ def fact_columns(rows: Sequence[Row], key: Sequence[str] = WORKLOAD) -> tuple[li
 
 
 def notes(rows: Sequence[Row], own: Sequence[str]) -> list[str]:
-    """The notes below a table of rows, with the table's own among them."""
+    """The notes below a table of rows, with the table's own first."""
     noisy = any(noise(run, row.which) for row in rows for run in row.timed.values())
-    return [*([NOISY] if noisy else []), *own, *mixed_note(list(row.timed.values()) for row in rows)]
+    return [*own, *([NOISY] if noisy else []), *mixed_note(list(row.timed.values()) for row in rows)]
 
 
 def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
@@ -102,8 +103,9 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
         titles.append(RATIO.format(ours))
         cells = [[*texts, _ratio(row, ours)] for texts, row in zip(cells, rows, strict=True)]
     repeated = len(runs) - sum(len(row.runs) for row in rows)
-    again = [f"Where a run was repeated, its latest: {counted(repeated, 'earlier run')} left out."] if repeated else []
-    return Table(titles, cells, LEFT, again + notes(rows, []))
+    own = [f"Where a run was repeated, its latest: {counted(repeated, 'earlier run')} left out."] if repeated else []
+    own += [EVEN] if any(texts[-1].startswith("even (") for texts in cells) else []
+    return Table(titles, cells, LEFT, notes(rows, own))
 
 
 def begun(run: Run) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attention.autotune.choice import AUTO
 from attention.variants.registry import EXTERNAL
-from runner.report.comparison import LEFT, RATIO, Row, by_workload, comparable, fact_columns, notes
+from runner.report.comparison import EVEN, LEFT, RATIO, Row, by_workload, comparable, fact_columns, notes
 from runner.report.fair import MIXED, noise, origins, ratio
 from runner.report.labels import labels
 from runner.report.runs import Run
@@ -42,8 +42,9 @@ def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool 
 
     cells = [[*start, *row.cells(columns, text), _ratio(row)] for start, row in zip(facts, rows, strict=True)]
     title = RATIO.format(AUTO)
-    note = f"Of each external package its fastest setting of these runs. `{title}`: of medians; even where their spreads overlap."
-    return Table([*titles, *columns, title], cells, LEFT, notes(rows, [note]))
+    note = "Each external package is shown at its fastest setting among these runs, which the cell names."
+    even = any(texts[-1].startswith("even (") for texts in cells)
+    return Table([*titles, *columns, title], cells, LEFT, notes(rows, [note, EVEN] if even else [note]))
 
 
 def _fastest(group: Sequence[Run], columns: Sequence[str], which: str) -> dict[str, Run]:

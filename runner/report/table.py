@@ -96,4 +96,4 @@ def in_common(runs: Sequence[Run]) -> str:
         if key not in shown and value:
             parts.append(phrase.format(value))
     samples = {run.passes["forward"].n for run in runs if run.ok}
-    return ", ".join(parts) + (f" of {samples.pop()} samples" if len(samples) == 1 and "timing" not in shown else "")
+    return ", ".join(parts) + (f", {samples.pop()} samples" if len(samples) == 1 and "timing" not in shown else "")

@@ -12,7 +12,7 @@ from runner.output.record import Result
 from runner.report import charts, headline
 from runner.report import command as report
 from runner.report import runs as report_runs
-from runner.report.comparison import comparison_table
+from runner.report.comparison import EVEN, comparison_table
 from runner.report.labels import labels
 from runner.report.runs import FACTS, read, where
 from runner.report.scaling import scaling
@@ -167,7 +167,7 @@ def test_a_comparison_marks_noise_and_calls_even_what_the_spreads_do_not_tell_ap
     values = [noisy(result("zigzag", 2), 5.5, 6.5), result("torch_cp", 2.1)]
     table = comparison_table(read([written(tmp_path, *values)]))
     assert table.rows == [["32,768", "**6.000!**", "6.300", "even (torch_cp / zigzag)"]]
-    assert table.notes == [NOISY] and "<b>6.000!</b>" in table.html()
+    assert table.notes == [EVEN, NOISY] and "<b>6.000!</b>" in table.html()
 
 
 def on(value: dict, commit: str, cores: int = 64) -> dict:
