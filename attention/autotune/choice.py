@@ -135,7 +135,7 @@ class Choice:
             f"{total('exposed')}, merges {total('merges')}"
         )
         if any(each.host > each.gpu for each in best.both):
-            text += ", bound by the host" + (", which replay=graphs takes out" if self.replayable else "")
+            text += ", bound by CPU launch overhead" + (", which replay=graphs takes out" if self.replayable else "")
         if best.forward.copies:
             text += f", copies for graphs {total('copies')}"
         if self.tried:
@@ -143,7 +143,7 @@ class Choice:
         other = next((e for e in self.estimates if e.candidate.variant != best.candidate.variant), None)
         text += f"; next {other.label}: {_ms(other.ms)} ms" if other else ""
         otherwise = next((e for e in self.estimates if e.graphs != best.graphs), None)
-        way = "launched by the host" if best.graphs else "replayed"
+        way = "launched one by one" if best.graphs else "replayed"
         return f"{text}; {way} {otherwise.label}: {_ms(otherwise.ms)} ms" if otherwise else text
 
     def plain(self) -> dict[str, Any]:

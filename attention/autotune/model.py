@@ -108,7 +108,7 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
     if getattr(candidate.options, "grouping", None) == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
     if candidate.options.uncapturable is not None and machine.graphed:
-        raise ValueError("sends lengths to the GPU in each pass, which a CUDA graph can't")
+        raise ValueError("sends lengths to the GPU in each call, which a CUDA graph can't")
     if getattr(candidate.options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
         raise ValueError("needs CUDA GPUs with symmetric memory")
     transports = machine.transports if task.world > 1 else machine.transports[:1]  # one rank moves nothing

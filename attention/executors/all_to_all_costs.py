@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attention.executors import policy
 from attention.executors.ring_costs import RingCosts
-from attention.executors.timeline import Timeline, Transfer
-from attention.geometry.counts import Shapes, local_kv_heads
+from attention.executors.timeline import Costs, Timeline, Transfer
+from attention.geometry.counts import local_kv_heads
 from attention.geometry.options import RingOptions
-from attention.geometry.schedules import Problem
 
 
-@dataclass(frozen=True)
-class AllToAllCosts:
+class AllToAllCosts(Costs[RingOptions]):
     """`problem.ulysses` ranks form a group. Each of them has a share of the heads over the group's tokens, in some parts."""
-
-    problem: Problem
-    shapes: Shapes
-    options: RingOptions
-    pulls: bool = False
-    packed: bool = False
 
     @property
     def tokens(self) -> int:
@@ -46,10 +38,7 @@ class AllToAllCosts:
         found = {"dout": q, "dqkv": q + kv} if backward else {"qkv": q + kv, "out": q}
         return found | share.bytes_received(rank, backward)
 
-    def peak_bytes(self, rank: int, backward: bool) -> int:
-        return max(self._pass_peak(rank, which) for which in (False, True)[: 1 + backward])
-
-    def _pass_peak(self, rank: int, backward: bool) -> int:
+    def pass_peak(self, rank: int, backward: bool) -> int:
         if self.problem.ulysses == 1:
             return self._ring().pass_peak(rank, backward)
         ring, shapes, n, ranks = self._ring(), self.shapes, self.parts, self.problem.ulysses

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attention.executors import policy
 from attention.executors.ring_costs import copied_bytes
-from attention.executors.timeline import Pattern, TimedStep, Timeline, Transfer, Work, heads_of, place_work, timed
+from attention.executors.timeline import (
+    Costs,
+    Pattern,
+    TimedStep,
+    Timeline,
+    Transfer,
+    Work,
+    heads_of,
+    place_work,
+    timed,
+)
 from attention.geometry.counts import Shapes
 from attention.geometry.layouts import size
 from attention.geometry.options import GatherOptions
@@ -25,14 +35,7 @@ def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) ->
     return tokens * shapes.kv_token
 
 
-@dataclass(frozen=True)
-class GatherCosts:
-    problem: Problem
-    shapes: Shapes
-    options: GatherOptions
-    pulls: bool = False
-    packed: bool = False
-
+class GatherCosts(Costs[GatherOptions]):
     @property
     def tokens(self) -> int:
         """Of a rank's shard."""
@@ -56,10 +59,7 @@ class GatherCosts:
             found["dkv"] = route.reversed().received_tokens * self.shapes.kv_token
         return found
 
-    def peak_bytes(self, rank: int, backward: bool) -> int:
-        return max(self._pass_peak(rank, which) for which in (False, True)[: 1 + backward])
-
-    def _pass_peak(self, rank: int, backward: bool) -> int:
+    def pass_peak(self, rank: int, backward: bool) -> int:
         problem, q, kv = self.problem, self.shapes.q_token, self.shapes.kv_token
         lse, n = self.shapes.batch * self.shapes.heads * 4, self.tokens
         *local, step = steps(problem, rank)

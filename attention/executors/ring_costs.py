@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attention.executors import policy
-from attention.executors.timeline import TimedStep, Timeline, Transfer, heads_of, merged_bytes, place_work, timed
+from attention.executors.timeline import Costs, TimedStep, Timeline, Transfer, heads_of, merged_bytes, place_work, timed
 from attention.geometry.counts import Shapes
 from attention.geometry.merge_plan import FEW, passes
 from attention.geometry.options import RingOptions
@@ -14,15 +14,8 @@ from attention.geometry.schedules import Problem, length, steps, union
 from attention.geometry.transfers import Route, packed_calls, step_routes
 
 
-@dataclass(frozen=True)
-class RingCosts:
+class RingCosts(Costs[RingOptions]):
     """`shapes` has the heads that this rank computes. Within an all-to-all those are a share of all, over the tokens of a group."""
-
-    problem: Problem
-    shapes: Shapes
-    options: RingOptions
-    pulls: bool = False
-    packed: bool = False
 
     @property
     def tokens(self) -> int:
@@ -43,17 +36,12 @@ class RingCosts:
             found["dkv"] = sum(route.reversed().received_tokens for route in routes) * self.shapes.kv_token
         return found
 
-    def peak_bytes(self, rank: int, backward: bool) -> int:
-        return max(self.pass_peak(rank, which) for which in (False, True)[: 1 + backward])
-
     def pass_peak(self, rank: int, backward: bool) -> int:
-        """The most bytes held in a forward, or in a backward."""
         problem, q, kv, place = self.problem, self.shapes.q_token, self.shapes.kv_token, rank // self.problem.ulysses
         lse, n = self.shapes.batch * self.shapes.heads * 4, problem.q_tokens or self.tokens
         alone = problem.ranks == 1 or problem.layout.replicated
-        wide = (
-            4 // self.shapes.itemsize if self.shapes.itemsize < 4 else 0
-        )  # fp32 over the dtype, where that is another
+        # bytes of an fp32 accumulator over those of the tensor; the tensor itself accumulates where it is fp32
+        fp32 = 4 // self.shapes.itemsize if self.shapes.itemsize < 4 else 0
         found = steps(problem, place)
         remote = [length(step.keys) for step in found if step.owner != place]
         in_flight = sum(sorted(remote)[-2:]) * kv
@@ -63,15 +51,15 @@ class RingCosts:
         calls = tuple(union(b.q for b in step.blocks) for step in order if step.blocks)
         part = max(map(length, calls[1:]), default=0)
         start, stop = passes(n, calls).running
-        out, running = n * (q + lse), (stop - start) * q * wide
+        out, running = n * (q + lse), (stop - start) * q * fp32
         copied = copied_bytes(problem, self.shapes, place, backward)
         if not backward:
             return out + part * (q + lse) + running + in_flight + published + copied
         results = n * q + self.tokens * kv
         if alone:
             return out + results + copied
-        summed = running + (self.tokens * kv * wide if len(remote) > 1 else 0)
-        local = n * q + self.tokens * kv if apart and not wide else 0  # else they lie in the results
+        summed = running + (self.tokens * kv * fp32 if len(remote) > 1 else 0)
+        local = n * q + self.tokens * kv if apart and not fp32 else 0  # else they lie in the results
         # two published dk and dv, and what arrives for one's own
         returning = (3 + apart) * max(remote, default=0) * kv
         each = local + summed + part * q + in_flight + returning + copied

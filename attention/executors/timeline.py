@@ -1,14 +1,16 @@
-"""What one rank does in a forward or backward, step by step, as far as its duration depends on it: an executor's costs describe it,
-`auto` turns it into time. Pure Python."""
+"""The form of an executor's costs: bytes, memory, and a timeline of what a rank does step by step, which `auto` turns into time. Pure
+Python."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from attention.geometry.counts import Shapes
+from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, length, steps
 from attention.geometry.transfers import packed_calls
 from attention.masks.band import Mask
@@ -83,6 +85,41 @@ class Timeline:
         return sum(step.calls for step in self.steps)
 
 
+Read = TypeVar("Read", bound=Options)
+
+
+@dataclass(frozen=True)
+class Costs(ABC, Generic[Read]):
+    """Of one call; each executor has its own. A rank is any of the problem's, and each method looks at that rank alone. `pulls`: over a
+    transport that brings each rank only the keys it needs, where others gather all for every rank unless there is a window. `packed`:
+    the tensors are a packed batch."""
+
+    problem: Problem
+    shapes: Shapes
+    options: Read
+    pulls: bool = False
+    packed: bool = False
+
+    @abstractmethod
+    def bytes_received(self, rank: int, backward: bool) -> dict[str, int]:
+        """Bytes that a rank receives in a forward, or in a backward alone, by what moves: `kv`, `dkv`, and by executor `q`, `out`,
+        `qkv`, `dout`, `dqkv`, or the tree's reductions."""
+
+    @abstractmethod
+    def pass_peak(self, rank: int, backward: bool) -> int:
+        """The most bytes that a rank holds beside its inputs in a forward, or in a backward: results, what the backward needs, keys
+        in flight and published tensors. Kernels' scratch is not counted. Of a transport that pulls; one that sends holds one more
+        copy of gathered keys."""
+
+    @abstractmethod
+    def timeline(self, rank: int, backward: bool) -> Timeline:
+        """What a rank does in a forward or a backward."""
+
+    def peak_bytes(self, rank: int, backward: bool) -> int:
+        """As `pass_peak`, of a forward or with `backward` of a training step."""
+        return max(self.pass_peak(rank, which) for which in (False, True)[: 1 + backward])
+
+
 @lru_cache(maxsize=1024)
 def place_work(problem: Problem, place: int) -> tuple[Work, ...]:
     """The work of each step at a place in the schedule."""
@@ -126,8 +163,8 @@ def merged_bytes(parts: Sequence[int], tokens: int, token: int, itemsize: int) -
     """Bytes that merging the parts of a result moves: a merge reads a part, and reads and writes the result so far, in fp32 where
     it has three parts or more. parts: tokens of each. token: bytes of one. The first part of a token is kept as it is."""
     merged = max(0, sum(parts) - tokens)
-    wide = max(itemsize, 4) / itemsize if sum(parts) > 2 * tokens else 1
-    return merged * token * (1 + 2 * wide)
+    result = max(itemsize, 4) / itemsize if sum(parts) > 2 * tokens else 1
+    return merged * token * (1 + 2 * result)
 
 
 def heads_of(shapes: Shapes, kv_heads: int) -> Shapes:

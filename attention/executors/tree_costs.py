@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from attention.executors.timeline import Pattern, Timeline, Transfer, place_work, timed
-from attention.geometry.counts import Shapes
+from attention.executors.timeline import Costs, Pattern, Timeline, Transfer, place_work, timed
 from attention.geometry.mailbox import Mailbox, pieces, received_bytes
 from attention.geometry.options import TreeOptions
-from attention.geometry.schedules import Problem
 
 
-@dataclass(frozen=True)
-class TreeCosts:
-    problem: Problem
-    shapes: Shapes
-    options: TreeOptions
-    pulls: bool = False
-    packed: bool = False
-
+class TreeCosts(Costs[TreeOptions]):
     @property
     def _rows(self) -> int:
         """Rows of a partial result, of `head_dim` numbers and an LSE each."""
@@ -50,7 +39,7 @@ class TreeCosts:
             case _:  # null is counted as packed; fused receives as much but for some bytes a row
                 return {"partials": (world - 1) * partial}
 
-    def peak_bytes(self, rank: int, backward: bool) -> int:
+    def pass_peak(self, rank: int, backward: bool) -> int:
         out = self._rows * (self.shapes.head_dim * self.shapes.itemsize + 4)
         if self.options.reduce == "fused":
             return out + Mailbox.holding(self.problem.world, pieces(self._rows, self.shapes.head_dim)).numel * 4
