@@ -1,5 +1,5 @@
-"""Layouts: which tokens of the global sequence, or of every sequence of a pack, each rank holds. Pure Python: a shard is
-a list of `range`s of global token positions, in the order in which the rank stores them."""
+"""Layouts: the tokens of the global sequence, or of each sequence of a packed batch, that each rank holds. Pure Python:
+a shard is a list of `range`s of global token positions, in the order in which the rank stores them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the to
 @dataclass(frozen=True)
 class Layout:
     """`split(length, world)` gives every rank's ranges of one sequence; a length must be a multiple of
-    `chunks * world`, unless the shards may be `uneven`. With `per_sequence` each sequence of a pack is split by itself,
-    without it the packed stream is split as if it were one sequence. `replicated` means that every rank holds
-    everything. With `inner` > 1 the layout is that of groups of so many ranks, and each rank of a group holds an equal
-    consecutive piece of the group's shard."""
+    `chunks * world`, unless the shards may be `uneven`.
+
+    per_sequence: each sequence of a packed batch is split by itself; else the whole batch is split like one sequence.
+    replicated: every rank holds everything.
+    inner: if above 1, the layout is that of groups of so many ranks; a rank holds an equal consecutive piece of its
+    group's shard."""
 
     name: str
     chunks: int
@@ -54,7 +56,7 @@ class Layout:
         return f"{self.chunks} * {what}" if self.chunks > 1 else what
 
     def _divides(self, length: int, divisor: int, what: str, rule: str, unit: int | None = None) -> None:
-        """`unit`: what the offered length must be a multiple of, where other rules hold too."""
+        """unit: the suggested length must be a multiple of it, where other rules hold, too."""
         if length % divisor:
             unit = unit or divisor
             near = max(unit, round(length / unit) * unit)
@@ -129,7 +131,8 @@ def chunk(length: int, n: int, i: int) -> range:
 
 
 def contiguous(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: piece r of W. Ring Attention (Liu et al., 2023); of a whole packed batch ring-flash-attention's llama3 (Zhu, 2024)."""
+    """Rank r: piece r of W. Ring Attention (Liu et al., 2023); of a whole packed batch ring-flash-attention's llama3
+    (Zhu, 2024)."""
     return tuple((chunk(length, world, r),) for r in range(world))
 
 
@@ -139,7 +142,8 @@ def _replicated(length: int, world: int) -> tuple[Shard, ...]:
 
 
 def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: piece r of ceil(length / W) tokens, as far as they go. The keys in Tree Attention (Shyam et al., 2024)."""
+    """Rank r: piece r of ceil(length / W) tokens, as far as they go. The keys in Tree Attention (Shyam et al.,
+    2024)."""
     each = -(-length // world)
     return tuple((range(min(r * each, length), min((r + 1) * each, length)),) for r in range(world))
 

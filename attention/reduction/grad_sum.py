@@ -1,5 +1,6 @@
-"""Sums of partial gradients that cover different tokens, in fp32 (fp64 for fp64), rounded once. `sum_parts` takes parts that are
-all there, `Sum` takes parts that come one by one. On CUDA one Triton kernel reads every part once and writes the sum once."""
+"""Sums of partial gradients that cover different tokens, in fp32 (fp64 for fp64), rounded once. `sum_parts` takes parts
+that are all there, `Sum` takes parts that come one by one. On CUDA one Triton kernel reads every part once and writes
+the sum once."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ PartsOfAll = Sequence[tuple[Sequence[Tensor], Intervals]]
 def sum_parts(out: Tensor, parts: Parts) -> None:
     """Write to every token of `out` the sum over the parts that have it, or 0.
 
-    out: `[B, S, H, D]` or `[T, H, D]`; a part `(x, intervals)`: x has the tokens `intervals` of out, side by side, in any dtype.
-    Any strides, but a contiguous last dim. A part may lie in out itself, at the place of its tokens.
+    out: `[B, S, H, D]` or `[T, H, D]`; a part `(x, intervals)`: x has the tokens `intervals` of out, side by side, in
+    any dtype. Any strides, but a contiguous last dim. A part may lie in out itself, at the place of its tokens.
 
     Raises ValueError for a part whose number of tokens is not that of its intervals, and for a strided last dim."""
     for part, intervals in parts:
@@ -61,8 +62,9 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
 
 
 def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
-    """`sum_parts` for each of outs; a part has one tensor for each of them, all over the same tokens. No out is read for another
-    out. On CUDA one launch does all of them if they are alike, as dk and dv are."""
+    """`sum_parts` for each of outs; a part has one tensor for each of them, all over the same tokens. No out is read
+    for another out. On CUDA one launch does all of them if their shapes, strides and dtypes are equal, as those of dk
+    and dv are."""
     first = outs[0]
     if len(outs) > 1 and first.is_cuda and _few(parts) and alike(outs, parts):
         from attention.ops.sum import sum_triton
@@ -76,7 +78,8 @@ def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
 
 
 def alike(outs: Sequence[Tensor], parts: PartsOfAll) -> bool:
-    """Whether one kernel launch can compute all sums: equal shapes, strides and dtypes, and a grid that is large enough."""
+    """Whether one kernel launch can compute all sums: equal shapes, strides and dtypes, and a grid that is large
+    enough."""
     shape = outs[0].shape
     heads = shape[-2] * (shape[0] if len(shape) == 4 else 1)
     return heads * len(outs) <= MOST_PROGRAMS and all(
@@ -100,8 +103,8 @@ def _check(part: torch.Size, intervals: Intervals, out: torch.Size) -> None:
 
 
 def sum_numbered(out: Tensor, parts: Parts) -> None:
-    """`sum_parts` by token index, for many intervals; on CUDA, or on a CPU under Triton's interpreter. The heads of a token must be
-    contiguous."""
+    """`sum_parts` by token index, for many intervals; on CUDA, or on a CPU under Triton's interpreter. The heads of a
+    token must be contiguous."""
     from attention.ops.rows import sum_rows
 
     n = tokens(out)
@@ -127,15 +130,15 @@ def sum_eager(out: Tensor, parts: Parts) -> None:
 
 
 class Sum:
-    """The sum of parts that come one by one. Their intervals are declared in advance. Several tensors of one shape, such as dk and
-    dv, are summed together. Takes ownership of the parts.
+    """The sum of parts that come one by one. Their intervals are declared in advance. Several tensors of one shape,
+    such as dk and dv, are summed together. Takes ownership of the parts.
 
-    A token's first part is kept as it is, and its last part is added by the kernel that rounds the sum. Only tokens with
-    three parts or more need a buffer in the accumulation dtype. If the first part covers all tokens, its tensors become the
-    result.
+    A token's first part is kept as it is, and its last part is added by the kernel that rounds the sum. Only tokens
+    with three parts or more need a buffer in the accumulation dtype. If the first part covers all tokens, its tensors
+    become the result.
 
-    like: tensors of the shape and dtype of each sum; parts: the intervals of each part, in the order in which they will be
-    added; into: the tensors to write the sums to, by default new ones."""
+    like: tensors of the shape and dtype of each sum; parts: the intervals of each part, in the order in which they will
+    be added; into: the tensors to write the sums to, by default new ones."""
 
     def __init__(self, like: Sequence[Tensor], parts: Sequence[Intervals], into: Sequence[Tensor] | None = None):
         self.like, self.parts, self.outs = like, tuple(parts), into
@@ -193,8 +196,8 @@ class Sum:
 
 
 class Running:
-    """Partial results of the tokens with three parts or more, in the accumulation dtype: in the result itself if it has that
-    dtype, else in a buffer over the tokens `span`, which is allocated at its first use."""
+    """Partial results of the tokens with three parts or more, in the accumulation dtype: in the result itself if it has
+    that dtype, else in a buffer over the tokens `span`, which is allocated at its first use."""
 
     def __init__(self, span: Interval):
         self.span = span
@@ -224,6 +227,6 @@ def cut(x: Tensor, start: int, n: int) -> Tensor:
 
 
 def may_be_result(part: Tensor, like: Tensor, parts: tuple[Intervals, ...]) -> bool:
-    """Whether the first part can become the result, to be completed in place: it has all tokens and, if later parts will read it,
-    it is contiguous."""
+    """Whether the first part can become the result, to be completed in place: it has all tokens and, if later parts
+    will read it, it is contiguous."""
     return parts[0] == ((0, tokens(like)),) and part.dtype == like.dtype and (len(parts) == 1 or part.is_contiguous())

@@ -1,6 +1,6 @@
-"""Partial attention results over disjoint keys, merged by their LSE: `lse = logaddexp(lse1, lse2)`,
-`out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2`, computed in fp32 (fp64 for fp64). A part without keys has out 0 and lse
--inf, and never makes a NaN. On CUDA one Triton kernel reads each part once and writes the result once."""
+"""Partial attention results over disjoint keys, merged by their LSE: `lse = logaddexp(lse1, lse2)`, `out = exp(lse1 -
+lse) out1 + exp(lse2 - lse) out2`, computed in fp32 (fp64 for fp64). A part without keys has out 0 and lse -inf, and
+never makes a NaN. On CUDA one Triton kernel reads each part once and writes the result once."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, l
 
 
 class Accumulator:
-    """The merge of parts that come one by one. The queries of each part are declared in advance. Takes ownership of the parts.
+    """The merge of parts that come one by one. The queries of each part are declared in advance. Takes ownership of the
+    parts.
 
-    A query's first part is kept as it is, and its last part is merged by the kernel that rounds the result. Only queries with
-    three parts or more need a buffer in the accumulation dtype. If the first part covers all queries, it becomes the result. So
-    one part costs nothing; two parts cost one kernel, which reads two and writes one.
+    A query's first part is kept as it is, and its last part is merged by the kernel that rounds the result. Only
+    queries with three parts or more need a buffer in the accumulation dtype. If the first part covers all queries, it
+    becomes the result. So one part costs nothing; two parts cost one kernel, which reads two and writes one.
 
     parts: the query intervals of each part, in the order in which they will be added."""
 
@@ -59,7 +60,8 @@ class Accumulator:
         self.lse: Tensor | None = None  # merged in place: it always has the accumulation dtype
 
     def add(self, part: Tensor, part_lse: Tensor) -> None:
-        """The next part. part: like q, with the tokens of its intervals side by side, in any dtype; part_lse: their LSE."""
+        """The next part. part: like q, with the tokens of its intervals side by side, in any dtype; part_lse: their
+        LSE."""
         if self.out is None and may_be_result(part, self.q, self.parts):
             self.out, self.lse = part, part_lse
         out, lse = self._begun()
@@ -118,8 +120,8 @@ def merge_n(
     """Merge n partial results over disjoint keys; a part without keys has lse -inf and out 0.
 
     parts: `[n, B, S, H, D]`; lses: `[n, B, H, S]`, fp32 (fp64 for fp64 parts), natural log.
-    Returns (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). `dtype` is the dtype of a new out, by default that of
-    the parts. A given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
+    Returns (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). `dtype` is the dtype of a new out, by default
+    that of the parts. A given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
 
     Raises ValueError for shapes that do not belong together."""
     if parts.is_cuda and parts.dtype != torch.float64:

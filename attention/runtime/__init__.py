@@ -1,4 +1,5 @@
-"""Everything that starts work on a GPU: `submit` is the one way to launch, `strategy` says whether launches are made anew or replayed."""
+"""Everything that starts work on a GPU: `submit` is the one way to launch, `strategy` says whether launches are made
+anew or replayed."""
 
 from attention.runtime.submit import submit
 

@@ -1,6 +1,6 @@
-"""Copies within a device, several at once. PyTorch copies rows of a pitch, such as some heads of every token, at a third of
-the memory's rate and with a launch each; on CUDA a Triton kernel does all that are alike together, and another all contiguous
-ones."""
+"""Several copies within a device in one launch. PyTorch copies strided rows, such as some heads of every token, at a
+third of the memory bandwidth and with one launch each. On CUDA one Triton kernel does all copies of the same form, and
+another all contiguous ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from attention.tensors import FEW, put_, take, tokens_contiguous
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
-MOST = 16  # pairs of one kernel
-MOST_BYTES = 1 << 32  # of a tensor: our kernel is given twice the number of its words, as an int32
-MOST_PROGRAMS = 65535  # of a grid, in its last dimension
+MOST = 16  # pairs per kernel
+MOST_BYTES = 1 << 32  # per tensor: the kernel takes twice the number of words as an int32
+MOST_PROGRAMS = 65535  # the limit of a grid's last dimension
 
 
 def copy_all(pairs: Pairs) -> None:
-    """Write each pair's second tensor to its first, of the same shape and device, any dtypes and strides; none of the first lies
-    in any of the second."""
+    """Copies each pair (target, source) of one shape and device, in any dtypes and strides. No target may overlap a
+    source."""
     alike: dict[Form, list[tuple[Tensor, Tensor]]] = {}
     plain: list[tuple[Tensor, Tensor]] = []
     for target, source in pairs:
@@ -54,22 +54,23 @@ def copy_all(pairs: Pairs) -> None:
 
 
 def by_words(target: Tensor, source: Tensor) -> bool:
-    """Whether our kernel for contiguous tensors copies such a pair: whole words, which lie as words have to."""
+    """Whether our kernel for contiguous tensors can copy the pair: whole words, aligned to 4 bytes."""
     whole = source.nbytes % 4 == 0 and source.data_ptr() % 4 == 0 and target.data_ptr() % 4 == 0
     return whole and source.nbytes < MOST_BYTES and target.is_contiguous() and source.is_contiguous()
 
 
 @lru_cache(maxsize=4096)
 def by_kernel(shape: tuple[int, ...], *strides: tuple[int, ...]) -> bool:
-    """Whether our kernel copies `[B, S, H, D]` or `[T, H, D]` in these strides: a plain copy is the driver's."""
+    """Whether our kernel copies `[B, S, H, D]` or `[T, H, D]` in these strides; contiguous copies are left to the
+    driver."""
     batch = shape[0] if len(shape) == 4 else 1
     plain = all(_contiguous(shape, each) for each in strides)
     return not plain and tokens_contiguous(shape, *strides) and MOST * batch <= MOST_PROGRAMS
 
 
 def moves(into: Tensor, x: Tensor, places: Sequence[tuple[Interval, Interval]]) -> Pairs:
-    """The pairs that write tokens of `x` to tokens of `into`; places: where in x and where in into, one to one. None where they
-    are many, which are done at once, by index."""
+    """The pairs that copy tokens of `x` to tokens of `into`. places: (in x, in into), one to one. Many places are
+    copied at once, by index, and then there are no pairs."""
     if len(places) > FEW:
         put_(into, tuple(there for _, there in places), take(x, tuple(here for here, _ in places)))
         return []

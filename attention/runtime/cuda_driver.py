@@ -1,4 +1,5 @@
-"""Functions of the CUDA driver, called directly where PyTorch's way to the same takes several times the CPU time or does not exist."""
+"""Functions of the CUDA driver, called directly where PyTorch's way to the same takes several times the CPU time or
+does not exist."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from attention.runtime.submit import check_submitted
 
 
 def function(name: str, *arguments: Any) -> Callable[..., int]:
-    """The driver's function of that name, which takes `arguments` (of ctypes) and gives a CUDA error, 0 for none. A call of it outside
-    `submit` ends a recording. Raises RuntimeError where there is none."""
+    """The driver's function of that name. It takes `arguments` (ctypes types) and returns a CUDA error, 0 for none. A
+    call outside `submit` ends a recording. Raises RuntimeError if the driver lacks it."""
     try:
         found = _driver()[name]
     except (AttributeError, OSError):

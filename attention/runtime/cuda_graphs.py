@@ -1,6 +1,6 @@
-"""CUDA graph replay: forward and backward are captured, and launched as one graph each from then on. That removes the CPU launch
-overhead, which bounds calls with few tokens a GPU. A graph reads and writes the memory that it was captured with: inputs are copied
-there and results from there, which takes the GPU some tens of µs."""
+"""CUDA graph replay: forward and backward are captured, and launched as one graph each from then on. That removes the
+CPU launch overhead, which bounds calls with few tokens a GPU. A graph reads and writes the memory that it was captured
+with: inputs are copied there and results from there, which takes the GPU some tens of µs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _every: WeakSet[GraphReplay] = WeakSet()
 
 
 class GraphReplay:
-    """A strategy: a call is eager the first and the second time, captured after the second, when all that is compiled, allocated or kept
-    for it is there, and replayed from then on. It stays eager where phases are recorded or the caller captures a graph of its own.
+    """A strategy: a call is eager the first and the second time, captured after the second, when all that is compiled,
+    allocated or kept for it is there, and replayed from then on. It stays eager where phases are recorded or the caller
+    captures a graph of its own.
 
     fallback: the strategy of calls that can't be captured; None: they raise.
     All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
@@ -41,8 +42,8 @@ class GraphReplay:
         _every.add(self)
 
     def __call__(self, key: Key, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`run(*inputs)`, whose launches depend on the key's owner and stage and the inputs' shapes alone. Raises UnsupportedCall where
-        it can't be captured and there is no fallback."""
+        """`run(*inputs)`, whose launches depend on the key's owner and stage and the inputs' shapes alone. Raises
+        UnsupportedCall where it can't be captured and there is no fallback."""
         device = inputs[0].device
         if profiling.active() or capturing(device):
             return run(*inputs)
@@ -96,9 +97,9 @@ class GraphReplay:
 
 
 class _Place:
-    """What a function's graphs share: the memory of tensors that live within a call, since nothing in it is needed after a replay. So
-    they run one after another, whatever streams they are called on, and are captured on one stream, as an allocator's pool uses memory
-    again within one stream only."""
+    """What a function's graphs share: the memory of tensors that live within a call, since nothing in it is needed
+    after a replay. So they run one after another, whatever streams they are called on, and are captured on one stream,
+    as an allocator's pool uses memory again within one stream only."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -113,7 +114,8 @@ class _Place:
 
 
 class _Graph:
-    """One captured call. given: its inputs in the graph's memory; made: its results that are not inputs; kept: what else it reads."""
+    """One captured call. given: its inputs in the graph's memory; made: its results that are not inputs; kept: what
+    else it reads."""
 
     def __init__(self, run: Run, inputs: Sequence[Tensor], place: _Place):
         self.place = place
@@ -175,7 +177,8 @@ class _Graph:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What graphs on a device hold for tensors that live within a call, which the allocator does not count as allocated."""
+    """What graphs on a device hold for tensors that live within a call, which the allocator does not count as
+    allocated."""
     pools = {tuple(place.pool) for replay in _every for place in replay.places.values()}
     return sum(
         segment["total_size"] - segment["allocated_size"]

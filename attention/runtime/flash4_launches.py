@@ -1,5 +1,5 @@
-"""Launches of FlashAttention-4's compiled kernels. The package keeps its kernels in caches; here each kernel that comes out of a cache
-goes through `submit` while a call of ours is recorded, and ends the recording where it is launched in any other way."""
+"""Launches of FlashAttention-4's compiled kernels. The package caches its kernels. A kernel from a cache goes through
+`submit` while a call of ours is recorded; a launch in any other way ends the recording."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _local = _Local()
 
 
 class _Kernel:
-    """A compiled kernel, as the package gets it out of its cache."""
+    """A compiled kernel from the package's cache."""
 
     def __init__(self, kernel: Callable[..., object], function: str):
         self.kernel, self.function = kernel, function
@@ -45,7 +45,7 @@ class _Kernel:
 
 
 class _Cache:
-    """In the place of a function's cache of compiled kernels."""
+    """Replaces a function's cache of compiled kernels."""
 
     def __init__(self, kernels: Any, function: str):
         self.kernels, self.function = kernels, function
@@ -64,7 +64,7 @@ class _Cache:
 
 
 class Launches:
-    """Of the package's module `flash_attn.cute.interface`. why_not: why its launches can't be recorded."""
+    """The launches of the module `flash_attn.cute.interface`. why_not: why they cannot be recorded."""
 
     def __init__(self, module: ModuleType):
         functions = flash4_caches(module)
@@ -74,7 +74,7 @@ class Launches:
                 function.compile_cache = _Cache(function.compile_cache, function.__name__)
 
     def call(self, run: Callable[[], R]) -> R:
-        """`run()`, a call of the package. Where this thread records, its launches are submitted."""
+        """`run()`, a call of the package. While this thread records, its launches are submitted."""
         if not recording():
             return run()
         if self.why_not is not None:
@@ -87,6 +87,6 @@ class Launches:
 
 
 def _hides_tensor(x: object) -> bool:
-    """Whether a tensor lies within."""
+    """Whether x contains a tensor."""
     within = x if isinstance(x, (tuple, list)) else vars(x).values() if is_dataclass(x) else ()
     return any(isinstance(each, Tensor) or _hides_tensor(each) for each in within)

@@ -1,8 +1,8 @@
 """Records the launches of a call, for a `LaunchTrace` that replays them with other tensors.
 
-The recorder hears of launches in two ways: `submit` tells it, and it sees PyTorch's own operators itself. It refuses, by name, what
-it cannot replay: an operator that it does not know, and a launch by Triton, the CUDA driver or FlashAttention-4 that did not go
-through `submit`. Then there is no trace, and calls stay eager."""
+Launches reach the recorder in two ways: through `submit`, and as PyTorch's own operators, which it intercepts. It
+refuses, by name, what it cannot replay: an unknown operator, and a launch by Triton, the CUDA driver or
+FlashAttention-4 that did not go through `submit`. Then there is no trace, and calls stay eager."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _index_select(into: Tensor, x: Tensor, dim: int, index: Tensor) -> None:
     torch.index_select(x, dim, index, out=into)
 
 
-# operators that allocate their result and write it: what writes to a given tensor, and its arguments from the operator's
+# operators that allocate and write their result: a function that writes to a given tensor, and its arguments
 MAKES: dict[Any, tuple[Callable[..., object], Callable[..., tuple[Any, ...]]]] = {
     aten.cat.default: (_cat, lambda parts, dim=0: (dim, *parts)),
     aten.index_select.default: (_index_select, lambda x, dim, index: (x, dim, index)),
@@ -49,8 +49,8 @@ MAKES: dict[Any, tuple[Callable[..., object], Callable[..., tuple[Any, ...]]]] =
 
 
 def shared(inputs: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Of the strided inputs that lie in one memory, as queries, keys and values of one projection do: the input's number, the number
-    of the first input there, and the distance of their first bytes."""
+    """The strided inputs that share a storage, as queries, keys and values of one projection do: (number of the input,
+    number of the first input in that storage, distance of their first bytes)."""
     first: dict[int, int] = {}
     found = []
     for i, x in enumerate(inputs):
@@ -62,7 +62,7 @@ def shared(inputs: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
 
 
 class LaunchRecorder(TorchDispatchMode):
-    """Records one call on `inputs`. `stream` gives the current stream, by the name that a switch is given."""
+    """Records one call on `inputs`. stream: returns the identity of the current stream."""
 
     def __init__(self, inputs: Sequence[Tensor], stream: Callable[[], Hashable]):
         super().__init__()
@@ -142,7 +142,7 @@ class LaunchRecorder(TorchDispatchMode):
         self.made.append(Launch(launch, tuple(recorded), addresses, scope, cleanup))
 
     def _find(self, address: int) -> Allocation | None:
-        """The newest one there: an older one was freed."""
+        """The newest allocation at that address: older ones were freed."""
         return next((x for x in reversed(self.allocations) if x.low <= address < x.high), None)
 
     def _address(self, address: int, used: list[Allocation]) -> Place | int:
@@ -177,7 +177,7 @@ class LaunchRecorder(TorchDispatchMode):
         return self.views[key]
 
     def trace(self, results: Sequence[Tensor]) -> LaunchTrace | str:
-        """The trace of what was recorded, or why there is none. results: what the call gave."""
+        """The trace of the recorded call, or why there is none. results: the results of the call."""
         given = {id(x): i for i, x in enumerate(self.inputs)}
         wanted: list[tuple[bool, int]] = []
         returned: list[Allocation] = []
@@ -196,19 +196,20 @@ class LaunchRecorder(TorchDispatchMode):
         return trace_of(self.count, self._needed(returned), freed, wanted, self.kept)
 
     def _freed(self, returned: Sequence[Allocation]) -> dict[int, list[int]]:
-        """The numbers of the tensors that are let go of after each entry of `made`."""
+        """The numbers of the tensors that are freed after each entry of `made`."""
         views = [x for x in self.made if isinstance(x, View)]
         freed: dict[int, list[int]] = {}
         for x in self.allocations:
-            # memory that another stream uses last is kept to the end, when the caller's stream has waited for all others; memory that
-            # another stream used before that was waited for by its own stream, which could not have used it otherwise
+            # memory that another stream uses last is kept to the end, when the caller's stream has waited for all
+            # others; memory that another stream used before that was waited for by its own stream, which could not have
+            # used it otherwise
             if not x.given and x not in returned and x.last is not None and x.last[1] == x.stream:
                 numbers = [x.number, *(view.number for view in views if view.base == x.number)]
                 freed.setdefault(x.last[0], []).extend(numbers)
         return freed
 
     def _needed(self, returned: Sequence[Allocation]) -> list[Launch | Allocation | View]:
-        """Without allocations that nothing uses, and switches to a stream that nothing is started on."""
+        """Drops unused allocations, and switches to a stream on which nothing is launched."""
         switches = self._needed_switches()
 
         def needed(i: int, x: Launch | Allocation | View) -> bool:
@@ -219,7 +220,7 @@ class LaunchRecorder(TorchDispatchMode):
         return [x for i, x in enumerate(self.made) if needed(i, x)]
 
     def _needed_switches(self) -> set[int]:
-        """The switches of the current stream that a later launch or allocation depends on, or the caller."""
+        """The stream switches on which a later launch, a later allocation or the caller depends."""
         switches = [i for i, x in enumerate(self.made) if isinstance(x, Launch) and x.scope == "switch"]
         needed, now = set(), self.first
         for i, end in pairwise([*switches, len(self.made)]):
@@ -236,7 +237,7 @@ def _on_current_stream(x: Launch | Allocation | View) -> bool:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The addresses of its first byte, and behind its last."""
+    """The address range [first byte, end)."""
     if x.numel() == 0:
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

@@ -1,5 +1,5 @@
-"""Launch replay: a call's launches are recorded once, and made again on other inputs, without the Python that found out what to
-launch."""
+"""Launch replay: a call's launches are recorded once, then repeated on other inputs without the Python that decided
+what to launch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MOST_KNOWN = 1024  # forms of a function
 TRIES = 3  # recordings of one form; the first may fail because a kernel is compiled in it
 ALIGNED = 16  # bytes: how kernels are compiled and chosen depends on addresses modulo this
 
-Traces = OrderedDict[Hashable, LaunchTrace | list[str]]  # by form; or why each recording gave none
+Traces = OrderedDict[Hashable, LaunchTrace | list[str]]  # by form; a list: why each recording gave no trace
 
 
 class LaunchReplay:
-    """A strategy: a call is eager the first time, recorded the second time, and replayed from then on. It stays eager where it can't be
-    recorded, where phases or launches are profiled, and where a CUDA graph is captured.
+    """A strategy: a call is eager the first time, recorded the second time, and replayed from then on. It stays eager
+    where it can't be recorded, where phases or launches are profiled, and where a CUDA graph is captured.
 
     known: the forms that have traces. A plan for other lengths of a packed batch records them the first time."""
 
@@ -57,7 +57,7 @@ class LaunchReplay:
                 traces.popitem(last=False)
             traces[form] = []
             if form not in self.known:
-                return run(*inputs)  # what is compiled, allocated or kept for it is there the next time
+                return run(*inputs)  # the next time, everything for it is compiled and allocated
         traces.move_to_end(form)
         trace = traces[form]
         if isinstance(trace, LaunchTrace):

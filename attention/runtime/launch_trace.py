@@ -1,6 +1,6 @@
-"""A launch trace: the launches, allocations and views of one call, to be made again on other inputs. A replay skips the Python that
-found out what to launch. Unlike a CUDA graph it copies nothing, keeps no memory, and does on every rank and stream what the eager call
-would do, so that some ranks may replay a call that others run."""
+"""A launch trace: the launches, allocations and views of one call, to be repeated on other inputs. A replay skips the
+Python that decided what to launch. Unlike a CUDA graph it copies nothing and keeps no memory. On every rank and stream
+it does what the eager call would do, so some ranks may replay a call that others run eagerly."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from attention.runtime.submit import Scope
 
-Step = Callable[[list[Any], list[int]], object]  # of the tensors by number, and of their first addresses
+Step = Callable[[list[Any], list[int]], object]  # takes the tensors by number, and their addresses
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the current call by its number, or the address so many bytes after its first."""
+    """A tensor of the current call, by its number, or the address `offset` bytes after its first."""
 
     number: int
     offset: int = 0
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a tensor, without its memory."""
+    """Shape, strides, dtype and device of a tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -45,8 +45,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class View:
-    """Tensor `number`, of that layout, from so many elements after the first of tensor `base` on, which may be an input
-    (`of_input`): that may begin within its memory."""
+    """Tensor `number`: a view of tensor `base`, `offset` elements after its first. of_input: whether the base is an
+    input, which may itself begin within its storage."""
 
     number: int
     base: int
@@ -57,8 +57,8 @@ class View:
 
 @dataclass(eq=False)
 class Allocation:
-    """An input (`given`) or a new tensor: its first address when recorded, the addresses that belong to it, and the stream whose memory
-    it is."""
+    """An input (`given`) or a new tensor. first: its address when recorded. low, high: the range of its addresses.
+    stream: the stream to which its memory belongs."""
 
     number: int
     layout: Layout
@@ -67,12 +67,12 @@ class Allocation:
     high: int
     stream: Hashable
     given: bool
-    last: tuple[int, Hashable] | None = None  # the last launch that uses it, and that one's stream
+    last: tuple[int, Hashable] | None = None  # the last launch that uses it, and its stream
 
 
 @dataclass
 class Launch:
-    """As it was submitted. arguments: with a `Place` for each tensor of the current call."""
+    """A submitted launch. arguments: with a `Place` for each tensor of the current call."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
@@ -83,9 +83,11 @@ class Launch:
 
 @dataclass
 class LaunchTrace:
-    """Of a call with `count` tensors; its inputs are the first, from number 1 on. cleanup: which steps are also done after an
-    exception. wanted: of each result whether it is an input, and its number among the inputs or the tensors. kept: tensors from outside
-    the call that it reads by address."""
+    """The trace of a call with `count` tensors; the inputs come first, from number 1 on.
+
+    cleanup: which steps are also done after an exception.
+    wanted: for each result (whether it is an input, its number among the inputs or the tensors).
+    kept: tensors from outside the call that it reads by address."""
 
     count: int
     steps: list[Step]
@@ -110,7 +112,7 @@ class LaunchTrace:
         return tuple([inputs[i] if is_input else tensors[i] for is_input, i in self.wanted])
 
     def _clean_up(self, left: list[Step], tensors: list[Any], starts: list[int]) -> None:
-        """Of the steps that an exception left, do those that other streams or ranks wait for."""
+        """After an exception, does the remaining steps for which other streams or ranks wait."""
         for step, wanted in zip(left, self.cleanup[len(self.cleanup) - len(left) :], strict=True):
             if wanted:
                 with suppress(Exception):
@@ -124,7 +126,8 @@ def trace_of(
     wanted: list[tuple[bool, int]],
     kept: list[Tensor],
 ) -> LaunchTrace:
-    """freed: by the identity of what was made, the numbers of the tensors that nothing uses after it."""
+    """The trace of recorded entries. freed: by the identity of an entry, the numbers of the tensors that nothing uses
+    after it."""
     steps: list[Step] = []
     cleanup: list[bool] = []
     for each in made:
@@ -169,7 +172,8 @@ def _step(x: Launch | Allocation | View) -> Step:
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> Callable[..., Any]:
-    """A function of only what changes between calls is faster than a loop over arguments. Traces have most of their texts in common."""
+    """Generated code, because it is faster than a loop over arguments. Cached: traces have most of their texts in
+    common."""
     return cast(Callable[..., Any], eval(text, {"__builtins__": {}}))
 
 

@@ -1,7 +1,6 @@
-"""What peers wait for goes before what nobody waits for. A pass runs at the front, on a stream of high priority; a rank's work on
-its own keys, which needs nothing and is needed by nobody, is given to the caller's stream behind it, where it fills what
-multiprocessors are free: while the others' keys are on their way here, at the ends of kernels, and while the gradients of
-the others' keys are on their way home."""
+"""Work that remote ranks wait for runs on a high-priority stream (the "front"). A rank's work on local keys, which
+nobody waits for, runs on the caller's stream in the background. It fills the multiprocessors that the front leaves
+free: while remote keys travel, at the ends of kernels, and while gradients travel back."""
 
 from __future__ import annotations
 
@@ -14,10 +13,11 @@ from attention.runtime.streams import Follow, On, current
 
 
 class Front(Protocol):
-    """A context manager around a pass. `apart`: whether there is a behind, so that what is done there should be added last.
+    """A context manager around a forward or backward. apart: whether there is a background stream, so that its results
+    should be added last.
 
-    Memory is the stream's that it was allocated on: what is done behind writes to tensors of the front (or of before the pass),
-    and what it needs for itself it may allocate."""
+    Memory belongs to the stream on which it was allocated: background work writes only to tensors of the front, or of
+    before, and may allocate temporaries of its own."""
 
     apart: bool
 
@@ -26,14 +26,14 @@ class Front(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
     def behind(self) -> AbstractContextManager[object]:
-        """What is started within follows what the front was given so far, which does not wait for it."""
+        """A context for background work. It follows the front's work so far; the front does not wait for it."""
 
     def settle(self) -> None:
-        """What the front is given next follows all that was started behind."""
+        """Makes the next work of the front follow all background work."""
 
 
 class Inline:
-    """Everything one after another."""
+    """Runs everything in order, on one stream."""
 
     def __init__(self, apart: bool = False):
         self.apart = apart
@@ -50,7 +50,8 @@ class Inline:
 
 
 class CudaFront:
-    """One pass at a time, from one thread at a time. The caller's stream waits for all of it at its end, be that an exception."""
+    """For one forward or backward, and one thread, at a time. At its end, even by an exception, the caller's stream
+    waits for it."""
 
     apart = True
 

@@ -1,5 +1,6 @@
-"""How a call's launches are made. A strategy takes a key, the function `run`, and its inputs, and gives what `run(*inputs)` gives:
-`eager` calls it; `LaunchReplay` and `GraphReplay` call it the first times, and repeat its launches from then on."""
+"""How a call's launches are made. A strategy takes a key, the function `run`, and its inputs, and gives what
+`run(*inputs)` gives: `eager` calls it; `LaunchReplay` and `GraphReplay` call it the first times, and repeat its
+launches from then on."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class Key:
-    """What the launches of a call depend on, beside the inputs' forms. owner: what planned them, by identity; it is held weakly; stage:
-    which part of the call; state: of the transport, None where its launches may depend on more. begin: what the transport does before
-    each call, for a replay that does not do it."""
+    """Everything besides the inputs' shapes and strides that decides the launches of a call.
+
+    owner: the plan, by identity, held weakly. stage: forward or backward. state: of the transport (`Transport.state`);
+    None: do not replay. begin: what the transport does before each call, for a replay that skips it."""
 
     owner: Any
     stage: Hashable

@@ -24,8 +24,8 @@ def current(device: torch.device) -> torch.cuda.Stream:
 
 
 class On:
-    """`with On(stream):` launches go to `stream`, and allocations are that stream's. One at a time, and not within itself: it keeps
-    what was current."""
+    """`with On(stream):` launches go to `stream`, and allocations belong to it. It stores the previous stream, so it
+    cannot be entered twice at once."""
 
     def __init__(self, stream: torch.cuda.Stream):
         self.identity = stream.stream_id, stream.device_index, stream.device_type
@@ -54,8 +54,8 @@ def on_device(index: int) -> AbstractContextManager[object]:
 
 
 class Follow:
-    """Lets one stream wait for all that another was given so far. It has one event for all its waits, from one thread at a time: a wait
-    holds on to what the event stood for when it was called."""
+    """Makes one stream wait for the work of another so far. One event serves all waits, for one thread at a time: a
+    wait refers to what the event recorded last before it."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()

@@ -1,5 +1,5 @@
-"""`submit`: all that starts work on a GPU, or orders it, goes through it. It executes the launch, and tells the recorder of this
-thread where one records (`launch_recorder`). A launch that a recorder sees without `submit` ends the recording."""
+"""`submit`: everything that starts or orders work on a GPU goes through it. It executes the launch and reports it to
+this thread's recorder, if there is one (`launch_recorder`). A launch that bypasses `submit` ends the recording."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ def submit(
 ) -> R:
     """`launch(*arguments)`, which a recorder adds to its trace as one launch, with all that is submitted within it.
 
-    pointers: the positions of arguments that are addresses, or tuples of them. A replay puts the current call's tensors, and addresses
-    within them, in the place of those that were recorded. Other tensors and addresses stay; `keep` has the tensors of such addresses,
-    unless something else holds them for as long as the transport's state is the same.
-    scope: "stream", it goes to the current stream; "any", it does not depend on the current stream; "switch", it makes its one
-    argument the current stream.
+    pointers: the positions of arguments that are addresses, or tuples of them. A replay puts the current call's
+    tensors, and addresses within them, in the place of those that were recorded. Other tensors and addresses stay;
+    `keep` has the tensors of such addresses, unless something else holds them for as long as the transport's state is
+    the same.
+    scope: "stream", it goes to the current stream; "any", it does not depend on the current stream; "switch", it makes
+    its one argument the current stream.
     cleanup: it is also done when a replay ends by an exception, because other streams or ranks wait for it."""
     recorder = _local.recorder
     if recorder is None or _local.submitting:
@@ -82,7 +83,7 @@ def check_submitted(name: str) -> None:
 
 
 def refuse_recording(why: str) -> None:
-    """Ends this thread's recording, if there is one: what is done now cannot be replayed."""
+    """Ends this thread's recording, if there is one, because the current work cannot be replayed."""
     if _local.recorder is not None:
         _local.recorder.refuse(why)
 
@@ -98,7 +99,7 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def outside_recording() -> Iterator[None]:
-    """For what is made once and kept for later calls: it is not part of the recorded call."""
+    """A context for work that is done once and cached for later calls: it is not part of the recorded call."""
     if _local.recorder is None:
         yield
         return

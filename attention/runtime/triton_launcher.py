@@ -1,5 +1,6 @@
-"""Launches of a Triton kernel. Triton looks at every argument of each launch, which takes more CPU time than a small kernel takes the
-GPU; a `TritonLauncher` prepares a launch once for its shapes, and calls the compiled kernel directly from then on."""
+"""Launches of a Triton kernel. Triton looks at every argument of each launch, which takes more CPU time than a small
+kernel takes the GPU; a `TritonLauncher` prepares a launch once for its shapes, and calls the compiled kernel directly
+from then on."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from attention.runtime import private
 from attention.runtime.streams import on_device
 from attention.runtime.submit import refuse_recording, submit
 
-ALIGNED = 16  # Triton compiles other code for addresses and integers that are multiples of it
-MOST = 4096  # launchers that a kind of call keeps
+ALIGNED = 16  # Triton specialises on addresses and integers that are multiples of it
+MOST = 4096  # launchers cached for one kernel
 
 
 class TritonLauncher:
-    """A launch but for its tensors. The kernel's parameters are tensors (or tuples of them), then integers that change from call to
-    call, then `numbers` (or tuples of them), then constants. constants: those and Triton's options, by name."""
+    """A launch without its tensors. The kernel's parameters are tensors (or tuples of them), then integers that change
+    from call to call, then `numbers` (or tuples of them), then constants. constants: the latter and Triton's options,
+    by name."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], **constants: Any):
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
@@ -28,7 +30,7 @@ class TritonLauncher:
         self.rest: tuple[Any, ...] = ()  # what a compiled kernel takes after the tensors and changing integers
 
     def __call__(self, *tensors: Tensor | tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
-        """On the device of the first tensor, which is no tuple, and where all of them are, and on its current stream."""
+        """Launches on the current stream of the tensors' device. The first of `tensors` must not be a tuple."""
         first = tensors[0]
         assert isinstance(first, Tensor)
         key, addresses = _key(first, tensors, changing)
@@ -50,7 +52,7 @@ class TritonLauncher:
     def _compile(
         self, key: tuple[object, ...], tensors: tuple[Tensor | tuple[Tensor, ...], ...], changing: tuple[int, ...]
     ) -> None:
-        """Triton compiles the kernel where it has not, and launches it."""
+        """Compiles the kernel if needed, and launches it, through Triton."""
         refuse_recording("a Triton kernel was compiled")
         compiled = self.kernel[self.grid](*tensors, *changing, *self.numbers, **self.constants)
         if compiled is not None:  # the interpreter compiles nothing
@@ -62,7 +64,7 @@ class TritonLauncher:
 def _key(
     first: Tensor, tensors: tuple[Tensor | tuple[Tensor, ...], ...], changing: tuple[int, ...]
 ) -> tuple[tuple[object, ...], list[int | tuple[int, ...]]]:
-    """All that Triton compiles other code for, and the tensors' addresses."""
+    """(everything on which Triton specialises, the tensors' addresses)."""
     dtypes: list[torch.dtype] = []
     flat: list[int] = []
     addresses: list[int | tuple[int, ...]] = []

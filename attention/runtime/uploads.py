@@ -19,8 +19,9 @@ _uploads: dict[int, torch.cuda.Stream] = {}  # by device index
 def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """A copy of x on the device, which any stream may read when this returns.
 
-    The upload has a stream of its own and waits only for itself. `Tensor.to(device)` would wait for all work on the current
-    stream. Before the result is freed, the stream that is current now must wait for all other streams that read it."""
+    The upload has a stream of its own and waits only for itself. `Tensor.to(device)` would wait for all work on the
+    current stream. Before the result is freed, the stream that is current now must wait for all other streams that read
+    it."""
     here = torch.from_numpy(x)
     if device.type != "cuda":
         return here.to(device)

@@ -78,7 +78,8 @@ class Variant(Generic[Chosen]):
         return ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {others}")
 
     def parse(self, options: Chosen | Mapping[str, Any] | None = None) -> Chosen:
-        """Options by name as a dataclass, defaults for the rest. Raises ValueError for a name that the variant lacks."""
+        """Options by name as a dataclass, defaults for the rest. Raises ValueError for a name that the variant
+        lacks."""
         if isinstance(options, Options):
             return options
         for option, value in (options or {}).items():
@@ -143,8 +144,8 @@ class Variant(Generic[Chosen]):
         mask: Mask,
         q_tokens: int | None = None,
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The options with each combination of choices in place of "best" that this variant can do, and of the others, by
-        `setting_label`, why not. Raises ValueError where none can be done."""
+        """The options with each combination of choices in place of "best" that this variant can do, and of the others,
+        by `setting_label`, why not. Raises ValueError where none can be done."""
         open_ = [name for name, value in options.items() if value == BEST]
         able: list[dict[str, Any]] = []
         left_out: dict[str, str] = {}
@@ -162,7 +163,8 @@ class Variant(Generic[Chosen]):
         return able, left_out
 
     def choices(self, option: str, kv_heads: int, world: int) -> list[Any]:
-        """The values of an option among which "best" decides. Raises ValueError for an option that has no list of them."""
+        """The values of an option among which "best" decides. Raises ValueError for an option that has no list of
+        them."""
         found = self.options.choices(option, kv_heads, world)
         if found is None:
             able = [name for name in self.options.names() if self.options.choices(name, 1, 1) is not None]
@@ -172,7 +174,8 @@ class Variant(Generic[Chosen]):
         return found
 
     def unsuitable(self, world: int, packed: bool, decode: bool) -> str | None:
-        """Why `auto` leaves this variant out, whatever its options, or None: it is for something else, or the same as another."""
+        """Why `auto` leaves this variant out, whatever its options, or None: it is for something else, or the same as
+        another."""
         if self.decode != decode:
             return f"{self.name} is {'a' if self.decode else 'no'} decode"
         if self.benchmark_only is not None:

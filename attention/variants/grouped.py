@@ -1,5 +1,5 @@
-"""What zigzag_llama3 computes on one rank, for 1 to 8 query chunks that attend nested prefixes of the keys: for benchmarks of the
-groupings on one GPU.
+"""What zigzag_llama3 computes on one rank, for 1 to 8 query chunks that attend nested prefixes of the keys: for
+benchmarks of the groupings on one GPU.
 
 Source: zigzag_llama3 (petrpan26/ring-flash-attention, 2025)."""
 

@@ -1,7 +1,8 @@
-"""Llama 3's context parallelism on packed batches: each rank holds an equal slice of the packed stream, whatever the borders of
-the sequences; keys are gathered and each rank makes one call.
+"""Llama 3's context parallelism on packed batches: each rank holds an equal slice of the packed stream, whatever the
+borders of the sequences; keys are gathered and each rank makes one call.
 
-Source: The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024); packed batches as in ring-flash-attention (Zhu, 2024)."""
+Source: The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024); packed batches as in ring-flash-attention (Zhu,
+2024)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every variant by its name: whatever the modules of this folder register. Pure Python, so that the command line can list and
-check variants without torch."""
+"""Every variant by its name: whatever the modules of this folder register. Pure Python, so that the command line can
+list and check variants without torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Ring Attention: each rank holds a contiguous shard; keys and values go round, and partial results are merged by their LSE.
+"""Ring Attention: each rank holds a contiguous shard; keys and values travel round the ring, and partial results are
+merged by their LSE.
 
-Step i of rank r is against the keys of rank r - i (mod W): the tile of the mask that falls on the two shards. Causal, later
-ranks do more. A window leaves most steps empty.
+Step i of rank r is against the keys of rank r - i (mod W): the tile of the mask that falls on the two shards. Causal,
+later ranks do more. A window leaves most steps empty.
 
 Source: Ring Attention with Blockwise Transformers for Near-Infinite Context (Liu et al., 2023)."""
 
@@ -27,7 +28,8 @@ def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
 
 
 def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
-    """The owner's keys that the rank needs, where they are known without the blocks: all of them or, of later ranks, none."""
+    """The owner's keys that the rank needs, where they are known without the blocks: all of them or, of later ranks,
+    none."""
     if problem.mask.causal and owner > rank:
         return ()
     return None if problem.mask.windowed else whole_shard(problem)
@@ -38,7 +40,7 @@ SCHEDULE = RingSchedule(blocks, keys)
 RING = register(
     Variant(
         name="ring",
-        summary="contiguous shards; keys and values go round, partial results are merged",
+        summary="contiguous shards; keys and values travel round the ring, partial results are merged",
         source="Ring Attention with Blockwise Transformers for Near-Infinite Context (Liu et al., 2023)",
         use="non-causal masks, and windows, which need only the neighbours' keys; imbalanced under a causal mask",
         executor="ring",
@@ -52,7 +54,7 @@ register(
     replace(
         RING,
         name="ring_varlen",
-        summary="ring on packs: every sequence of the pack is cut into contiguous shards",
+        summary="ring over packed batches: every sequence is cut into contiguous shards",
         source="Ring Attention (Liu et al., 2023), sequence by sequence as in ring-flash-attention (Zhu, 2024)",
         use="packed batches of many short sequences, each a multiple of W; long causal ones are imbalanced",
         packed=True,

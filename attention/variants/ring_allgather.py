@@ -1,5 +1,6 @@
-"""Ring attention by an all-gather, as nnScaler has it: contiguous shards, all keys gathered, no merges. For a causal mask the
-second half of a rank's queries is swapped with that of rank W-1-r while they are computed on, which balances the work.
+"""Ring attention by an all-gather, as nnScaler has it: contiguous shards, all keys gathered, no merges. For a causal
+mask the second half of a rank's queries is swapped with that of rank W-1-r while they are computed on, which balances
+the work.
 
 Source: nnScaler's ring attention (nnScaler: Lin et al., 2024)."""
 

@@ -1,5 +1,5 @@
-"""Ring decode: few queries, equal on every rank, against sharded keys. Every rank's keys go round, and each rank computes
-everything.
+"""Ring decode: few queries, equal on every rank, against sharded keys. Every rank's keys travel round the ring, and
+each rank computes everything.
 
 Source: Ring Attention (Liu et al., 2023), as Tree Attention compares with it (Shyam et al., 2024)."""
 
@@ -42,7 +42,7 @@ class RingDecode(RingSchedule):
 register(
     Decode(
         name="ring_decode",
-        summary="decode: every rank's keys go round and each rank computes everything",
+        summary="decode: every rank's keys travel round the ring, and each rank computes everything",
         source="Ring Attention (Liu et al., 2023), the comparison in Tree Attention (Shyam et al., 2024)",
         use="a comparison with tree, which was faster on 2 and 4 GPUs",
         executor="ring",

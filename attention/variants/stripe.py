@@ -1,5 +1,5 @@
-"""Striped Attention: a causal ring in which rank r holds the tokens t with t mod W = r, so that every step is nearly causal and
-the ranks' work is equal to within a token.
+"""Striped Attention: a causal ring in which rank r holds the tokens t with t mod W = r, so that every step is nearly
+causal and the ranks' work is equal to within a token.
 
 Keys of this and earlier ranks are seen up to the query's own index, keys of later ranks up to the index before.
 

@@ -1,4 +1,5 @@
-"""Tree Attention, for decode: each rank attends its shard of the keys, and the partial results are reduced over the ranks.
+"""Tree Attention, for decode: each rank attends its shard of the keys, and the partial results are reduced over the
+ranks.
 
 Source: Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU Clusters (Shyam et al., 2024)."""
 

@@ -1,5 +1,5 @@
-"""DeepSpeed Ulysses: an all-to-all exchanges heads for sequence, each rank computes its heads over the whole sequence, and an
-all-to-all brings the result back.
+"""DeepSpeed Ulysses: an all-to-all exchanges heads for sequence, each rank computes its heads over the whole sequence,
+and an all-to-all brings the result back.
 
 Source: DeepSpeed Ulysses (Jacobs et al., 2023)."""
 

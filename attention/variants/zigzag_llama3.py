@@ -1,7 +1,8 @@
 """Zigzag chunks whose keys are gathered as in Llama 3: a kernel call for each of a rank's two query chunks.
 
-With `own_first` a rank starts on its own keys while those of all others come, as in zigzag's first step; then all queries see the
-first chunks of earlier ranks, and the second query chunk sees both chunks of later ones. That is two steps and a merge.
+With `own_first` a rank starts on its own keys while those of all others come, as in zigzag's first step; then all
+queries see the first chunks of earlier ranks, and the second query chunk sees both chunks of later ones. That is two
+steps and a merge.
 
 Source: petrpan26/ring-flash-attention, a fork of Zhu's (2025). `own_first` and gathering by owner are ours."""
 
@@ -54,7 +55,8 @@ class ZigzagLlama3Options(GatherOptions):
 
 
 class OwnFirst(GatherSchedule):
-    """Two steps: one's own keys as in zigzag, then those of all others, which are seen whole, so that they may lie as they come."""
+    """Two steps: the local keys as in zigzag, then all remote keys. These are seen completely, so their order does not
+    matter."""
 
     def count(self, problem: Problem) -> int:
         return 2
