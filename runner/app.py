@@ -39,7 +39,7 @@ PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run that has not all its rounds yet: its number in the sweep, its folder, and its result so far."""
+    """A run that lacks rounds: its number in the sweep, its folder, and its result so far."""
 
     number: int
     folder: Path
@@ -55,8 +55,8 @@ class Unfinished:
 
 
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
-    """One job of Hydra's: a run, or where it is one of several `compared` runs its first round. Never raises for what can
-    happen to a run: every outcome is a result."""
+    """One of Hydra's jobs: a run, or the first round of one of several `compared` runs. Every outcome of a run is a
+    result; none raises."""
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
@@ -104,8 +104,8 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
 
 
 def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | str:
-    """A run that was interrupted between its rounds, with the limits of now; or why it cannot go on: its samples are not all
-    there, or would be of two kinds. Raises InvalidConfig and UnsupportedHere."""
+    """A run that was interrupted between rounds, with the current limits; or why it cannot continue: samples are
+    missing, or new ones would not be comparable. Raises InvalidConfig and UnsupportedHere."""
     if _taken(folder, earlier) is None:
         return "its samples are gone or too few to go on with"
     now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
@@ -116,7 +116,7 @@ def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int
 
 
 def _surroundings(spec: Experiment) -> dict[str, Any]:
-    """What a run's result has of where it was made, as far as that is known before it begins."""
+    """The environment for a run's result, as far as it is known before the run."""
     found = dict(environment.host())
     found["variables"] = found["variables"] | _variables(spec)
     if spec.device == "cuda":
@@ -125,8 +125,8 @@ def _surroundings(spec: Experiment) -> dict[str, Any]:
 
 
 def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
-    """The samples that a result is of, each rank's by pass; None where its file lacks some. The file is written before the
-    result, so it may have a round more."""
+    """The samples of a result, each rank's by pass; None where its file lacks some. The file is written before the
+    result, so it may have one more round."""
     try:
         return rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
     except (OSError, ValueError, KeyError):  # ValueError: no parquet file
@@ -139,7 +139,7 @@ def _refusal(error: InvalidConfig | UnsupportedHere) -> str:
 
 
 def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
-    """Write a sweep's run and say so. Returns it where it lacks rounds."""
+    """Writes the result of a sweep's run and prints a line. Returns the run if it lacks rounds."""
     more = rounds.unfinished(value)
     if not more:
         statuses.append(value["status"])
@@ -153,8 +153,8 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
 
 
 def further(earlier: Unfinished) -> Unfinished | None:
-    """The next round of a run; None when it has no more, or failed. Any error of this program's own in it is a crash of
-    this run alone."""
+    """Does the next round of a run; None if it has no more, or failed. An unexpected error in it is a crash of this run
+    alone."""
     try:
         return _next_round(earlier)
     except Exception as error:
@@ -177,7 +177,7 @@ def _stopping(error: BaseException | None) -> bool:
 
 
 def _about(value: dict[str, Any]) -> dict[str, Any]:
-    """What stays of a result whose later round fails."""
+    """The fields that remain of a result whose later round failed."""
     return {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
 
 
@@ -219,7 +219,7 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
 
 
 def _earlier(folder: Path, key: str) -> Result | None:
-    """What the same run came to before. A file that is no result, or that of another run, is named on stderr."""
+    """The earlier result of the same run. A file that is no result, or another run's, is named on stderr."""
     earlier = reader.read_result(folder)
     if isinstance(earlier, Result) and earlier.key != key:
         earlier = Problem(folder / reader.RESULT, f"its key is {earlier.key}, this run's is {key}")
@@ -236,13 +236,13 @@ def _note_sweep(folder: Path) -> None:
 
 
 def no_room(where: Path | str, error: OSError) -> str:
-    """Why a file of a run could not be written, and what helps: a full disk, one that refuses, a folder that is gone."""
-    said = f"{where}: could not be written ({error.strerror})"
+    """Why a file of a run could not be written (full disk, no permission, missing folder), and what helps."""
+    message = f"{where}: could not be written ({error.strerror})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{said}; free some space or give another folder with output=DIR"
+        return f"{message}; free some space or give another folder with output=DIR"
     if error.errno == errno.ENOENT:
-        return f"{said}; the folder was removed while the run went on"
-    return f"{said}; give another folder with output=DIR"
+        return f"{message}; the folder was removed while the run went on"
+    return f"{message}; give another folder with output=DIR"
 
 
 def _relative(folder: Path) -> Path:
@@ -250,9 +250,9 @@ def _relative(folder: Path) -> Path:
 
 
 def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> dict[str, Any]:
-    """Run the experiment, or its first round where it is one of several `compared` ones, and return its result, whatever
-    became of it; writes the run's other files. `seed`: where the configuration has none. `place`: of the run in its sweep,
-    for the user."""
+    """Runs the experiment, or the first round of one of several `compared` ones, and returns its result, whatever the
+    outcome. Writes the run's other files. seed: used where the configuration has none. place: the run's place in its
+    sweep, for messages."""
     started = time.time()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
@@ -289,12 +289,12 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
 
 
 def _variables(spec: Experiment) -> dict[str, str]:
-    """Of the ranks' environment, those that the run asks for."""
+    """The environment variables that the run sets for its ranks."""
     return {name: str(value) for name, value in (spec.launch.env or {}).items()}
 
 
 def _machine(gpus: int) -> Machine:
-    """As far as a run may use it."""
+    """The part of the machine that a run may use."""
     return Machine(cores(), environment.memory_bytes(), gpus, environment.gpu_memory_bytes() if gpus else None)
 
 
@@ -329,7 +329,7 @@ def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Out
 
 
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Write the run's tables and make its result."""
+    """Writes the run's tables and builds its result."""
     artifacts = {"log": "run.log"}
     try:
         if measured.get("samples"):

@@ -1,5 +1,5 @@
-"""`python -m runner.calibrate`: measures the kernels that `auto` chooses among, for each class of call, on this GPU, and
-prints the table; `--write` renews the package's own, `--output FILE` another. Each kernel is first compared with a
+"""`python -m runner.calibrate`: measures the kernels that `auto` chooses among, for each class of call, on this GPU,
+and prints the table; `--write` renews the package's own, `--output FILE` another. Each kernel is first compared with a
 reference, and one that fails, runs out of memory or refuses is not ranked. Classes not reached within `--limit-s` keep
 what the table had."""
 
@@ -33,14 +33,14 @@ CHOICES = {
 }
 TOLERANCES = (5e-3, 1e-2)  # relative L2 of out and lse, and of gradients, for bf16
 SAMPLES = 15
-SETTLE_MS = 500.0  # that a warm-up goes on at most, until times neither rise nor fall
+SETTLE_MS = 500.0  # the longest additional warm-up, until times show no trend
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash-attn-3")
 
 
 @dataclass(frozen=True)
 class Sizes:
     batch: int
-    lengths: tuple[int, ...]  # of a pack's sequences; one for a dense call
+    lengths: tuple[int, ...]  # of the sequences of a packed batch; one for a dense call
     heads: int
     kv_heads: int
     mask: Mask
@@ -51,7 +51,7 @@ class Sizes:
 
 
 def classes(**chosen: Sequence[Any]) -> list[CallClass]:
-    """All classes of the chosen values, what matters most first."""
+    """All classes of the chosen values, the most important first."""
     values = {name: chosen.get(name) or every for name, every in CHOICES.items()}
     return [
         CallClass(**dict(zip(values, found, strict=True)))  # type: ignore[arg-type]
@@ -60,8 +60,8 @@ def classes(**chosen: Sequence[Any]) -> list[CallClass]:
 
 
 def sizes(call: CallClass, tiny: bool = False) -> Sizes:
-    """What stands for a class: 16K tokens of 32 heads (16 of head dim 256) in all, 2K to a sequence where it is short. A
-    pack is of unequal sequences. `tiny` is for a CPU."""
+    """The sizes that represent a class: 16K tokens in all, with 32 heads (16 for head dim 256), in sequences of 2K for
+    a short class. A packed batch has sequences of different lengths. tiny: for a CPU."""
     heads = 4 if tiny else 16 if call.head_dim > 128 else 32
     kv_heads = heads if call.heads == "mha" else heads // 4
     tokens = {"long": 64, "short": 32}[call.length] if tiny else rates.TOKENS[call.length]
@@ -70,7 +70,7 @@ def sizes(call: CallClass, tiny: bool = False) -> Sizes:
 
 
 def checked(call: CallClass, tiny: bool = False) -> Sizes:
-    """Small and odd lengths of the same class, for the comparison with the reference."""
+    """Small and odd sizes of the same class, for the check against the reference."""
     full = sizes(call, tiny)
     lengths = (33, 1, 50) if tiny else (1000,) if call.layout == "dense" else (301, 1, 650)
     if call.layout == "dense":
@@ -80,7 +80,7 @@ def checked(call: CallClass, tiny: bool = False) -> Sizes:
 
 
 class Work:
-    """One kernel's passes over seeded inputs, as what the timing methods time."""
+    """Forward and backward of one kernel on seeded inputs, for the timing methods."""
 
     passes: tuple[str, ...] = ("forward", "backward")
 
@@ -121,7 +121,7 @@ def inputs(call: CallClass, given: Sizes, device: str) -> tuple[Tensor, Tensor, 
 
 
 def worst_error(kernel: Kernel, call: CallClass, given: Sizes, device: str) -> str | None:
-    """Which result misses its tolerance against plain attention in fp32, with its error; None when all are right."""
+    """The result that exceeds its tolerance against plain attention in fp32, with its error; None if all pass."""
     import torch
 
     from attention.kernels import KERNELS
@@ -194,8 +194,8 @@ def calibrate(
     versions: str,
     seconds_left: Callable[[], float],
 ) -> Iterator[tuple[CallClass, list[Rate], dict[str, str]]]:
-    """(class, its rates, why others have none) of each class in turn, until the time is up; a class that the time cuts
-    short is left out, since half an order is none. `one` measures a kernel."""
+    """Yields (class, rates, why other kernels have none) for each class, until the time is up. An incomplete class is
+    left out, since it gives no order. one: measures a kernel."""
     for call in wanted:
         found, reasons = [], {}
         for name in kernels:

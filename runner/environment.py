@@ -1,4 +1,4 @@
-"""Where a number was made: what the result needs beside it to be believed later."""
+"""The environment of a result: machine, packages, commit, clocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def period(started: float) -> dict[str, float]:
 
 @lru_cache
 def host() -> dict[str, Any]:
-    """What does not change while the program runs; no torch."""
+    """Facts that do not change while the program runs. No torch."""
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
@@ -83,7 +83,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _identity(path: str) -> str | None:
-    """A short hash of the number in a file, which tells machines (or their starts) apart and says nothing else of them."""
+    """A short hash of the id in a file. It distinguishes machines (or boots) and reveals nothing else."""
     lines = [line for line in _lines(path) if line.strip()]
     return hashlib.sha256(lines[0].strip().encode()).hexdigest()[:12] if lines else None
 
@@ -110,8 +110,8 @@ def _truth(text: str | None) -> bool | None:
 
 
 def changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two results' environments so that their times are not of one kind: the commit, the packages, the
-    machine, or its GPUs. Empty where nothing does."""
+    """What differs between two results' environments so that their times are not of one kind: the commit, the packages,
+    the machine, or its GPUs. Empty where nothing does."""
     differ: dict[str, tuple[Any, Any]] = {
         "commit": (_commit(earlier), _commit(now)),
         "packages": (earlier.get("packages"), now.get("packages")),
@@ -127,7 +127,7 @@ def _commit(found: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _gpus(found: Mapping[str, Any]) -> tuple[list[Any], Any] | None:
-    """Those of the machine, and which of them may be used; None for a run on a CPU."""
+    """The machine's GPUs, and which of them may be used; None for a run on a CPU."""
     if "gpus_before" not in found:
         return None
     visible = (found.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
@@ -135,7 +135,7 @@ def _gpus(found: Mapping[str, Any]) -> tuple[list[Any], Any] | None:
 
 
 def commit_text(git: dict[str, Any] | None) -> str:
-    """A result's commit in a few words. `git` is its field, null in results of earlier versions where it was unknown."""
+    """A result's commit as short text. git: its field, null in old results where it was unknown."""
     if not git or not git.get("commit"):
         return "commit unknown"
     dirty, text = git.get("dirty"), f"commit {git['commit'][:10]}"
@@ -156,7 +156,7 @@ def stamp() -> str:
 
 @lru_cache
 def gpu_count() -> int:
-    """GPUs that this process may use, without touching CUDA."""
+    """The number of GPUs that this process may use, without initialising CUDA."""
     listed = _output("nvidia-smi", "-L")
     present = len(re.findall(r"^GPU \d+", listed, re.MULTILINE)) if listed else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -167,8 +167,8 @@ def gpu_count() -> int:
 
 @lru_cache
 def gpu_memory_bytes() -> int | None:
-    """Of the largest GPU of this machine, without touching CUDA: which of them a run gets, nvidia-smi does not say, and a
-    limit from a smaller one would refuse runs that fit."""
+    """Of the largest GPU of this machine, without touching CUDA: which of them a run gets, nvidia-smi does not say, and
+    a limit from a smaller one would refuse runs that fit."""
     listed = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
     return max((int(line) for line in listed.split() if line.isdigit()), default=0) * 2**20 or None
 

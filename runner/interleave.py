@@ -1,5 +1,4 @@
-"""Hydra's launcher of this program: it hands a sweep's jobs out so that runs that are compared take turns. See
-`runner.rounds` for the design."""
+"""This program's launcher for Hydra: compared runs of a sweep take turns. `runner.rounds` describes the design."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from runner import app, rounds
 
 
 class Interleaving(BasicLauncher):
-    """As Hydra's own launcher, job after job in this process, but for the order."""
+    """Like Hydra's basic launcher (job after job in this process), in another order."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         found: dict[int, JobReturn] = {}
@@ -48,7 +47,7 @@ class Interleaving(BasicLauncher):
 
 
 def _further(runs: Sequence[app.Unfinished]) -> None:
-    """The rounds that runs of one group lack. Of a run that another command began some are done already."""
+    """Does the missing rounds of one group of runs; an earlier command may have done some."""
     left: list[app.Unfinished | None] = list(runs)
     most = max((run.rounds for run in runs), default=1)
     for this in range(1, most):
@@ -59,6 +58,6 @@ def _further(runs: Sequence[app.Unfinished]) -> None:
 
 
 def register() -> None:
-    """Put our launcher in the place of Hydra's `hydra/launcher=basic`: Hydra finds launchers by the name of a class in its own
-    packages, which an installed plugin adds to, and this is none."""
+    """Replaces `hydra/launcher=basic` by our launcher. Hydra finds launchers by a class name in its own packages or in
+    installed plugins; this is neither."""
     Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = Interleaving

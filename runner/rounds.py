@@ -1,33 +1,32 @@
-"""Sweeps that compare runs take their samples in rounds, so that a drift of the machine hits all of them alike.
+"""Sweeps that compare runs take their samples in rounds, so that a drift of the machine affects all runs equally.
 
-A sweep that runs job after job compares the first minutes of a machine with its last ones: its GPUs get warmer, a
-neighbour's job starts. So runs that are compared take turns. Two runs are compared when their overrides differ in nothing
-but the attention variant, its options, the kernel, the transport and the replay (`COMPARED`): same workload, world size,
-hardware and timing. Three of them, in three rounds, run as
+A sweep that runs job after job would compare the first minutes of a machine with its last: GPUs get warmer, other jobs
+start. So compared runs take turns. Runs are compared if their overrides differ only in the attention variant, its
+options, the kernel, the transport and the replay (`COMPARED`). Three of them, in three rounds, run as
 
     A B C   B C A   C A B
 
 and each turn takes a third of a run's samples.
 
-- A turn is a job of its own in the warm world: inputs from the same seed, the correctness check, a warm-up, then this
-  round's share of `timing_runs`. So no number is without its check, and the inputs of one run alone are in memory.
-- What is done once is done in the first turn: phases, profile, baseline, memory, do_bench, counters. `attention=auto`
-  chooses there, and later turns run its choice.
-- After each turn `result.json` and `samples.parquet` are written anew, whole. The statistics are of all samples so far;
-  `timing.rounds` says how many rounds are done, of how many, with each round's medians and their drift. So a sweep that is
-  interrupted leaves valid results of fewer samples, and `resume=true` goes on with the rounds that they lack.
-- A run that fails in a later turn is a failed run, without times, as one that fails in the middle of its samples. Its
-  other turns are left out; the other runs go on, in a new world where it took the old one along.
+- A turn is a job in the warm world: inputs from the same seed, the correctness check, a warm-up, then this round's
+  share of `timing_runs`. So every number is checked, and only one run's inputs are in memory.
+- The first turn does everything that is done once: phases, profile, baseline, memory, do_bench, counters.
+  `attention=auto` chooses there, and later turns run its choice.
+- After each turn `result.json` and `samples.parquet` are rewritten completely. The statistics cover all samples so far;
+  `timing.rounds` has the number of rounds done and planned, each round's medians and their drift. An interrupted sweep
+  leaves valid results with fewer samples, and `resume=true` does the missing rounds.
+- A run that fails in a later turn is a failed run, without times. Its other turns are skipped. The other runs continue,
+  in a new world if the old one was lost.
 
-`order=auto` interleaves where a sweep compares runs and each turn gets `LEAST_SAMPLES` samples: 20 samples are three rounds,
-the 6 of a CPU are two, and runs of less, as `timing=simple` with its one mean, are done at once. So are those with
-`launch.fresh=true`, where each turn would start a world, and those on a CPU whose samples have less than `LEAST_CPU_FLOP`:
-they are taken in a second or so, in which a machine does not drift, and a turn's check and warm-up would take longer than
-they do. A sweep of 20 tiny runs took three times as long in turns. `order=interleaved` makes turns of single samples, too; `order=sequential` is one job
-after the other in the order of the command line. Runs that are compared with none have one round.
+`order=auto` interleaves if a sweep compares runs and each turn gets at least `LEAST_SAMPLES` samples: 20 samples are
+three rounds, the 6 of a CPU are two, and `timing=simple`, with its single mean, is one. One round is also used with
+`launch.fresh=true`, where each turn would start a world, and on a CPU where the samples have less than
+`LEAST_CPU_FLOP`: they take about a second, in which a machine does not drift, and less than the check and warm-up of a
+turn. (A sweep of 20 tiny runs took three times as long in turns.) `order=interleaved` also makes turns of single
+samples; `order=sequential` runs job after job, as on the command line.
 
-This module holds what needs no world: who is compared, who has how many samples when, and how rounds are joined.
-`runner.interleave` hands Hydra's jobs out in that order, `runner.app` does a turn. No torch here."""
+This module needs no world: which runs are compared, how samples are divided, and how rounds are joined.
+`runner.interleave` gives Hydra's jobs in that order, and `runner.app` does a turn. No torch here."""
 
 from __future__ import annotations
 
@@ -42,15 +41,15 @@ from runner.measure import metrics, statistics
 from runner.measure.statistics import Samples
 
 ROUNDS = 3
-LEAST_SAMPLES = 3  # of a turn, under order=auto
-LEAST_CPU_FLOP = 1e11  # of all samples of a run on a CPU, under order=auto; two cores do some 50 GFLOP/s
-METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # whose samples are one a call: `simple` has one mean
+LEAST_SAMPLES = 3  # per turn, under order=auto
+LEAST_CPU_FLOP = 1e11  # in all samples of a run on a CPU, under order=auto; two cores do some 50 GFLOP/s
+METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # with one sample per call; `simple` has one mean
 COMPARED = ("attention", "kernel", "transport", "replay", "launch.fault")
 
 
 def groups(jobs: Sequence[Sequence[str]]) -> list[list[int]]:
-    """The jobs of a sweep, each a list of overrides, by what they compare: indices of jobs that differ in `COMPARED` alone,
-    in the order of the first of each."""
+    """Groups of compared jobs: the indices of jobs (each a list of overrides) that differ only in `COMPARED`, in the
+    order of each group's first job."""
     found: dict[tuple[str, ...], list[int]] = {}
     for index, overrides in enumerate(jobs):
         found.setdefault(tuple(text for text in overrides if not _compared(text)), []).append(index)
@@ -88,8 +87,8 @@ def turns(runs: int, this: int, rounds: int) -> list[int]:
 
 
 def part(spec: Experiment, this: int, rounds: int) -> Experiment:
-    """What a run does in round `this` of `rounds`, counted from 0: its share of the samples, and what is done once only in
-    the first. Adaptive needs sqrt(rounds) times less precision of a round, as its samples are that share of all."""
+    """What a run does in round `this` of `rounds`, counted from 0: its share of the samples, and what is done once only
+    in the first. Adaptive needs sqrt(rounds) times less precision of a round, as its samples are that share of all."""
     timing = spec.timing
     if rounds > 1:
         every, more = divmod(timing.timing_runs, rounds)
@@ -140,8 +139,8 @@ def unfinished(value: Mapping[str, Any]) -> bool:
 def joined(
     value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], period: Mapping[str, float]
 ) -> dict[str, Any]:
-    """A result with one more round: `samples` are all ranks' of all rounds, `later` is what that round's job returned, and
-    `period` when it began and how long it took, as `environment.period` has it."""
+    """A result with one more round: `samples` are all ranks' of all rounds, `later` is what that round's job returned,
+    and `period` when it began and how long it took, as `environment.period` has it."""
     spec = Experiment.from_plain(value["experiment"])
     before = value["timing"]
     found = statistics.of_ranks(samples)
@@ -172,8 +171,8 @@ def joined(
 
 
 def _all_during(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was sampled in all rounds: of each device the least and the most, the median of the rounds' medians, and every
-    throttle reason that was seen."""
+    """What was sampled in all rounds: of each device the least and the most, the median of the rounds' medians, and
+    every throttle reason that was seen."""
     by_device: dict[str, list[Mapping[str, Any]]] = {}
     for during in rounds:
         for entry in during["by_device"]:

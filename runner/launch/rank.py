@@ -1,4 +1,4 @@
-"""One rank's life: join the world, then do one job after another until told to stop."""
+"""A rank process: it joins the world, then does one job after another until it is stopped."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.processes import cores, die_with_parent
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
-SETTLE_S = 1.0  # that a rank which only noticed stays, so that the one that failed is seen first
-PROVOKED_GIB = 0.3  # that a CPU rank may still take when launch.fault makes it run out of memory
+SETTLE_S = 1.0  # a rank that only noticed a failure waits so long, so that the failed rank is seen first
+PROVOKED_GIB = 0.3  # memory left to a CPU rank when launch.fault makes it run out
 
 
 @dataclass
 class Rank:
-    """What a job is given: its place in the world, and the means to say what it is doing."""
+    """The argument of every job: its place in the world, and functions to announce what it does."""
 
     rank: int
     world: int
@@ -42,15 +42,15 @@ class Rank:
     job: int = 0
     phase: str = "start"
     fault: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)  # said once, repeated with every state of the job
+    facts: dict[str, Any] = field(default_factory=dict)  # announced once, repeated with every state of the job
     stages: dict[str, float] = field(default_factory=dict)  # seconds of the job that each phase took
     entered: float = 0.0
 
     def say(
         self, phase: str, expected_s: float = 0.0, note: str | None = None, waiting: bool = False, **facts: Any
     ) -> None:
-        """Announce the phase this rank is in: the launcher shows it, and knows from it what a hang is. `expected_s`: how
-        long the stretch that begins should take. `waiting`: this rank only waits for others in it."""
+        """Announce the phase this rank is in: the launcher shows it, and knows from it what a hang is. `expected_s`:
+        how long the stretch that begins should take. `waiting`: this rank only waits for others in it."""
         self.facts |= facts
         now = time.perf_counter()
         self.stages[self.phase] = self.stages.get(self.phase, 0.0) + now - self.entered
@@ -256,7 +256,7 @@ def memory_limit(me: Rank, gigabytes: float | None) -> Iterator[None]:
 
 
 def _provoke(me: Rank, fault: str) -> None:
-    """launch.fault: do to this rank what clusters do to ranks."""
+    """launch.fault: provokes a failure on this rank."""
     rank, phase, kind = fault.split(":")
     if int(rank) != me.rank or phase != me.phase:
         return

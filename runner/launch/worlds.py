@@ -1,6 +1,6 @@
 """Worlds: groups of rank processes that stay warm between runs. This side never imports torch: it starts an agent
-process (runner.launch.node), which starts the ranks through torch.distributed's elastic launch, hands rank 0 one job after
-another through a named pipe and reads the replies from a second one. Whatever happens to a rank comes back as an
+process (runner.launch.node), which starts the ranks through torch.distributed's elastic launch, hands rank 0 one job
+after another through a named pipe and reads the replies from a second one. Whatever happens to a rank comes back as an
 `Outcome`."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runner.launch.processes import belongs, cores, is_tracker, lives, process_g
 
 POLL_S = 0.02
 STOP_S = 3.0
-AGENT_S = 10.0  # that an agent gets to report how a dead rank ended
+AGENT_S = 10.0  # time for an agent to report how a dead rank ended
 Progress = Callable[[list[State]], None]
 Job = Callable[..., Any] | str  # a module's function, or "module:function" where this process must not import it
 
@@ -68,7 +68,7 @@ class World:
         self.unsent = b""
 
     def states(self) -> list[State]:
-        """What each rank of this node does, as it said last."""
+        """The last announced state of each rank of this node."""
         return self.files.states()
 
     def pids(self) -> list[int]:
@@ -82,9 +82,10 @@ class World:
         log: Path | None = None,
         progress: Progress | None = None,
     ) -> Outcome:
-        """Run `job` on every rank, called with the rank and the arguments. Rank 0's return value, which must be plain data,
-        comes back once all ranks have ended the job. `timeout_s` is the longest silence of a rank; a rank that says how
-        long its next stretch should take is given ten times that. `log`: where the ranks' output of this job goes."""
+        """Run `job` on every rank, called with the rank and the arguments. Rank 0's return value, which must be plain
+        data, comes back once all ranks have ended the job. `timeout_s` is the longest silence of a rank; a rank that
+        says how long its next stretch should take is given ten times that. `log`: where the ranks' output of this job
+        goes."""
         assert self.alive, "this world is gone"
         target = job_name(job)
         self.jobs += 1
