@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental import _attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.executors.plan import Plan
+from attention.runtime.private import default_group
 
 BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -54,7 +55,7 @@ def _choose(causal: bool, rotate: str) -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's out, like q `[B, s, H, D]`. With enable_gqa the KV heads travel unrepeated."""
     causal, rotate = plan.problem.mask.causal, plan.options.rotate
-    attention = _opened(group or dist.distributed_c10d._get_default_group(), q.device)
+    attention = _opened(group or default_group(), q.device)
     _choose(causal, rotate)
     with sdpa_kernel(BACKENDS[plan.kernel.name]):
         out = attention(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.executors.plan import Plan
+from attention.runtime.private import default_group
 
 
 @lru_cache(maxsize=16)
@@ -41,6 +42,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         plan.problem.mask.causal,
         plan.scale,
         plan.options.cp_comm_type,
-        group or dist.distributed_c10d._get_default_group(),
+        group or default_group(),
     )
     return module(q, k, v).unflatten(-1, (plan.heads, q.shape[-1]))

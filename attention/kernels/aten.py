@@ -16,8 +16,8 @@ from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.math import PLAIN
 from attention.masks.band import Mask
+from attention.runtime import private
 
-aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -51,7 +51,7 @@ class _CpuRectangles:
     than 16 keys a NaN in q or k may be lost, because PyTorch's maximum over a short row skips it."""
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = private.aten("_scaled_dot_product_flash_attention_for_cpu")(
             *_bhsd(q, k, v), 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
         )
         return out.transpose(1, 2), lse
@@ -61,7 +61,7 @@ class _CpuRectangles:
     ) -> Triple:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = private.aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
             *_bhsd(dout, q, k_, v_, out), lse, 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
         )
         dq, dk, dv = _bhsd(dq, dk, dv)
@@ -127,7 +127,7 @@ class SdpaCudnn(decompose.Decomposed):
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         if q.shape[1] == k.shape[1] == 1:
             return PLAIN.rectangle(q, k, v, scale, mask)
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = private.aten("_scaled_dot_product_cudnn_attention")(
             *_bhsd(q, k, v), None, True, 0.0, mask.causal, False, scale=scale
         )
         return out.transpose(1, 2), lse.squeeze(-1)
@@ -141,7 +141,7 @@ class SdpaCudnn(decompose.Decomposed):
             dout, out = dout.contiguous(), out.contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         sizes = None, None, None, q.shape[1], k.shape[1]
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
+        grads = private.aten("_scaled_dot_product_cudnn_attention_backward")(
             *_bhsd(dout, q, k, v, out),
             lse.contiguous().unsqueeze(-1),
             seed,
@@ -176,7 +176,7 @@ class SdpaEfficient(decompose.Decomposed):
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
-        out, lse, *_ = aten._efficient_attention_forward(
+        out, lse, *_ = private.aten("_efficient_attention_forward")(
             q, k_, v_, None, None, None, q.shape[1], k.shape[1], 0.0, int(mask.causal), True, scale=scale
         )
         return out, lse[..., : q.shape[1]]
@@ -189,7 +189,7 @@ class SdpaEfficient(decompose.Decomposed):
         padding = -q.shape[1] % 32
         lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = aten._efficient_attention_backward(
+        dq, dk, dv, _ = private.aten("_efficient_attention_backward")(
             dout.contiguous(),
             q,
             k_,
@@ -322,7 +322,7 @@ def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | Non
     """FlashAttention-2 inside PyTorch, on CUDA; shapes as in `Call`."""
     if bound_lost(q, k, call):
         return decompose.forward(_Flash2Rectangles(), q, k, v, call, into)
-    out, lse, *_ = aten._flash_attention_forward(
+    out, lse, *_ = private.aten("_flash_attention_forward")(
         q,
         k,
         v,
@@ -354,7 +354,7 @@ def flash2_backward(
         return decompose.backward(_Flash2Rectangles(), dout, q, k, v, out, lse, call, into)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     with _deterministic(call.deterministic):
-        grads = aten._flash_attention_backward(
+        grads = private.aten("_flash_attention_backward")(
             dout.contiguous(),
             q,
             k,

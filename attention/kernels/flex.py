@@ -31,6 +31,7 @@ from attention.kernels.aten import half_only, head_dim_rule, some_row_without_ke
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Mask
+from attention.runtime import private
 from attention.runtime.uploads import held
 
 try:
@@ -167,11 +168,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     if not q.is_cuda:
         return _call(q, k, v, chosen, call.scale)
     key = (q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), dense, call.scale, q.requires_grad, q.device)
-    from torch._inductor.exc import InductorError
-
     try:
         return _compiled(key)(q, k, v, chosen, call.scale)
-    except InductorError as error:  # it finds no kernel for some lengths
+    except private.inductor_errors() as error:  # it finds no kernel for some lengths
         raise UnsupportedCall(
             f"kernel=flex: {q.shape[2]} queries, {k.shape[2]} keys: {str(error).splitlines()[0]}"
         ) from None

@@ -28,6 +28,7 @@ from attention.kernels.aten import (
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Mask
+from attention.runtime import private
 from attention.runtime.uploads import held
 
 if TYPE_CHECKING:
@@ -118,8 +119,8 @@ def package() -> tuple[ModuleType | None, str]:
         with _without_a_partial_flash_attn():
             fmha = importlib.import_module("xformers.ops.fmha")
         built = importlib.import_module("xformers._cpp_lib")
-        if not built._built_with_cuda:  # then its operators refuse every call
-            why = " ".join(str(built._cpp_library_load_exception).split("\n  ")[:2])
+        why = private.xformers_without_cuda(built)
+        if why is not None:
             return None, f"xformers' extension does not load here ({why}); take the xformers made for this PyTorch"
         for operator in (fmha.flash.FwOp, fmha.flash.BwOp):
             if not operator.is_available():

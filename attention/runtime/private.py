@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 
+from attention.errors import UnsupportedCall
 from attention.runtime.submit import check_submitted
 
 P = ParamSpec("P")
@@ -220,13 +221,49 @@ def symmetric_memory() -> Any:
 
 @lru_cache
 def aten(name: str) -> Callable[..., Any]:
-    """The operator `torch.ops.aten.<name>`, whose name is private. Raises RuntimeError where this PyTorch has none."""
+    """The operator `torch.ops.aten.<name>`, whose name is private. Raises UnsupportedCall where this PyTorch has none."""
     try:
         return cast(Callable[..., Any], getattr(torch.ops.aten, name))
     except AttributeError:
-        raise RuntimeError(
-            f"this PyTorch {torch.__version__} has no operator aten::{name}; use another kernel"
-        ) from None
+        raise UnsupportedCall(f"PyTorch {torch.__version__} has no operator aten::{name}; use another kernel") from None
+
+
+@lru_cache(maxsize=1)
+def inductor_errors() -> tuple[type[Exception], ...]:
+    """What the compiler raises where it finds no kernel; nothing where it has another name."""
+    try:
+        from torch._inductor.exc import InductorError
+    except ImportError as error:
+        _warn_once(
+            "torch._inductor.exc.InductorError",
+            f"{error}",
+            "a call that can't be compiled fails with the compiler's error",
+        )
+        return ()
+    return (InductorError,)
+
+
+def _public_sleep(cycles: int) -> None:
+    side = 2048
+    x = torch.zeros(side, side, device="cuda")
+    for _ in range(max(1, cycles // 1_000_000)):  # some 0.5 ms each
+        x = x @ x
+
+
+# keeps the current stream busy for so many GPU cycles
+sleep_cycles: Private[[int], None] = Private(
+    "torch.cuda._sleep", lambda: torch.cuda._sleep, _public_sleep, "matrix products keep the GPU busy instead"
+)
+
+
+@lru_cache(maxsize=1)
+def profile_all_threads() -> dict[str, Any]:
+    """Arguments of `torch.profiler.profile` that make it see all threads; none where it has no such option."""
+    try:
+        return {"experimental_config": torch._C._profiler._ExperimentalConfig(profile_all_threads=True)}
+    except (AttributeError, TypeError) as error:
+        _warn_once("torch._C._profiler._ExperimentalConfig", f"{error}", "the profile lacks the threads of transports")
+        return {}
 
 
 # Triton

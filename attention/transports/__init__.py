@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from attention.errors import UnsupportedCall, nearest
+from attention.runtime.private import backend, default_group
 from attention.transports.collective import Collective
-from attention.transports.groups import backend, default_group
 from attention.transports.interface import Handle, Message, Messages, Nothing, Offer, Transport
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue

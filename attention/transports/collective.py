@@ -12,8 +12,8 @@ from torch import Tensor
 from attention.geometry.schedules import length
 from attention.profiling import phase
 from attention.runtime.priority_stream import Front, Inline
+from attention.runtime.private import backend, default_group
 from attention.tensors import put_, take, token_dim
-from attention.transports.groups import backend, default_group
 from attention.transports.interface import Done, Handle, Message, Messages, Offer
 from attention.transports.queues import Queue
 

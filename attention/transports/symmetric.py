@@ -134,7 +134,8 @@ class Pool:
         with torch.inference_mode(False):  # used by calls of any mode, like all memory here
             self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * WORDS * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
-        self.fabric.watch(self.flags.by_rank[self.rank])
+        with together(group):
+            self.fabric.watch(self.flags.by_rank[self.rank])
         self.fabric.settle()
         self.lanes: dict[str, Lane] = {}
         self.captured: dict[int, Shared] = {}  # memory whose addresses CUDA graphs contain

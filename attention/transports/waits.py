@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from attention.runtime.cuda_driver import function
-from attention.transports.groups import timeout_s
+from attention.runtime.private import timeout_s
 
 INTERVAL_S = 1.0  # between two checks of the watchdog
 IDLE, WAITING, SEEN = (
@@ -200,21 +200,21 @@ class DriverError(RuntimeError):
 
 
 class DeviceMemory:
-    """Device memory, read by copies on the watchdog's own stream, which other streams' waits do not block. For the
-    watchdog's thread only. `keep` keeps the memory alive."""
+    """Device memory, read by copies on the watchdog's own stream, which other streams' waits do not block. Only the
+    watchdog's thread reads. `keep` keeps the memory alive."""
 
     def __init__(self, device: torch.device, address: int, keep: Any):
         self.device, self.address, self.keep = device, address, keep
+        self.side = _side(device.index)  # now: to make it later could block behind a wait that never ends
 
     def read(self, first: int, n: int) -> Sequence[int]:
         found = array("i")
-        side = _side(self.device.index)
         for at in range(4 * first, 4 * (first + n), CHUNK):
-            found.frombytes(side.copied(self.address + at, min(CHUNK, 4 * (first + n) - at)))
+            found.frombytes(self.side.copied(self.address + at, min(CHUNK, 4 * (first + n) - at)))
         return found
 
     def see(self, mark: int) -> None:
-        _side(self.device.index).set_byte(self.address + 4 * mark + 1)
+        self.side.set_byte(self.address + 4 * mark + 1)
 
 
 class _Side:
@@ -229,10 +229,11 @@ class _Side:
         )  # not a kernel, which may have to wait for a multiprocessor
         self._wait = function("cuStreamSynchronize", pointer)
         self.stream, self.host = pointer(), pointer()
-        self._enter()
         non_blocking = 1
-        _checked(function("cuStreamCreate", pointer, ctypes.c_uint)(ctypes.byref(self.stream), non_blocking))
-        _checked(function("cuMemHostAlloc", pointer, size, ctypes.c_uint)(ctypes.byref(self.host), CHUNK + 1, 0))
+        with torch.cuda.device(index):
+            torch.cuda.current_stream()  # so that the thread has a context
+            _checked(function("cuStreamCreate", pointer, ctypes.c_uint)(ctypes.byref(self.stream), non_blocking))
+            _checked(function("cuMemHostAlloc", pointer, size, ctypes.c_uint)(ctypes.byref(self.host), CHUNK + 1, 0))
         self.one = pointer((self.host.value or 0) + CHUNK)
         ctypes.memset(self.one, 1, 1)
 

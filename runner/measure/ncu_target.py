@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from attention.runtime import private
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure.workload import AttentionWork, build
@@ -27,7 +28,7 @@ def main(plain: dict[str, Any]) -> None:
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     for which in work.passes:
-        torch.cuda._sleep(1)
+        private.sleep_cycles(1)
         work.run(which)
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from attention.profiling import Recorder, recording
+from attention.runtime import private
 from runner.launch.rank import Rank
 from runner.measure.timing import Stopwatch, Workpiece, leads_ms, record
 
@@ -133,7 +134,7 @@ def profile(
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if me.device.type == "cuda" else [])
     extra: dict[str, Any] = {}
     if me.device.type == "cpu":  # the transport has a thread of its own
-        extra["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        extra = private.profile_all_threads()
     recorder = Recorder(me.device, annotate=True)
 
     @contextmanager

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.profiling import Recorder, Span
+from attention.runtime import private
 from runner.measure import statistics
 from runner.measure.statistics import Samples
 
@@ -75,7 +76,7 @@ class CudaStopwatch:
 
     def align(self) -> None:
         if self.lead_ms:
-            torch.cuda._sleep(int(self.lead_ms * CYCLES_A_MS))
+            private.sleep_cycles(int(self.lead_ms * CYCLES_A_MS))
         if self.token is not None:
             dist.all_reduce(self.token, dist.ReduceOp.MIN)
 

@@ -1,0 +1,279 @@
+"""Private interfaces of other packages: where one has another form, a warning names it and what is used instead."""
+
+import ctypes
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attention
+from attention.runtime import private
+from attention.runtime.launch_recorder import LaunchRecorder
+from attention.runtime.private import Private
+
+GONE = AttributeError("it is gone")
+
+
+def lost():
+    raise GONE
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """What was found out in one test is not known in the next."""
+    caches = (
+        private._triton_knobs, private._run_is_known, private._warn_once, private.aten, private.inductor_errors,
+        private.profile_all_threads,
+    )  # fmt: skip
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_function_of_another_form_is_named_once_and_the_public_one_is_used():
+    found = Private("torch._C.thing", lost, lambda x: 2 * x, "the slower torch.thing is used instead")
+    with pytest.warns(
+        UserWarning, match=r"torch\._C\.thing is not as expected \(it is gone\): the slower torch\.thing"
+    ):
+        assert found(3) == 6
+    assert found(4) == 8  # and warns no more
+
+
+EVERY = [name for name, x in vars(private).items() if isinstance(x, Private)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_private_function_has_a_public_one_beside_it(name):
+    whole = getattr(private, name)
+    broken = Private(whole.name, lost, whole.public, whole.instead)
+    with pytest.warns(UserWarning, match=re.escape(f"{whole.name} is not as expected (it is gone): {whole.instead}")):
+        assert broken.function is whole.public
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_every_interface_is_as_expected_and_the_public_ones_give_the_same(recwarn):
+    for name in EVERY:
+        assert getattr(private, name).function is not getattr(private, name).public
+    device = private.current_device()
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            for found in (private.stream_id, private.raw_stream):
+                assert found(device) == found.public(device)
+            assert private.current_device.public() == device and private.is_capturing() == private.is_capturing.public()
+            before = private.stream_id(device)
+            private.set_stream.public(*before)
+            assert private.stream_id(device) == before
+    assert not private.profiled() and private._run_is_known()
+    assert not [x for x in recwarn if "is not as expected" in str(x.message)]
+
+
+def test_a_stream_of_another_form_is_not_taken(monkeypatch):
+    for name, found in (
+        ("_cuda_getDevice", 0),
+        ("_cuda_getCurrentStream", "stream 7"),
+        ("_cuda_getCurrentRawStream", None),
+    ):
+        monkeypatch.setattr(torch._C, name, lambda *_, found=found: found, raising=False)
+    monkeypatch.setattr(private, "current_device", lambda: 0)
+    for whole, what in ((private.stream_id, "it gives 'stream 7'"), (private.raw_stream, "it gives None")):
+        again = Private(whole.name, whole.find, lambda index: "public", whole.instead)
+        with pytest.warns(UserWarning, match=what):
+            assert again(0) == "public"
+
+
+def test_without_its_private_names_transforms_are_always_expected(monkeypatch):
+    monkeypatch.setattr(private, "transformed", Private("transforms", lost, private.transformed.public, "autograd"))
+    fn = attention.make("dense", kernel="math")
+    q = torch.randn(1, 4, 2, 16)
+    with pytest.warns(UserWarning, match="transforms is not as expected"):
+        out = fn(q, q, q)
+    assert not out.requires_grad
+
+
+def test_a_groups_backend_is_read_from_its_configuration_instead(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    public = private.backend.public
+    assert [public(None, torch.device(x)) for x in ("cpu", "cuda")] == ["gloo", "nccl"]
+    with pytest.raises(RuntimeError, match="no backend for meta"):
+        public(None, torch.device("meta"))
+
+
+def test_symmetric_memory_of_another_form_is_refused_with_its_name(monkeypatch):
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert private.symmetric_memory() is symmetric
+    monkeypatch.delattr(symmetric, "rendezvous")
+    with pytest.raises(RuntimeError, match="_symmetric_memory has no rendezvous; use transport=nccl"):
+        private.symmetric_memory()
+
+
+def test_an_operator_that_is_gone_is_an_unsupported_call():
+    assert private.aten("_scaled_dot_product_flash_attention_for_cpu")
+    with pytest.raises(attention.UnsupportedCall, match="has no operator aten::_not_there; use another kernel"):
+        private.aten("_not_there")
+
+
+def test_the_compilers_errors_and_the_profilers_threads_are_done_without(monkeypatch):
+    assert len(private.inductor_errors()) == 1 and private.profile_all_threads()
+    private.inductor_errors.cache_clear()
+    private.profile_all_threads.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "torch._inductor.exc", None)
+    monkeypatch.delattr(torch._C._profiler, "_ExperimentalConfig")
+    with pytest.warns(UserWarning, match="InductorError is not as expected"):
+        assert private.inductor_errors() == ()
+    with pytest.warns(UserWarning, match="the profile lacks the threads of transports"):
+        assert private.profile_all_threads() == {}
+
+
+def test_an_xformers_that_does_not_tell_is_tried():
+    assert private.xformers_without_cuda(SimpleNamespace(_built_with_cuda=True)) is None
+    broken = SimpleNamespace(_built_with_cuda=False, _cpp_library_load_exception="no library\n  at all\n  really")
+    assert private.xformers_without_cuda(broken) == "no library at all"
+    with pytest.warns(UserWarning, match=r"xformers\._cpp_lib is not as expected"):
+        assert private.xformers_without_cuda(SimpleNamespace()) is None
+
+
+class Compiled:
+    """A compiled Triton kernel: its launcher calls Triton's hooks, as that of a GPU does."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        if enter is not None:
+            enter(launch_metadata)
+
+    def __getitem__(self, grid):
+        from triton import knobs
+        from triton.compiler.compiler import LazyDict
+
+        told, hooks = LazyDict({"name": "_planted"}), (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        return lambda *arguments: self.run(*grid, 0, self.function, self.packed_metadata, told, *hooks, *arguments)
+
+
+def recorded(run, *inputs):
+    recorder = LaunchRecorder(inputs, lambda: 0)
+    results = recorder.record(run)
+    return recorder.trace(results), results
+
+
+def test_a_launch_by_triton_past_submit_ends_the_recording_by_name():
+    knobs = pytest.importorskip("triton").knobs
+
+    def run(x):
+        out = torch.empty_like(x).copy_(x)
+        Compiled()[1, 1, 1](out)
+        return (out,)
+
+    trace, results = recorded(run, torch.ones(3))
+    assert trace == "the Triton kernel _planted was launched without `submit`"
+    assert results[0].tolist() == [1, 1, 1]  # the call itself is right
+    assert not knobs.runtime.launch_enter_hook.calls and not private.profiled()
+
+
+def test_a_submitted_launch_by_triton_is_recorded_and_a_profiler_is_told_from_the_recorder():
+    from attention.runtime.submit import submit
+
+    knobs = pytest.importorskip("triton").knobs
+    seen = []
+
+    def run(x):
+        seen.append(private.profiled())
+        launch, known = private.triton_run(Compiled(), (1, 1, 1), 0)
+        submit(launch, *known, x)
+        return (x,)
+
+    trace, _ = recorded(run, torch.ones(3))
+    assert not isinstance(trace, str) and seen == [False]
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        assert private.profiled() and private.triton_run(Compiled(), (1, 1, 1), 0) is None
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+
+
+def test_where_tritons_hooks_are_others_nothing_is_recorded(monkeypatch):
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(type(knobs.runtime), "launch_enter_hook", None)
+    trace, _ = recorded(lambda x: (x,), torch.ones(3))
+    assert "Triton's launches can't be watched" in trace
+    with pytest.warns(UserWarning, match=r"triton\.knobs\.runtime is not as expected"):
+        assert private.profiled()
+
+
+def test_where_tritons_kernels_run_otherwise_its_python_launches_them(monkeypatch):
+    compiler = pytest.importorskip("triton.compiler")
+    assert private._run_is_known()
+    private._run_is_known.cache_clear()
+    monkeypatch.setattr(compiler.CompiledKernel, "__getitem__", Compiled.__getitem__)
+    with pytest.warns(UserWarning, match=r"CompiledKernel\.run is not as expected"):
+        assert private.triton_run(Compiled(), (1, 1, 1), 0) is None
+
+
+def test_a_call_of_the_driver_past_submit_ends_the_recording_by_name(monkeypatch):
+    from attention.runtime import cuda_driver
+    from attention.runtime.submit import submit
+
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: ctypes.CDLL(None))  # with the C library in the driver's place
+    fill = cuda_driver.function("memset", ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+    def past(x):
+        out = torch.empty_like(x)
+        fill(out.data_ptr(), 0, out.nbytes)
+        return (out,)
+
+    trace, results = recorded(past, torch.ones(3))
+    assert trace == "memset was launched without `submit`" and results[0].tolist() == [0, 0, 0]
+
+    def through(x):
+        out = torch.empty_like(x)
+        submit(fill, out.data_ptr(), 0, out.nbytes, pointers=range(1))
+        return (out,)
+
+    trace, _ = recorded(through, torch.ones(3))
+    assert trace.replay((torch.ones(3),))[0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_launches_by_triton_and_the_driver_past_submit_are_named():
+    import triton
+
+    from attention.runtime import cuda_driver
+    from attention.runtime.private import raw_stream
+
+    @triton.jit
+    def _planted(x):
+        triton.language.store(x, 2.0)
+
+    x = torch.ones(1, device="cuda")
+    _planted[1,](x)  # compiles
+    fill = cuda_driver.function("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
+    trace, _ = recorded(lambda x: (_planted[1,](x), x)[1:], x)
+    assert trace == "the Triton kernel _planted was launched without `submit`"
+    trace, _ = recorded(lambda x: (fill(x.data_ptr(), 0, 4, raw_stream(x.get_device())), x)[1:], x)
+    assert trace == "cuMemsetD8Async was launched without `submit`"
+    assert x.item() == 0
+
+
+LIBRARIES = re.compile(
+    r"ctypes\.(CDLL|cdll|PyDLL)|torch\._C\b|compile_cache|launch_enter_hook|_get_default_group|_get_backend"
+)
+HOME = {"cuda_driver.py", "private.py", "flash4_launches.py"}
+
+
+def test_private_interfaces_and_libraries_are_used_in_one_place():
+    root = Path(attention.__file__).parent
+    found = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for path in root.rglob("*.py")
+        if not (path.parent.name == "runtime" and path.name in HOME)
+        for line in path.read_text().splitlines()
+        if LIBRARIES.search(line)
+    ]
+    assert not found
