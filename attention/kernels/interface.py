@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.errors import UnsupportedCall as UnsupportedCall
 from attention.masks.band import FULL, Mask
 from attention.runtime.uploads import uploaded
 
