@@ -56,7 +56,7 @@ class GatherCosts(Costs[GatherOptions]):
             # q and out, or dout and dq: all tokens but those that stay
             found["q"] = (size(border[rank]) + size(inner[rank]) - 2 * kept) * self.shapes.q_token
         if backward:
-            found["dkv"] = route.reversed().received_tokens * self.shapes.kv_token
+            found["dkv"] = route.sent_tokens * self.shapes.kv_token
         return found
 
     def pass_peak(self, rank: int, backward: bool) -> int:
@@ -86,7 +86,7 @@ class GatherCosts(Costs[GatherOptions]):
         by_length = sorted(b.k[1] - b.k[0] for b in step.blocks)
         beside = sum(by_length[:-1]) if by_length and by_length[-1] == length(step.keys) else sum(by_length)
         beside_bytes = beside * kv * share
-        home = gather_move(problem, rank).route.reversed().received_tokens * kv
+        home = gather_move(problem, rank).route.sent_tokens * kv
         sums = min(2, self.shapes.kv_heads // stride + 1) * most_keys(problem)[-1] * kv * share
         common = out + 2 * moved + n * q + n * kv + published + keys + copied
         if local and policy.local_kv_apart(problem, rank):

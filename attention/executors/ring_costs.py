@@ -12,6 +12,8 @@ from attention.geometry.merge_plan import FEW, passes
 from attention.geometry.options import RingOptions
 from attention.geometry.schedules import Problem, length, steps, union
 from attention.geometry.transfers import Route, packed_calls, step_routes
+from attention.geometry.weighted_lru import memo
+from attention.masks.band import Intervals
 
 
 class RingCosts(Costs[RingOptions]):
@@ -33,7 +35,7 @@ class RingCosts(Costs[RingOptions]):
         routes = step_routes(self.problem, rank // self.problem.ulysses)
         found = {"kv": sum(route.received_tokens for route in routes) * self.shapes.kv_token}
         if backward:
-            found["dkv"] = sum(route.reversed().received_tokens for route in routes) * self.shapes.kv_token
+            found["dkv"] = sum(route.sent_tokens for route in routes) * self.shapes.kv_token
         return found
 
     def pass_peak(self, rank: int, backward: bool) -> int:
@@ -73,7 +75,7 @@ class RingCosts(Costs[RingOptions]):
         each: list[TimedStep] = []
         for work, route in zip(works, routes, strict=True):
             incoming = _from_one(route.received_tokens * shapes.kv_token)
-            outgoing = _from_one(route.reversed().received_tokens * shapes.kv_token) if backward else ()
+            outgoing = _from_one(route.sent_tokens * shapes.kv_token) if backward else ()
             step = timed(work, shapes, backward, self.packed)
             each.append(replace(step, incoming=incoming, outgoing=outgoing))
         # of several parts the last has local KV at the end, while gradients travel
@@ -90,7 +92,7 @@ class RingCosts(Costs[RingOptions]):
         total, count = merged_bytes(queries, tokens, shapes.q_token, shapes.itemsize), max(0, len(queries) - 1)
         if backward:
             keys = [length(step.keys) for step in found if step.owner == place and step.blocks]
-            keys += [n for route in routes if (n := route.reversed().received_tokens)]
+            keys += [n for route in routes if (n := route.sent_tokens)]
             total += merged_bytes(keys, self.tokens, shapes.kv_token, shapes.itemsize)
             count += 2 * max(0, len(keys) - 1)
         return total, count
@@ -107,10 +109,15 @@ def copied_bytes(problem: Problem, shapes: Shapes, place: int, backward: bool) -
         return 0
     q, lse = shapes.q_token, shapes.batch * shapes.heads * 4
     taken, most = 3 * q + lse if backward else q, 0
-    for step in steps(problem, place):
-        for queries, keys in packed_calls(step, step.owner == place):
-            pairs = (queries, taken), (keys, shapes.kv_token)
-            most = max(most, sum(length(x) * size for x, size in pairs if len(x) > 1))
-            if len(queries) > FEW:  # merged or summed at once: the result so far, and the part
-                most = max(most, 2 * length(queries) * (q if backward else q + lse))
+    for queries, keys in _calls(problem, place):
+        pairs = (queries, taken), (keys, shapes.kv_token)
+        most = max(most, sum(length(x) * size for x, size in pairs if len(x) > 1))
+        if len(queries) > FEW:  # merged or summed at once: the result so far, and the part
+            most = max(most, 2 * length(queries) * (q if backward else q + lse))
     return most
+
+
+@memo(lambda found, *_: sum(len(queries) + len(keys) for queries, keys in found))
+def _calls(problem: Problem, place: int) -> list[tuple[Intervals, Intervals]]:
+    """The queries and keys of each call on a packed batch."""
+    return [call for step in steps(problem, place) for call in packed_calls(step, step.owner == place)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attention.geometry.layouts import CuSeqlens
-from attention.geometry.schedules import Problem, length, steps, union
+from attention.geometry.schedules import Problem, length, rank_pairs, steps, union
 from attention.masks.band import Mask
 
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
@@ -53,7 +53,7 @@ def problem_pairs(problem: Problem) -> int:
 
 def place_flops(problem: Problem, shapes: Shapes, place: int) -> int:
     """Forward FLOPs of a rank at this place in the schedule, which all ranks of a Ulysses group share."""
-    return forward_flops(shapes, sum(step.pairs for step in steps(problem, place))) // problem.ulysses
+    return forward_flops(shapes, rank_pairs(problem, place)) // problem.ulysses
 
 
 def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 
 from attention.geometry.layouts import CuSeqlens, Layout
@@ -37,28 +37,27 @@ class Block:
         return self.mask.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
 
-@dataclass(frozen=True, eq=False)
 class Step:
     """Blocks are made at first use: of another rank's step usually only the keys are needed. `order`: the keys that come and how
     they lie, where that is known without the blocks or is not the sorted keys of the blocks."""
 
-    owner: int
-    make: Callable[[], Iterable[Block]] = tuple
-    order: Intervals | None = None
+    def __init__(self, owner: int, make: Callable[[], Iterable[Block]] = tuple, order: Intervals | None = None):
+        self.owner, self.make, self.order = owner, make, order
+        self._blocks: tuple[Block, ...] | None = None
 
-    @cached_property
+    @property
     def blocks(self) -> tuple[Block, ...]:
-        return tuple(self.make())
+        if self._blocks is None:
+            self._blocks = tuple(self.make())
+        return self._blocks
 
     @property
     def keys(self) -> Intervals:
         """The owner's keys that the step brings, all that its blocks touch among them: disjoint intervals in the order in which
         they lie for this rank."""
-        return self._touched if self.order is None else self.order
-
-    @cached_property
-    def _touched(self) -> Intervals:
-        return union(b.k for b in self.blocks)
+        if self.order is None:
+            self.order = union(b.k for b in self.blocks)
+        return self.order
 
     @property
     def pairs(self) -> int:
@@ -236,7 +235,10 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
-    return sum(stop - start for start, stop in intervals)
+    total = 0
+    for start, stop in intervals:  # a loop takes half of what a sum over a generator does, and there are many
+        total += stop - start
+    return total
 
 
 def _weight(found: tuple[Step, ...], problem: Problem, *_: object) -> int:
@@ -253,6 +255,15 @@ def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
 def most_keys(problem: Problem) -> tuple[int, ...]:
     """For each step, the most keys that any rank receives before it, or has gathered."""
     return problem.schedule.most_keys(problem)
+
+
+def rank_pairs(problem: Problem, rank: int) -> int:
+    """(query, key) pairs that a rank computes. Where its queries are ranges these are their pairs with all keys of their sequences,
+    whatever the steps; else the steps are counted."""
+    shard = problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]
+    if problem.q_tokens is None and all(chunk.step == 1 for chunk in shard):
+        return sum(block.pairs for block in gathered(problem, rank))
+    return sum(step.pairs for step in steps(problem, rank))
 
 
 def masks(problem: Problem) -> tuple[Mask, ...]:

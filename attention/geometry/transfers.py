@@ -41,9 +41,14 @@ class Route:
     def _back(self) -> Route:
         return Route(_turned(self.receives), _turned(self.sends))
 
-    @property
+    @cached_property
     def received_tokens(self) -> int:
-        return sum(length(piece.target) for piece in self.receives)
+        return sum([length(piece.target) for piece in self.receives])
+
+    @cached_property
+    def sent_tokens(self) -> int:
+        """As many as arrive on the way back."""
+        return sum([length(piece.source) for piece in self.sends])
 
 
 def _turned(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:

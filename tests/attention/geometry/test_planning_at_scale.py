@@ -5,7 +5,7 @@ import torch
 
 from attention.executors.plan import plan_steps
 from attention.geometry import schedules, transfers
-from attention.geometry.schedules import SEQUENCE, GatherSchedule, Problem, length, most_keys, steps
+from attention.geometry.schedules import SEQUENCE, GatherSchedule, Problem, length, most_keys, rank_pairs, steps
 from attention.geometry.transfers import Piece, Route, gather_move, move, needed_keys, side_by_side, step_routes
 from attention.variants.registry import VARIANTS
 from tests.support.coverage import MASKS, WORLDS, does, problems, settings
@@ -85,3 +85,11 @@ def test_the_steps_built_for_a_rank_grow_with_the_world_and_not_with_its_square(
                 gather_move(problem, problem.world // 2)
             schedules.masks(problem)
         assert 0 < len(built) <= 6 * problem.world + 2, problem
+
+
+@every_variant
+@every_world
+def test_a_ranks_pairs_are_those_of_its_steps(name, world):
+    for problem in problems(VARIANTS[name], world):
+        for rank in range(problem.world):
+            assert rank_pairs(problem, rank) == sum(step.pairs for step in steps(problem, rank)), (problem, rank)

@@ -124,7 +124,7 @@ def test_of_a_large_pack_peers_blocks_are_not_made(name):
     planned = plan_steps(problem, 1, 1.0, True, False, torch.device("cpu"))
     assert any(step.calls for step in planned)
     for place in {0, 2, 3}:
-        assert not any(vars(step).get("blocks") for step in steps(problem, place))
+        assert not any(vars(step)["_blocks"] for step in steps(problem, place))
     for place in range(world):
         for step in steps(problem, place):  # the keys that are known without the blocks are all that these touch
             touched = {t for b in step.blocks for t in range(*b.k)}
