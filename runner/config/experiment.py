@@ -112,6 +112,7 @@ class Experiment:
     phases: bool
     deterministic: bool
     replay: str
+    model: str = "none"
 
     @property
     def chosen(self) -> Variant[Any] | None:

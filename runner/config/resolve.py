@@ -155,6 +155,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         phases=cfg.phases,
         deterministic=cfg.deterministic,
         replay=cfg.replay,
+        model=cfg.model.name,
     )
     for check in RUN_RULES:
         check(run, cfg)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from runner import environment
 from runner.launch.rank import Rank
-from runner.measure.timing import CpuStopwatch, CudaStopwatch
-from runner.measure.workload import DTYPES
+from runner.measure.attention_work import DTYPES
+from runner.measure.timing import stopwatch
 
 RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
@@ -160,12 +160,7 @@ def _fastest(me: Rank, dtype: torch.dtype) -> torch.dtype:
 
 def _best_s(me: Rank, run: Callable[[], object], inner: int) -> float:
     """The least time of one call, in seconds, over marks around `inner` calls each."""
-    together, repeats = me.world > 1, 5 if me.device.type == "cuda" else 2
-    watch = (
-        CudaStopwatch(me.device, together)
-        if me.device.type == "cuda"
-        else CpuStopwatch(me.control if together else None)
-    )
+    repeats, watch = 5 if me.device.type == "cuda" else 2, stopwatch(me, together=me.world > 1)
     run()
     times = []
     for _ in range(repeats):

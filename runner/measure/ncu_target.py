@@ -14,7 +14,7 @@ import torch
 from attention.runtime import private
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure.workload import AttentionWork, build
+from runner.measure.workloads import WORKLOADS
 
 
 def main(plain: dict[str, Any]) -> None:
@@ -22,7 +22,7 @@ def main(plain: dict[str, Any]) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     alone = Rank(0, 1, device, Path(tempfile.gettempdir()), cast(Any, None))  # it talks to nobody
-    work = AttentionWork(alone, spec, build(spec))
+    work = WORKLOADS[spec.model].create(alone, spec)
     for which in work.passes:
         work.run(which)
     torch.cuda.synchronize()

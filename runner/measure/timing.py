@@ -21,7 +21,8 @@ from runner.measure import statistics
 from runner.measure.statistics import Samples
 
 if TYPE_CHECKING:
-    from runner.measure.workload import AttentionWork
+    from runner.launch.rank import Rank
+    from runner.measure.workload import Workload
 
 LEAD_MS = 0.1  # how far the CPU gets ahead of the GPU before a sample, where it does
 LEADING_RUNS = 4  # iterations of leads_ms
@@ -107,6 +108,14 @@ class CpuStopwatch:
         return (stop - start) / 1e6
 
     def settle(self) -> None: ...
+
+
+def stopwatch(me: Rank, together: bool, lead_ms: float = 0.0) -> Stopwatch:
+    """The stopwatch of this rank's device. `together`: all ranks start each pass at once. `lead_ms`: as `CudaStopwatch`
+    has it."""
+    if me.device.type == "cuda":
+        return CudaStopwatch(me.device, together, lead_ms)
+    return CpuStopwatch(me.control if together else None)
 
 
 @contextmanager
@@ -354,7 +363,7 @@ class Graphed:
     """Work captured in CUDA graphs, one per pass; `run` replays. Capturing collectives may hang on a broken
     installation; the launcher's time limit ends that."""
 
-    def __init__(self, work: AttentionWork):
+    def __init__(self, work: Workload):
         self.passes = work.passes
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         stream = torch.cuda.Stream()

@@ -1,193 +1,55 @@
-"""What a run works on: seeded inputs, sharded, and the two passes over them."""
+"""What a run measures, as the modules that time and check it see it."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from itertools import accumulate, cycle
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-import attention
-from attention.api import ContextParallel
-from attention.autotune.choice import Choice
-from attention.autotune.hardware import Ceilings
-from attention.geometry.layouts import CuSeqlens
-from runner.config.experiment import AttentionCall, Experiment
-from runner.config.values import UnsupportedHere
-from runner.launch.rank import Rank
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-NAMES = ("q", "k", "v", "dout")
+from attention.transports.interface import Transport
+from runner.measure.timing import Passes, Workpiece
 
 
-def global_input(work: AttentionCall, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
-    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`): normal, clamped to [-1, 1], the
-    same on every rank. Each batch element has a generator of its own, so that one can be had without the others."""
-    keys = which in ("k", "v")
-    tokens, heads = (work.seq_len, work.kv_heads) if keys else (work.queries, work.heads)
-    elements = range(work.batch) if batch is None else [batch]
-    parts = []
-    for b in elements:
-        generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
-        x = torch.empty(tokens, heads, work.head_dim, dtype=torch.float32, device=device)
-        parts.append(x.normal_(generator=generator).clamp_(-1, 1).to(DTYPES[work.dtype]))
-    return parts[0] if work.seqlens else torch.stack(parts)
+class Workload(Workpiece, Protocol):
+    """A rank's share of the work: inputs, and passes over them that can be timed and compared with a reference."""
 
-
-def build(experiment: Experiment, group: Any = None) -> ContextParallel:
-    """Raises UnsupportedHere or ValueError as `attention.make` does."""
-    return attention.make(
-        experiment.variant,
-        group=group,
-        kernel=experiment.kernel,
-        transport=experiment.transport,
-        deterministic=experiment.deterministic,
-        replay=experiment.replay,
-        **experiment.options,
-    )
-
-
-def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | None) -> Choice:
-    """What attention=auto takes for the experiment. Raises ValueError where no variant can do it here."""
-    work = experiment.workload
-    shape = {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
-    given = {
-        **shape,
-        **{name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "causal", "window")},
-        "dtype": DTYPES[work.dtype],
-        "backward": experiment.mode == "forward_backward",
-        "q_tokens": work.q_len,
-        "device": device,
-        "ceilings": ceilings,
-        "graphed": experiment.timing.method == "cudagraph",
-        "replay": experiment.replay,
-        "deterministic": experiment.deterministic,
-        **experiment.options,
-    }
-    return attention.api.decide(None, experiment.kernel, experiment.transport, given)
-
-
-class AttentionWork:
-    """Sharded inputs and the two passes. Raises UnsupportedHere when the kernel cannot do the call."""
-
-    def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel):
-        work = self.spec = experiment.workload
-        self.fn = fn
-        self.autograd_thread: bool = experiment.timing.autograd_thread
-        self.backward = experiment.mode == "forward_backward"
-        self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
-        self.packs = work.cu_seqlens if work.seqlens else None
-        self.inputs: list[Tensor] = []
-        for which in NAMES if self.backward else NAMES[:3]:
-            whole = global_input(work, which, experiment.seed, me.device)
-            shard = fn.shard(whole, self.packs, role="kv" if which in ("k", "v") else "q").detach()
-            self.inputs.append(shard.requires_grad_(self.backward and which != "dout"))
-        self.q, self.k, self.v = self.inputs[:3]
-        self.dout = self.inputs[3] if self.backward else None
-        self.options: dict[str, Any] = {"causal": work.causal, "window": work.window, "cu_seqlens": self.packs}
-        if work.q_len is not None:
-            self.options["kv_tokens"] = work.seq_len
-        try:
-            self.plan = fn.plan(self.q, self.k, self.v, **self.options)
-        except ValueError as error:
-            raise UnsupportedHere(str(error)) from None
-        self.out: Tensor | None = None
-        self.gradients: tuple[Tensor, ...] = ()
-        self.last: Tensor | None = None  # the out that the last backward was of
-
-    def run(self, which: str) -> None:
-        if which == "forward":
-            self.out = self.last = None  # as are the last iteration's gradients: none of this one's memory
-            self.out = self.fn(self.q, self.k, self.v, **self.options)
-        else:
-            self._backward(keep=False)
-
-    def repeat(self, which: str, times: int) -> None:
-        if which == "forward":
-            for _ in range(times):
-                self.run("forward")
-        else:
-            for _ in range(times):
-                self.again()
-            self.out = None
-
-    def again(self) -> None:
-        """The last forward's backward, which can then be had again."""
-        self._backward(keep=True)
-
-    def _backward(self, keep: bool) -> None:
-        assert self.out is not None and self.dout is not None, "backward before forward"
-        self.gradients = ()
-        with torch.autograd.set_multithreading_enabled(self.autograd_thread):
-            self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
-        self.last = self.out
-        if not keep:
-            self.out = None
-
-    def outputs(self) -> dict[str, Tensor]:
-        """What the last iteration left: this rank's out and gradients; fewer where they were let go."""
-        if not self.backward:
-            return {} if self.out is None else {"out": self.out.detach()}
-        if self.last is None or not self.gradients:
-            return {}
-        return {"out": self.last.detach(), **dict(zip(("dq", "dk", "dv"), self.gradients, strict=True))}
+    inputs: list[Tensor]
+    has_phases: bool  # whether its phases and the bytes that it moves are known
+    left: Any  # the results of the last iteration, to be put back after they were computed anew in place
 
     @property
-    def left(self) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-        """All that the last iteration left, to be set again by who has it computed anew in place."""
-        return self.out, self.last, self.gradients
+    def transport(self) -> Transport: ...
 
-    @left.setter
-    def left(self, left: tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]) -> None:
-        self.out, self.last, self.gradients = left
+    @property
+    def replays(self) -> bool:
+        """Whether later calls replay what the first ones recorded."""
+
+    def resolved(self) -> dict[str, Any]:
+        """The experiment's options, with values for those that were left open."""
+
+    def report(self) -> dict[str, Any]:
+        """The kernel, the transport and a note on them, for the result."""
+
+    def flops(self) -> float:
+        """Of an iteration on the busiest rank."""
+
+    def rate(self) -> float:
+        """FLOP/s that this rank is expected to reach."""
+
+    def again(self) -> None:
+        """Repeat the last backward."""
+
+    def outputs(self) -> dict[str, Tensor]:
+        """What the last iteration left, by name: results and gradients; empty where they were released."""
 
     def negate(self) -> None:
-        """Change the sign of all inputs, in place. Scores stay, and out and the gradients change their sign."""
-        with torch.no_grad():
-            for x in self.inputs:
-                x.neg_()
+        """Change the sign of all inputs, in place: every output changes its sign."""
 
     def release(self) -> None:
-        """Let go of results, so that they do not count as the next stretch's memory."""
-        self.out = self.last = None
-        self.gradients = ()
+        """Drop the results."""
 
+    def layered(self, layers: int, new_packs: bool) -> Passes:
+        """The passes of a model with so many layers; with `new_packs` each iteration has another packed batch."""
 
-def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:
-    """n packs of the same lengths, each in an order of its own, none in theirs."""
-    draw, order = random.Random(seed), list(lengths)
-    found: dict[CuSeqlens, None] = {}
-    given = tuple(accumulate(lengths, initial=0))
-    while len(found) < n:
-        draw.shuffle(order)
-        pack = tuple(accumulate(order, initial=0))
-        if pack != given:
-            found[pack] = None
-    return list(found)
-
-
-class Layers:
-    """The passes of a model of so many layers, which all have the same inputs: all forwards, then all backwards, the last layer's
-    first. `packs` are the models' in turn, else all have the work's own."""
-
-    def __init__(self, work: AttentionWork, layers: int, packs: Sequence[CuSeqlens] = ()):
-        self.work, self.layers, self.passes = work, layers, work.passes
-        self.packs = cycle(packs or [work.packs])
-        self.outs: list[Tensor | None] = []
-
-    def run(self, which: str) -> None:
-        work = self.work
-        if which == "forward":
-            work.options["cu_seqlens"] = next(self.packs)
-            for _ in range(self.layers):
-                work.run("forward")
-                if work.backward:
-                    self.outs.append(work.out)
-            work.options["cu_seqlens"] = work.packs
-        else:
-            while self.outs:
-                work.out = self.outs.pop()
-                work.run("backward")
+    def rows(self, name: str) -> Tensor:
+        """Which token each row of this rank's shard of an output is, int64 on the CPU."""

@@ -23,10 +23,10 @@ import yaml
 
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal
 from attention.masks.band import Mask
-from runner.measure.correctness import without_keys
+from runner.measure.attention_work import DTYPES
+from runner.measure.comparison import without_keys
 from runner.measure.errors import Error
 from runner.measure.reference import Words, attend
-from runner.measure.workload import DTYPES
 from tests.conftest import ROOT
 
 TENSORS = ("out", "dq", "dk", "dv")

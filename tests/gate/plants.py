@@ -23,8 +23,9 @@ from attention.variants.base import Variant
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import job
+from runner.measure import timed as timed_run
+from runner.measure.attention_work import AttentionWork
 from runner.measure.correctness import check, check_timed
-from runner.measure.workload import AttentionWork, build
 
 Tensors = dict[str, Tensor]  # out and lse, or dq, dk and dv, of this rank's shard
 Change = Callable[[Tensors, Plan], None]  # in place
@@ -469,7 +470,7 @@ class Found:
 def gate(me: Rank, spec: Experiment) -> Found:
     """Both checks, with an iteration between them as if it were timed."""
     STATE.checked = False
-    work = AttentionWork(me, spec, build(spec))
+    work = AttentionWork(me, spec)
     checked = check(me, spec, work)
     if not checked.found["passed"]:
         return Found(checked.found["why"], checked.found, None)
@@ -504,5 +505,5 @@ def timed(me: Rank, run: dict[str, Any], name: str) -> dict[str, Any]:
         return inner
 
     plant = next(plant for plant in PLANTS if plant.name == name)
-    with changed(job, "_time", make), plant.plant():
+    with changed(timed_run, "measure", make), plant.plant():
         return job.run(me, run, None)

@@ -11,8 +11,8 @@ import torch
 
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
-from runner.measure import ceilings, correctness, job
-from runner.measure.workload import AttentionWork, build
+from runner.measure import ceilings, correctness, job, pieces
+from runner.measure.attention_work import AttentionWork
 from tests.jobs.reference import rel
 
 
@@ -60,18 +60,18 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
     }
 
 
-def shared_reference(me: Rank, experiment: dict[str, Any], pieces: int) -> list[dict[str, Any]]:
+def shared_reference(me: Rank, experiment: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """The pieces that this rank compares of a reference which the ranks share, and how far each tensor lies from one that
     is computed alone."""
     spec = Experiment.from_plain(experiment)
-    limit = 1e-12 if pieces == 1 else 1e9  # the least that can be checked, or everything
+    limit = 1e-12 if number == 1 else 1e9  # the least that can be checked, or everything
     backward = spec.mode == "forward_backward"
-    mine, _, shared = correctness.pieces_of(spec.workload, me.world, me.rank, limit, backward)
-    correctness._share_reference(me, spec, mine, shared, torch.float64)
+    mine, _, shared = pieces.pieces_of(spec.workload, me.world, me.rank, limit, backward)
+    pieces.share_reference(me, spec, mine, shared, torch.float64)
     found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
     for piece in mine:
-        inputs = correctness.piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
-        alone = correctness._reference(inputs, spec, torch.float64)
+        inputs = pieces.piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
+        alone = pieces.reference(inputs, spec, torch.float64)
         found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows or () for token in range(a, b)]
         shared = piece.reference
         assert shared is not None and shared.values.keys() == alone.values.keys()
@@ -84,32 +84,32 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
     """Three checks of one workload, before the last of which rank 1 lost what it kept: whether each passed, its error, and how
     many references this rank computed for it."""
     spec = Experiment.from_plain(experiment)
-    work = AttentionWork(me, spec, build(spec))
-    plain, counted = correctness._reference, [0]
+    work = AttentionWork(me, spec)
+    plain, counted = pieces.reference, [0]
 
     def counting(*args: Any) -> Any:
         counted[0] += 1
         return plain(*args)
 
-    correctness._references.clear()
-    correctness._reference = counting
+    pieces._references.clear()
+    pieces.reference = counting
     found = []
     try:
         for last in (False, False, True):
             if last and me.rank == 1:
-                correctness._references.clear()
+                pieces._references.clear()
             counted[0] = 0
             checked = correctness.check(me, spec, work).found
             found.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], counted[0]])
     finally:
-        correctness._reference = plain
+        pieces.reference = plain
     return me.gather(found)
 
 
 def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:
     """Whether a timed backward runs in the thread that asks for it."""
     spec = Experiment.from_plain(experiment)
-    work = AttentionWork(me, spec, build(spec))
+    work = AttentionWork(me, spec)
     threads: list[int] = []
     work.q.register_hook(lambda _: threads.append(threading.get_ident()))
     for which in work.passes:

@@ -9,7 +9,7 @@ import torch
 import attention
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure.workload import AttentionWork, build
+from runner.measure.attention_work import AttentionWork
 
 
 def counted(
@@ -44,7 +44,7 @@ def counted_of_runs(me: Rank, experiments: list[dict[str, Any]]) -> list[dict[st
     found = []
     for plain in experiments:
         spec = Experiment.from_plain(plain)
-        work = AttentionWork(me, spec, build(spec))
+        work = AttentionWork(me, spec)
         transport, received = work.plan.transport, {}
         for which in work.passes:
             transport.bytes_received.clear()

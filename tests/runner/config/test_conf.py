@@ -19,7 +19,7 @@ from runner.config.overrides import groups, problem
 from runner.config.resolve import run_name
 from runner.config.schema import MODELS, TIMING_METHODS
 from runner.config.values import InvalidConfig
-from runner.measure.workload import DTYPES
+from runner.measure.attention_work import DTYPES
 from tests.support.composing import composed, configured, resolved
 
 HERE = Path(__file__).parent

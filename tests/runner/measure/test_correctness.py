@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runner.measure import correctness
-from runner.measure.correctness import pieces_of
+from runner.measure import pieces
+from runner.measure.pieces import pieces_of
 from runner.measure.reference import Reference
 from tests.jobs import program
 from tests.support.composing import resolved
@@ -23,7 +23,7 @@ MASKS = {
 def test_ranks_share_what_is_fewer_than_they(in_world, world, kv_heads, wanted, mask):
     size = ["batch=1", f"heads={2 * kv_heads}", f"kv_heads={kv_heads}", "head_dim=16", "seq_len=1200"]
     spec = resolved(*MASKS[mask], *size, f"world_size={world}")
-    ranks = in_world(program.shared_reference, world, experiment=spec.plain(), pieces=wanted)
+    ranks = in_world(program.shared_reference, world, experiment=spec.plain(), number=wanted)
     assert {rank["shared"] for rank in ranks} == {wanted}
     tokens = [tuple(token) for rank in ranks for token in rank["tokens"]]
     assert len(tokens) == len(set(tokens)) == 1200 * wanted
@@ -38,7 +38,7 @@ def test_ranks_share_what_is_fewer_than_they(in_world, world, kv_heads, wanted, 
 def test_queries_of_a_decode_are_shared_from_many_on(in_world):
     size = ["batch=1", "heads=2", "kv_heads=1", "head_dim=16", "seq_len=2048", "causal=true"]
     spec = resolved("attention=tree", *size, "q_len=300", "world_size=2")
-    ranks = in_world(program.shared_reference, 2, experiment=spec.plain(), pieces=1)
+    ranks = in_world(program.shared_reference, 2, experiment=spec.plain(), number=1)
     assert [len(rank["tokens"]) for rank in ranks] == [150, 150]
     assert max(rank["errors"]["out"] for rank in ranks) < 1e-13
 
@@ -53,16 +53,16 @@ def test_short_sequences_and_packs_are_not_shared(size):
 
 
 def test_references_are_kept_until_others_need_their_room(monkeypatch):
-    monkeypatch.setattr(correctness, "_references", {})
+    monkeypatch.setattr(pieces, "_references", {})
     of_100_bytes = Reference({"out": torch.zeros(100, dtype=torch.uint8)}, {})
     for name in "abc":
-        correctness._keep(name, [correctness.Piece(0, 0, reference=of_100_bytes)], 300)
-    correctness._keep("a", correctness._references.pop("a"), 300)  # needed again, so b is the oldest
-    correctness._keep("d", [correctness.Piece(0, 0, reference=of_100_bytes)], 300)
-    assert list(correctness._references) == ["c", "a", "d"]
-    assert correctness.kept_bytes() == 300
-    correctness._keep("e", [correctness.Piece(0, 0, reference=of_100_bytes)], 0)
-    assert correctness.kept_bytes() == 0
+        pieces.keep(name, [pieces.Piece(0, 0, reference=of_100_bytes)], 300)
+    pieces.keep("a", pieces._references.pop("a"), 300)  # needed again, so b is the oldest
+    pieces.keep("d", [pieces.Piece(0, 0, reference=of_100_bytes)], 300)
+    assert list(pieces._references) == ["c", "a", "d"]
+    assert pieces.kept_bytes() == 300
+    pieces.keep("e", [pieces.Piece(0, 0, reference=of_100_bytes)], 0)
+    assert pieces.kept_bytes() == 0
 
 
 @pytest.mark.parametrize(("kv_heads", "computed"), [(2, [[1, 0, 0], [1, 0, 1]]), (1, [[1, 0, 1], [1, 0, 1]])])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attention.profiling import Recorder, phase, recording
-from runner.measure import job, timing
+from runner.measure import timed, timing
+from runner.measure.attention_work import Layers, other_orders
 from runner.measure.statistics import slowest
 from runner.measure.timing import (
     LEAD_MS,
@@ -28,7 +29,6 @@ from runner.measure.timing import (
     verdict,
     warm,
 )
-from runner.measure.workload import Layers, other_orders
 from tests.jobs import program
 from tests.support.composing import resolved
 
@@ -441,6 +441,9 @@ class Attention:
         self.log: list[tuple] = []
         self.out = None
 
+    def layered(self, layers: int, new_packs: bool) -> Layers:
+        return Layers(self, layers)
+
     def run(self, which: str) -> None:
         if which == "forward":
             self.out = len(self.log)
@@ -479,7 +482,7 @@ def test_a_models_samples_are_of_one_layer(monkeypatch):
         device=torch.device("cpu"), world=1, say=lambda *_: None, agree=lambda x: x, gather=lambda x: [x]
     )
     work = Attention()
-    found, _ = job._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    found, _ = timed.measure(alone, spec, work, CpuStopwatch(None), 0.04)
     assert len(work.log) == 2 * 3 * (1 + 2)  # passes, layers, a warm-up and samples
     for which in work.passes:
         seconds = [ms / 1e3 for ms in found["samples"][0][which]]
@@ -488,7 +491,7 @@ def test_a_models_samples_are_of_one_layer(monkeypatch):
     monkeypatch.setattr(
         timing, "overhead_ms", lambda watch: 6.0
     )  # of a pair of marks, which a sample of three layers has one of
-    found, _ = job._time(alone, spec, work, CpuStopwatch(None), 0.04)
+    found, _ = timed.measure(alone, spec, work, CpuStopwatch(None), 0.04)
     least = min(passed["median"] for passed in found["timing"]["passes"].values())
     assert found["timing"]["overhead_ms"] == 2.0 and found["timing"]["overhead_share"] == pytest.approx(2.0 / least)
 

@@ -1,0 +1,174 @@
+"""The parts into which the work of the reference falls: one batch element's KV head each, computed by one rank or shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runner.config.experiment import AttentionCall, Experiment
+from runner.launch.rank import Rank
+from runner.measure.attention_work import global_input
+from runner.measure.errors import Error, Place
+from runner.measure.reference import Reference, Rows, Words, attend
+
+SHARED_ROWS = 64  # ranks share a piece if each gets two chunks of at least so many queries
+SCORES = 1 << 26  # held at once by a reference on a CPU,
+MOST_SCORES = 1 << 29  # and at most on a GPU
+
+_references: dict[Any, list[Piece]] = {}  # of the last workloads: the variants of a sweep share them
+
+
+@dataclass
+class Piece:
+    """One KV head of one batch element, with its query heads."""
+
+    batch: int
+    head: int
+    number: int = 0
+    rows: tuple[Rows, ...] | None = None  # the tokens that this rank compares, of a piece that ranks share
+    reference: Reference | None = None  # of those tokens, in CPU memory, since a GPU's memory is measured
+    local: dict[str, dict[str, Error]] = field(default_factory=dict)  # of a local call, by the kernel asked for
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This rank's tokens of `[S, ...]`."""
+        return x if self.rows is None else torch.cat([x[a:b] for a, b in self.rows])
+
+    def of(self, x: Tensor, heads: int) -> Tensor:
+        """This rank's tokens of the piece, `[tokens, heads, D]`, of a whole `[B, S, H, D]` or packed `[T, H, D]`."""
+        whole = x if x.dim() == 3 else x[self.batch]
+        return self.mine(whole[:, self.head * heads : (self.head + 1) * heads])
+
+    def places(self, heads: int) -> Callable[[int, int], Place]:
+        """A function from a row of `of` to its place in the whole tensor."""
+
+        def place(token: int, head: int) -> Place:
+            for a, b in self.rows or ():
+                if token < b - a:
+                    token += a
+                    break
+                token -= b - a
+            return self.batch, token, self.head * heads + head
+
+        return place
+
+    def put(self, whole: Tensor, heads: int, x: Tensor) -> None:
+        """Writes `[tokens, heads]` of this rank's tokens to their place in a whole `[B, S, H]` or `[T, H]`."""
+        into = (whole if whole.dim() == 2 else whole[self.batch])[:, self.head * heads : (self.head + 1) * heads]
+        at = 0
+        for a, b in self.rows or ((0, len(into)),):
+            into[a:b] = x[at : at + b - a]
+            at += b - a
+
+
+def kept_bytes() -> int:
+    """Bytes of CPU memory that this rank's kept references take."""
+    return sum(reference_bytes(pieces) for pieces in _references.values())
+
+
+def reference_bytes(pieces: list[Piece]) -> int:
+    return sum(piece.reference.nbytes for piece in pieces if piece.reference is not None)
+
+
+def keep(key: Any, pieces: list[Piece], most: int) -> None:
+    """Keep pieces under `key`; drop the least recently used until all take at most `most` bytes."""
+    _references[key] = pieces
+    while kept_bytes() > most:
+        del _references[next(iter(_references))]
+
+
+def kept(key: Any) -> list[Piece] | None:
+    """The pieces kept under `key`; they are kept no longer."""
+    return _references.pop(key, None)
+
+
+def pieces_of(
+    work: AttentionCall, world: int, rank: int, limit_tflop: float, backward: bool
+) -> tuple[list[Piece], float, int]:
+    """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
+    none)."""
+    everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
+    pairs = work.pairs
+    one = 4 * (work.heads // work.kv_heads) * work.head_dim * pairs * (3.5 if backward else 1) / 1e12
+    wanted = max(1, int(min(len(everything), limit_tflop / one)))
+    # evenly over batch and heads
+    chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]
+    share = len(chosen) / len(everything)
+    queries = work.queries
+    sharers = world // wanted  # ranks for each piece
+    if sharers < 2 or work.seqlens is not None or queries < 2 * sharers * SHARED_ROWS:
+        return [Piece(b, h, i) for i, (b, h) in enumerate(chosen) if i % world == rank], share, 0
+    if rank >= wanted * sharers:
+        return [], share, wanted
+    number, which = divmod(rank, sharers)
+    borders = [i * queries // (2 * sharers) for i in range(2 * sharers + 1)]
+    rows = tuple((borders[i], borders[i + 1]) for i in (which, 2 * sharers - 1 - which))  # causal: equal work
+    return [Piece(*chosen[number], number, rows)], share, wanted
+
+
+def words(spec: AttentionCall) -> Words:
+    """The call for the reference, which shares no code with `attention`."""
+    keys = spec.seqlens or (spec.seq_len,)
+    queries = keys if spec.q_len is None else (spec.q_len,)
+    return Words(queries, keys, spec.head_dim**-0.5, spec.causal, spec.window)
+
+
+def piece_inputs(
+    spec: AttentionCall, piece: Piece, seed: int, device: torch.device, backward: bool
+) -> dict[str, Tensor]:
+    """The inputs of a piece: q, dout `[S, G, D]`, k, v `[S, 1, D]`."""
+    group = spec.heads // spec.kv_heads
+    found = {}
+    for name in ("q", "k", "v", *(("dout",) if backward else ())):
+        x = global_input(spec, name, seed, device, piece.batch)
+        start, count = (piece.head, 1) if name in ("k", "v") else (piece.head * group, group)
+        found[name] = (x if x.dim() == 3 else x[0])[:, start : start + count].contiguous()
+    return found
+
+
+def reference(
+    inputs: dict[str, Tensor], experiment: Experiment, dtype: torch.dtype, rows: tuple[Rows, ...] | None = None
+) -> Reference:
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    scores = _scores_held(experiment, q.device, dtype)
+    return attend(q, k, v, inputs.get("dout"), words(experiment.workload), dtype, scores, rows)
+
+
+def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
+    """Computes the references of shared pieces: each rank does its queries, and dk and dv are summed over the ranks."""
+    backward = experiment.mode == "forward_backward"
+    for piece in mine:
+        inputs = piece_inputs(experiment.workload, piece, experiment.seed, me.device, backward)
+        piece.reference = reference(inputs, experiment, dtype, piece.rows)
+    if backward:
+        _sum_shares(me, experiment.workload, mine, pieces, dtype)
+    for piece in mine:
+        assert piece.reference is not None
+        piece.reference = piece.reference.to("cpu")
+
+
+def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
+    """Sums every piece's dk and dv over the ranks; each rank keeps its tokens."""
+    for number in range(pieces):
+        reference = mine[0].reference if mine and mine[0].number == number else None
+        for name in ("dk", "dv"):
+            for kind, shape in (("values", (spec.seq_len, 1, spec.head_dim)), ("squares", (spec.seq_len, 1))):
+                if reference is None:
+                    dist.all_reduce(torch.zeros(shape, dtype=dtype, device=me.device))
+                    continue
+                found = getattr(reference, kind)
+                dist.all_reduce(found[name])
+                found[name] = mine[0].mine(found[name])
+
+
+def _scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:
+    """How many scores a reference holds at once: on a GPU as many as fit a quarter of the free memory with their temporaries,
+    eight at most; few under a memory limit."""
+    if device.type != "cuda" or experiment.launch.memory_limit_gb is not None:
+        return SCORES
+    free = torch.cuda.mem_get_info(device)[0]
+    return max(SCORES, min(MOST_SCORES, free // (4 * 8 * dtype.itemsize)))

@@ -1,0 +1,32 @@
+"""The workloads that a run can measure, by the name of their model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runner.config.experiment import Experiment
+from runner.launch.rank import Rank
+from runner.measure import correctness
+from runner.measure.attention_work import AttentionWork, alone
+from runner.measure.correctness import Checked
+from runner.measure.workload import Workload
+
+
+@dataclass(frozen=True)
+class Kind:
+    """create: the workload in a world; single: all of it on one device; check: against its reference."""
+
+    create: Callable[[Rank, Experiment], Workload]
+    single: Callable[[Rank, Experiment], Workload]
+    check: Callable[[Rank, Experiment, Any], Checked]
+
+
+def _single_attention(me: Rank, experiment: Experiment) -> Workload:
+    decode = experiment.workload.q_len is not None
+    dense = replace(experiment, variant="tree" if decode else "dense", options={}, world_size=1)
+    return AttentionWork(me, dense, alone(dense))
+
+
+WORKLOADS = {"none": Kind(AttentionWork, _single_attention, correctness.check)}
