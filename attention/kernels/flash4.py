@@ -1,5 +1,5 @@
-"""`flash4`: FlashAttention-4 (`flash_attn.cute`, the package flash-attn-4), for Hopper and newer. It takes GQA, packs and
-bands as they are, and writes into given tensors."""
+"""`flash4`: FlashAttention-4 (`flash_attn.cute`, the package flash-attn-4), for Hopper and newer. It takes GQA, packed
+batches and bands directly, and writes into given tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attention.runtime.private import FLASH4_VERSION
 
 INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
 
-RIGHT_BACKWARDS = (64, 128, 256)  # head dims on sm90; at 80 dq is wrong (4.0.0b36)
+RIGHT_BACKWARDS = (64, 128, 256)  # head dims whose backward was checked on sm90; at 80 dq is wrong (4.0.0b36)
 
 
 @fitted
@@ -117,9 +117,9 @@ class Flash4:
 
 @lru_cache
 def interface() -> tuple[ModuleType | None, str]:
-    """`flash_attn.cute.interface`, or None and why. Importing it takes seconds, so it is done where it is first asked for.
-    cutlass-dsl keeps its packages in a folder that its .pth file puts on the path; where the packages were only unpacked,
-    no .pth file was read."""
+    """`flash_attn.cute.interface`, or None and the reason. Importing takes seconds, so it is done at the first use.
+    cutlass-dsl keeps its packages in a folder that its .pth file adds to the path; where they were only unpacked, that
+    file was not read."""
     try:
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
             return None, f"needs the package flash-attn-4: {INSTALL}"
@@ -155,7 +155,7 @@ def _add_cutlass_to_path() -> None:
 
 
 def window(mask: Mask) -> dict[str, int | bool | None]:
-    """A band as the kernel's arguments: it is aligned bottom-right too, and None is unbounded."""
+    """A band as the kernel's arguments: also aligned bottom-right; None is unbounded."""
     if mask.causal:
         return {"causal": True, "window_size_left": None, "window_size_right": None}
     left, right = (None if bound < 0 else bound for bound in (mask.left, mask.right))
@@ -163,24 +163,24 @@ def window(mask: Mask) -> dict[str, int | bool | None]:
 
 
 def rows_without_keys(q: Tensor, k: Tensor, call: Call) -> int:
-    """How many first queries of a dense call see no key. The kernel walks a tile of keys for them, of which it keeps none;
-    they are cut off instead, which changes nothing for the others since masks are aligned bottom-right."""
+    """The number of leading queries of a dense call that see no key. The kernel would compute a tile of keys for them
+    in vain. They are cut off; masks are aligned bottom-right, so the other queries are not affected."""
     if call.packed or call.mask.right < 0 or k.shape[1] == 0:
         return 0
     return min(max(0, q.shape[1] - k.shape[1] - call.mask.right), q.shape[1])
 
 
 def writable(x: Tensor, align: int = 16) -> bool:
-    """Whether the kernel can write to `x` as it lies: the last dim contiguous, no dim of stride 0, and every row on a
-    multiple of `align` bytes."""
+    """Whether the kernel can write to `x`: its last dim is contiguous, no stride is 0, and every row is aligned to
+    `align` bytes."""
     if x.stride(-1) != 1 or 0 in x.stride() or x.data_ptr() % align:
         return False
     return all(stride * x.element_size() % align == 0 for stride in x.stride()[:-1])
 
 
 def _as_taken(lse: Tensor) -> Tensor:
-    """As the backward's kernels take it, every row on a multiple of 16 bytes, or dense: else the package copies it, by operators that
-    a recording does not know."""
+    """The LSE as the backward's kernels need it: contiguous, or every row aligned to 16 bytes. Otherwise the package
+    would copy it, with operators that a recording does not know."""
     dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
     return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
 
@@ -195,7 +195,8 @@ def lse_like(q: Tensor) -> Tensor:
 
 
 def pack_lengths(call: Call) -> dict[str, Tensor | int]:
-    """A pack's cumulative lengths, int32 `[n + 1]`, and longest sequences in tokens, as FlashAttention-3 and -4 name them."""
+    """The cumulative lengths of a packed batch, int32 `[n + 1]`, and its longest sequences, by FlashAttention-3 and
+    -4's names."""
     if call.cu_q is None or call.cu_k is None:
         return {}
     return {
@@ -207,5 +208,5 @@ def pack_lengths(call: Call) -> dict[str, Tensor | int]:
 
 
 def _blackwell() -> bool:
-    """Whether this is a GPU for which the package has head dims up to 128, and 256."""
+    """Whether this is a GPU (sm10x, sm11x) for which the package supports head dims up to 128, and 256."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)

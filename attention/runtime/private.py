@@ -1,6 +1,6 @@
-"""Every private interface that this library uses of PyTorch, Triton, FlashAttention-4 and xformers. Each is looked at once, at its
-first use. Where a version has another form of it, one warning names it and says what is used instead: the public, slower way where
-there is one, else the feature is refused."""
+"""All private interfaces of PyTorch, Triton, FlashAttention-4 and xformers that this library uses. Each is checked
+once, at its first use. If it has changed, a warning names it and its replacement: a slower public way if there is one;
+else the feature is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ StreamId = tuple[
 
 
 class Private(Generic[P, R]):
-    """A private function by its name. find: gives it, and raises where it is missing or has another form; public: stands in for it."""
+    """A private function, by name. find: returns it, or raises if it is missing or has changed. public: its
+    replacement."""
 
     def __init__(self, name: str, find: Callable[[], Callable[P, R]], public: Callable[P, R], instead: str):
         self.name, self.find, self.public, self.instead = name, find, public, instead
@@ -47,7 +48,7 @@ class Private(Generic[P, R]):
 
 
 def _torch_c(name: str, *example: Any, gives: Callable[[Any], bool] = lambda _: True) -> Callable[[], Any]:
-    """Finds `torch._C.<name>`, and calls it with the example, if there is one, to look at the result."""
+    """Finds `torch._C.<name>` and, with an example, calls it to check the result."""
 
     def find() -> Any:
         found = getattr(torch._C, name)
@@ -155,7 +156,8 @@ transformed: Private[[], bool] = Private(
     lambda: True,
     "a call without gradients goes through autograd, too",
 )
-# `torch.compiler.disable` imports the compiler: that takes seconds, and after `init_process_group` holds on to the process group
+# `torch.compiler.disable` imports the compiler: that takes seconds, and after `init_process_group` holds on to the
+# process group
 disable_dynamo: Private[[Callable[..., Any]], Callable[..., Any]] = Private(
     "torch._disable_dynamo",
     lambda: cast(Callable[[Callable[..., Any]], Callable[..., Any]], torch._disable_dynamo),
@@ -165,7 +167,7 @@ disable_dynamo: Private[[Callable[..., Any]], Callable[..., Any]] = Private(
 
 
 def default_group() -> dist.ProcessGroup:
-    """Raises ValueError without one, as the public functions do."""
+    """The default process group. Raises ValueError if there is none, as the public functions do."""
     return _default_group()
 
 
@@ -178,7 +180,7 @@ _default_group: Private[[], dist.ProcessGroup] = Private(
 
 
 def _named_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """From a configuration as "cpu:gloo,cuda:nccl"."""
+    """The backend from a configuration such as "cpu:gloo,cuda:nccl"."""
     found = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
     if device.type not in found:
         raise RuntimeError(f"the group has no backend for {device.type}")
@@ -191,14 +193,14 @@ def _find_backend() -> Callable[[dist.ProcessGroup, torch.device], str]:
     return lambda group, device: str(group._get_backend(device).name())
 
 
-# what carries the group's tensors of that device: "gloo", "nccl" or another; raises RuntimeError where nothing does
+# the backend for the group's tensors on that device: "gloo", "nccl" or another; raises RuntimeError if there is none
 backend: Private[[dist.ProcessGroup, torch.device], str] = Private(
     "ProcessGroup._get_backend", _find_backend, _named_backend, "the group's configuration is read instead"
 )
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The group's timeout for operations on that device, as it is now."""
+    """The group's current timeout for operations on that device."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):  # gloo before some version has no options: no reason for a warning
@@ -206,7 +208,8 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def symmetric_memory() -> Any:
-    """The module `torch.distributed._symmetric_memory`. Raises RuntimeError where it has another form; there is no public one."""
+    """The module `torch.distributed._symmetric_memory`. Raises RuntimeError if it has changed; there is no public
+    one."""
     try:
         import torch.distributed._symmetric_memory as found
     except ImportError as error:
@@ -221,7 +224,7 @@ def symmetric_memory() -> Any:
 
 @lru_cache
 def aten(name: str) -> Callable[..., Any]:
-    """The operator `torch.ops.aten.<name>`, whose name is private. Raises UnsupportedCall where this PyTorch has none."""
+    """The operator `torch.ops.aten.<name>`, whose name is private. Raises UnsupportedCall if this PyTorch lacks it."""
     try:
         return cast(Callable[..., Any], getattr(torch.ops.aten, name))
     except AttributeError:
@@ -230,7 +233,7 @@ def aten(name: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1)
 def inductor_errors() -> tuple[type[Exception], ...]:
-    """What the compiler raises where it finds no kernel; nothing where it has another name."""
+    """The exceptions of the compiler when it finds no kernel; empty if they have another name."""
     try:
         from torch._inductor.exc import InductorError
     except ImportError as error:
@@ -258,7 +261,7 @@ sleep_cycles: Private[[int], None] = Private(
 
 @lru_cache(maxsize=1)
 def profile_all_threads() -> dict[str, Any]:
-    """Arguments of `torch.profiler.profile` that make it see all threads; none where it has no such option."""
+    """Arguments that make `torch.profiler.profile` record all threads; empty if it has no such option."""
     try:
         return {"experimental_config": torch._C._profiler._ExperimentalConfig(profile_all_threads=True)}
     except (AttributeError, TypeError) as error:
@@ -271,7 +274,8 @@ def profile_all_threads() -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _triton_knobs() -> Any | str | None:
-    """`triton.knobs.runtime`, whose launch hooks are chains of functions, or why it is not as known. None without Triton."""
+    """`triton.knobs.runtime`, whose launch hooks are chains of functions; a string if it has changed; None without
+    Triton."""
     try:
         from triton import knobs
     except ImportError:
@@ -287,7 +291,7 @@ def _triton_knobs() -> Any | str | None:
 
 
 def profiled() -> bool:
-    """Whether a profiler, or anything but this module, wants to hear of each launch by Triton; also where nobody can tell."""
+    """Whether a profiler, or anything else outside this module, hooks Triton's launches; True if that is unknown."""
     knobs = _triton_knobs()
     if isinstance(knobs, str):
         _warn_once("triton.knobs.runtime", knobs, "kernels are launched through Triton's Python, slower")
@@ -315,8 +319,8 @@ _watching = threading.Lock()
 
 @contextmanager
 def triton_launches_watched(refuse: Callable[[str], None]) -> Iterator[None]:
-    """A launch by Triton within that does not go through `submit` ends this thread's recording. refuse: told where that can't be
-    watched."""
+    """Within the context, a launch by Triton that bypasses `submit` ends this thread's recording. refuse: called if
+    launches cannot be watched."""
     global _watchers
     knobs = _triton_knobs()
     if knobs is None:
@@ -341,7 +345,7 @@ def triton_launches_watched(refuse: Callable[[str], None]) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _run_is_known() -> bool:
-    """Whether a compiled kernel's `run` takes what `triton_run` gives it, by the call that Triton itself makes of it."""
+    """Whether a compiled kernel's `run` takes the arguments of `triton_run`, judged by Triton's own call of it."""
     try:
         from triton.compiler import CompiledKernel
 
@@ -363,8 +367,8 @@ def _run_is_known() -> bool:
 
 
 def triton_run(compiled: Any, grid: Sequence[int], stream: int) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-    """What launches a compiled kernel without Triton's Python around it, and what it takes before the kernel's own arguments. None
-    where a profiler wants to hear of launches, or `run` is not as known."""
+    """(a function that launches a compiled kernel without Triton's Python, its arguments before those of the kernel).
+    None while launches are profiled, or if `run` has changed."""
     if not _run_is_known() or profiled():
         return None
     return compiled.run, (*grid, stream, compiled.function, compiled.packed_metadata, None, None, None)
@@ -377,8 +381,8 @@ FLASH4_FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_b
 
 
 def flash4_caches(module: ModuleType) -> list[Any] | str:
-    """The functions of `flash_attn.cute.interface` that keep their compiled kernels in `compile_cache`, or why their launches can't be
-    recorded."""
+    """The functions of `flash_attn.cute.interface` that keep their compiled kernels in `compile_cache`, or why their
+    launches can't be recorded."""
     installed = _version("flash-attn-4")
     if installed != FLASH4_VERSION:
         return f"a call went through flash-attn-4 {installed}; launches of {FLASH4_VERSION} alone are recorded"
