@@ -309,7 +309,7 @@ def test_functions_over_groups_can_be_copied_and_over_the_default_one_pickled(in
     found = in_world(training.copied, 2, transport=transport)
     assert max(found["errors"]) == 0
     assert found["same_group"]
-    assert re.match(r"ring\(rank 0 of 2, kernel=auto\): its process group can't be pickled; make it", found["said"])
+    assert re.match(r"ring\(rank 0 of 2, kernel=auto\): its process group can't be pickled; make it", found["refusal"])
 
 
 def test_help_shows_what_the_package_is_for():

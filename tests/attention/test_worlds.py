@@ -215,14 +215,14 @@ def test_a_compiled_model_around_it_gives_the_same_with_one_break_and_no_warning
     found = in_world(training.compiled, 2, name=name, backend="aot_eager" if name in WITH_AOT else "eager")
     assert found["error"] < 1e-5
     assert found["graphs"] == [["mul", "tanh"], ["relu", "add"]]
-    assert found["said"] == []
+    assert found["warnings"] == []
 
 
 def test_a_compiled_model_may_shard_and_unshard_within(in_world):
     found = in_world(training.compiled, 2, name="zigzag", inside=True)
     assert found["error"] < 1e-5
     assert [name for names in found["graphs"] for name in names] == ["mul", "tanh", "relu", "add"]
-    assert found["said"] == []
+    assert found["warnings"] == []
 
 
 def test_dropout_is_refused_with_the_way_out():

@@ -1,4 +1,4 @@
-"""Jobs of the peers' tests."""
+"""Jobs for the adapters of external packages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def compare(
     dtype: str = "fp32",
     kernel: str = "auto",
 ) -> list[dict[str, Any]]:
-    """For each case, the relative L2 errors of out, dq, dk, dv against fp64 (fp32 on a GPU), those of one local call of
-    the same kernel, and the kernel. All forwards come before the first backward, as in a model of several layers."""
+    """For each case, the relative L2 errors of out, dq, dk and dv against fp64 (fp32 on a GPU), those of one local call
+    of the same kernel, and the kernel's name. All forwards run before the first backward, as in a model of several
+    layers."""
     fn = attention.make(name, kernel=kernel, **options)
     exactly = torch.float32 if me.device.type == "cuda" else torch.float64
     forwards, found = [], []
@@ -52,7 +53,7 @@ def compare(
 
 
 class _CudaOps:
-    """aten's CUDA flash attention on a CPU, by the plain kernel: what PyTorch's context_parallel calls."""
+    """aten's CUDA flash attention, which PyTorch's context_parallel calls, computed on a CPU by the math kernel."""
 
     def __init__(self) -> None:
         self.library = torch.library.Library("aten", "IMPL")
@@ -78,23 +79,23 @@ _cuda_ops: list[_CudaOps] = []
 
 
 def compare_torch_cp(me: Rank, **arguments: Any) -> list[dict[str, Any]]:
-    """`compare` with everything of PyTorch's context_parallel but the CUDA kernel, which it knows no CPU one of."""
-    plain, peer = F.scaled_dot_product_attention, EXTERNAL["torch_cp"]
+    """`compare` for PyTorch's context_parallel. Only its CUDA kernel is replaced, since it has none for a CPU."""
+    plain, package = F.scaled_dot_product_attention, EXTERNAL["torch_cp"]
 
     def scaled_dot_product_attention(q: Any, k: Any, v: Any, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
 
     _cuda_ops[:] = _cuda_ops or [_CudaOps()]
     F.scaled_dot_product_attention = scaled_dot_product_attention
-    EXTERNAL["torch_cp"] = replace(peer, cuda=False)
+    EXTERNAL["torch_cp"] = replace(package, cuda=False)
     try:
         return compare(me, "torch_cp", kernel="sdpa_flash", **arguments)
     finally:
-        F.scaled_dot_product_attention, EXTERNAL["torch_cp"] = plain, peer
+        F.scaled_dot_product_attention, EXTERNAL["torch_cp"] = plain, package
 
 
 def kernels_seen(me: Rank, name: str) -> list[list[str]]:
-    """The kernels that served two forwards, then those of the second's and the first's backward."""
+    """The kernels of two forwards, then those of the second function's backward and of the first's."""
     seen: list[str] = []
 
     def watched(kernel: Any, what: str) -> Any:
@@ -124,7 +125,7 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
 
 
 def lengths_read(me: Rank) -> int:
-    """How often a second iteration of llama3 reads sequence lengths from the device."""
+    """How often a second iteration of rfa_llama3 reads sequence lengths from the device."""
     from attention.external import flash_functions
 
     fn = attention.make("rfa_llama3")
@@ -146,7 +147,7 @@ def lengths_read(me: Rank) -> int:
 
 
 def refused(me: Rank) -> dict[str, str]:
-    """What the peers answer to what they can't do."""
+    """The messages of the adapters for calls that they cannot do."""
 
     def text(name: str = "rfa_zigzag", dtype: Any = torch.bfloat16, batch: int = 1, transport: str = "auto", **how: Any) -> str:  # fmt: skip
         lead = (8,) if "cu_seqlens" in how else (batch, 8)

@@ -1,4 +1,4 @@
-"""Jobs for the launcher: what ranks say of themselves, and what can happen to them."""
+"""Jobs for tests of the launcher: what ranks report, and what can happen to them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def stop(me: Rank, rank: int) -> None:
 
 
 def hold_a_named_semaphore(me: Rank) -> list[str]:
-    """Its file, on every rank: only multiprocessing's tracker removes it if the rank is killed."""
+    """The semaphore's file, by rank. If the rank is killed, only multiprocessing's resource tracker removes the
+    file."""
     import multiprocessing
 
     semaphore = multiprocessing.get_context("spawn").Semaphore()
@@ -75,7 +76,8 @@ _held: list[Any] = []
 
 
 def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = None) -> None:
-    """stack_after_s: how long that rank takes to write its stack, as on a busy machine."""
+    """One rank sleeps while the others wait for it. stack_after_s: the delay before it writes its stack, as on a busy
+    machine."""
 
     def late(*_: Any) -> None:
         assert stack_after_s is not None
@@ -100,7 +102,7 @@ def hoard(me: Rank, gigabytes: float) -> None:
 
 
 def finish(me: Rank, fault: str) -> int:
-    """Ends without another collective."""
+    """Ends with no further collective."""
     me.fault = fault
     me.say("finish")
     return me.rank

@@ -1,4 +1,4 @@
-"""Jobs within process groups of some of the ranks."""
+"""Jobs in process groups of some of the ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.jobs.reference import call_of, rel
 
 
 def subgroup(me: Rank, name: str) -> float:
-    """The function inside a process group of the even (or odd) ranks only: the largest error."""
+    """The largest error of a function in the process group of the even (or odd) ranks."""
     return _error_inside(me, name, _alternate(me.world)[me.rank % 2], me.rank % 2)
 
 
 def mesh(me: Rank, name: str) -> list[float]:
-    """The function inside each dimension of a 2-d DeviceMesh, the groups of one being neighbouring ranks and those of the
-    other ranks that lie apart: the largest error in each."""
+    """The largest errors of a function in each dimension of a 2-d DeviceMesh: in one, groups are of neighbouring ranks;
+    in the other, of ranks that lie apart."""
     grid = _grid(me.world)
     place = dict(zip(MESH, grid.get_coordinate() or (), strict=True))
     return [_error_inside(me, name, grid[inside].get_group(), place[other]) for inside, other in (MESH, MESH[::-1])]
@@ -44,8 +44,8 @@ def _grid(world: int) -> Any:
 
 
 def _error_inside(me: Rank, name: str, group: Any, number: int) -> float:
-    """The largest error on any rank of out and gradients, or of a decode's out and lse, where every group has inputs of its
-    own."""
+    """The largest error on any rank of out and gradients, or of a decode's out and lse. Each group has its own
+    inputs."""
     fn = attention.make(name, group=group)
     generator = torch.Generator().manual_seed(number)
     q, k, v, dout = (torch.randn(1, 16 * fn.world, h, 16, generator=generator) for h in (4, 2, 2, 4))
@@ -64,7 +64,7 @@ def _error_inside(me: Rank, name: str, group: Any, number: int) -> float:
 
 
 def two_groups(me: Rank, transport: str) -> float:
-    """Two functions over two groups that each rank is in, called in turn: the largest error."""
+    """The largest error of two functions, called in turn, over two groups that both contain this rank."""
     rows = [dist.new_group(list(range(i, me.world, 2))) for i in range(2)]
     columns = [dist.new_group([i, i + 1]) for i in range(0, me.world, 2)]
     fns = [
@@ -86,20 +86,20 @@ def two_groups(me: Rank, transport: str) -> float:
 
 
 def outside(me: Rank, kinds: list[str]) -> list[str]:
-    """What `make` says on rank 1 of a group of rank 0 alone."""
+    """The messages of `make` on rank 1 for a group that contains rank 0 alone."""
     group = dist.new_group([0])
-    said = []
+    messages = []
     for name in kinds:
         given = {"tokens": 8, "heads": 2, "head_dim": 16} if name == "auto" else {}
         try:
             attention.make(name, group=group, **given)
         except ValueError as error:
-            said.append(str(error))
-    return me.gather(said)[1]
+            messages.append(str(error))
+    return me.gather(messages)[1]
 
 
 def made_alone(me: Rank) -> list[str]:
-    """What a call of a function says that was made where there was no process group."""
+    """The message of a call, in a process group, of a function that was made without one."""
     fn = attention.make("ring")
     fn.alone = True
     x = torch.zeros(1, 8, 2, 8)

@@ -1,4 +1,4 @@
-"""What a call really holds, in a real world: every tensor that PyTorch makes, followed for as long as it lives."""
+"""The memory that a call holds in a world: every tensor that PyTorch makes is followed until it is freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.launch.rank import Rank
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of living storages at a time, without those of `ignored`."""
+    """A dispatch mode that records the peak of the bytes of all live storages except `ignored`."""
 
     def __init__(self, ignored: set[int]):
         super().__init__()
@@ -37,7 +37,7 @@ class Live(TorchDispatchMode):
 
 
 class Nothing:
-    """A kernel without scratch: it makes its results and computes nothing."""
+    """A kernel that allocates its results, computes nothing and needs no scratch memory."""
 
     name, summary, align = "nothing", "", 1
 
@@ -58,8 +58,8 @@ def held(
     packs: list[int] | None = None,
     apart: int = policy.APART,
 ) -> Any:
-    """By case, of a forward and of a training step: the bytes that each rank holds beside its inputs, be they a pack; own keys
-    apart up to so many tokens a rank."""
+    """For each case, by rank, the peak bytes beside the inputs of a forward and of a training step. apart: up to how
+    many tokens a rank the backward treats the local KV apart."""
     eager = lse_merge.merge_eager, grad_sum.sum_eager
     before, policy.APART = policy.APART, apart
     lse_merge.merge_eager = grad_sum.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch

@@ -1,4 +1,4 @@
-"""Jobs that compare a call with fp64, or with another way to call the same."""
+"""Jobs that compare a call with fp64, or with another way to make the same call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compare(
     kernel: str = "auto",
     transport: str = "auto",
 ) -> list[dict[str, Any]]:
-    """For each case, the relative L2 errors of out, dq, dk, dv against fp64, and those of one local call of the same
+    """For each case, the relative L2 errors of out, dq, dk and dv against fp64, and those of one local call of the same
     kernel."""
     fn = attention.make(name, kernel=kernel, transport=transport, **options)
     found = []
@@ -62,8 +62,8 @@ def decode(
     kernel: str = "auto",
     transport: str = "auto",
 ) -> list[dict[str, Any]]:
-    """For each case, the relative L2 error of out and the largest of lse on any rank, that of one local call, the bytes
-    counted, the phases seen and how many keys each rank holds."""
+    """For each decode, the relative L2 error of out and the largest error of lse on any rank, the error of one local
+    call, the counted bytes, the recorded phases and the number of keys on each rank."""
     from attention.profiling import Recorder, recording
 
     fn = attention.make(name, kernel=kernel, transport=transport, **options)
@@ -102,7 +102,7 @@ def decode(
 
 
 def round_trip(me: Rank, name: str, packs: list[int] | None, tokens: int) -> bool:
-    """unshard(shard(x)) == x, and the gradient of it is what it should be."""
+    """Whether unshard(shard(x)) == x, and whether its gradient is right."""
     fn = attention.make(name)
     shape = (tokens, 3, 4) if packs else (2, tokens, 3, 4)
     x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32, device=me.device).view(shape)
@@ -113,7 +113,7 @@ def round_trip(me: Rank, name: str, packs: list[int] | None, tokens: int) -> boo
 
 
 def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
-    """Whether out and gradients are the same bits in every one of five calls, with deterministic=True."""
+    """Whether out and gradients have the same bits in five calls with deterministic=True."""
     fn = attention.make(name, kernel=kernel, transport=transport, deterministic=True)
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if me.device.type == "cuda" else torch.float32
@@ -133,8 +133,8 @@ def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
 
 
 def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: int) -> dict[str, Any]:
-    """A decode whose keys grow by one at a time: the largest error of out and lse, the plans kept, the schedules built for
-    them, and the lengths at which a plan is not what its schedule says."""
+    """A decode whose keys grow one by one: the largest error of out and lse, how many plans are kept, how many
+    schedules were built for them, and the lengths at which a plan differs from its schedule."""
     from attention.executors.plan import plan_steps
     from attention.geometry.schedules import steps
 
@@ -157,20 +157,20 @@ def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: 
     for n in (*range(1, most + 1), *range(most, 0, -1)):
         plan = fn.plan(*local(n), kv_tokens=n)
         problem = fn.variant.problem((0, n), me.world, Mask(), fn.options, 2)
-        said = plan_steps(problem, me.rank, plan.scale, False, False, me.device)
-        if plan.problem != problem or list(map(_without_calls, plan.steps)) != list(map(_without_calls, said)):
+        expected = plan_steps(problem, me.rank, plan.scale, False, False, me.device)
+        if plan.problem != problem or list(map(_without_calls, plan.steps)) != list(map(_without_calls, expected)):
             wrong.append(n)
     return {"error": max(me.gather(max(errors))), "kept": kept, "built": built, "wrong": me.gather(wrong)}
 
 
 def _without_calls(step: Any) -> tuple[Any, ...]:
-    """A step but for the identity of its kernel calls."""
+    """What can be compared of a step: everything but its kernel call objects."""
     calls = [(each.q, each.k, each.call.scale, each.call.mask) for each in step.calls]
     return step.owner, step.keys, step.n_keys, calls, step.route, step.most
 
 
 def _self_attention(fn: Any, name: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """(out, lse, dq, dk, dv) of a causal call, or of a decode (out, lse). tensors: q, k, v and dout, or none of it."""
+    """(out, lse, dq, dk, dv) of a causal call, or (out, lse) of a decode. tensors: q, k, v and dout."""
     *qkv, dout = tensors
     if VARIANTS[name].decode:
         return list(fn(*qkv, return_lse=True))
@@ -180,8 +180,7 @@ def _self_attention(fn: Any, name: str, *tensors: torch.Tensor) -> list[torch.Te
 
 
 def in_strides(me: Rank, names: list[str], forms: list[str], transport: str) -> list[list[Any]]:
-    """For each variant and way to lie in memory, the largest difference of its results from those of dense tensors of the
-    same values."""
+    """For each variant and each way to lie in memory, the largest difference from the results of dense tensors."""
     found = []
     for name in names:
         fn = attention.make(name, transport=transport)
@@ -210,7 +209,7 @@ def under_autocast(me: Rank, names: list[str]) -> list[list[Any]]:
 
 
 def ids_round_trip(me: Rank, names: list[str], transport: str) -> bool:
-    """unshard(shard(x)) == x of token ids, batches' and a packed batch's."""
+    """Whether unshard(shard(x)) == x for integer token ids, in a batch and packed."""
     ids = torch.arange(2 * 16, device=me.device).view(2, 16)
     same = True
     for name in names:

@@ -21,14 +21,15 @@ def variables(me: Rank, names: list[str]) -> list[list[str | None]]:
 
 
 def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
-    """A run as the program does it, what every rank says of the settings, and how it is on the others."""
+    """A run as the program does it, with the options and the choice of every rank."""
     found = job.run(me, experiment, None)
     found["everyone"] = me.gather([found["experiment"]["options"], found["chosen"]])
     return found
 
 
 def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dict[str, Any]:
-    """What a run says of limits after an earlier world kept ceilings that are a thousandth of what this machine does."""
+    """The limits that a run reports after the kept ceilings were made a thousand times lower than those of this
+    machine."""
     before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), cache
     try:
         dtype = experiment["workload"]["dtype"]
@@ -61,8 +62,8 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
 
 
 def shared_reference(me: Rank, experiment: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """The pieces that this rank compares of a reference which the ranks share, and how far each tensor lies from one that
-    is computed alone."""
+    """The pieces that this rank compares of a reference shared by the ranks, and each tensor's distance from one
+    computed alone."""
     spec = Experiment.from_plain(experiment)
     limit = 1e-12 if number == 1 else 1e9  # the least that can be checked, or everything
     backward = spec.mode == "forward_backward"
@@ -81,8 +82,8 @@ def shared_reference(me: Rank, experiment: dict[str, Any], number: int) -> list[
 
 
 def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
-    """Three checks of one workload, before the last of which rank 1 lost what it kept: whether each passed, its error, and how
-    many references this rank computed for it."""
+    """Three checks of one workload; before the last, rank 1 forgets its kept references. For each: whether it passed,
+    its error, and how many references this rank computed."""
     spec = Experiment.from_plain(experiment)
     work = AttentionWork(me, spec)
     plain, counted = pieces.reference, [0]
@@ -107,7 +108,7 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
 
 
 def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:
-    """Whether a timed backward runs in the thread that asks for it."""
+    """Whether a timed backward runs in the thread that calls it."""
     spec = Experiment.from_plain(experiment)
     work = AttentionWork(me, spec)
     threads: list[int] = []

@@ -1,4 +1,4 @@
-"""Inputs of a case, and what it should give."""
+"""The inputs of a case and their exact results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ KNOWN = 64  # calls whose results are kept
 
 
 def rel(x: torch.Tensor, reference: torch.Tensor) -> float:
-    """inf for NaN, which `max` would pass over."""
+    """Relative L2 error; inf for NaN, which `max` would ignore."""
     found = float((x.detach().double() - reference.double()).norm() / reference.double().norm())
     return math.inf if math.isnan(found) else found
 
 
 def inputs(case: dict[str, Any], dtype: str, device: torch.device) -> list[torch.Tensor]:
-    """q, k, v and dout of a case, the same wherever the case is computed."""
+    """q, k, v and dout of a case, the same on every rank."""
     lead = (case["tokens"],) if case.get("packs") else (case.get("batch", 2), case["tokens"])
     heads = (case["heads"], case["kv_heads"], case["kv_heads"], case["heads"])
     generator = torch.Generator().manual_seed(crc32(json.dumps(case, sort_keys=True).encode()))
@@ -39,8 +39,8 @@ _known: dict[tuple[Any, ...], Any] = {}
 def by_kernel(
     name: str, case: dict[str, Any], dtype: str, computed_in: torch.dtype, device: torch.device
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(out, dq, dk, dv) and lse of a kernel's call on the whole inputs of a case. Kept: every variant has the same cases,
-    and the reference takes longer than they do."""
+    """(out, dq, dk, dv) and lse of one kernel call on the global inputs. They are kept, since all variants share their
+    cases and the reference takes longer than the variants."""
     key = (name, json.dumps(case, sort_keys=True), dtype, computed_in, device)
     if key not in _known:
         if len(_known) == KNOWN:
@@ -63,6 +63,6 @@ def call_of(mask: Mask, packs: list[int] | None, dim: int, device: torch.device,
 
 
 def spoil(device: torch.device) -> None:
-    """NaN in memory that is free."""
+    """Fill free memory with NaN."""
     for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22):
         torch.full((size,), torch.nan, device=device)

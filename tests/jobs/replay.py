@@ -31,9 +31,10 @@ def _traces(fn: Any) -> tuple[list[bool], list[Any]]:
 def launch_replay(
     me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool, kv_heads: int
 ) -> dict[str, Any]:
-    """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and of parts of
-    one, on two streams, by a function that replays launches (but on the rank `running`) and by an eager one, in turn, with NaN in all
-    memory that is free: the largest difference of an out, of a gradient, and the launch traces of each rank."""
+    """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and
+    of parts of one, on two streams, by a function that replays launches (but on the rank `running`) and by an eager
+    one, in turn, with NaN in all memory that is free: the largest difference of an out, of a gradient, and the launch
+    traces of each rank."""
     ways = ("none", "none" if me.rank == running else "launches")
     plain, fn = (attention.make(name, kernel="flash4", transport="symm", replay=way, **options) for way in ways)
     side = torch.cuda.Stream()
@@ -124,8 +125,8 @@ def launch_replay_after_an_exception(me: Rank, name: str) -> float:
 
 
 def after_a_broken_capture(me: Rank, name: str) -> float:
-    """The largest difference that launched passes have to the first, behind a backward whose capture the kernel broke on every rank,
-    with the room for an offer taken."""
+    """The largest difference that launched passes have to the first, behind a backward whose capture the kernel broke
+    on every rank, with the room for an offer taken."""
     launched, captured = (
         attention.make(name, kernel="flash2", transport="symm", replay=way) for way in ("none", "graphs")
     )
@@ -176,7 +177,8 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
 
 
 def captured_graph(me: Rank, name: str, transport: str) -> float:
-    """Calls of a function and replays of a CUDA graph of it, in turn and behind other work: the largest error of either."""
+    """Calls of a function and replays of a CUDA graph of it, in turn and behind other work: the largest error of
+    either."""
     decode = name == "tree"
     fn = attention.make(name, transport=transport, kernel="auto" if decode else "flash2")
     generator = torch.Generator().manual_seed(0)
@@ -214,10 +216,10 @@ def captured_graph(me: Rank, name: str, transport: str) -> float:
 
 
 def graph_replay(me: Rank, name: str, kernel: str) -> dict[str, Any]:
-    """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from strided
-    tensors, by a function that replays graphs and by one that replays launches, in turn, with the symmetric memory given back in
-    between: the largest relative difference of any out or gradient, how many graphs there are at the end, and how many
-    launch traces the other function has."""
+    """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from
+    strided tensors, by a function that replays graphs and by one that replays launches, in turn, with the symmetric
+    memory given back in between: the largest relative difference of any out or gradient, how many graphs there are at
+    the end, and how many launch traces the other function has."""
     from torch.utils.checkpoint import checkpoint
 
     from attention.runtime.launch_trace import LaunchTrace

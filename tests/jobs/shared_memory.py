@@ -1,4 +1,4 @@
-"""Jobs over symmetric memory: reuse, errors, limits."""
+"""Jobs over symmetric memory: its reuse, errors and limits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.jobs.reference import call_of, rel, spoil
 
 
 def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "auto") -> dict[str, Any]:
-    """Forward and backward over changing shapes, a new function every hundred calls: the largest error of some of them,
-    the symmetric memory held after a tenth of the calls and at the end, on a GPU what is allocated then, and files in memory left
-    open. With a kernel that is given, in its dtype."""
+    """Forward and backward over changing shapes, with a new function every hundred calls: the largest error of some of
+    them, the symmetric memory after a tenth of the calls and at the end, the GPU memory allocated at both times, and
+    the memory files left open. A given kernel runs in its own dtype."""
     from attention.transports import held_bytes
 
     errors, held, allocated = [], [], []
@@ -55,8 +55,8 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
 
 
 def after_an_exception(me: Rank, name: str, transport: str, before: str | None = None) -> float:
-    """The error of a call that follows ones in which the kernel of every rank raised half-way, forward and backward; behind one of
-    the variant `before`, if one is given, which leaves nothing of them."""
+    """The error of a call after calls whose kernel raised half-way on every rank, forward and backward. `before`: a
+    variant that is called in between, and clears what they left."""
     fn = attention.make(name, transport=transport)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
@@ -98,8 +98,8 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
 def local_kv_apart(
     me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False, dtype: str = "bfloat16"
 ) -> float:
-    """The largest difference that a backward with a rank's own keys apart, or of the last group of heads last, has to one with
-    them first, be the calls on the own keys late or the others, with NaN in all memory that is free."""
+    """The largest difference between a backward that treats the local KV apart (or the last group of heads last) and
+    one that starts with them. The local calls are delayed, or the others, and free memory is filled with NaN."""
     from attention.executors import policy
 
     def make(**more: Any) -> Any:
@@ -154,7 +154,7 @@ def local_kv_apart(
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
                 spoil(me.device)
-                assert any(me.gather(behinds > before)) == (apart > 0), "the own keys were to be apart"
+                assert any(me.gather(behinds > before)) == (apart > 0), "the local KV was to be apart"
                 if not expected:
                     expected = [x.clone() for x in found]
                 differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
@@ -165,7 +165,7 @@ def local_kv_apart(
 
 
 def after_a_release(me: Rank, transport: str) -> float:
-    """The error of a living function's call after the symmetric memory was given back."""
+    """The error of a call after the symmetric memory of its function was released."""
     from attention.transports import held_bytes, release
 
     fn = attention.make("zigzag", transport=transport)
@@ -184,8 +184,9 @@ def after_a_release(me: Rank, transport: str) -> float:
 
 
 def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[str, Any]]:
-    """By rank, what its calls over `symm` raise and after how many seconds, and the same of the call behind that, where rank 1 takes
-    part in a forward, backward or decode (`which`) once, and then `doing`: raises half-way, hangs, or calls something else."""
+    """By rank, what a call over `symm` raises and after how many seconds, and the same of the next call. Rank 1 takes
+    part in one forward, backward or decode (`which`) and then raises half-way, hangs, or calls something else
+    (`doing`)."""
     group = dist.new_group(list(range(me.world)), timeout=timedelta(seconds=100))
     fn = attention.make("ring_decode" if which == "decode" else "zigzag", group=group, transport="symm")
     other = attention.make("ulysses", group=group, transport="symm")
@@ -231,7 +232,7 @@ def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[
 
 
 def growing_apart(me: Rank) -> list[str]:
-    """What each rank is told where their first calls want different amounts of memory."""
+    """The messages of the ranks when their first calls need different amounts of memory."""
     group = dist.new_group(list(range(me.world)))
     fn = attention.make("ring", group=group, transport="symm")
     x = [torch.randn(1, 8 if me.rank else 4096, 4, 16, device=me.device) for _ in range(3)]
@@ -243,8 +244,8 @@ def growing_apart(me: Rank) -> list[str]:
 
 
 def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
-    """A function made while one rank can open no further file: what each rank says of its transport, the error of its call
-    over a transport that stands in, and that of a group made later, whose ranks can all open files again."""
+    """A function made while one rank can open no further file: the note of each rank's transport, the error of a call
+    over the transport that replaces it, and the notes of a group made later, when all ranks can open files."""
     groups = [dist.new_group(list(range(me.world))) for _ in range(2)]
     for group in groups:
         dist.barrier(group)
@@ -269,7 +270,7 @@ def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
 
 
 def memory_files() -> int:
-    """How many files in memory of ours this process has open."""
+    """The number of this library's memory files that this process has open."""
     from attention.transports.fabric import MEMORY_FILE
 
     links = []
@@ -280,8 +281,8 @@ def memory_files() -> int:
 
 
 def outgrown(me: Rank, failing: int) -> dict[str, Any]:
-    """A call whose shared memory cannot grow on one rank: what every rank raises, the error of the next call and the files
-    left behind."""
+    """A call whose shared memory cannot grow on one rank: the message of every rank, the error of the next call and the
+    number of files left open."""
     before = memory_files()
     group = dist.new_group(list(range(me.world)))
     dist.barrier(group)
@@ -291,20 +292,20 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     fn(*(fn.shard(x) for x in small))
     local = [fn.shard(x) for x in large]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    said = "nothing"
+    message = "nothing"
     if me.rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         fn(*local)
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out = fn.unshard(fn(*local))
     exact, _ = KERNELS["math"].forward(*large.double(), call_of(Mask(), None, 64, me.device))
     me.barrier()
     return {
-        "said": me.gather(said),
+        "messages": me.gather(message),
         "error": max(me.gather(rel(out, exact))),
         "files": max(me.gather(memory_files() - before)),
     }

@@ -25,7 +25,7 @@ def counted(
     transport: str = "auto",
     packs: list[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Bytes that the transport counted into each rank, forward and backward."""
+    """The bytes that the transport counted into each rank, forward and backward."""
     fn = attention.make(name, transport=transport, **options)
     lead = (tokens,) if packs else (batch, tokens)
     q, k, v = (fn.shard(torch.randn(*lead, h, 16), packs).requires_grad_() for h in (heads, kv_heads, kv_heads))
@@ -40,7 +40,8 @@ def counted(
 
 
 def counted_of_runs(me: Rank, experiments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each experiment the transport, whether it pulls, and the bytes that it counted into each rank, by pass."""
+    """For each experiment: the transport, whether it pulls, and the bytes counted into each rank by forward and
+    backward."""
     found = []
     for plain in experiments:
         spec = Experiment.from_plain(plain)

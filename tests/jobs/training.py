@@ -1,4 +1,4 @@
-"""Jobs that use the function as a model does: in training, compiled, copied."""
+"""Jobs that use a function as a model does: trained, compiled, copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.jobs.reference import rel
 
 
 def checkpointed(me: Rank, name: str) -> float:
-    """Largest difference of the gradients with and without activation checkpointing."""
+    """The largest difference between the gradients with and without activation checkpointing."""
     from torch.utils.checkpoint import checkpoint
 
     fn = attention.make(name)
@@ -42,8 +42,8 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_a_gradient(me: Rank, name: str) -> float:
-    """Rank 0's out comes back without a gradient, the others' with one: the largest difference of any rank's gradients from
-    those with zeros there."""
+    """Only rank 0's out has no gradient. The largest difference of any rank's gradients from those with zeros in its
+    place."""
     fn = attention.make(name)
     torch.manual_seed(0)
     shards = [fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3)]
@@ -58,13 +58,13 @@ def without_a_gradient(me: Rank, name: str) -> float:
 
 
 def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) -> dict[str, Any]:
-    """A model around the function, eager and compiled on rank 0, where it is called twice: the largest difference of out and
-    gradients, the operations of each graph that it was compiled to, and what was warned of. `inside`: the model itself shards
-    and unshards."""
+    """A model around the function, eager and then compiled on rank 0, called twice: the largest difference of out and
+    gradients, the operations of each compiled graph, and the warnings. `inside`: the model itself shards and
+    unshards."""
     fn = attention.make(name)
     how = {} if fn.variant.decode else {"causal": True}
     graphs: list[list[str]] = []
-    said: list[str] = []
+    messages: list[str] = []
 
     def around(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return fn(q * 2, k.tanh(), v, **how).relu() + 1
@@ -87,23 +87,23 @@ def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) 
         torch.compiler.reset()
         again = torch.compile(model, backend=compile)
     found = []
-    with warnings.catch_warnings(record=True) as warned, _logged("torch", said):
+    with warnings.catch_warnings(record=True) as warned, _logged("torch", messages):
         warnings.simplefilter("always")
         for run in (model, again, again):
             out = run(*xs)
             found.append((out, *(torch.autograd.grad(out.square().sum(), xs) if trained else ())))
-    said += [str(each.message) for each in warned]
+    messages += [str(each.message) for each in warned]
     eager, *others = found
     return {
         "error": max(float((a - b).detach().abs().max()) for each in others for a, b in zip(eager, each, strict=True)),
         "graphs": graphs,
-        "said": said,
+        "warnings": messages,
     }
 
 
 @contextmanager
 def _logged(name: str, into: list[str]) -> Iterator[None]:
-    """What a logger and those below it warn of."""
+    """Collect the warnings of a logger and of those below it."""
 
     class Listening(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -128,8 +128,8 @@ def phase_names(me: Rank, name: str) -> list[str]:
 
 
 def trained_after_inference(me: Rank, name: str, transport: str) -> float:
-    """The first call of a group under inference mode, then a training step: how far its output and gradients are from those
-    of another group's, which never saw that mode."""
+    """A group's first call under inference mode, then a training step: the difference of its results from those of a
+    group without such a call."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 32 * me.world, 4, 64, generator=generator).to(me.device) for _ in range(3)]
     if me.device.type == "cuda":
@@ -148,8 +148,8 @@ def trained_after_inference(me: Rank, name: str, transport: str) -> float:
 
 
 def second_derivatives(me: Rank, names: list[str]) -> list[list[Any]]:
-    """For each variant, whether the first gradients are the same with create_graph=True, and how others are refused: of each
-    input, and of what unshard gathers."""
+    """For each variant, whether the gradients are the same with create_graph=True, and how second derivatives are
+    refused, for each input and for `unshard`."""
     found = []
     for name in names:
         fn = attention.make(name, kernel="math")
@@ -157,13 +157,13 @@ def second_derivatives(me: Rank, names: list[str]) -> list[list[Any]]:
         qkv = [fn.shard(torch.randn(1, 8 * me.world, 4, 8)).requires_grad_() for _ in range(3)]
         first = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv)
         again = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv, create_graph=True)
-        said = [_refusal(sum(x.square().sum() for x in again), x) for x in qkv]  # type: ignore[arg-type]
+        refusals = [_refusal(sum(x.square().sum() for x in again), x) for x in qkv]  # type: ignore[arg-type]
         if fn.layout.replicated:
-            said.append("create_graph=True: unshard has no second derivative")
+            refusals.append("create_graph=True: unshard has no second derivative")
         else:
             (grad,) = torch.autograd.grad(fn.unshard(qkv[0]).sum() ** 3, qkv[0], create_graph=True)
-            said.append(_refusal(grad.sum(), qkv[0]))
-        found.append([name, all(map(torch.equal, first, again)), said])
+            refusals.append(_refusal(grad.sum(), qkv[0]))
+        found.append([name, all(map(torch.equal, first, again)), refusals])
     return found
 
 
@@ -176,12 +176,12 @@ def _refusal(loss: torch.Tensor, x: torch.Tensor) -> str:
 
 
 def copied(me: Rank, transport: str) -> dict[str, Any]:
-    """Differences of what copies of a function give before and after its first call, what group a deep copy has, and how one
-    over a given group refuses to be pickled."""
+    """The differences of the outputs of copies made before and after a function's first call, whether a deep copy keeps
+    the group, and the refusal to pickle a function over a given group."""
     torch.manual_seed(0)
     whole = [torch.randn(1, 16, 4, 8) for _ in range(3)]
     group = dist.new_group(list(range(me.world)))
-    errors, said = [], ""
+    errors, refusal = [], ""
     for given in (None, group):
         fn = attention.make("ring", group=given, transport=transport)
         layer = torch.nn.Module()
@@ -197,9 +197,13 @@ def copied(me: Rank, transport: str) -> dict[str, Any]:
             try:
                 pickle.dumps(layer)
             except pickle.PicklingError as error:
-                said = str(error)
+                refusal = str(error)
         for other in others:
             found = other(*qkv, causal=True)
             torch.autograd.grad(found, qkv, torch.ones_like(found))
             errors.append(float((found - expected).abs().max()))
-    return {"errors": [max(x) for x in zip(*me.gather(errors), strict=True)], "same_group": same_group, "said": said}
+    return {
+        "errors": [max(x) for x in zip(*me.gather(errors), strict=True)],
+        "same_group": same_group,
+        "refusal": refusal,
+    }

@@ -1,4 +1,4 @@
-"""What `auto` takes by trial."""
+"""What `auto` chooses by trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from runner.launch.rank import Rank
 def auto_by_trial(
     me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), replay: str = "none", **given: Any
 ) -> list[dict[str, Any]]:
-    """What auto takes by trial on each rank, where executors may be slow, or fail before they exchange anything."""
+    """What `auto` chooses by trial on each rank. One executor may be slow, others may fail before they exchange
+    anything."""
     executors: dict[Any, Any] = attention.executors._loaded
     before: dict[Any, Any] = {name: attention.executors.executor(name) for name in attention.executors.NAMES}
 

@@ -1,4 +1,4 @@
-"""What the tests of the configuration share: composing as the program does, and its command line."""
+"""Composed configurations for tests, and a Python process."""
 
 import copy
 import subprocess
@@ -21,13 +21,13 @@ PARSER = OverridesParser.create()
 
 @cache
 def composed(*overrides: str, **options: bool) -> DictConfig:
-    """Not to be changed: whoever asks for the same gets it again."""
+    """A composed configuration. It is kept and shared: do not change it."""
     with initialize_config_module("runner.conf", version_base="1.3"):
         return compose("config", overrides=list(overrides), **options)
 
 
 def configured(*overrides: str) -> DictConfig:
-    """As `composed`, but keys are set in a copy of what the groups' choices make: composing takes much longer."""
+    """As `composed`, but only groups are composed; keys are set in a copy, which is much faster."""
     choices = [text for text in overrides if text.lstrip("+").partition("=")[0] in GROUPS]
     cfg = _chosen(*choices)
     for override in PARSER.parse_overrides([text for text in overrides if text not in choices]):
@@ -36,7 +36,8 @@ def configured(*overrides: str) -> DictConfig:
 
 
 def _chosen(*choices: str) -> DictConfig:
-    """What groups' choices make. One `attention=NAME` replaces another's keys, unless the other choices changed some of them."""
+    """What groups' choices make. One `attention=NAME` replaces another's keys, unless the other choices changed some of
+    them."""
     others = [text for text in choices if not text.startswith("attention=")]
     cfg = composed(*others)
     if len(choices) - len(others) != 1 or cfg.attention != composed(f"attention={cfg.attention.name}").attention:

@@ -89,7 +89,7 @@ def misspelt(key: str, rng: random.Random) -> str:
 
 
 def cases(seed: int) -> list[list[str]]:
-    """All of them, in an order of the seed's."""
+    """All command lines, in an order that the seed determines."""
     rng = random.Random(seed)
     found = list(_cases(rng))
     rng.shuffle(found)

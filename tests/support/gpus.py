@@ -1,5 +1,5 @@
-"""Which worlds the tests can have on this machine's GPUs: with a GPU for each rank, or else, of few ranks, all on one GPU
-(`launch.share_gpu`), where ranks exchange over symmetric memory only."""
+"""The worlds that tests can have on this machine's GPUs: one GPU for each rank, or, for few ranks, one GPU for all of
+them (`launch.share_gpu`), where they exchange over symmetric memory only."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ def shared(world: int) -> bool:
 
 
 def worlds(*sizes: int) -> list:
-    """Parameters, those skipped that this machine cannot have."""
+    """Parameters for these world sizes; those that this machine cannot have are skipped."""
     return [pytest.param(n, marks=pytest.mark.skipif(not _possible(n), reason=_lack(n))) for n in sizes]
 
 
 def own_gpus(world: int):
-    """A mark for what needs a GPU for each rank, as everything that is timed or goes over NCCL."""
+    """A mark for tests that need one GPU for each rank: everything that is timed or uses NCCL."""
     return pytest.mark.skipif(world > GPUS, reason=f"needs {world} CUDA GPUs")
 
 

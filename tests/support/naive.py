@@ -60,8 +60,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> tupl
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
-    """Relative L2 error; where everything expected is 0, as the dq of rows with a single key, the root mean square, since
-    inputs are of the order of 1."""
+    """Relative L2 error; where everything expected is 0, as the dq of rows with a single key, the root mean square,
+    since inputs are of the order of 1."""
     error, norm, one = (x.double() - expected).norm().item(), expected.norm().item(), max(1, expected.numel()) ** 0.5
     return error / (norm if norm > 1e-14 * one else one)
 
@@ -133,8 +133,8 @@ def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[i
 
 
 def merge_case(packed: bool, heads_first: bool, dtype: torch.dtype, head_dim: int, device="cpu", wide=torch.float32):
-    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key. With `heads_first` the outs lie
-    in memory as `[B, H, S, D]` and the lses as `[B, S, H]`."""
+    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key. With `heads_first` the outs
+    lie in memory as `[B, H, S, D]` and the lses as `[B, S, H]`."""
     out, part = (normal(2, 50, 3, head_dim, dtype=torch.float64, seed=i) for i in (0, 1))
     lse, part_lse = (4 * normal(2, 3, 50, dtype=torch.float64, seed=i) for i in (2, 3))
     for o, x, rows in ((out, lse, slice(10, 20)), (part, part_lse, slice(15, 40))):

@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in other ways than a dense one, for kernels and whole calls: `STRIDES` by name."""
+"""Tensors that are not dense in memory: `STRIDES` by name."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_rank_without_shared_memory_makes_every_rank_fall_back_for_the_same_re
 @pytest.mark.slow
 def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in_world):
     found = in_world(shared_memory.outgrown, 3, failing=1, timeout_s=30)
-    (said,) = set(found["said"])
+    (said,) = set(found["messages"])
     assert said == "rank 1: [Errno 27] File too large"
     assert found["error"] < 1e-6
     assert found["files"] == 0, "shared memory left behind"
