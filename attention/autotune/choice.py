@@ -58,13 +58,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Duration:
-    """Milliseconds of a forward or a backward on the slowest rank. `exposed`: communication that nothing hides. `host`: CPU launch
+    """Milliseconds of a forward or a backward on the slowest rank. `exposed`: communication that nothing hides. `cpu`: CPU launch
     overhead, beside the GPU's work. `copies`: into and out of the memory of CUDA graphs."""
 
     compute: float
     exposed: float
     merges: float
-    host: float
+    cpu: float
     copies: float = 0.0
 
     @property
@@ -75,7 +75,7 @@ class Duration:
     def ms(self) -> float:
         """The longer of the two, and a little more where they are about equal: now the CPU is late, now the GPU, on one rank or
         another."""
-        return float((self.gpu**6 + self.host**6) ** (1 / 6))
+        return float((self.gpu**6 + self.cpu**6) ** (1 / 6))
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Estimate:
         return sum(each.ms for each in self.both)
 
     @property
-    def late(self) -> bool:
+    def launch_bound(self) -> bool:
         """Whether the GPU may wait for launches."""
-        return any(each.host > each.gpu / 2 for each in self.both)
+        return any(each.cpu > each.gpu / 2 for each in self.both)
 
     @property
     def label(self) -> str:
@@ -134,7 +134,7 @@ class Choice:
             f"{best.label}: {_ms(best.ms)} ms estimated, of it compute {total('compute')}, exposed communication "
             f"{total('exposed')}, merges {total('merges')}"
         )
-        if any(each.host > each.gpu for each in best.both):
+        if any(each.cpu > each.gpu for each in best.both):
             text += ", bound by CPU launch overhead" + (", which replay=graphs takes out" if self.replayable else "")
         if best.forward.copies:
             text += f", copies for graphs {total('copies')}"

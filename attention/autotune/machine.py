@@ -74,7 +74,7 @@ def _check(given: dict[str, Any]) -> None:
     check_trials(trials)
     if trials is not None and given.get("graphed"):
         raise ValueError(
-            f"trials={trials!r}: calls are tried as a host launches them, not captured whole; use trials=None"
+            f"trials={trials!r}: calls are tried as launched one by one, not captured whole; use trials=None"
         )
 
 

@@ -60,7 +60,7 @@ def choose(task: Task, machine: Machine) -> Choice:
             with suppress(ValueError):
                 found += _estimates(candidate, task, way)
     if not found:
-        raise ValueError(nothing(task, left_out))
+        raise ValueError(no_candidate(task, left_out))
     known = machine.measured(found[0].kernel) and task.shapes.itemsize == 2
     basis = f"rates: {f'measured on {machine.gpu}' if known else machine.fallback.source}"
     if task.world > 1:
@@ -93,7 +93,7 @@ def candidates(task: Task) -> tuple[list[Candidate], dict[str, str]]:
     return able, left_out
 
 
-def nothing(task: Task, left_out: Mapping[str, str]) -> str:
+def no_candidate(task: Task, left_out: Mapping[str, str]) -> str:
     """The message where no candidate is left: the reasons of the suitable variants, each once."""
     suitable = {n for n, v in VARIANTS.items() if not v.unsuitable(task.world, task.packed, task.decode)}
     reasons = dict.fromkeys(why for label, why in left_out.items() if label.split()[0] in suitable)
@@ -177,7 +177,7 @@ class _Clock:
         if machine.replayed:
             moved = 2 * graph_copies(self.task, self.problem, self.backward)
             copies = machine.copy_seconds(moved) / COPY_SHARE
-        return Duration(*(1e3 * part for part in (compute, exposed, merges, self._host(timeline), copies)))
+        return Duration(*(1e3 * part for part in (compute, exposed, merges, self._cpu(timeline), copies)))
 
     def _overlapped(self, steps: Sequence[TimedStep]) -> tuple[float, float]:
         """(compute, exposed communication) of steps that each compute while the next one's keys arrive and the gradients of the one
@@ -217,7 +217,7 @@ class _Clock:
     def _moving(self, transfers: Sequence[Transfer]) -> float:
         return sum(self._link(each.pattern).seconds(each.bytes) for each in transfers)
 
-    def _host(self, timeline: Timeline) -> float:
+    def _cpu(self, timeline: Timeline) -> float:
         """CPU launch overhead."""
         each = self.machine.overheads
         if self.machine.graphed:

@@ -80,7 +80,9 @@ def contenders(choice: Choice, most: int) -> list[Estimate]:
         if e.candidate.variant in names:
             first.setdefault((e.candidate.variant, e.graphs), e)
     launched = {name: e for (name, replayed), e in first.items() if not replayed}
-    return [e for (name, replayed), e in first.items() if not (replayed and name in launched) or launched[name].late]
+    return [
+        e for (name, replayed), e in first.items() if not (replayed and name in launched) or launched[name].launch_bound
+    ]
 
 
 class _Inputs:

@@ -76,7 +76,7 @@ def _check_automatic(run: Experiment) -> None:
     )
     able, left_out = model.candidates(task)
     if not able:
-        raise ValueError(model.nothing(task, left_out))
+        raise ValueError(model.no_candidate(task, left_out))
 
 
 def check_replay(run: Experiment, cfg: DictConfig) -> None:

@@ -96,31 +96,31 @@ def test_a_faster_link_is_never_slower(gb_s):
     assert all(fast[label] <= slow[label] for label in slow)
 
 
-def test_head_groups_hide_the_gather_until_the_host_binds():
+def test_head_groups_hide_the_gather_until_launches_take_longer():
     gathered = replace(task(), backward=False)
     found = choose(gathered, machine(50))
     assert ms(found, "zigzag_llama3 heads_k_stride=2, symm") < ms(found, "zigzag_llama3 heads_k_stride=4, symm")
     short = choose(replace(gathered, cu_seqlens=(0, 4096)), machine(400))
     by_label = {e.label: e.forward for e in short.estimates}
     many = by_label["zigzag_llama3 heads_k_stride=1, symm"]
-    assert many.ms == pytest.approx(many.host, rel=0.01) and many.host > many.gpu
+    assert many.ms == pytest.approx(many.cpu, rel=0.01) and many.cpu > many.gpu
     assert short.best.candidate.options.plain().get("heads_k_stride") != 1
 
 
-def test_a_graph_takes_the_host_out():
+def test_a_graph_has_no_launch_overhead():
     short = task(tokens=1024)
     eager, graphed = choose(short, machine()), choose(short, machine(graphed=True))
-    assert eager.best.forward.host > eager.best.forward.gpu
+    assert eager.best.forward.cpu > eager.best.forward.gpu
     assert (
         "bound by CPU launch overhead, which replay=graphs takes out" in eager.why
         and "launch overhead" not in graphed.why
     )
     assert "replay=graphs" not in choose(short, machine(transports=("nccl",))).why  # which is not captured
-    assert all(e.forward.host == 0 for e in graphed.estimates)
+    assert all(e.forward.cpu == 0 for e in graphed.estimates)
     assert graphed.best.ms < eager.best.ms
 
 
-def test_replays_are_taken_where_the_host_is_slower_than_they_are():
+def test_graphs_are_taken_where_launches_take_longer():
     for tokens in (2048, 8192, 16384, 131072):
         short = task(tokens=tokens)
         launched, replayed, found = (choose(short, machine(replayed=x)) for x in (False, True, "auto"))
@@ -137,7 +137,7 @@ def test_replays_are_taken_where_the_host_is_slower_than_they_are():
     [{"transports": ("nccl",)}, {"graphed": True}, {"device": "cpu"}, {"memory": 1}, {"q_tokens": 1}],
     ids=str,
 )
-def test_what_can_not_be_replayed_is_launched(kept):
+def test_calls_that_cannot_be_replayed_are_launched(kept):
     short, kept = task(tokens=4096, backward=False), dict(kept)
     if "q_tokens" in kept:
         short = replace(short, mask=FULL, q_tokens=kept.pop("q_tokens"))
@@ -155,7 +155,7 @@ def test_what_can_not_be_replayed_is_launched(kept):
     assert found.estimates == choose(short, machine(**kept)).estimates
 
 
-def test_of_a_few_variants_both_ways_are_tried_where_both_are_in_question():
+def test_trials_compare_launches_with_graphs_where_either_may_be_faster():
     found = choose(task(tokens=4096), machine(replayed="auto"))
     names = list(dict.fromkeys(e.candidate.variant for e in found.estimates))
     tried = contenders(found, 2)
@@ -168,7 +168,7 @@ def test_of_a_few_variants_both_ways_are_tried_where_both_are_in_question():
     assert all(e.graphs for e in contenders(choose(task(tokens=131072), machine(replayed=True)), 3))
 
 
-def test_replayed_passes_pay_for_copies_and_an_all_to_all_for_what_it_keeps():
+def test_graphs_cost_copies_and_those_of_an_all_to_all_more():
     def copies(tokens: int, label: str, **kept) -> tuple[float, ...]:
         found = choose(task(tokens=tokens), machine(**(kept or {"graphed": True})))
         best = next(e for e in found.estimates if e.label == label)
@@ -184,17 +184,17 @@ def test_replayed_passes_pay_for_copies_and_an_all_to_all_for_what_it_keeps():
     assert copies(16384, "zigzag, symm, graphs", replayed=True) == pytest.approx((2 * forward, 2 * backward))
 
 
-@pytest.mark.parametrize(("gpu", "host"), [(1, 1), (1, 2), (2, 1), (3, 0.5), (0.5, 3), (1, 0)])
-def test_host_and_gpu_hide_each_other_but_not_quite_where_they_need_as_long(gpu, host):
-    ms = Duration(0.5 * gpu, 0.25 * gpu, 0.25 * gpu, host).ms
-    assert max(gpu, host) <= ms <= gpu + host
-    if host == gpu:
+@pytest.mark.parametrize(("gpu", "cpu"), [(1, 1), (1, 2), (2, 1), (3, 0.5), (0.5, 3), (1, 0)])
+def test_cpu_and_gpu_hide_each_other_but_not_quite_where_they_take_as_long(gpu, cpu):
+    ms = Duration(0.5 * gpu, 0.25 * gpu, 0.25 * gpu, cpu).ms
+    assert max(gpu, cpu) <= ms <= gpu + cpu
+    if cpu == gpu:
         assert ms > 1.1 * gpu
-    if max(host, gpu) > 4 * min(host, gpu):
-        assert ms < 1.01 * max(gpu, host)
+    if max(cpu, gpu) > 4 * min(cpu, gpu):
+        assert ms < 1.01 * max(gpu, cpu)
 
 
-def test_a_decode_of_fewer_reductions_costs_the_host_less():
+def test_a_decode_with_fewer_reductions_has_less_launch_overhead():
     found = choose(replace(task(tokens=131072, mask=FULL, backward=False), q_tokens=1), machine())
     by_reduction = [ms(found, f"tree reduce={how}, symm") for how in ("fused", "packed", "two", "three")]
     assert by_reduction == sorted(by_reduction)
@@ -219,7 +219,7 @@ def test_heads_that_the_world_does_not_divide_leave_ulysses_out():
     assert "usp" in variants(found)  # within groups of 2 or 4
 
 
-def test_packs_take_what_their_lengths_allow():
+def test_packed_batches_leave_candidates_that_their_lengths_allow():
     even = Task((0, 4096, 32768), 4, CAUSAL, shapes(), packed=True)
     assert {"llama3", "zigzag_llama3", "ring_varlen", "zigzag_varlen"} <= variants(choose(even, machine()))
     odd = Task((0, 4097, 32768), 4, CAUSAL, shapes(), packed=True)
@@ -229,7 +229,7 @@ def test_packs_take_what_their_lengths_allow():
 
 
 @pytest.mark.parametrize("tokens", [16368, 16384, 65536])
-def test_a_pack_of_one_sequence_costs_about_what_the_sequence_does(tokens):
+def test_a_packed_batch_of_one_sequence_costs_about_as_much_as_the_sequence(tokens):
     """On both sides of what counts as a long shard."""
     here = Machine(H200, lambda masks: "flash4", ("symm",), rates.table(), links.table(), graphed=True)
     dense, pack = (choose(replace(task(tokens), packed=packed), here) for packed in (False, True))
@@ -324,8 +324,8 @@ def test_the_fastest_measured_is_taken_to_five_percent(sizes):
 @pytest.mark.parametrize("options", [{}, {"own_first": True}, {"grouping": "packed"}], ids=str)
 @pytest.mark.parametrize("name", ["zigzag_llama3", "zigzag_varlen", "llama3", "ring_varlen"])
 @pytest.mark.parametrize("n", [1, 4, 8, 9, 12])
-def test_what_packed_calls_take_is_what_the_plan_takes(name, n, options):
-    """Queries and keys that lie in several stretches, which are copied together for a call."""
+def test_packed_calls_copy_the_tokens_that_the_plan_copies(name, n, options):
+    """Queries and keys that lie in several intervals are copied together for a call."""
     if options and name != "zigzag_llama3":
         pytest.skip("an option of zigzag_llama3")
     cu = tuple(8 * i for i in range(n + 1))
@@ -340,7 +340,7 @@ def test_what_packed_calls_take_is_what_the_plan_takes(name, n, options):
             assert (taken or [0, 0]) == [work.stretched_queries, work.stretched_keys]
 
 
-def test_what_an_edge_costs_is_what_long_and_short_sequences_differ_by():
+def test_the_cost_of_an_edge_follows_from_long_and_short_sequences():
     """Of a kernel that does 500 TFLOP/s and takes each causal query as long as 100 keys more would."""
 
     def rate(length: str, heads: str = "gqa") -> Rate:
@@ -471,7 +471,7 @@ SHORT = {"tokens": 128, "heads": 8, "kv_heads": 8, "head_dim": 16, "causal": Tru
 
 
 @pytest.mark.slow
-def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
+def test_trials_leave_the_models_choice_where_it_is_slow_here(in_world):
     (usual, _) = in_world(trials.auto_by_trial, 2, **SHORT)
     exchange = VARIANTS[usual["variant"]].executor
     (found, _) = in_world(trials.auto_by_trial, 2, slowed=exchange, trials=4, **SHORT)
@@ -481,7 +481,7 @@ def test_what_the_model_takes_and_is_slow_here_is_not_taken_by_trial(in_world):
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_what_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_world, all_of_them):
+def test_a_candidate_that_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_world, all_of_them):
     (usual, _) = in_world(trials.auto_by_trial, 2, **SHORT)
     broken = {v.executor for v in VARIANTS.values()} if all_of_them else {VARIANTS[usual["variant"]].executor}
     found, other = in_world(trials.auto_by_trial, 2, broken=sorted(broken), trials=4, **SHORT)
@@ -500,7 +500,7 @@ def test_trials_that_cannot_be_say_why():
     for wrong in (1, -1, 2.0, "two", True):
         with pytest.raises(ValueError, match=f"trials={wrong!r}: must be .* whole number of at least 2"):
             attention.make("auto", trials=wrong, **given)
-    with pytest.raises(ValueError, match="trials=2: calls are tried as a host launches them"):
+    with pytest.raises(ValueError, match="trials=2: calls are tried as launched one by one"):
         attention.make("auto", trials=2, graphed=True, **given)
     assert not attention.make("auto", trials=2, **given).choice.tried  # dense alone
 
@@ -515,7 +515,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_is_chosen_runs_and_matches_fp64(in_world, world):
+def test_the_choice_runs_and_matches_fp64(in_world, world):
     for case in CASES:
         size = {"cu_seqlens": case["packs"]} if "packs" in case else {"tokens": case["tokens"], "batch": 2}
         given = {key: case[key] for key in ("heads", "kv_heads", "head_dim", "causal", "window") if key in case}
@@ -550,17 +550,17 @@ def test_every_candidate_runs_and_matches_fp64(in_world, case):
     ids=("nccl", "cudnn"),
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_played_costs_the_host_less_than_what_is_run(kept, packed):
+def test_replayed_launches_have_less_overhead_than_eager_ones(kept, packed):
     short = replace(task(tokens=4096), packed=packed)
 
-    def host(given: Task, on: Machine) -> float:
-        return next(e for e in choose(given, on).estimates if e.candidate.variant == "zigzag_llama3").backward.host
+    def cpu_ms(given: Task, on: Machine) -> float:
+        return next(e for e in choose(given, on).estimates if e.candidate.variant == "zigzag_llama3").backward.cpu
 
-    assert host(short, machine()) < 0.8 * host(short, machine(**kept))
+    assert cpu_ms(short, machine()) < 0.8 * cpu_ms(short, machine(**kept))
 
 
-def test_a_host_is_not_late_where_nothing_is_played():
+def test_long_calls_without_launch_replay_are_not_launch_bound():
     most = policy.MOST_TRACED
     assert policy.replays_launches("flash4", most) and not policy.replays_launches("flash4", most + 1)
     long = task(tokens=4 * (most + 4))
-    assert all(p.host < p.gpu / 2 for e in choose(long, machine()).estimates for p in (e.forward, e.backward))
+    assert all(p.cpu < p.gpu / 2 for e in choose(long, machine()).estimates for p in (e.forward, e.backward))

@@ -61,7 +61,7 @@ def test_the_packages_own_table_is_one_with_known_kernels_only():
     assert {r.kernel for r in rates.table()} <= set(KERNELS)
 
 
-def test_kernels_are_ordered_by_the_passes_that_run():
+def test_kernels_are_ordered_by_forward_alone_or_with_backward():
     assert order(TABLE, GPU, CAUSAL_128, backward=False) == ["flash4", "sdpa_cudnn", "flash2"]
     assert order(TABLE, GPU, CAUSAL_128, backward=True) == ["sdpa_cudnn", "flash4", "flash2"]
 
@@ -119,14 +119,14 @@ def test_auto_falls_back_to_the_fixed_order_where_nothing_was_measured(on_gpu):
     assert kernels.preference(shape(), (CAUSAL,)) == FASTEST["cuda"]
 
 
-def test_auto_never_takes_a_kernel_outside_its_choice_nor_cudnn_for_packs(on_gpu):
+def test_auto_never_takes_a_kernel_outside_its_choice_nor_cudnn_for_packed_batches(on_gpu):
     packs = CallClass(128, "gqa", "causal", "packed", "long")
     on_gpu([rate("flex", 9, 9), rate("flash2", 1, 1), rate("sdpa_cudnn", 9, 9, packs), rate("flash2", 1, 1, packs)])
     assert select("auto", shape(), (CAUSAL,)).name == "flash2"
     assert select("auto", shape(packed=True), (CAUSAL,)).name == "flash2"
 
 
-def test_what_auto_would_rather_have_taken_has_its_reason(on_gpu, monkeypatch):
+def test_auto_says_why_it_passed_over_faster_kernels(on_gpu, monkeypatch):
     on_gpu(TABLE)
     assert kernels.passed_over("sdpa_cudnn", shape(), (CAUSAL,)) == {}  # the fastest measured
     monkeypatch.setattr(KERNELS["sdpa_cudnn"], "missing", lambda device: "no cuDNN here")
@@ -138,7 +138,7 @@ def test_what_auto_would_rather_have_taken_has_its_reason(on_gpu, monkeypatch):
     assert kernels.passed_over("flex", shape(), (CAUSAL,)) == {}  # which auto never takes
 
 
-def test_cudnn_is_passed_over_for_packs(on_gpu):
+def test_cudnn_is_passed_over_for_packed_batches(on_gpu):
     on_gpu([])
     reasons = kernels.passed_over("flash2", shape(packed=True), (FULL,))
     assert "slower than a kernel that takes packed batches" in reasons["sdpa_cudnn"]
