@@ -48,15 +48,16 @@ def make(
     replay: str = "none",
     **options: Any,
 ) -> ContextParallel:
-    """The variant `name` as a function over `group`, by default the default group, or this process alone if there is none.
+    """The variant `name` as a function over `group`, by default the default group, or without one this process alone.
 
-    replay: what happens once a call with these shapes (for a packed batch, these lengths) came before. "none": every call runs the
-    Python of its executor. "launches": forward and backward repeat their recorded launches, where those can be recorded (kernel
-    flash4 over symm). "graphs": they are replayed from CUDA graphs, which costs memory for copies of inputs and results. Both
-    remove CPU launch overhead, which dominates with few tokens a GPU. "auto": graphs where a capture works, else launches, else
-    none; for name="auto", graphs where they should be faster, else launches.
-    options: the variant's own (`python -m runner.catalog attention` lists them). For name="auto", which takes the variant that
-    should be fastest, the problem's shapes (see `attention.autotune.machine.decide`); the function's `choice` says why.
+    replay: what happens once a call with these shapes (for a packed batch, these lengths) came before. "none": every
+    call runs the Python of its executor. "launches": forward and backward repeat their recorded launches, where those
+    can be recorded (kernel flash4 over symm). "graphs": they are replayed from CUDA graphs, which costs memory for
+    copies of inputs and results. Both remove CPU launch overhead, which dominates with few tokens a GPU. "auto": graphs
+    where a capture works, else launches, else none; for name="auto", graphs where they should be faster, else launches.
+    options: the variant's own (`python -m runner.catalog attention` lists them). For name="auto", which takes the
+    variant that should be fastest, the problem's shapes (see `attention.autotune.machine.decide`); the function's
+    `choice` says why.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
     rank_and_world(group)
@@ -101,8 +102,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _not_compiled(call: Method) -> Method:
-    """`torch.compile` leaves the call out of its graphs, since ranks communicate in it. `torch.compiler.disable` would do the same,
-    but imports the compiler at once: that takes seconds, and after `init_process_group` it keeps the process group alive."""
+    """`torch.compile` leaves the call out of its graphs, since ranks communicate in it. `torch.compiler.disable` would
+    do the same, but imports the compiler at once: that takes seconds, and after `init_process_group` it keeps the
+    process group alive."""
     disabled = private.disable_dynamo(call)
 
     @wraps(call)
@@ -113,8 +115,8 @@ def _not_compiled(call: Method) -> Method:
 
 
 class ContextParallel:
-    """A context-parallel attention function; `make` builds it. It can be copied and, if it is over the default group, pickled, so
-    that a module with such a function can be, too.
+    """A context-parallel attention function; `make` builds it. It can be copied and, if it is over the default group,
+    pickled, so that a module with such a function can be, too.
 
     Dense tensors are `[B, S, H, D]`, packed ones `[T, H, D]` with the global `cu_seqlens`; k and v have Hk heads,
     `H % Hk == 0`."""
@@ -159,8 +161,8 @@ class ContextParallel:
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the arguments of `make`; unpickled, the function is over the default group of that process. Raises
-        PicklingError for a function over a given group."""
+        """A pickle holds the arguments of `make`; unpickled, the function is over the default group of that process.
+        Raises PicklingError for a function over a given group."""
         if self.group is not None:
             raise PicklingError(
                 f"{self!r}: its process group can't be pickled; make it with group=None, over the default group, or again "
@@ -182,9 +184,10 @@ class ContextParallel:
 
     @_not_compiled
     def shard(self, x: Tensor, cu_seqlens: Lengths = None, role: str | None = None) -> Tensor:
-        """This rank's part, in the variant's layout, of a global `[B, S, H, D]` or `[B, S]` (token ids, labels, positions), or with
-        cu_seqlens of a packed `[T, H, D]` or `[T]`; any dtype; differentiable. A contiguous copy, which does not keep x alive, or x
-        itself if the part is all of it. Give hidden states `[B, S, C]` as `[B, S, 1, C]`.
+        """This rank's part, in the variant's layout, of a global `[B, S, H, D]` or `[B, S]` (token ids, labels,
+        positions), or with cu_seqlens of a packed `[T, H, D]` or `[T]`; any dtype; differentiable. A contiguous copy,
+        which does not keep x alive, or x itself if the part is all of it. Give hidden states `[B, S, C]` as
+        `[B, S, 1, C]`.
 
         role: "q" or "kv"; a decode needs it, since there every rank has all queries.
         Raises ValueError for other shapes, and for sequences that do not divide by the layout's chunks."""
@@ -205,9 +208,10 @@ class ContextParallel:
 
     @_not_compiled
     def unshard(self, x: Tensor, cu_seqlens: Lengths = None) -> Tensor:
-        """The global tensor from all ranks' parts, on every rank: of out, of the gradients of q, k and v, and of all else that `shard`
-        takes. The out of a decode is global already. Differentiable once: a rank's gradient is its part of the global gradient, so
-        all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not take."""
+        """The global tensor from all ranks' parts, on every rank: of out, of the gradients of q, k and v, and of all
+        else that `shard` takes. The out of a decode is global already. Differentiable once: a rank's gradient is its
+        part of the global gradient, so all ranks should compute the same loss. Raises ValueError for shapes that
+        `shard` does not take."""
         dim = token_dim_of(x, cu_seqlens is not None)
         if self.layout.replicated or self.variant.decode or self.world == 1:
             return x
@@ -235,20 +239,20 @@ class ContextParallel:
     ) -> Any:
         """Attention of this rank's queries over the global keys.
 
-        q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads; all bf16, fp16, fp32 or fp64. The
-        computation keeps that dtype, also under autocast. A tensor is copied if its last dim is strided, if its rows overlap (as
-        after `expand`) or, with most kernels, if they are not aligned to 16 bytes.
-        cu_seqlens: the global cumulative lengths of packed tensors, integers. A list or a CPU tensor never synchronises; a GPU
-        tensor does when it is new or was written (see `tensors.on_host`).
+        q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads; all bf16, fp16, fp32 or fp64.
+        The computation keeps that dtype, also under autocast. A tensor is copied if its last dim is strided, if its
+        rows overlap (as after `expand`) or, with most kernels, if they are not aligned to 16 bytes.
+        cu_seqlens: the global cumulative lengths of packed tensors, integers. A list or a CPU tensor never
+        synchronises; a GPU tensor does when it is new or was written (see `tensors.on_host`).
         scale: any finite number, by default D^-0.5. window: (left, right) in tokens, -1 is unbounded.
         kv_tokens: for a decode, the number of keys on all ranks together; by default this rank's times the world size.
-        All ranks must give the same causal, scale, window, cu_seqlens, kv_tokens and return_lse. Otherwise the call may fail,
-        hang or be wrong.
+        All ranks must give the same causal, scale, window, cu_seqlens, kv_tokens and return_lse. Otherwise the call may
+        fail, hang or be wrong.
         Returns out like q; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not
-        differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out, so write
-        `out = out + x`, not `out += x`.
-        Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError) when
-        the kernel can't."""
+        differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
+        so write `out = out + x`, not `out += x`.
+        Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
+        when the kernel can't."""
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
         plan = self.plan(

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `make`, `shard` and a call. Each returns the argument in its canonical form, or raises a ValueError
-that names the received value, the rule and the way out."""
+"""Checks of the arguments of `make`, `shard` and a call. Each returns the argument in its canonical form, or raises a
+ValueError that names the received value, the rule and the way out."""
 
 from __future__ import annotations
 

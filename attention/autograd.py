@@ -1,5 +1,5 @@
-"""The differentiable functions: attention by a plan's executor, and the gathering of shards. A second derivative is refused, since
-the communication in a backward is not differentiable."""
+"""The differentiable functions: attention by a plan's executor, and the gathering of shards. A second derivative is
+refused, since the communication in a backward is not differentiable."""
 
 from __future__ import annotations
 
@@ -140,5 +140,5 @@ class _FirstOrder(torch.autograd.Function):
 def _first_order(grads: Sequence[Tensor], dout: Tensor, node: Tensor, what: str) -> Sequence[Tensor]:
     """The gradients of a function, such that their own derivatives, by dout or by the function's inputs, are refused.
 
-    node: an empty result of the function. It connects to the inputs in autograd's graph and holds none of their memory."""
+    node: an empty result of the function. It connects to the inputs in autograd's graph without their memory."""
     return _FirstOrder.apply(what, dout, node, *grads) if torch.is_grad_enabled() else grads

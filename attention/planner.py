@@ -100,7 +100,8 @@ def call_spec(
 
 
 class Plans(dict[Hashable, Plan]):
-    """The plans of one function, by call. When there are too many, the oldest goes; of packed batches the one unused for longest."""
+    """The plans of one function, by call. When there are too many, the oldest goes; of packed batches the one unused
+    for longest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Plans(dict[Hashable, Plan]):
 
 
 def plan_of(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """The plan of a call, from `plans` or new; `connect` gives a device's transport. Raises ValueError, and UnsupportedCall for what the kernel can't do."""
+    """The plan of a call, from `plans` or new; `connect` gives a device's transport. Raises as `build` does."""
     if settings.variant.decode:
         return _decode_plan(spec, settings, plans, connect)
     found = plans.get(spec)
@@ -146,8 +147,8 @@ def _decode_plan(spec: CallSpec, settings: Settings, plans: Plans, connect: Conn
 
 
 def build(spec: CallSpec, settings: Settings, connect: Connect) -> Plan:
-    """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, and UnsupportedCall for what the
-    kernel or replay=graphs can't do."""
+    """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, and UnsupportedCall
+    for what the kernel or replay=graphs can't do."""
     variant, options, shape = settings.variant, settings.options, spec.shape
     mask = Mask.of(spec.causal, spec.window)
     problem = variant.problem(spec.cu_seqlens, settings.world, mask, options, spec.q_tokens)

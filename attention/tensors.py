@@ -68,8 +68,8 @@ def _token_indices(intervals: tuple[Interval, ...], device: torch.device, dtype:
 
 
 def tokens_of(intervals: tuple[Interval, ...], dtype: type[np.signedinteger[Any]] = np.int64) -> np.ndarray[Any, Any]:
-    """`[n]` on the CPU: the indices of all tokens of the intervals, in order. By NumPy, which uses one thread: where ranks share a
-    machine, PyTorch's threads take milliseconds to wake."""
+    """`[n]` on the CPU: the indices of all tokens of the intervals, in order. By NumPy, which uses one thread: where
+    ranks share a machine, PyTorch's threads take milliseconds to wake."""
     starts, stops = np.array(intervals, dtype).reshape(-1, 2).T
     lengths = stops - starts
     before = lengths.cumsum(dtype=dtype) - lengths
@@ -138,9 +138,9 @@ _read = WeakTensorKeyDictionary()  # by tensor: its state when it was read, and 
 
 
 def on_host(x: Tensor) -> tuple[int, ...]:
-    """The numbers `[n]` of an integer tensor. A GPU tensor is read once, which synchronises, and again only after it was written.
-    A write that its `_version` does not count, such as a CUDA graph replay, goes unnoticed. An inference tensor has no version
-    and is read each time."""
+    """The numbers `[n]` of an integer tensor. A GPU tensor is read once, which synchronises, and again only after it
+    was written. A write that its `_version` does not count, such as a CUDA graph replay, goes unnoticed. An inference
+    tensor has no version and is read each time."""
     if x.device.type == "cpu":
         return tuple(x.tolist())  # does not synchronise, and sees what NumPy wrote
     return read_once(x)

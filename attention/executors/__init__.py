@@ -1,5 +1,5 @@
-"""The executors, by the exchange that a variant names. A module here may be imported without torch; an executor needs it, so each
-is imported when it is first asked for."""
+"""The executors, by the exchange that a variant names. A module here may be imported without torch; an executor needs
+it, so each is imported when it is first asked for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The all-to-all executor (Ulysses, USP). Within a group of ranks an exchange gives each rank a share of the heads over the group's
-whole shard; the ring executor computes on them, across the groups (with one group, a local call); a second exchange brings
-the results back. A share with enough heads is computed in two parts, so that one part's tensors travel while the other
-computes. With fewer KV heads than ranks in a group, several ranks compute with the same KV head, and their gradients are
-summed in fp32."""
+"""The all-to-all executor (Ulysses, USP). Within a group of ranks an exchange gives each rank a share of the heads over
+the group's whole shard; the ring executor computes on them, across the groups (with one group, a local call); a second
+exchange brings the results back. A share with enough heads is computed in two parts, so that one part's tensors travel
+while the other computes. With fewer KV heads than ranks in a group, several ranks compute with the same KV head, and
+their gradients are summed in fp32."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SAVED = 5  # tensors that the ring saves for its backward
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
-    """(out, lse) of this rank's tokens with all heads, and what the backward needs; the lse only if the plan wants it. q, k, v:
-    this rank's shards."""
+    """(out, lse) of this rank's tokens with all heads, and what the backward needs; the lse only if the plan wants it.
+    q, k, v: this rank's shards."""
     if plan.problem.ulysses == 1:
         return ring.forward(q, k, v, plan)
     n = exchange_parts(plan.options.head_parts, plan.kv_heads, plan.problem.ulysses, tokens(q) * plan.problem.ulysses)
@@ -80,7 +80,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
 
 
 def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
-    """The heads that each rank of the group computes, by part: an equal share, or one KV head that several ranks have."""
+    """The heads that each rank of the group computes, by part: an equal share, or a KV head that several have."""
     ranks = plan.problem.ulysses
     if heads % ranks:
         return [[slice(i * heads // ranks, i * heads // ranks + 1) for i in range(ranks)]]
@@ -99,8 +99,8 @@ def _group(plan: Plan) -> tuple[int, ...]:
 
 
 class _ToHeads:
-    """The way in: `[..., s, heads, D]` of this rank's tokens are published to the group, and `[..., n * s, share, D]` of the
-    group's tokens are pulled part by part."""
+    """The way in: `[..., s, heads, D]` of this rank's tokens are published to the group, and `[..., n * s, share, D]`
+    of the group's tokens are pulled part by part."""
 
     def __init__(self, xs: list[Tensor], heads: list[Heads], plan: Plan, what: str):
         self.xs, self.heads, self.plan = xs, heads, plan
@@ -144,8 +144,8 @@ def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Mes
 
 
 class _ToTokens:
-    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`, sent part by part. If several ranks have gradients of one
-    head, these are summed. like: tensors of the results' shapes."""
+    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`, sent part by part. If several ranks have
+    gradients of one head, these are summed. like: tensors of the results' shapes."""
 
     def __init__(self, like: list[Tensor], heads: list[Heads], plan: Plan, what: str):
         self.plan, self.what, self.heads, self.s = plan, what, heads, tokens(like[0])
@@ -178,7 +178,7 @@ class _ToTokens:
 
 @lru_cache(maxsize=1024)
 def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
-    """Each rank's s tokens of n tensors go to that rank, and this rank's come from every other rank into n tensors of its own."""
+    """Each rank's s tokens of n tensors go to that rank, and this rank's come from each other rank into n tensors."""
     whole: Intervals = ((0, s),)
     places: list[Intervals] = [((i * s, (i + 1) * s),) for i in range(len(group))]
     others = [(i, rank) for i, rank in enumerate(group) if i != me]
@@ -189,8 +189,8 @@ def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
 
 
 def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor]]]:
-    """(the result, the tensors for each rank's heads by part). These are views of the result; if several ranks have the same heads,
-    which are to be summed, they are separate tensors and the result is None."""
+    """(the result, the tensors for each rank's heads by part). These are views of the result; if several ranks have the
+    same heads, which are to be summed, they are separate tensors and the result is None."""
     every = [each for by_rank in heads for each in by_rank]
     shape = like.shape[:-2]
     if sum(each.stop - each.start for each in every) > every[-1].stop:
@@ -200,7 +200,7 @@ def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor
 
 
 def _summed(pieces: list[list[Tensor]], heads: list[slice]) -> list[Tensor]:
-    """For each tensor the sums by head. pieces: of each tensor, by rank, its one head; heads: by rank, which one that is."""
+    """For each tensor the sums by head. pieces: of each tensor, by rank, its one head; heads: by rank, its number."""
     first = pieces[0][0]
     totals = [first.new_empty((*first.shape[:-2], heads[-1].stop, first.shape[-1])) for _ in pieces]
     everything: Intervals = ((0, tokens(first)),)

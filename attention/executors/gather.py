@@ -1,9 +1,9 @@
-"""The gather executor: the keys that a rank needs are gathered from all ranks in sequence order, a group of KV heads at a time; the
-next group travels while this one computes. Each query chunk is one kernel call and nothing is merged. The backward gathers
-again, and each owner sums the dk and dv from all ranks in fp32.
+"""The gather executor: the keys that a rank needs are gathered from all ranks in sequence order, a group of KV heads at
+a time; the next group travels while this one computes. Each query chunk is one kernel call and nothing is merged. The
+backward gathers again, and each owner sums the dk and dv from all ranks in fp32.
 
-A schedule with a local step first computes on the local KV while remote keys travel, and merges the rest. In a backward of several
-head groups, the last group's local step runs at the end, while gradients travel."""
+A schedule with a local step first computes on the local KV while remote keys travel, and merges the rest. In a backward
+of several head groups, the last group's local step runs at the end, while gradients travel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Triple:
 
 
 def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
-    """Queries, their gradients or outputs, moved between the layout of the shards and the layout that they are computed in."""
+    """Queries, their gradients or outputs, between the layout of the shards and the one that they are computed in."""
     problem = plan.problem
     if problem.layout == problem.q_layout or problem.world == 1:
         return x
@@ -157,7 +157,7 @@ def _groups(q: Tensor, k: Tensor, plan: Plan, backward: bool = False) -> list[He
 
 
 def _local_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
-    """The heads for which the local step is computed before all groups, and those for which it is computed after them."""
+    """The heads for which the local step is computed before all groups, and those for which after them."""
     last = groups[-1]
     if apart or len(groups) == 1:
         return [HeadGroup(0, last.k_stop, 0, last.q_stop)]
@@ -170,8 +170,8 @@ def _each_once(calls: list[Intervals], n: int) -> bool:
 
 
 def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> LocalKeys:
-    """Published where each rank gets only the keys that it needs: if ranks pull, or if a window leaves many out. Otherwise one
-    all-gather sends all keys."""
+    """Published where each rank gets only the keys that it needs: if ranks pull, or if a window leaves many out.
+    Otherwise one all-gather sends all keys."""
     one_by_one = plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls
     return LocalKeys(k, v, plan, groups, one_by_one)
 
@@ -212,8 +212,8 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # dout, q, out and lse
 class _GroupBackward:
     """One head group's dq, dk and dv: computed on the gathered keys; dk and dv sent home and summed there in fp32.
 
-    With a local step, `grads` hold its gradients and the rest is added to them. If that step may not be done yet (`apart`: it runs
-    on the background stream; `local_last`: it follows), dq is added at the end."""
+    With a local step, `grads` hold its gradients and the rest is added to them. If that step may not be done yet
+    (`apart`: it runs on the background stream; `local_last`: it follows), dq is added at the end."""
 
     def __init__(
         self,

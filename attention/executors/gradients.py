@@ -17,13 +17,14 @@ from attention.transports import Handle, Offer
 class GradReturn:
     """This rank computes dk and dv of keys that it pulled, and remote ranks compute those of its own keys.
 
-    Fill `computed`, then `start`: the gradients are published, and remote ranks' gradients of this rank's keys are pulled. `arrived`
-    gives these. All ranks do both, in the same order.
+    Fill `computed`, then `start`: the gradients are published, and remote ranks' gradients of this rank's keys are
+    pulled. `arrived` gives these. All ranks do both, in the same order.
 
-    route: the one that brought the keys; the gradients go the other way. like: a tensor of the keys' heads and dtype. tokens: the
-    number of keys that this rank pulled; most: the largest number that any rank did. number: of this transfer, in the recorded
-    phases. early: remote ranks' gradients may come while this rank still computes, so their buffers are allocated at once,
-    else at `start`."""
+    route: the one that brought the keys; the gradients go the other way. like: a tensor of the keys' heads and dtype.
+    tokens: the number of keys that this rank pulled; most: the largest number that any rank did. number: of this
+    transfer, in the recorded
+    phases. early: remote ranks' gradients may come while this rank still computes, so their buffers are allocated at
+    once, else at `start`."""
 
     def __init__(self, plan: Plan, route: Route, like: Tensor, tokens: int, most: int, number: int, early: bool):
         self.plan, self.route, self.like = plan, route.reversed(), like

@@ -1,4 +1,5 @@
-"""Groups of heads. Executors work on one group at a time, so that one group travels while another computes, or to hold less."""
+"""Groups of heads. Executors work on one group at a time, so that one group travels while another computes, or to hold
+less."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def head_groups(
     small_last: bool = False,
     tokens: int = OVERLAPPED,
 ) -> list[HeadGroup]:
-    """The groups of `policy.group_sizes` with their heads. Raises ValueError when the stride does not divide the KV heads."""
+    """The groups of `policy.group_sizes` with their heads. Raises ValueError when the stride does not divide the KV
+    heads."""
     check_stride(stride, kv_heads)
     sizes = group_sizes(kv_heads, stride, small_first, small_last, tokens)
     ratio = heads // kv_heads

@@ -47,8 +47,9 @@ class LocalKeys:
             self.published = plan.transport.offer("kv", [x for pair in self.by_group for x in pair], most)
 
     def pull(self, route: Route, group: int, number: int, tokens: int | None) -> Arriving[KeyPair]:
-        """The keys that a route brings for one head group, in buffers for so many tokens. tokens=None: this rank pulls nothing, and
-        gets its own keys; remote ranks may pull from it. number: of this transfer, in the recorded phases."""
+        """The keys that a route brings for one head group, in buffers for so many tokens. tokens=None: this rank pulls
+        nothing, and gets its own keys; remote ranks may pull from it. number: of this transfer, in the recorded
+        phases."""
         local = self.by_group[group]
         keys = local if tokens is None else empty_pair(local[0], tokens)
         assert self.published is not None

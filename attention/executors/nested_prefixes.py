@@ -1,5 +1,5 @@
-"""Kernel calls for a rank's query chunks, which attend nested prefixes of the same keys: `separate` (one call for each chunk),
-`packed` (one varlen call for all) or `fused` (our Triton kernel, which reads each KV tile once)."""
+"""Kernel calls for a rank's query chunks, which attend nested prefixes of the same keys: `separate` (one call for each
+chunk), `packed` (one varlen call for all) or `fused` (our Triton kernel, which reads each KV tile once)."""
 
 from __future__ import annotations
 

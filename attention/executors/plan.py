@@ -47,8 +47,8 @@ class LocalCall:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """keys: the owner's tokens that the step needs, n_keys: their number. The step on the local KV uses the shard in place. most: the
-    largest number of keys that any rank pulls or gathers for its step of this number."""
+    """keys: the owner's tokens that the step needs, n_keys: their number. The step on the local KV uses the shard in
+    place. most: the largest number of keys that any rank pulls or gathers for its step of this number."""
 
     owner: int
     keys: Intervals
@@ -60,7 +60,8 @@ class PlannedStep:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head` is this rank's
+    """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head`
+    is this rank's
     number among them. options: of the class that the executor reads."""
 
     variant: Variant[Any]
@@ -118,8 +119,8 @@ class Plan:
         return {}
 
     def messages(self, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Messages:
-        """The messages of a route: its pieces for each of the n published tensors from number `first` on. They are pulled into n tensors;
-        with `apart`, into n tensors for each remote rank, side by side."""
+        """The messages of a route: its pieces for each of the n published tensors from number `first` on. They are
+        pulled into n tensors; with `apart`, into n tensors for each remote rank, side by side."""
         key = id(route), first, n, apart
         if key not in self._messages:
             sends = [
@@ -156,8 +157,8 @@ def plan_steps(
 
 
 def resized(plan: Plan, cu_seqlens: CuSeqlens, sizes: Sequence[int]) -> Plan:
-    """A decode's plan for another number of keys, what `plan_steps` would make of its schedule: with the same ranks holding
-    keys, only how many there are is another. `sizes`: by rank."""
+    """A decode's plan for another number of keys, what `plan_steps` would make of its schedule: with the same ranks
+    holding keys, only how many there are is another. `sizes`: by rank."""
 
     def keys_of(rank: int) -> Intervals:
         return ((0, sizes[rank]),)
@@ -181,7 +182,8 @@ def _identity(interval: Interval) -> Intervals:
 def _calls(
     step: Step, where: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> Iterator[LocalCall]:
-    """Dense: one call for each block. Packed: one call for all blocks with the same mask and group, over all sequences."""
+    """Dense: one call for each block. Packed: one call for all blocks with the same mask and group, over all
+    sequences."""
     tiles = _tiles(step.blocks, where)
     if not packed:
         for block, k in tiles:

@@ -1,11 +1,12 @@
-"""The ring executor: step i computes against one owner's keys while the next step's keys travel; the partial results are merged. A
-step pulls its keys straight from their owner, and only the ones that some block needs. In the backward each step's dk and dv
-go straight back to the owner and are summed there in fp32. A schedule with one step is a local call.
+"""The ring executor: step i computes against one owner's keys while the next step's keys travel; the partial results
+are merged. A step pulls its keys straight from their owner, and only the ones that some block needs. In the backward
+each step's dk and dv go straight back to the owner and are summed there in fp32. A schedule with one step is a local
+call.
 
-The parts of each token's out, dq, dk and dv are declared in advance, so that a token needs an fp32 buffer only between its first
-and its last part. A long backward goes through the ring once for each half of the heads: it holds half as much beside its
-inputs and results, and the second half's keys travel while the first half computes. In the last half the local KV comes
-last, so that the gradients of the other steps travel meanwhile."""
+The parts of each token's out, dq, dk and dv are declared in advance, so that a token needs an fp32 buffer only between
+its first and its last part. A long backward goes through the ring once for each half of the heads: it holds half as
+much beside its inputs and results, and the second half's keys travel while the first half computes. In the last half
+the local KV comes last, so that the gradients of the other steps travel meanwhile."""
 
 from __future__ import annotations
 
@@ -103,8 +104,8 @@ def _step_order(plan: Plan, local_last: bool) -> list[int]:
 
 
 def _local_last(group: int, groups: int) -> bool:
-    """Whether the step on the local KV is the last of a head group. In the first group it runs first, while keys travel; in the
-    last group it runs last, while gradients travel."""
+    """Whether the step on the local KV is the last of a head group. In the first group it runs first, while keys
+    travel; in the last group it runs last, while gradients travel."""
     return 0 < group == groups - 1
 
 
@@ -117,8 +118,8 @@ def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
 
 
 class _RingBackward:
-    """The rounds of a backward: one step for one head group each. While a round computes, the keys of the next one come, and the
-    gradients of the one before travel home."""
+    """The rounds of a backward: one step for one head group each. While a round computes, the keys of the next one
+    come, and the gradients of the one before travel home."""
 
     def __init__(
         self,
@@ -202,8 +203,8 @@ class _RingBackward:
 
 
 class _GroupSums:
-    """The sums of one head group's dq, dk and dv, in the order in which the parts come; with `local_last` the parts of the step on
-    the local KV are added at the end. Written to `into` if given."""
+    """The sums of one head group's dq, dk and dv, in the order in which the parts come; with `local_last` the parts of
+    the step on the local KV are added at the end. Written to `into` if given."""
 
     def __init__(self, q: Tensor, local: KeyPair, plan: Plan, front: Front, local_last: bool, into: Triple | None):
         self.q, (self.k, self.v) = q, local
@@ -214,9 +215,9 @@ class _GroupSums:
         self.dkv = Sum(local, _key_parts(plan, local_last), into and into[1:])
 
     def buffers_of_local(self, each: LocalCall) -> Triple | None:
-        """Where a call on the local KV should write. If it covers all tokens and is added last: the results, which the other parts
-        are then added to. Not if these have the accumulation dtype, since they hold the sum so far. On the background stream:
-        new buffers, which must belong to the high-priority stream."""
+        """Where a call on the local KV should write. If it covers all tokens and is added last: the results, which the
+        other parts are then added to. Not if these have the accumulation dtype, since they hold the sum so far. On the
+        background stream: new buffers, which must belong to the high-priority stream."""
         rounded = self.q.dtype != accumulation_dtype(self.q.dtype)
         if self.local_last and rounded and _covers(each, self.q, self.k):
             return self.into
@@ -250,8 +251,8 @@ class _GroupSums:
 
 
 def _key_parts(plan: Plan, local_last: bool) -> list[Intervals]:
-    """The parts of this rank's dk and dv in the order in which they are added: those of the local step's calls, and after each step
-    what remote ranks computed in the step before."""
+    """The parts of this rank's dk and dv in the order in which they are added: those of the local step's calls, and
+    after each step what remote ranks computed in the step before."""
     found: list[Intervals] = []
     returning: list[Intervals] = []
     local: list[Intervals] = []
@@ -264,8 +265,8 @@ def _key_parts(plan: Plan, local_last: bool) -> list[Intervals]:
 
 
 class _StepReturn:
-    """One step's dk and dv on their way home. The calls' gradients of remote keys are summed where the transport reads them; the
-    kernel itself writes there if one call covers all of the step's keys."""
+    """One step's dk and dv on their way home. The calls' gradients of remote keys are summed where the transport reads
+    them; the kernel itself writes there if one call covers all of the step's keys."""
 
     def __init__(self, sums: _GroupSums, plan: Plan, i: int):
         self.sums, self.i, step = sums, i, plan.steps[i]

@@ -1,8 +1,9 @@
-"""The tree executor (decode): every rank attends its own keys, and the partial results are reduced over the ranks. Forward only.
-A rank without keys contributes out 0 and lse -inf.
+"""The tree executor (decode): every rank attends its own keys, and the partial results are reduced over the ranks.
+Forward only. A rank without keys contributes out 0 and lse -inf.
 
-Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse, comm_sum_den,
-comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*; fused: only wait_partials."""
+Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse,
+comm_sum_den, comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*; fused: only
+wait_partials."""
 
 from __future__ import annotations
 
@@ -47,14 +48,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
 
 
 def _partial(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out, lse) for a partial result, in the accumulation dtype, since it is merged before it is rounded."""
+    """Uninitialised (out, lse) for a partial result, in the accumulation dtype, since it is merged before it is
+    rounded."""
     out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     return out, out.new_empty((q.shape[0], q.shape[2], q.shape[1]))
 
 
 def _splits(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys, or one if it
-    has none; n = 0 without keys."""
+    """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys,
+    or one if it has none; n = 0 without keys."""
     calls = plan.steps[0].calls if plan.steps else ()
     splits = getattr(plan.kernel, "splits", None)
     if calls and splits is not None:
@@ -121,7 +123,7 @@ def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         everyone = mine.new_empty((plan.problem.world, *mine.shape))
     plan.transport.all_gather(everyone, mine, "partials", 0).wait()
     with phase("comp_final_output"):
-        return merge_all(everyone[..., :-1], everyone[..., -1].transpose(2, 3))
+        return merge_n(everyone[..., :-1], everyone[..., -1].transpose(2, 3))
 
 
 def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -150,13 +152,13 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
                 x for _, x in sorted([*zip(ranks, everyone, strict=True), (plan.rank, mine)], key=lambda x: x[0])
             ]
             stacked = torch.stack(ordered)
-            out, lse = merge_all(stacked[..., :-1], stacked[..., -1].transpose(2, 3))
+            out, lse = merge_n(stacked[..., :-1], stacked[..., -1].transpose(2, 3))
     return out, lse
 
 
 def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for theirs and
-    merges them. All of it is recorded as waiting, which is most of its few microseconds."""
+    """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for
+    theirs and merges them. All of it is recorded as waiting, which is most of its few microseconds."""
     from attention.ops.tree import exchange
 
     rows, world = q.shape[:3].numel(), plan.problem.world
@@ -164,11 +166,6 @@ def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tenso
     plan.transport.counted("partials", received_bytes(world, rows, q.shape[3]))
     with phase("wait_partials"):
         return exchange(parts, lses, boxes.addresses, boxes.box, plan.rank, q)
-
-
-def merge_all(parts: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The n-way merge. parts `[n, B, S, H, D]`, lses `[n, B, H, S]`."""
-    return merge_n(parts, lses)
 
 
 REDUCTIONS = {"three": three, "two": two, "packed": packed, "hierarchical": hierarchical}  # of merged splits

@@ -31,7 +31,8 @@ class Range:
 
 @memo(lambda found, *_: 1 + sum([len(each.entries) for each in found]))
 def ranges(n: int, parts: tuple[Intervals, ...], most: int = MOST) -> tuple[Range, ...]:
-    """`[0, n)` in as few ranges as possible, each overlapping at most `most` entries. No token may have more than `most` parts."""
+    """`[0, n)` in as few ranges as possible, each overlapping at most `most` entries. No token may have more than
+    `most` parts."""
     entries = []
     for number, intervals in enumerate(parts):
         for (start, stop), (at, _) in zip(intervals, side_by_side(intervals), strict=True):
