@@ -22,9 +22,8 @@ class GradReturn:
 
     route: the one that brought the keys; the gradients go the other way. like: a tensor of the keys' heads and dtype.
     tokens: the number of keys that this rank pulled; most: the largest number that any rank did. number: of this
-    transfer, in the recorded
-    phases. early: remote ranks' gradients may come while this rank still computes, so their buffers are allocated at
-    once, else at `start`."""
+    transfer, in the recorded phases. early: remote ranks' gradients may come while this rank still computes, so their
+    buffers are allocated at once, else at `start`."""
 
     def __init__(self, plan: Plan, route: Route, like: Tensor, tokens: int, most: int, number: int, early: bool):
         self.plan, self.route, self.like = plan, route.reversed(), like

@@ -61,8 +61,7 @@ class PlannedStep:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head`
-    is this rank's
-    number among them. options: of the class that the executor reads."""
+    is this rank's number among them. options: of the class that the executor reads."""
 
     variant: Variant[Any]
     problem: Problem

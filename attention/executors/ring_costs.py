@@ -8,7 +8,7 @@ from dataclasses import replace
 from attention.executors import policy
 from attention.executors.timeline import Costs, TimedStep, Timeline, Transfer, heads_of, merged_bytes, place_work, timed
 from attention.geometry.counts import Shapes
-from attention.geometry.merge_plan import FEW, passes
+from attention.geometry.merge_plan import FEW, merge_plan
 from attention.geometry.options import RingOptions
 from attention.geometry.schedules import Problem, length, steps, union
 from attention.geometry.transfers import Route, packed_calls, step_routes
@@ -52,7 +52,7 @@ class RingCosts(Costs[RingOptions]):
         order = [*found[1:], found[0]] if apart else found
         calls = tuple(union(b.q for b in step.blocks) for step in order if step.blocks)
         part = max(map(length, calls[1:]), default=0)
-        start, stop = passes(n, calls).running
+        start, stop = merge_plan(n, calls).running
         out, running = n * (q + lse), (stop - start) * q * fp32
         copied = copied_bytes(problem, self.shapes, place, backward)
         if not backward:

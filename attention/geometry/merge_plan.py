@@ -76,7 +76,7 @@ class MergePlan:
 
 
 @memo(lambda found, *_: 1 + sum(map(len, found.of)))
-def passes(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
+def merge_plan(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
     """The plan for a result of `n` tokens. A part holds the tokens of its disjoint intervals, side by side."""
     cuts = sorted({0, n, *(edge for intervals in parts for interval in intervals for edge in interval)})
     segments = list(pairwise(cuts))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.merge_plan import Bundle, passes
+from attention.geometry.merge_plan import Bundle, merge_plan
 from attention.geometry.schedules import length
 from attention.geometry.sum_ranges import MOST
 from attention.geometry.transfers import Intervals
@@ -142,8 +142,8 @@ class Sum:
 
     def __init__(self, like: Sequence[Tensor], parts: Sequence[Intervals], into: Sequence[Tensor] | None = None):
         self.like, self.parts, self.outs = like, tuple(parts), into
-        self.passes = passes(tokens(like[0]), self.parts)
-        self.running = [Running(self.passes.running) for _ in like]
+        self.plan = merge_plan(tokens(like[0]), self.parts)
+        self.running = [Running(self.plan.running) for _ in like]
         self.kept: dict[int, Sequence[Tensor]] = {}  # by number, the parts that a later part will be added to
         self.number = 0  # of the next part
 
@@ -155,14 +155,14 @@ class Sum:
                 self.outs = part
         outs = self._begun()
         self.kept[self.number] = part
-        for each in self.passes.bundles[self.number]:
+        for each in self.plan.bundles[self.number]:
             if not each.first:
                 self._add(each, part, outs)
             elif each.last:
                 for out, x in zip(outs, part, strict=True):
                     if x is not out:
                         put_(out, each.rows, take(x, each.at))
-        self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
+        self.kept = {i: x for i, x in self.kept.items() if self.plan.until[i] > self.number}
         self.number += 1
 
     def _add(self, each: Bundle, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -182,7 +182,7 @@ class Sum:
 
     def result(self) -> Sequence[Tensor]:
         assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
-        self.running = [Running(self.passes.running) for _ in self.like]  # frees the buffers
+        self.running = [Running(self.plan.running) for _ in self.like]  # frees the buffers
         return self._begun()
 
     def _begun(self) -> Sequence[Tensor]:
@@ -190,7 +190,7 @@ class Sum:
             self.outs = [empty_tokens(x, tokens(x)) for x in self.like]
         if self.number == 0:
             for out in self.outs:
-                for start, stop in self.passes.bare if len(self.passes.bare) <= FEW else [(0, tokens(out))]:
+                for start, stop in self.plan.bare if len(self.plan.bare) <= FEW else [(0, tokens(out))]:
                     cut(out, start, stop - start).zero_()
         return self.outs
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.merge_plan import Bundle, passes
+from attention.geometry.merge_plan import Bundle, merge_plan
 from attention.geometry.transfers import Intervals
 from attention.ops.results import result_tensors
 from attention.reduction.grad_sum import Running, cut, may_be_result, source_and_target
@@ -52,8 +52,8 @@ class Accumulator:
 
     def __init__(self, q: Tensor, parts: Sequence[Intervals]):
         self.q, self.parts = q, tuple(parts)
-        self.passes = passes(tokens(q), self.parts)
-        self.running = Running(self.passes.running)
+        self.plan = merge_plan(tokens(q), self.parts)
+        self.running = Running(self.plan.running)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.number = 0  # of the next part
         self.out: Tensor | None = None
@@ -66,13 +66,13 @@ class Accumulator:
             self.out, self.lse = part, part_lse
         out, lse = self._begun()
         self.kept[self.number] = part, part_lse
-        for each in self.passes.bundles[self.number]:
+        for each in self.plan.bundles[self.number]:
             if not each.first:
                 self._merge(each, part, part_lse, out, lse)
             elif each.last and part is not out:
                 put_(out, each.rows, take(part, each.at))
                 put_(lse, each.rows, take(part_lse, each.at, -1), -1)
-        self.kept = {i: x for i, x in self.kept.items() if self.passes.until[i] > self.number}
+        self.kept = {i: x for i, x in self.kept.items() if self.plan.until[i] > self.number}
         self.number += 1
 
     def _merge(self, each: Bundle, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -99,7 +99,7 @@ class Accumulator:
             self.out = empty_tokens(self.q, tokens(self.q))
             self.lse = empty_lse(self.q)
         if self.number == 0:
-            for start, stop in self.passes.bare if len(self.passes.bare) <= FEW else [(0, tokens(self.out))]:
+            for start, stop in self.plan.bare if len(self.plan.bare) <= FEW else [(0, tokens(self.out))]:
                 cut(self.out, start, stop - start).zero_()
                 self.lse.narrow(-1, start, stop - start).fill_(-torch.inf)
         return self.out, self.lse

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from attention.geometry.merge_plan import Sweep, passes
+from attention.geometry.merge_plan import Sweep, merge_plan
 
 
 def follow(n, parts):
     """The parts of every token, in the order in which the passes combine them."""
-    plan = passes(n, parts)
+    plan = merge_plan(n, parts)
     running, final = [None] * n, [None] * n
     kept = {}
     for number, (intervals, mine) in enumerate(zip(parts, plan.of, strict=True)):
@@ -59,21 +59,21 @@ def test_every_token_gets_all_its_parts_in_order(seed):
 def test_a_zigzag_ring_makes_one_pass_a_part_where_it_can():
     whole, late = ((0, 8),), ((4, 8),)
     # rank 0 of 2: the early half has one part, which stays where it is
-    assert passes(8, (whole, late)).of == (
+    assert merge_plan(8, (whole, late)).of == (
         (Sweep(0, 4, 0, True, True), Sweep(4, 8, 4, True, False)),
         (Sweep(4, 8, 0, False, True, (0, 4)),),
     )
     # rank 1 of 2: all queries have two
-    assert passes(8, (whole, whole)).of == ((Sweep(0, 8, 0, True, False),), (Sweep(0, 8, 0, False, True, (0, 0)),))
-    assert passes(8, (whole, whole)).running == (0, 0)
+    assert merge_plan(8, (whole, whole)).of == ((Sweep(0, 8, 0, True, False),), (Sweep(0, 8, 0, False, True, (0, 0)),))
+    assert merge_plan(8, (whole, whole)).running == (0, 0)
     # rank 0 of 4: only the late half is ever wide
-    plan = passes(8, (whole, late, late, late))
+    plan = merge_plan(8, (whole, late, late, late))
     assert plan.running == (4, 8)
     assert [len(x) for x in plan.of] == [2, 1, 1, 1]
     assert plan.until[0] == 1
 
 
 def test_tokens_without_parts_are_told():
-    assert passes(8, ()).bare == ((0, 8),)
-    assert passes(8, (((2, 3), (5, 8)),)).bare == ((0, 2), (3, 5))
-    assert passes(0, (((0, 0),),)).of == ((),)
+    assert merge_plan(8, ()).bare == ((0, 8),)
+    assert merge_plan(8, (((2, 3), (5, 8)),)).bare == ((0, 2), (3, 5))
+    assert merge_plan(0, (((0, 0),),)).of == ((),)
