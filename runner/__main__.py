@@ -237,7 +237,7 @@ def _run(arguments: list[str]) -> int:
             raise
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             where = error.filename or next(iter(app.sweeps), _output(arguments))
-            print(f"error: {app.no_room(shown(str(where)), error)}", file=sys.stderr)
+            print(f"error: {app.cannot_write(shown(str(where)), error)}", file=sys.stderr)
             return 1
         if isinstance(error, (HydraException, OmegaConfBaseException)) or not _from((app.execute, app.further), error):
             return refuse(message(error), arguments)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,19 +81,15 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
             if isinstance(rest, Unfinished):
                 return rest
             display.out.print(f"{earlier.name}: {rest}, so it is run anew", soft_wrap=True)
-    try:
+    with _writing(folder.parent):
         seed = sweep.seed_of(folder.parent) if sweeping and cfg.seed is None else sweep.fresh_seed()
-    except OSError as error:
-        raise SystemExit(f"error: {no_room(folder.parent, error)}") from None
     value = run(cfg, folder, seed, place, compared)
     value["environment"]["overrides"] = list(hydra.overrides.task)
     if sweeping:
         return _recorded(value, folder, hydra.job.num)
     statuses.append(value["status"])
-    try:
+    with _writing(folder):
         results.write_result(folder, value)
-    except OSError as error:
-        raise SystemExit(f"error: {no_room(folder, error)}") from None
     result = Result.of(value, folder)
     if result.status == "ok":
         display.run_table(result)
@@ -143,11 +141,9 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
     more = rounds.unfinished(value)
     if not more:
         statuses.append(value["status"])
-    try:
+    with _writing(folder):
         results.write_result(folder, value)
         _note_sweep(folder.parent)
-    except OSError as error:
-        raise SystemExit(f"error: {no_room(folder, error)}") from None
     display.out.print(f"{display.run_line(Result.of(value, folder))} ({sweep.place(number)})", soft_wrap=True)
     return Unfinished(number, folder, value) if more else None
 
@@ -160,11 +156,8 @@ def further(earlier: Unfinished) -> Unfinished | None:
     except Exception as error:
         if _stopping(error):
             raise
-        try:
-            with (earlier.folder / "run.log").open("a") as log:
-                log.write("".join(traceback.format_exception(error)))
-        except OSError as full:
-            raise SystemExit(f"error: {no_room(earlier.folder, full)}") from error
+        with _writing(earlier.folder), (earlier.folder / "run.log").open("a") as log:
+            log.write("".join(traceback.format_exception(error)))
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}; run.log has where"
         failed = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
         _ended(earlier, failed)
@@ -172,7 +165,7 @@ def further(earlier: Unfinished) -> Unfinished | None:
 
 
 def _stopping(error: BaseException | None) -> bool:
-    """Whether an error came up while Ctrl-C or SIGTERM unwound the program."""
+    """Whether an error was raised while Ctrl-C or SIGTERM unwound the program."""
     return error is not None and (isinstance(error, (KeyboardInterrupt, SystemExit)) or _stopping(error.__context__))
 
 
@@ -183,11 +176,9 @@ def _about(value: dict[str, Any]) -> dict[str, Any]:
 
 def _ended(earlier: Unfinished, failed: dict[str, Any]) -> None:
     """Record a run whose next round failed."""
-    try:
+    with _writing(earlier.folder):
         for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # no number without its proof
             (earlier.folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise SystemExit(f"error: {no_room(earlier.folder, error)}") from None
     failed["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {failed['reason']}"
     _recorded(failed, earlier.folder, earlier.number)
 
@@ -202,7 +193,7 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
     if outcome.status != "ok" or outcome.result["status"] != "ok":
         _ended(earlier, _failed(outcome, folder, _about(value)))
         return None
-    try:
+    with _writing(folder):
         samples = rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
         if samples is None:
             raise RuntimeError(f"{folder / 'samples.parquet'}: fewer samples than the result is of")
@@ -213,8 +204,6 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
         if spec.device == "cuda":
             value["environment"]["gpus_after"] = environment.gpu_state()
         results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
-    except OSError as error:
-        raise SystemExit(f"error: {no_room(folder, error)}") from None
     return _recorded(value, folder, earlier.number)
 
 
@@ -235,7 +224,16 @@ def _note_sweep(folder: Path) -> None:
     summary.summarize_sweep(folder)
 
 
-def no_room(where: Path | str, error: OSError) -> str:
+@contextmanager
+def _writing(where: Path) -> Iterator[None]:
+    """Ends the program with one line where a file of a run cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"error: {cannot_write(where, error)}") from None
+
+
+def cannot_write(where: Path | str, error: OSError) -> str:
     """Why a file of a run could not be written (full disk, no permission, missing folder), and what helps."""
     message = f"{where}: could not be written ({error.strerror})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -306,7 +304,7 @@ def _progress(spec: Experiment, place: str, note: str = "") -> display.Progress:
 
 
 def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The result of a run that has no times."""
+    """The result of a run without times."""
     artifacts = {"log": "run.log"} if (folder / "run.log").exists() else None
     if outcome.status == "ok":  # a later round that is incorrect
         found = outcome.result
@@ -331,7 +329,7 @@ def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Out
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """Writes the run's tables and builds its result."""
     artifacts = {"log": "run.log"}
-    try:
+    with _writing(folder):
         if measured.get("samples"):
             results.write_samples(folder / "samples.parquet", measured.pop("samples"))
             artifacts["samples"] = "samples.parquet"
@@ -344,8 +342,6 @@ def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> di
             results.write_csv(folder / "kernels.csv", kernels, ["rank", "kernel", "calls", "total_ms", "mean_us"])
             artifacts["kernels"] = "kernels.csv"
         artifacts |= {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
-    except OSError as error:
-        raise SystemExit(f"error: {no_room(folder, error)}") from None
     about["environment"] |= measured.pop("environment")
     about["environment"]["ceilings"] = measured.pop("ceilings", None)
     about["environment"]["estimate"] = measured.pop("estimate", None)

@@ -167,10 +167,16 @@ def gpu_count() -> int:
 
 @lru_cache
 def gpu_memory_bytes() -> int | None:
-    """Of the largest GPU of this machine, without touching CUDA: which of them a run gets, nvidia-smi does not say, and
-    a limit from a smaller one would refuse runs that fit."""
-    listed = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
-    return max((int(line) for line in listed.split() if line.isdigit()), default=0) * 2**20 or None
+    """Memory of the largest GPU that this process may use, without touching CUDA. CUDA_VISIBLE_DEVICES is followed where it
+    names GPUs by their UUID, or by number in nvidia-smi's order; in CUDA's own order a number may be any GPU."""
+    listed = _output("nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits") or ""
+    rows = [line.rpartition(",")[::2] for line in listed.splitlines()]
+    found = {uuid.strip(): int(size) * 2**20 for uuid, size in rows if size.strip().isdigit()}
+    names = [x.strip() for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        names = [list(found)[int(x)] if x.isdigit() and int(x) < len(found) else x for x in names]
+    visible = [size for uuid, size in found.items() if any(x and uuid.startswith(x) for x in names)]
+    return max(visible or found.values(), default=None)
 
 
 def torch_has_cuda() -> bool:
