@@ -72,7 +72,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
             if i + 1 < n:
                 arriving = exchange.pull(i + 1)
             q_, k_, v_, *_ = saved_of_part = saved[i * SAVED : (i + 1) * SAVED]
-            dq, dk, dv = plan.transport.room("dqkv", [x.shape for x in (q_, k_, v_)], q_, tokens(q_))
+            dq, dk, dv = plan.transport.buffers("dqkv", [x.shape for x in (q_, k_, v_)], q_, tokens(q_))
             ring.backward(dout_, saved_of_part, plan, (dq, dk, dv))
             grads.send(i, [dq, dk, dv])
     dq, dk, dv = grads.finish()
@@ -113,7 +113,7 @@ class _ToHeads:
             for i in ranks
             for x, share in zip(xs, heads, strict=True)
         ]
-        self.published = plan.transport.offer(what, published, self.s)
+        self.published = plan.transport.publish(what, published, self.s)
 
     def pull(self, part: int) -> Arriving[list[Tensor]]:
         plan, s, n = self.plan, self.s, len(self.xs)
@@ -122,7 +122,7 @@ class _ToHeads:
         out = [empty_tokens(mine[0], len(group) * s)]
         if n > 1:
             out += empty_pair(mine[1], len(group) * s)
-        transfer = self.published.fetch(_to_heads(group, me, s, n, part), out, part)
+        transfer = self.published.pull(_to_heads(group, me, s, n, part), out, part)
         with phase("comp_place", part):
             copy_all((take(target, ((me * s, (me + 1) * s),)), x) for x, target in zip(mine, out, strict=True))
         return Arriving(out, transfer)
@@ -160,8 +160,8 @@ class _ToTokens:
         mine: Intervals = ((me * s, (me + 1) * s),)
         here = [pieces[part] for pieces in self.pieces]
         into = [by_rank[i] for i in range(len(group)) if i != me for by_rank in here]
-        with closing(plan.transport.offer(self.what, xs)) as published:
-            self.transfers.append(published.fetch(_to_tokens(group, me, s, len(xs)), into, part))
+        with closing(plan.transport.publish(self.what, xs)) as published:
+            self.transfers.append(published.pull(_to_tokens(group, me, s, len(xs)), into, part))
         with phase("comp_place", part):
             copy_all((by_rank[me], take(x, mine)) for x, by_rank in zip(xs, here, strict=True))
 

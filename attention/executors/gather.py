@@ -25,7 +25,7 @@ from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
 from attention.runtime.batched_copy import copy_all, moves
-from attention.runtime.priority_stream import Front
+from attention.runtime.priority_stream import PriorityStream
 from attention.tensors import FEW, empty_lse, empty_tokens, put_, take, tokens
 
 Saved = tuple[Tensor, ...]
@@ -54,8 +54,8 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
         return x
     moving = plan.to_compute if to_compute else plan.to_border
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with closing(plan.transport.offer("q", [x])) as published:
-        transfer = published.fetch(plan.messages(moving.route, n=1), [out], 0)
+    with closing(plan.transport.publish("q", [x])) as published:
+        transfer = published.pull(plan.messages(moving.route, n=1), [out], 0)
     copy_all(moves(out, x, moving.local))
     transfer.wait()
     return out
@@ -112,35 +112,35 @@ def _backward(
     grads = dq, torch.empty_like(k), torch.empty_like(v)
     inputs = dout, q, out, lse
     returning: list[_GroupBackward] = []
-    with plan.front() as front, closing(_publish(k, v, plan, groups)) as local:
-        local_groups = _local_groups(groups, front.apart) if first else []
+    with plan.priority_stream() as priority, closing(_publish(k, v, plan, groups)) as local:
+        local_groups = _local_groups(groups, priority.apart) if first else []
         arriving = _gathered(local, 0)
         for heads in local_groups[:1]:
-            _compute_local(heads, inputs, k, v, grads, plan, front)
+            _compute_local(heads, inputs, k, v, grads, plan, priority)
         for i, group in enumerate(groups):
             keys, values = arriving.wait()
             if i + 1 < len(groups):
                 arriving = _gathered(local, i + 1)
-            here = _GroupBackward(group, i, inputs, grads, local, front.apart, group in local_groups[1:])
+            here = _GroupBackward(group, i, inputs, grads, local, priority.apart, group in local_groups[1:])
             here.compute(keys, values)
-            if not front.apart:
+            if not priority.apart:
                 _finish(returning)
             here.home.start()
             returning.append(here)
         for heads in local_groups[1:]:
-            _compute_local(heads, inputs, k, v, grads, plan, front)
-        front.settle()
+            _compute_local(heads, inputs, k, v, grads, plan, priority)
+        priority.join()
         _finish(returning)
     return grads
 
 
 def _compute_local(
-    heads: HeadGroup, inputs: Inputs, k: Tensor, v: Tensor, grads: Triple, plan: Plan, front: Front
+    heads: HeadGroup, inputs: Inputs, k: Tensor, v: Tensor, grads: Triple, plan: Plan, priority: PriorityStream
 ) -> None:
     """The step on the local KV, for these heads; writes dq, dk and dv."""
     (each,) = plan.steps[0].calls
     dout, q, out, lse = (heads.queries(x) for x in inputs)
-    with front.behind(), phase("comp_block", 0):
+    with priority.background(), phase("comp_block", 0):
         plan.kernel.backward(dout, q, heads.keys(k), heads.keys(v), out, lse, each.call, heads.of(grads))
 
 

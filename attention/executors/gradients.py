@@ -11,7 +11,7 @@ from attention.executors.plan import Plan
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals, Route
 from attention.tensors import empty_pair
-from attention.transports import Handle, Offer
+from attention.transports import Handle, Publication
 
 
 class GradReturn:
@@ -31,8 +31,8 @@ class GradReturn:
         self.buffers = self._buffers() if early else list[KeyPair]()
         shape = (*like.shape[:-3], tokens, *like.shape[-2:])
         # where the transport can read them, without a copy
-        self.computed = plan.transport.room("dkv", [shape, shape], like, most)
-        self.published: Offer | None = None  # kept: `computed` may be its memory
+        self.computed = plan.transport.buffers("dkv", [shape, shape], like, most)
+        self.published: Publication | None = None  # kept: `computed` may be its memory
         self.transfer: Handle | None = None
 
     def _buffers(self) -> list[KeyPair]:
@@ -41,11 +41,11 @@ class GradReturn:
     def start(self) -> None:
         if not self.early:
             self.buffers = self._buffers()
-        self.published = self.plan.transport.offer("dkv", self.computed, self.most)
+        self.published = self.plan.transport.publish("dkv", self.computed, self.most)
         with closing(self.published):
             messages = self.plan.messages(self.route, apart=True)
             into = [x for pair in self.buffers for x in pair]
-            self.transfer = self.published.fetch(messages, into, self.number, early=self.early)
+            self.transfer = self.published.pull(messages, into, self.number, early=self.early)
 
     def arrived(self) -> list[tuple[KeyPair, Intervals]]:
         """From each remote rank its (dk, dv), and which of this rank's keys they are for."""

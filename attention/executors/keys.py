@@ -11,7 +11,7 @@ from attention.executors.head_groups import HeadGroup
 from attention.executors.plan import Plan
 from attention.geometry.transfers import Route
 from attention.tensors import empty_pair
-from attention.transports import Handle, Offer
+from attention.transports import Handle, Publication
 
 KeyPair = tuple[Tensor, Tensor]  # keys and values
 T = TypeVar("T")
@@ -42,9 +42,9 @@ class LocalKeys:
     ):
         self.plan = plan
         self.by_group: list[KeyPair] = [(group.keys(k), group.keys(v)) for group in groups]
-        self.published: Offer | None = None
+        self.published: Publication | None = None
         if publish:
-            self.published = plan.transport.offer("kv", [x for pair in self.by_group for x in pair], most)
+            self.published = plan.transport.publish("kv", [x for pair in self.by_group for x in pair], most)
 
     def pull(self, route: Route, group: int, number: int, tokens: int | None) -> Arriving[KeyPair]:
         """The keys that a route brings for one head group, in buffers for so many tokens. tokens=None: this rank pulls
@@ -53,7 +53,7 @@ class LocalKeys:
         local = self.by_group[group]
         keys = local if tokens is None else empty_pair(local[0], tokens)
         assert self.published is not None
-        return Arriving(keys, self.published.fetch(self.plan.messages(route, first=2 * group), keys, number))
+        return Arriving(keys, self.published.pull(self.plan.messages(route, first=2 * group), keys, number))
 
     def close(self) -> None:
         if self.published is not None:

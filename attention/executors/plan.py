@@ -27,7 +27,7 @@ from attention.geometry.transfers import (
 )
 from attention.kernels import Call, Kernel
 from attention.masks.band import Interval, Mask
-from attention.runtime.priority_stream import Front, Inline
+from attention.runtime.priority_stream import Inline, PriorityStream
 from attention.transports import Message, Messages, Transport
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class Plan:
         border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
         return border, inner
 
-    def front(self, parts: int = 1) -> Front:
+    def priority_stream(self, parts: int = 1) -> PriorityStream:
         """The streams of a backward that takes the heads in so many parts, one after another."""
-        return self.transport.front if parts == 1 and self.local_kv_apart else INLINE
+        return self.transport.priority_stream if parts == 1 and self.local_kv_apart else INLINE
 
     @cached_property
     def _messages(self) -> dict[tuple[int, int, int, bool], tuple[Route, Messages]]:

@@ -27,7 +27,7 @@ from attention.kernels.interface import Triple
 from attention.profiling import phase
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
-from attention.runtime.priority_stream import Front
+from attention.runtime.priority_stream import PriorityStream
 from attention.tensors import empty_tokens, take, tokens
 
 Saved = tuple[Tensor, ...]
@@ -60,12 +60,12 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None)
         with phase("comp_block", 0):
             return plan.kernel.backward(dout, q, k, v, out, lse, plan.steps[0].calls[0].call, into)
     groups = _backward_groups(q, k, plan)
-    before = plan.front(len(groups))
+    before = plan.priority_stream(len(groups))
     if into is None and (len(groups) > 1 or before.apart):
         into = (empty_tokens(q, tokens(q)), empty_tokens(k, tokens(k)), empty_tokens(v, tokens(v)))
     rounds = [(g, i) for g in range(len(groups)) for i in _step_order(plan, _local_last(g, len(groups)))]
-    with before as front, closing(_publish(k, v, plan, groups)) as local:
-        ring = _RingBackward((dout, q, out, lse), plan, groups, local, front, into)
+    with before as priority, closing(_publish(k, v, plan, groups)) as local:
+        ring = _RingBackward((dout, q, out, lse), plan, groups, local, priority, into)
         arriving = _step_keys(local, rounds[0])
         for number, (g, i) in enumerate(rounds, 1):
             keys, values = arriving.wait()
@@ -127,15 +127,15 @@ class _RingBackward:
         plan: Plan,
         groups: list[HeadGroup],
         local: LocalKeys,
-        front: Front,
+        priority: PriorityStream,
         into: Triple | None,
     ):
-        self.inputs, self.plan, self.groups, self.local, self.front, self.into = (
+        self.inputs, self.plan, self.groups, self.local, self.priority, self.into = (
             inputs,
             plan,
             groups,
             local,
-            front,
+            priority,
             into,
         )
         self.sums: list[_GroupSums] = []  # of the head groups begun so far
@@ -163,10 +163,10 @@ class _RingBackward:
         return self.sums[-1].results(len(self.plan.steps))
 
     def _sums_of(self, group: int) -> _GroupSums:
-        last = self.front.apart or _local_last(group, len(self.groups))
+        last = self.priority.apart or _local_last(group, len(self.groups))
         heads, into = self.groups[group], self.into
         q, given = heads.queries(self.inputs[1]), heads.of(into) if into else None
-        return _GroupSums(q, self.local.by_group[group], self.plan, self.front, last, given)
+        return _GroupSums(q, self.local.by_group[group], self.plan, self.priority, last, given)
 
     def _call(
         self, each: LocalCall, group: int, i: int, keys: Tensor, values: Tensor, home: _StepReturn | None
@@ -176,7 +176,7 @@ class _RingBackward:
         local = self.plan.steps[i].owner == self.plan.rank
         dout, q, out, lse = (heads(x) for x in self.inputs)
         into = sums.buffers_of_local(each) if local else home.buffers_of(each) if home is not None else None
-        with self.front.behind() if local else nullcontext(), phase("comp_block", i):
+        with self.priority.background() if local else nullcontext(), phase("comp_block", i):
             dq, dk, dv = self.plan.kernel.backward(
                 take(dout, each.q),
                 take(q, each.q),
@@ -206,9 +206,11 @@ class _GroupSums:
     """The sums of one head group's dq, dk and dv, in the order in which the parts come; with `local_last` the parts of
     the step on the local KV are added at the end. Written to `into` if given."""
 
-    def __init__(self, q: Tensor, local: KeyPair, plan: Plan, front: Front, local_last: bool, into: Triple | None):
+    def __init__(
+        self, q: Tensor, local: KeyPair, plan: Plan, priority: PriorityStream, local_last: bool, into: Triple | None
+    ):
         self.q, (self.k, self.v) = q, local
-        self.front, self.local_last, self.into = front, local_last, into
+        self.priority, self.local_last, self.into = priority, local_last, into
         self.late_dq, self.late_dkv = list[Tensor](), list[KeyPair]()  # to be added at the end
         queries = [each.q for i in _step_order(plan, local_last) for each in plan.steps[i].calls]
         self.dq = Sum([q], queries, into and into[:1])
@@ -221,14 +223,14 @@ class _GroupSums:
         rounded = self.q.dtype != accumulation_dtype(self.q.dtype)
         if self.local_last and rounded and _covers(each, self.q, self.k):
             return self.into
-        if not self.front.apart:
+        if not self.priority.apart:
             return None
         n_keys = length(each.k)
         return empty_tokens(self.q, length(each.q)), empty_tokens(self.k, n_keys), empty_tokens(self.v, n_keys)
 
     def add_local(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of a call on the local KV, or keep them for later."""
-        if self.front.apart:  # the background stream may still compute them
+        if self.priority.apart:  # the background stream may still compute them
             self.late_dq.append(dq)
         else:
             self.dq.add(dq)
@@ -239,7 +241,7 @@ class _GroupSums:
 
     def results(self, number: int) -> Triple:
         if self.late_dq:
-            self.front.settle()
+            self.priority.join()
         with phase("comp_merge", number):
             for dq_part in self.late_dq:
                 self.dq.add(dq_part)
@@ -272,7 +274,7 @@ class _StepReturn:
         self.sums, self.i, step = sums, i, plan.steps[i]
         local = step.owner == plan.rank
         n = 0 if local else step.n_keys
-        self.home = GradReturn(plan, step.route, sums.k, n, step.most, i, early=sums.front.apart)
+        self.home = GradReturn(plan, step.route, sums.k, n, step.most, i, early=sums.priority.apart)
         self.direct = not local and len(step.calls) == 1 and step.calls[0].k == ((0, n),)
         self.total: Sum | None = None
         if not local and not self.direct:

@@ -137,8 +137,8 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
             mine = torch.cat([out, _weights(lse)], -1)
             everyone = [torch.empty_like(mine) for _ in ranks]
         whole = ((0, mine.shape[1]),)
-        with closing(plan.transport.offer(what, [mine])) as offer:
-            offer.fetch(
+        with closing(plan.transport.publish(what, [mine])) as publication:
+            publication.pull(
                 Messages(
                     [Message(rank, 0, whole, whole) for rank in ranks],
                     [Message(rank, 0, whole, whole, i) for i, rank in enumerate(ranks)],

@@ -1,5 +1,5 @@
-"""Work that remote ranks wait for runs on a high-priority stream (the "front"). A rank's work on local keys, which
-nobody waits for, runs on the caller's stream in the background. It fills the multiprocessors that the front leaves
+"""Work that remote ranks wait for runs on a high-priority stream. A rank's work on local keys, which
+nobody waits for, runs on the caller's stream in the background. It fills the multiprocessors that this leaves
 free: while remote keys travel, at the ends of kernels, and while gradients travel back."""
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import torch
 from attention.runtime.streams import Follow, On, current
 
 
-class Front(Protocol):
+class PriorityStream(Protocol):
     """A context manager around a forward or backward. apart: whether there is a background stream, so that its results
     should be added last.
 
-    Memory belongs to the stream on which it was allocated: background work writes only to tensors of the front, or of
+    Memory belongs to the stream on which it was allocated: background work writes only to tensors of the priority stream, or of
     before, and may allocate temporaries of its own."""
 
     apart: bool
 
-    def __enter__(self) -> Front: ...
+    def __enter__(self) -> PriorityStream: ...
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def behind(self) -> AbstractContextManager[object]:
-        """A context for background work. It follows the front's work so far; the front does not wait for it."""
+    def background(self) -> AbstractContextManager[object]:
+        """A context for background work. It follows the priority stream's work so far, which does not wait for it."""
 
-    def settle(self) -> None:
-        """Makes the next work of the front follow all background work."""
+    def join(self) -> None:
+        """Makes the next work of the priority stream follow all background work."""
 
 
 class Inline:
@@ -38,18 +38,18 @@ class Inline:
     def __init__(self, apart: bool = False):
         self.apart = apart
 
-    def __enter__(self) -> Front:
+    def __enter__(self) -> PriorityStream:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def behind(self) -> AbstractContextManager[object]:
+    def background(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def settle(self) -> None: ...
+    def join(self) -> None: ...
 
 
-class CudaFront:
+class CudaPriorityStream:
     """For one forward or backward, and one thread, at a time. At its end, even by an exception, the caller's stream
     waits for it."""
 
@@ -59,7 +59,7 @@ class CudaFront:
         self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
         self.on, self.follow = On(self.stream), Follow()
 
-    def __enter__(self) -> Front:
+    def __enter__(self) -> PriorityStream:
         self.caller = current(self.device)
         self.back = On(self.caller)
         self.follow(self.stream, self.caller)
@@ -70,9 +70,9 @@ class CudaFront:
         self.on.__exit__(*exc)
         self.follow(self.caller, self.stream)
 
-    def behind(self) -> AbstractContextManager[object]:
+    def background(self) -> AbstractContextManager[object]:
         self.follow(self.caller, self.stream)
         return self.back
 
-    def settle(self) -> None:
+    def join(self) -> None:
         self.follow(self.stream, self.caller)

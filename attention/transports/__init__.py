@@ -10,13 +10,13 @@ import torch.distributed as dist
 from attention.errors import UnsupportedCall, nearest
 from attention.runtime.private import backend, default_group
 from attention.transports.collective import Collective
-from attention.transports.interface import Handle, Message, Messages, Nothing, Offer, Transport
+from attention.transports.interface import Handle, Message, Messages, Nothing, Publication, Transport
 from attention.transports.mailboxes import Mailboxes, mailboxes_of
 from attention.transports.queues import CudaQueue, HostQueue
 from attention.transports.symmetric import Symmetric, captures_undone, held_bytes, pool_of, release
 
 __all__ = [
-    "SUMMARIES", "Handle", "Message", "Messages", "Nothing", "Offer", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",
+    "SUMMARIES", "Handle", "Message", "Messages", "Nothing", "Publication", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",
     "release", "resolve", "select",
 ]  # fmt: skip
 

@@ -1,5 +1,5 @@
 """Transports over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors. The owner sends what remote ranks
-fetch."""
+pull."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from attention.geometry.schedules import length
 from attention.profiling import phase
-from attention.runtime.priority_stream import Front, Inline
+from attention.runtime.priority_stream import Inline, PriorityStream
 from attention.runtime.private import backend, default_group
 from attention.tensors import put_, take, token_dim
-from attention.transports.interface import Done, Handle, Message, Messages, Offer
+from attention.transports.interface import Done, Handle, Message, Messages, Publication
 from attention.transports.queues import Queue
 
 OPERATIONS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -24,7 +24,7 @@ class Collective:
     """`name` is the backend, "gloo" or "nccl"."""
 
     pulls = False
-    front: Front = Inline()
+    priority_stream: PriorityStream = Inline()
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, queue: Queue, note: str | None = None):
         self.name = name
@@ -51,10 +51,10 @@ class Collective:
     def state(self) -> Hashable:
         return None
 
-    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         return [like.new_empty(tuple(shape)) for shape in shapes]
 
-    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
+    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
         return _Sent(self, what, tensors)
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
@@ -81,12 +81,12 @@ class Collective:
 
 
 class _Sent:
-    """An offer whose owner sends what remote ranks fetch."""
+    """A publication whose owner sends what remote ranks pull."""
 
     def __init__(self, transport: Collective, what: str, tensors: Sequence[Tensor]):
         self.transport, self.what, self.tensors = transport, what, tensors
 
-    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.sends and not messages.receives:
             return Done()
         transport, what = self.transport, self.what

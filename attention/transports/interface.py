@@ -1,4 +1,4 @@
-"""The interface of transports. A rank *offers* (publishes) tensors, and remote ranks *fetch* tokens of them. Both ends
+"""The interface of transports. A rank *publishes* tensors, and remote ranks *pull* tokens of them. Both ends
 list what moves, so a transport may send the data or let the receiver read it.
 
 Every operation is asynchronous and returns a `Handle`. `wait` makes the caller's stream (on a CPU, the calling thread)
@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attention.geometry.transfers import Intervals
-from attention.runtime.priority_stream import Front, Inline
+from attention.runtime.priority_stream import Inline, PriorityStream
 
 
 @dataclass(frozen=True)
 class Message:
-    """Tokens that move between this rank and the remote rank `peer`: the intervals `source` of the offered tensor
+    """Tokens that move between this rank and the remote rank `peer`: the intervals `source` of the published tensor
     number `tensor` go to the intervals `target`, one to one, of the receiver's tensor number `into`. A sender need not
     know `into`."""
 
@@ -30,7 +30,7 @@ class Message:
 
 
 class Messages:
-    """The messages of one fetch; both ends list them in the same order. `known` caches what a transport derives from
+    """The messages of one pull; both ends list them in the same order. `known` caches what a transport derives from
     them, as long as the object is reused."""
 
     def __init__(self, sends: Iterable[Message], receives: Iterable[Message]):
@@ -42,13 +42,13 @@ class Handle(Protocol):
     def wait(self) -> None: ...
 
 
-class Offer(Protocol):
-    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+class Publication(Protocol):
+    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         """Starts to bring the messages' tokens into the tensors `into`. early: `into` was allocated before this rank's
-        own offer was (`room`), so remote data may arrive while this rank still fills its offer."""
+        own publication was (`buffers`), so remote data may arrive while this rank still fills its publication."""
 
     def close(self) -> None:
-        """This rank fetches nothing more from the matching offers of remote ranks."""
+        """This rank pulls nothing more from the matching publications of remote ranks."""
 
 
 class Transport(Protocol):
@@ -56,7 +56,7 @@ class Transport(Protocol):
     note: str | None  # why it replaces the transport that was asked for
     pulls: bool  # whether ranks read only what they need from remote memory
     bytes_received: dict[str, int]  # by phase, the bytes moved into this rank by eager calls
-    front: Front  # the high-priority stream, where transfers leave the multiprocessors free
+    priority_stream: PriorityStream  # the high-priority stream, where transfers leave the multiprocessors free
 
     def counted(self, what: str, size: int) -> None:
         """Counts bytes that something else moved into this rank."""
@@ -71,15 +71,15 @@ class Transport(Protocol):
         """A key of everything here, apart from the plan, that decides which launches a forward or backward makes; None
         where its launches cannot be replayed."""
 
-    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        """Tensors of these shapes, to be filled and then offered as `what`. Where possible they lie in the memory that
-        remote ranks read, so that offering copies nothing. tokens: as in `offer`."""
+    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+        """Tensors of these shapes, to be filled and then published as `what`. Where possible they lie in the memory that
+        remote ranks read, so that publishing copies nothing. tokens: as in `publish`."""
 
-    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
+    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
         """Publishes tensors `[B, S, H, D]` or `[T, H, D]`; tensor i has the same heads on every rank.
 
         what: the name of the phases, `comm_<what>` and `wait_<what>`.
-        tokens: the most tokens that any rank offers in one tensor, where ranks differ."""
+        tokens: the most tokens that any rank publishes in one tensor, where ranks differ."""
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         """Gathers x (contiguous, of one shape on all ranks) into `into`, contiguous `[world, *x.shape]`."""
@@ -100,7 +100,7 @@ class Nothing:
     name = "none"
     note: str | None = None
     pulls = False
-    front: Front = Inline()
+    priority_stream: PriorityStream = Inline()
 
     def __init__(self) -> None:
         self.bytes_received: dict[str, int] = {}
@@ -113,11 +113,11 @@ class Nothing:
 
     def state(self) -> None: ...
 
-    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         return [like.new_empty(tuple(shape)) for shape in shapes]
 
-    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
-        return _NoOffer()
+    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
+        return _NothingPublished()
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         into[0].copy_(x)
@@ -127,8 +127,8 @@ class Nothing:
         return Done()
 
 
-class _NoOffer:
-    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+class _NothingPublished:
+    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         assert not messages.sends and not messages.receives, "a world of one has no remote ranks"
         return Done()
 

@@ -1,8 +1,8 @@
-"""The transport that pulls. A rank publishes tensors ("offers") in memory that remote ranks can read. Each rank copies
+"""The transport that pulls. A rank publishes tensors in memory that remote ranks can read. Each rank copies
 what it needs, when it needs it, with copy engines on a separate stream. So the multiprocessors stay free for compute,
 and a rank waits only for ranks whose data it needs.
 
-Offers of one kind use a ring of slots. A rank signals "ready" to the others when its offer is written, and "done" when
+Publications of one kind use a ring of slots. A rank signals "ready" to the others when its publication is written, and "done" when
 it has read theirs, by flags in their memory. The rank that waited for a flag resets it. No counter grows, so a call can
 be captured in a CUDA graph and replayed."""
 
@@ -24,7 +24,7 @@ from attention.geometry.transfers import Intervals
 from attention.profiling import phase
 from attention.runtime import cuda_graphs
 from attention.runtime.batched_copy import copy_all
-from attention.runtime.priority_stream import CudaFront, Front, Inline
+from attention.runtime.priority_stream import CudaPriorityStream, Inline, PriorityStream
 from attention.runtime.streams import current
 from attention.runtime.submit import refuse_recording, submit
 from attention.tensors import token_dim
@@ -38,16 +38,16 @@ from attention.transports.fabric import (
     obstacle,
     together,
 )
-from attention.transports.interface import Done, Handle, Message, Messages, Offer
+from attention.transports.interface import Done, Handle, Message, Messages, Publication
 from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
 from attention.transports.queues import Captures, CudaQueue, HostQueue, Moment, Queue
 
-LANES = 32  # the most kinds of offers: kv, dkv, ...
+LANES = 32  # the most kinds of publications: kv, dkv, ...
 DEPTHS = {
     "dkv": 2,
     "out": 2,
     "dqkv": 2,
-}  # slots of the kinds that a call offers again before remote ranks are done; other kinds have 1
+}  # slots of the kinds that a call publishes again before remote ranks are done; other kinds have 1
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 MOST_ARRANGEMENTS = 64  # cached per lane
@@ -59,28 +59,28 @@ Operation = Callable[[], None]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the tensors of an offer lie in a slot. shapes: this rank's. rooms: the same with space for the most tokens of
+    """How the tensors of a publication lie in a slot. shapes: this rank's. padded: the same with space for the most tokens of
     any rank. starts: the byte at which each tensor starts. size: bytes in all."""
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
-    rooms: tuple[tuple[int, ...], ...]
+    padded: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
     size: int
 
 
 @lru_cache(maxsize=4096)
 def arrange(shapes: tuple[tuple[int, ...], ...], tokens: int, dtype: torch.dtype) -> Arrangement:
-    rooms = tuple((*shape[:-3], tokens, *shape[-2:]) for shape in shapes)
-    sizes = [-(-prod(each) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for each in rooms]
+    padded = tuple((*shape[:-3], tokens, *shape[-2:]) for shape in shapes)
+    sizes = [-(-prod(each) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for each in padded]
     starts = list(accumulate(sizes, initial=0))
-    return Arrangement(dtype, shapes, rooms, tuple(starts[:-1]), starts[-1])
+    return Arrangement(dtype, shapes, padded, tuple(starts[:-1]), starts[-1])
 
 
 @dataclass
 class Flags:
-    """The operations on the flags of one slot. A rank has two flags per remote rank: its offer is ready; it is done
-    with this rank's offer (initially set)."""
+    """The operations on the flags of one slot. A rank has two flags per remote rank: its publication is ready; it is done
+    with this rank's publication (initially set)."""
 
     tell_ready: Operation  # signal all remote ranks
     take_ready: dict[int, Operation]  # await and reset, by remote rank
@@ -89,18 +89,18 @@ class Flags:
 
 
 class Lane:
-    """The ring of slots of one kind of offer. All ranks use the slots in the same order and at the same offsets, so all
-    ranks must make the same offers in the same order."""
+    """The ring of slots of one kind of publication. All ranks use the slots in the same order and at the same offsets, so all
+    ranks must make the same publications in the same order."""
 
     def __init__(self, flags: list[Flags]):
         self.flags = flags  # by slot
-        self.turn = 0  # the slot of the last offer of this call
+        self.turn = 0  # the slot of the last publication of this call
         self.capacity = 0
         self.shared = Shared([])
         self.mine: dict[
             tuple[int, Arrangement], list[Tensor]
         ] = {}  # this rank's tensors in a slot, reused by later calls
-        self.filling: _Offered | None = None  # has a slot, but is not published yet
+        self.filling: _SlotPublication | None = None  # has a slot, but is not published yet
 
     def forget(self) -> None:
         self.shared, self.capacity = Shared([]), 0
@@ -109,7 +109,7 @@ class Lane:
 
 class Pool:
     """The lanes of a group and device, shared by all functions over the group. For one thread at a time. A rank reads
-    its own offers without flags, so calls on several streams of a caller run one after another."""
+    its own publications without flags, so calls on several streams of a caller run one after another."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -119,15 +119,15 @@ class Pool:
         self.grown = 0  # how often lanes grew, which moves them
         self.fabric: Fabric
         self.queue: Queue
-        self.front: Front
+        self.priority_stream: PriorityStream
         with together(group):  # the driver may be missing on a single rank
             if device.type == "cuda":
                 self.fabric = CudaFabric(group, device)
                 self.queue = CudaQueue(device, self.captures)
-                self.front = CudaFront(device)
+                self.priority_stream = CudaPriorityStream(device)
             else:
                 self.fabric, self.queue = HostFabric(group), HostQueue()
-                self.front = Inline(apart=True)
+                self.priority_stream = Inline(apart=True)
         self.peers = [
             (self.rank + i) % self.world for i in range(1, self.world)
         ]  # every rank starts with another remote rank
@@ -193,12 +193,12 @@ class Pool:
         """Whether a CUDA graph is being captured."""
         return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
-    def filling(self, what: str) -> _Offered | None:
+    def filling(self, what: str) -> _SlotPublication | None:
         lane = self.lanes.get(what)
         return lane.filling if lane else None
 
     def acquire(self, what: str, lane: Lane) -> int:
-        """The slot of the next offer, after remote ranks are done with its last content."""
+        """The slot of the next publication, after remote ranks are done with its last content."""
         lane.turn = (lane.turn + 1) % len(lane.flags)
         if self.capturing():
             self.captured[id(lane.shared)] = lane.shared
@@ -209,7 +209,7 @@ class Pool:
 
     def begin(self) -> None:
         """Begins a forward or backward. It uses the same slots as every call, and follows the calls before it, even if
-        the caller changed its stream. An offer that an exception left unpublished is published now, so that remote
+        the caller changed its stream. A publication that an exception left unpublished is published now, so that remote
         ranks do not deadlock. Raises RuntimeError, with the same message, after a wait that failed."""
         self.fabric.remote.check()
         for lane in self.lanes.values():
@@ -233,7 +233,7 @@ class Pool:
             each.close()
 
     def publish(self, flags: Flags) -> None:
-        """Signals "ready" to remote ranks, after the caller's stream has written the offer."""
+        """Signals "ready" to remote ranks, after the caller's stream has written the publication."""
         self.queue.aside(flags.tell_ready)
 
     def finish(self, flags: Flags, unseen: Sequence[int]) -> None:
@@ -305,18 +305,18 @@ def captures_undone() -> Iterator[None]:
 
 def held_bytes() -> int:
     """Bytes of symmetric memory that this process holds, outside PyTorch's allocator."""
-    offers = sum(pool.nbytes for pools in _pools.values() for pool in pools.values() if isinstance(pool, Pool))
-    return offers + mailboxes_bytes()
+    publications = sum(pool.nbytes for pools in _pools.values() for pool in pools.values() if isinstance(pool, Pool))
+    return publications + mailboxes_bytes()
 
 
 class Symmetric(Collective):
-    """Pulls offers; collective operations go through torch.distributed."""
+    """Pulls publications; collective operations go through torch.distributed."""
 
     pulls = True
 
     def __init__(self, group: dist.ProcessGroup, pool: Pool):
         super().__init__("symm", group, pool.queue)
-        self.pool, self.front = pool, pool.front
+        self.pool, self.priority_stream = pool, pool.priority_stream
 
     def begin(self) -> None:
         submit(self.pool.begin)
@@ -327,25 +327,25 @@ class Symmetric(Collective):
     def state(self) -> Hashable:
         return self.pool.state()
 
-    def room(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        offered = _Offered(self, what, shapes, like.dtype, tokens)
-        offered.taken = self.pool.queue.moment()
-        return offered.mine
+    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+        published = _SlotPublication(self, what, shapes, like.dtype, tokens)
+        published.taken = self.pool.queue.moment()
+        return published.mine
 
-    def offer(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Offer:
-        offered = self.pool.filling(what)
-        if offered is None or list(map(id, tensors)) != list(map(id, offered.mine)):
+    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
+        published = self.pool.filling(what)
+        if published is None or list(map(id, tensors)) != list(map(id, published.mine)):
             most = max(x.shape[token_dim(x)] for x in tensors) if tokens is None else tokens
-            offered = _Offered(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
+            published = _SlotPublication(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
-                copy_all(zip(offered.mine, tensors, strict=True))
-        offered.lane.filling = None
-        self.pool.publish(offered.flags)
-        return offered
+                copy_all(zip(published.mine, tensors, strict=True))
+        published.lane.filling = None
+        self.pool.publish(published.flags)
+        return published
 
 
-class _Offered:
-    """An offer in its slot: its tensors one after another, each with space for `tokens` tokens, so that they lie at the
+class _SlotPublication:
+    """A publication in its slot: its tensors one after another, each with space for `tokens` tokens, so that they lie at the
     same offsets on every rank. `mine`: this rank's tensors, to be filled before publishing."""
 
     def __init__(
@@ -372,13 +372,13 @@ class _Offered:
     def _mine(self) -> list[Tensor]:
         held, arranged = self.shared.by_rank[self.transport.pool.rank], self.arranged
         found = []
-        for shape, whole, start in zip(arranged.shapes, arranged.rooms, arranged.starts, strict=True):
+        for shape, whole, start in zip(arranged.shapes, arranged.padded, arranged.starts, strict=True):
             first = self.at + start
             x = held[first : first + prod(whole) * arranged.dtype.itemsize].view(arranged.dtype).view(whole)
             found.append(x.narrow(token_dim(x), 0, shape[-3]))
         return found
 
-    def fetch(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.receives:
             return Done()
         pool, transport, shared = self.transport.pool, self.transport, self.shared
@@ -422,7 +422,7 @@ class _Offered:
 
 @dataclass(frozen=True)
 class _Pull:
-    """A pull of the same tokens from several offered tensors of one shape, into the receiver's tensors number `into`.
+    """A pull of the same tokens from several published tensors of one shape, into the receiver's tensors number `into`.
 
     copies: (batch element, first token in the target, number of tokens, start of each tensor's source in bytes of the
     slot)."""
@@ -434,7 +434,7 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Known:
-    """The pulls of some messages, for offers of one arrangement. The cache's key is the arrangement's identity, so it
+    """The pulls of some messages, for publications of one arrangement. The cache's key is the arrangement's identity, so it
     is kept."""
 
     arranged: Arrangement
@@ -443,7 +443,7 @@ class _Known:
 
 def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
     """messages: of one remote rank, of the same tokens."""
-    shape = arranged.rooms[messages[0].tensor]
+    shape = arranged.padded[messages[0].tensor]
     each = shape[-2] * shape[-1] * arranged.dtype.itemsize  # bytes of a token
     copies = []
     for element in range(shape[0] if len(shape) == 4 else 1):

@@ -122,21 +122,21 @@ def local_kv_apart(
         spoil(me.device)
         return grads
 
-    def behind() -> Any:
-        nonlocal behinds
-        behinds += 1
-        return type(front).behind(front)
+    def background() -> Any:
+        nonlocal entered
+        entered += 1
+        return type(priority).background(priority)
 
-    differences, behinds = [], 0
+    differences, entered = [], 0
     at_once, halves = (
         ({"head_parts": 1}, {"head_parts": 2})
         if fn.variant.executor == "ring"
         else ({"heads_k_stride": None}, {"heads_k_stride": 2})
     )
-    front = fn._transport(me.device).front
+    priority = fn._transport(me.device).priority_stream
     original, threshold = local.backward, policy.APART
     try:
-        local.backward, front.behind = backward, behind  # type: ignore[method-assign]
+        local.backward, priority.background = backward, background  # type: ignore[method-assign]
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             shapes = [(*(() if packed else (1,)), tokens, heads, head_dim) for heads in (8, 4, 4, 8)]
@@ -151,15 +151,15 @@ def local_kv_apart(
             for apart, more, late in [(0, at_once, None), *ways]:
                 policy.APART, state["late"] = apart, late
                 fn = make(**more)  # which its plans are decided for once
-                given, before = [x.clone().requires_grad_() for x in (q, k, v)], behinds
+                given, before = [x.clone().requires_grad_() for x in (q, k, v)], entered
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
                 spoil(me.device)
-                assert any(me.gather(behinds > before)) == (apart > 0), "the local KV was to be apart"
+                assert any(me.gather(entered > before)) == (apart > 0), "the local KV was to be apart"
                 if not expected:
                     expected = [x.clone() for x in found]
                 differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
     finally:
-        del local.backward, front.behind
+        del local.backward, priority.background
         policy.APART = threshold
     return max(me.gather(max(differences)))
 
