@@ -53,7 +53,7 @@ def _serve_forks(folder: Path, device: str) -> None:
         status = 0
         try:
             die_with_parent()
-            if os.getppid() == agent:  # else it ended before this process could ask to be told
+            if os.getppid() == agent:  # else it ended before die_with_parent took effect
                 _be_new(descriptors)
                 util.spawnv_passfds = usual
                 exec(arguments[-1], {})  # python -c
@@ -100,7 +100,7 @@ def _socket_in(folder: Path) -> Iterator[None]:
 def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
     if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
-        return 1  # it ended before this process could ask to be told
+        return 1  # it ended before die_with_parent took effect
     nodes, node = spec["nodes"], spec.get("node", 0)
     try:
         listener = endpoint.listen(spec["endpoint"]) if node == 0 else None
@@ -152,10 +152,9 @@ def _write(path: Path, text: str) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: int) -> int:
+def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
+    """Make the elastic launch meet at `store`, with the nodes' numbers as they are: the program's node is 0."""
     from torch.distributed import PrefixStore
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
@@ -163,14 +162,11 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: in
         RendezvousStoreInfo,
         rendezvous_handler_registry,
     )
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from runner.launch.rank import live
 
     meet = RendezvousStoreInfo(store.host, store.port)
 
     class Numbered(RendezvousHandler):
-        """Nodes that have their numbers already: the program's is 0, whoever came first."""
+        """Nodes that have their numbers already, whichever came first."""
 
         use_agent_store = True  # type: ignore[assignment]
 
@@ -199,6 +195,17 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: in
         return Numbered()
 
     rendezvous_handler_registry.register(BACKEND, numbered)
+
+
+def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: int) -> int:
+    """Run this node's ranks until they end; the exit status. Failures are written to `failures.json`."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from runner.launch.rank import live
+
+    _register_rendezvous(store, node, nodes)
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,

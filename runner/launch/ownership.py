@@ -1,4 +1,4 @@
-"""A world's folder belongs to its program by a file lock, so that folders of killed programs can be told and removed."""
+"""A world's folder belongs to its program by a file lock, so that the folders of killed programs can be recognised and removed."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def live(folder: str, device_type: str, share_gpu: bool) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         _live(rank, world, local, Path(folder), device_type, share_gpu)
-    except BaseException as error:  # of which the elastic launch would leave a file behind
+    except BaseException as error:  # else the elastic launch leaves a file
         try:
             if _peer_gone(str(error)):
                 time.sleep(SETTLE_S)
@@ -248,7 +248,7 @@ def memory_limit(me: Rank, gigabytes: float | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "can't start new thread" in str(error):  # there is no room for its stack
+        if "can't start new thread" in str(error):  # no memory for its stack
             raise MemoryError(str(error)) from error
         raise
     finally:

@@ -91,4 +91,4 @@ def check_replay(run: Experiment, cfg: DictConfig) -> None:
         asked, way_out = f"attention.trials={run.options.get('trials')}", "attention.trials=null"
         if run.best_options:
             asked, way_out = f"attention.{run.best_options[0]}=best", "one of its values"
-        raise InvalidConfig(f"{asked} timing=cudagraph: trials are launched by the host; use {way_out}")
+        raise InvalidConfig(f"{asked} timing=cudagraph: trials are launched by the CPU; use {way_out}")
