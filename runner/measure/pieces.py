@@ -32,7 +32,7 @@ class Piece:
     number: int = 0
     rows: tuple[Rows, ...] | None = None  # the tokens that this rank compares, of a piece that ranks share
     reference: Reference | None = None  # of those tokens, in CPU memory, since a GPU's memory is measured
-    local: dict[str, dict[str, Error]] = field(default_factory=dict)  # of a local call, by the kernel asked for
+    local: dict[str, dict[str, Error]] = field(default_factory=dict)  # errors of a local call, by the requested kernel
 
     def mine(self, x: Tensor) -> Tensor:
         """This rank's tokens of `[S, ...]`."""
