@@ -138,13 +138,16 @@ class RingSchedule(Schedule):
     def count(self, problem: Problem) -> int:
         return problem.world
 
+    def owner(self, problem: Problem, rank: int, i: int) -> int:
+        return (rank - i) % problem.world
+
     def step(self, problem: Problem, rank: int, i: int) -> Step:
-        owner = (rank - i) % problem.world
+        owner = self.owner(problem, rank, i)
         known = self.keys(problem, rank, owner) if self.keys else None
         return Step(owner, partial(self.blocks, problem, rank, owner), known)
 
     def received(self, problem: Problem, rank: int, i: int) -> Intervals:
-        known = self.keys(problem, rank, (rank - i) % problem.world) if i and self.keys else None
+        known = self.keys(problem, rank, self.owner(problem, rank, i)) if i and self.keys else None
         return super().received(problem, rank, i) if known is None else known
 
     def readers(self, problem: Problem, rank: int, i: int) -> Sequence[int]:
