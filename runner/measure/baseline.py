@@ -13,7 +13,8 @@ from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import memory, metrics, timing
 from runner.measure.statistics import slowest, summarize
 from runner.measure.timed import beats, flush_buffer, sampled_passes, settle_ms, silent_s
-from runner.measure.timing import Passes, Stopwatch
+from runner.measure.timing import Stopwatch
+from runner.measure.workload import Passes
 from runner.measure.workloads import WORKLOADS
 
 LEAST_TOKENS = 2048  # a shorter sequence that does not fit is an error

@@ -25,8 +25,7 @@ from runner.measure import pieces
 from runner.measure.attention_work import AttentionWork
 from runner.measure.comparison import Comparison, tolerances, total
 from runner.measure.errors import Error, Place
-from runner.measure.timing import Passes
-from runner.measure.workload import Workload
+from runner.measure.workload import Passes, Workload
 
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
 HALF = ("bf16", "fp16")  # an fp32 reference resolves their errors as well: fp64 for a tenth of that work

@@ -27,8 +27,7 @@ from runner.measure import (
     timing,
 )
 from runner.measure.correctness import Checked, check_timed
-from runner.measure.timing import Passes
-from runner.measure.workload import Workload
+from runner.measure.workload import Passes, Workload
 from runner.measure.workloads import WORKLOADS
 
 NOT_TIMED = "not timed: launch.share_gpu=true has all ranks on one GPU"

@@ -13,7 +13,7 @@ import torch
 
 from attention import transports
 from attention.runtime import cuda_graphs
-from runner.measure.timing import Passes
+from runner.measure.workload import Passes
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
 FRESH, USUAL = 64 << 10, 32 << 20  # bytes from which an allocation has its own pages: here, and in glibc by default

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity
 from attention.profiling import Recorder, recording
 from attention.runtime import private
 from runner.launch.rank import Rank
-from runner.measure.timing import Stopwatch, Workpiece, leads_ms, record
+from runner.measure.timing import Stopwatch, leads_ms, record
+from runner.measure.workload import Workpiece
 
 Span = tuple[float, float]
 # the stopwatch's, see runner.measure.timing; NCCL does a minimum by kernels of several names, and no variant reduces

@@ -13,8 +13,8 @@ from runner.config.experiment import Experiment, Timing
 from runner.launch.rank import Rank
 from runner.measure import timing
 from runner.measure.statistics import Samples, of_ranks, overhead, slowest
-from runner.measure.timing import Passes, Stopwatch
-from runner.measure.workload import Workload
+from runner.measure.timing import Stopwatch
+from runner.measure.workload import Passes, Workload
 
 SLOW_S = 1.0  # from such iterations on, waiting for each costs the timing nothing
 L2_BYTES = 256 << 20

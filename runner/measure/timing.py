@@ -1,4 +1,4 @@
-"""The timing methods. `Passes` is the timed work, `Stopwatch` the clock (events on CUDA, perf_counter on a CPU). All
+"""The timing methods. `Stopwatch` is the clock (events on CUDA, perf_counter on a CPU). All
 ranks do the same number of iterations. Samples are in ms, and none is dropped."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from attention.profiling import Recorder, Span
 from attention.runtime import private
 from runner.measure import statistics
 from runner.measure.statistics import Samples
+from runner.measure.workload import Passes, Workload, Workpiece
 
 if TYPE_CHECKING:
     from runner.launch.rank import Rank
-    from runner.measure.workload import Workload
 
 LEAD_MS = 0.1  # how far the CPU gets ahead of the GPU before a sample, where it does
 LEADING_RUNS = 4  # iterations of leads_ms
@@ -33,22 +33,6 @@ BATCH = 10  # samples between two checks of `adaptive`
 BASELINE_RUNS = 5  # samples of a baseline
 BASELINE_S = 1.0  # short iterations get more samples, for about this time
 BASELINE_CAP_S = 20.0  # long ones get fewer, at least one, to end within this time
-
-
-class Passes(Protocol):
-    """The timed work. passes: in the order of an iteration, `forward`, then `backward` if it is timed."""
-
-    passes: tuple[str, ...]
-
-    def run(self, which: str) -> None:
-        """Runs one pass; `backward` belongs to the last `forward`."""
-
-
-class Workpiece(Passes, Protocol):
-    """Passes of which each can be repeated by itself."""
-
-    def repeat(self, which: str, times: int) -> None:
-        """Runs one pass `times` times."""
 
 
 class Stopwatch(Protocol):

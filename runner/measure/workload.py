@@ -7,7 +7,22 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attention.transports.interface import Transport
-from runner.measure.timing import Passes, Workpiece
+
+
+class Passes(Protocol):
+    """The timed work. passes: in the order of an iteration, `forward`, then `backward` if it is timed."""
+
+    passes: tuple[str, ...]
+
+    def run(self, which: str) -> None:
+        """Runs one pass; `backward` belongs to the last `forward`."""
+
+
+class Workpiece(Passes, Protocol):
+    """Passes of which each can be repeated by itself."""
+
+    def repeat(self, which: str, times: int) -> None:
+        """Runs one pass `times` times."""
 
 
 class Workload(Workpiece, Protocol):
