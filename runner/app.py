@@ -75,8 +75,8 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
                 rest = _resumed(cfg, folder, earlier.plain, hydra.job.num)
             except (InvalidConfig, UnsupportedHere) as error:
                 statuses.append(_refusal(error))
-                said = f"{earlier.name}: kept as it is, without its other rounds: {error}"
-                display.err.print(escape(said), soft_wrap=True)
+                note = f"{earlier.name}: kept as it is, without its other rounds: {error}"
+                display.err.print(escape(note), soft_wrap=True)
                 return None
             if isinstance(rest, Unfinished):
                 return rest

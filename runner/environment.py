@@ -96,9 +96,9 @@ def _git() -> dict[str, Any]:
     if commit is not None:
         status = _output("git", "status", "--porcelain", cwd=ROOT)
         return {"commit": commit, "dirty": bool(status) if status is not None else None, "source": "git"}
-    told = os.environ.get("RUNNER_GIT_COMMIT")
-    if told:
-        return {"commit": told, "dirty": _truth(os.environ.get("RUNNER_GIT_DIRTY")), "source": "RUNNER_GIT_COMMIT"}
+    commit = os.environ.get("RUNNER_GIT_COMMIT")
+    if commit:
+        return {"commit": commit, "dirty": _truth(os.environ.get("RUNNER_GIT_DIRTY")), "source": "RUNNER_GIT_COMMIT"}
     stamp = (*" ".join(_lines(str(STAMP))).split(), "")
     if stamp[0]:
         return {"commit": stamp[0], "dirty": {"clean": False, "dirty": True}.get(stamp[1]), "source": "runner/COMMIT"}

@@ -177,10 +177,10 @@ def _all_during(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for during in rounds:
         for entry in during["by_device"]:
             by_device.setdefault(entry["device"], []).append(entry)
-    said = {
+    common = {
         key: next((one[key] for one in rounds if one[key] is not None), None) for key in ("period_ms", "unavailable")
     }
-    return {**said, "by_device": [_one_device(entries) for entries in by_device.values()]}
+    return {**common, "by_device": [_one_device(entries) for entries in by_device.values()]}
 
 
 def _one_device(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

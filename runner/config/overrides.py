@@ -209,8 +209,8 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
         if name not in paths:
             if name.startswith("attention."):
                 options = [p for p in paths if p.startswith("attention.") and p != "attention.name"]
-                said = ", ".join(options) or "none"
-                return f"{shown(name)}: attention={cfg.attention.name} has no such option; its options: {said}"
+                available = ", ".join(options) or "none"
+                return f"{shown(name)}: attention={cfg.attention.name} has no such option; its options: {available}"
             if name in LEFT_OUT:
                 return f"{name}: {LEFT_OUT[name]}"
             return f"{shown(name)}: not a key; {nearest(shown(name), [*paths, *known])}"
@@ -266,12 +266,12 @@ def _expected(name: str, value: Any) -> str:
         key, default = next(iter(value.items()))
         return f"has keys of its own; give one of {', '.join(value)}, for instance {name}.{key}={written(default)}"
     kinds = [k for k in get_args(kind) if k is not NoneType] if NoneType in get_args(kind) else [kind]
-    said = " or ".join([*(KINDS[k] for k in kinds), *(["null"] if kinds != [kind] else [])])
+    wanted = " or ".join([*(KINDS[k] for k in kinds), *(["null"] if kinds != [kind] else [])])
     example = EXAMPLES.get(name, value)
     if example is None:  # what null stands for
         key = name.rpartition(".")[2]
         example = {**schema.DEFAULT_SIZES["cpu"], **schema.TIMING_DEFAULTS["cuda"]}.get(key, 1)
-    return f"must be {said}; for instance {name}={written(example)}"
+    return f"must be {wanted}; for instance {name}={written(example)}"
 
 
 def _values(override: Override, choices: list[str]) -> list[Any]:

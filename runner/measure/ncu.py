@@ -46,9 +46,9 @@ def count(spec: Experiment) -> dict[str, Any]:
         return {"unavailable": f"ncu took more than {TIMEOUT_S:.0f} s"}
     passes = parse(done.stdout.splitlines(), spec.mode)
     if done.returncode or not passes:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        errors = [line for line in said if "ERR" in line or "Error" in line]
-        return {"unavailable": f"ncu ended with {done.returncode}: {(errors or said or ['no output'])[-1][:300]}"}
+        output = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        errors = [line for line in output if "ERR" in line or "Error" in line]
+        return {"unavailable": f"ncu ended with {done.returncode}: {(errors or output or ['no output'])[-1][:300]}"}
     return {"tool": f"ncu ({tool})", "passes": passes}
 
 
