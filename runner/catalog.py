@@ -79,12 +79,17 @@ def config() -> Table:
 CATEGORIES = ["small", "medium", "large", "gqa", "zigzag", "model", "long", "decode"]
 
 
+USUAL_WORLD = 8  # ranks whose costs are listed where no world_size is given
+
+
 def cost(arguments: list[str]) -> Table:
     """What each variant costs before it runs, for a workload and a world of any size."""
     given = [a for a in arguments if a.startswith("attention=")]
     rest = [a for a in arguments if not a.startswith("attention=")]
+    if not any(a.startswith("world_size=") for a in rest):
+        rest.append(f"world_size={USUAL_WORLD}")
     table = _table(
-        f"Costs: {' '.join(arguments) or 'the default workload'}; the busiest rank's; a backward has {counts.BACKWARD} times the FLOP; the "
+        f"Costs: {' '.join([*given, *rest])}; the busiest rank's; a backward has {counts.BACKWARD} times the FLOP; the "
         "peaks without inputs and kernels' scratch",
         "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward",
         "peak with backward", "by what",
