@@ -29,6 +29,7 @@ def test_decode_matches_fp64(in_world, name, options, world):
         assert found["lse"] < 1e-5, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [*TREES, ("ring_decode", {})], ids=lambda x: str(x))
 def test_decode_matches_fp64_in_a_world_of_eight(in_world, name, options):
     for found in in_world(

@@ -240,6 +240,7 @@ def test_dropout_is_refused_with_the_way_out():
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (9, 0)), (False, (3, 11)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_transports_move_the_bytes_that_the_costs_say(in_world, name):
     assert_bytes(in_world, name, 1, {}, True, (-1, -1))

@@ -40,6 +40,7 @@ def test_costs_of_a_pack_that_was_asked_for_are_alike(capsys):
     assert found["ring"].split()[1:] == found["ring_varlen"].split()[1:]
 
 
+@pytest.mark.slow
 def test_every_variant_is_configured_as_if_it_were_composed():
     catalog.resolve.register()
     with initialize_config_module("runner.conf", version_base="1.3"):

@@ -72,6 +72,7 @@ def test_ring_flash_attns_llama3_matches_fp64(in_world, world):
             assert max(found["errors"][1:]) < 1e-5, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("rotate", ("allgather", "alltoall"))
 def test_pytorchs_context_parallel_matches_fp64_but_for_its_cuda_kernel(in_world, rotate, world):

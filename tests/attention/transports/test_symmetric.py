@@ -31,6 +31,7 @@ def test_decode_matches_fp64(in_world, name, chosen, world):
         assert found["error"] < 1e-6, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
     variant = VARIANTS[name]
@@ -48,6 +49,7 @@ def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
                 assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in said.items() if v}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "calls"), [("zigzag", 300), ("ring", 100), ("zigzag_llama3", 100), ("ulysses", 100)])
 def test_many_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name, calls):
     found = in_world(shared_memory.many_calls, 2, name=name, calls=calls, transport="symm")

@@ -22,6 +22,7 @@ LIMIT_S = 1.0
 SOON_S = 60  # a busy machine's seconds; for ever is what it must not be
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ("forward", "backward", "decode"))
 @pytest.mark.parametrize("doing", ("raises", "hangs", "calls_another"))
 def test_a_rank_that_does_not_come_ends_the_others_by_the_groups_timeout(in_world, doing, which):

@@ -145,6 +145,7 @@ def test_a_package_at_its_best_is_that_package_with_settings_left_to_trials(choi
     assert {options[key] for key in options if options[key] != usual[key]} == {BEST}
 
 
+@pytest.mark.slow
 def test_other_packages_with_settings_are_at_their_best_in_experiments():
     settings = {choice.removesuffix("_best") for choice in groups()["attention"] if choice.endswith("_best")}
     assert settings == {name for name, peer in EXTERNAL.items() if peer.options.names()}

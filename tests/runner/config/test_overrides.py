@@ -169,6 +169,7 @@ def at_once(*arguments: str, cwd):
     raise AssertionError(f"{' '.join(arguments)} takes {took} s, where importing Hydra takes {least} s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [

@@ -89,6 +89,7 @@ def patient(monkeypatch):
     return 15.0
 
 
+@pytest.mark.slow
 def test_an_idle_world_ends_by_itself_at_once(patient):
     world = World(WorldSpec(2, "cpu"))
     pids = world.call(faults.pids, {}).result
@@ -141,6 +142,7 @@ def test_a_raising_rank_is_a_crash_with_rank_phase_and_log(world):
     assert not world.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_a_crash_that_names_the_signal(world):
     pids = world.call(faults.pids, {}).result
     kill_when_working(world, pids[1])
@@ -158,6 +160,7 @@ def test_ranks_are_forked_off_a_process_without_other_threads(world):
     assert b"runner.launch.node" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
 
 
+@pytest.mark.slow
 def test_where_what_forks_the_ranks_is_killed_no_rank_is_blamed(world):
     (parent,) = set(world.call(faults.parents, {}).result)
     kill_when_working(world, parent)
@@ -193,6 +196,7 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
         assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == [], how
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_the_one_that_timed_out(world):
     world.call(faults.pids, {})  # what jobs need is imported
     outcome = world.call(faults.stop, {"rank": 1}, timeout_s=1.0)
@@ -212,6 +216,7 @@ def test_a_stack_that_takes_a_while_is_waited_for(world, tmp_path):
     assert "[rank 1] Current thread" in said and " in late" in said
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
     pids = world.call(faults.pids, {}).result
     start = time.time()
@@ -225,6 +230,7 @@ def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_world_that_was_killed_leaves_no_shared_memory():
     world = World(WorldSpec(2, "cpu"))
     shared = world.call(faults.hold_a_named_semaphore, {}).result
@@ -234,6 +240,7 @@ def test_a_world_that_was_killed_leaves_no_shared_memory():
     assert not [path for path in shared if Path(path).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "hang"])
 def test_what_happens_in_the_last_phase_is_that_jobs_outcome(world, kind):
     """Rank 0 replies once all ranks have ended the job."""
@@ -254,6 +261,7 @@ def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
         assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
 
 
+@pytest.mark.slow
 def test_a_rank_that_exited_between_two_jobs_is_no_outcome_of_the_next_one():
     spec = WorldSpec(2, "cpu")
     with Pool() as pool:
@@ -338,6 +346,7 @@ def test_memory_over_the_limit_is_oom(world):
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_provoked_without_taking_the_machines(world):
     world.call(faults.pids, {})  # it has started
     start = time.monotonic()

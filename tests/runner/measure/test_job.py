@@ -15,6 +15,7 @@ def measured(pool, world_size, *overrides, seed=7, **options):
     return pool.get(WorldSpec(world_size, "cpu")).call("runner.measure.job:run", arguments, **options)
 
 
+@pytest.mark.slow
 def test_equal_runs_in_one_world_take_equally_much_memory(pool):
     """What earlier runs left, such as references of other seeds that are kept, is no part of a run's own."""
     peaks = []

@@ -85,6 +85,7 @@ def test_without_a_backward_it_gives_out_and_lse():
     assert set(attend(q, k, v, None, words).values) == {"out", "lse"}
 
 
+@pytest.mark.slow
 def test_a_rows_scale_is_what_random_errors_of_its_terms_make():
     """Terms of dv with errors of their own of size u: the row's error over its scale is about u, at every length and row."""
     draw = torch.Generator().manual_seed(0)

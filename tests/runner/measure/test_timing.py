@@ -201,6 +201,7 @@ def settled(
     return settle(Work(clock, **durations), watch, cap_ms, each_ms, lambda mine: [mine, *others(mine)], agree)
 
 
+@pytest.mark.slow
 def test_a_warm_up_goes_on_until_no_pass_rises_or_falls(clock):
     slow_at_first = [50.0] * 7 + [5.0]
     assert settled(clock, 1e6, forward=[5.0], backward=[9.0]) == Settling(12, True)

@@ -230,6 +230,7 @@ def test_one_rank_has_no_efficiency_against_its_own_baseline(tmp_path):
     assert "efficiency" not in runs_table([run]).titles
 
 
+@pytest.mark.slow
 def test_what_stands_in_a_result_can_not_leave_its_place_in_a_report(tmp_path):
     odd = "<!--<script> a|b </script>"
     values = [result(name, ms, options={"note": odd + name}) for name, ms in (("zigzag", 2), ("usp", 3))] * 2
@@ -389,6 +390,7 @@ def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts
     assert done.returncode == 2 and "or leave the picture out with --chart none" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_report_loads_neither_torch_nor_pandas(tmp_path):
     speed(tmp_path / "speed")
     program = "import sys; from runner.report.command import main; main(['speed']); print({'torch', 'pandas'} & set(sys.modules))"
