@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class Replay:
         self.graphs = GraphReplay(fallback=self.launches if asked == "auto" else None)
 
     def strategy(self, plan: Plan, device: torch.device) -> Strategy:
-        """Raises UnsupportedCall for replay=graphs where the plan can't be captured."""
+        """Raises UnsupportedCall for replay=graphs where the plan can't be captured, and warns for replay=launches where
+        its launches can't be recorded."""
         if self.asked == "none":
             return eager
         if self.asked != "launches":
@@ -45,7 +47,10 @@ class Replay:
                 return self.graphs
             if self.asked == "graphs":
                 raise UnsupportedCall(f"replay=graphs: {reason}")
-        return eager if launches_obstacle(plan) else self.launches
+        obstacle = launches_obstacle(plan)
+        if obstacle is not None and self.asked == "launches":
+            warnings.warn(f"replay=launches: calls stay eager: {obstacle}", stacklevel=2)
+        return eager if obstacle else self.launches
 
 
 def key_of(plan: Plan, stage: str) -> Key:

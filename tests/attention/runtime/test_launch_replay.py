@@ -227,3 +227,10 @@ def test_by_default_a_breakpoint_in_an_executor_is_hit_in_each_call(name, option
             sys.settrace(before)
         assert "forward" in hit
     assert fn.replay.strategy(fn.plan(x, x, x, causal=True), x.device) is eager
+
+
+def test_launches_that_cannot_be_replayed_are_eager_with_a_warning():
+    fn = attention.make("dense", kernel="math", replay="launches")
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    with pytest.warns(UserWarning, match="replay=launches: calls stay eager: transport=none"):
+        fn(q, k, v, causal=True)
