@@ -137,7 +137,7 @@ def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     most = max(counts.place_flops(problem, shapes, place) for place in places)
     share = most * problem.ranks / counts.forward_flops(shapes, work.pairs)
     computed = [terminal.flop(most), f"{share:.2f}"]
-    if v.executor == "external":
+    if v.external:
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]
     found, ranks = costs.of(v, problem, shapes, spec.options), [place * problem.ulysses for place in places]
 

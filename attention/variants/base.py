@@ -43,6 +43,11 @@ class Variant(Generic[Chosen]):
         """Why the variant can't run on this machine's `device` ("cpu" or "cuda"), or None."""
         return None
 
+    @property
+    def external(self) -> bool:
+        """Whether an external package does the call, with an exchange of its own."""
+        return self.executor == "external"
+
     # What may depend on the options; an algorithm for which it does overrides it.
 
     def sharing(self, options: Chosen, world: int) -> int:

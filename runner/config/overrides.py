@@ -4,6 +4,7 @@ with the nearest names, for every value of a sweep at once."""
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -213,7 +214,7 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
                 return f"{shown(name)}: attention={cfg.attention.name} has no such option; its options: {available}"
             if name in LEFT_OUT:
                 return f"{name}: {LEFT_OUT[name]}"
-            return f"{shown(name)}: not a key; {nearest(shown(name), [*paths, *known])}"
+            return f"{shown(name)}: not a key; {_nearest_keys(shown(name), [*paths, *known])}"
         for value in _values(override, []):
             text = f"{name}={shown(value)}"
             if "???" in str(value):
@@ -239,6 +240,14 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
         except OmegaConfBaseException as error:
             return f"{text}: {shown(str(error).splitlines()[0])}; write ${{KEY}} for another key's value"
     return None
+
+
+def _nearest_keys(name: str, known: list[str]) -> str:
+    """A hint for an unknown key: the likely ones or, where none is, three that look like it and where all are listed."""
+    if difflib.get_close_matches(name, known, cutoff=0.5):
+        return nearest(name, known)
+    close = ", ".join(difflib.get_close_matches(name, known, cutoff=0.0))
+    return f"the nearest are {close}; python -m runner --help lists all"
 
 
 def _kind(name: str) -> Any:

@@ -43,9 +43,8 @@ class Comparison:
         self.scales = {name: whole[name].new_zeros(whole[name].shape[:-1], dtype=torch.float32) for name in self.local}
         if not with_scales:
             self.scales = {}
-        own = (
-            experiment.kernel == "auto" and work.fn.variant.executor != "external"
-        )  # an external package's auto is another one
+        # an external package has its own meaning of kernel=auto
+        own = experiment.kernel == "auto" and not work.fn.variant.external
         self.asked = "auto" if own else work.plan.kernel.name
 
     def add(self, piece: Piece, dtype: torch.dtype) -> None:

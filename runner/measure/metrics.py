@@ -49,11 +49,7 @@ def compute(
         found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)]
     for which in median_ms:
         # the exchange of an external package does not follow a schedule
-        received = (
-            None
-            if chosen.executor == "external"
-            else _received(chosen, problem, sizes, which, experiment.options, pulls)
-        )
+        received = None if chosen.external else _received(chosen, problem, sizes, which, experiment.options, pulls)
         entry: dict[str, Any] = {"bytes_received_by_rank": received}
         if ceilings:
             entry |= _limit(problem, sizes, which, max(by_rank), _most(received), ceilings)

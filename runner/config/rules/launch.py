@@ -110,7 +110,7 @@ def check_shared_gpu(run: Experiment, cfg: DictConfig) -> None:
             f"{asked} transport={run.transport}: NCCL refuses two ranks on one GPU, and gloo has CPU tensors only; "
             "use transport=symm"
         )
-    if run.chosen.executor == "external":
+    if run.chosen.external:
         raise UnsupportedHere(
             f"{asked} attention={run.variant}: it exchanges over NCCL, which refuses two ranks on one GPU"
         )
@@ -136,7 +136,7 @@ def check_fault(run: Experiment, cfg: DictConfig) -> None:
 
 def _without_phase(run: Experiment, phase: str) -> str | None:
     """What would give the run this phase; None where it has it."""
-    external = run.chosen is not None and run.chosen.executor == "external"
+    external = run.chosen is not None and run.chosen.external
     if run.launch.share_gpu and phase in PHASES_AFTER_CHECK:
         return "launch.share_gpu=false"
     if phase.startswith("check_"):
