@@ -100,7 +100,7 @@ def signed(q: Tensor, scale: float | None) -> Tensor:
 
 
 def check_window(window: tuple[int, int]) -> tuple[int, int]:
-    """(left, right). Raises ValueError for anything but two integers; their range is checked by `Mask.of`."""
+    """(left, right). Raises ValueError for anything but two integers; their range is checked by `Band.of`."""
     try:
         left, right = window
         return index(left), index(right)

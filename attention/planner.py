@@ -20,7 +20,7 @@ from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
 from attention.kernels import Kernel, Shape
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.replay import Replay
 from attention.tensors import tokens
 from attention.transports import Transport
@@ -150,7 +150,7 @@ def build(spec: CallSpec, settings: Settings, connect: Connect) -> Plan:
     """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, and UnsupportedCall
     for what the kernel or replay=graphs can't do."""
     variant, options, shape = settings.variant, settings.options, spec.shape
-    mask = Mask.of(spec.causal, spec.window)
+    mask = Band.of(spec.causal, spec.window)
     problem = variant.problem(spec.cu_seqlens, settings.world, mask, options, spec.q_tokens)
     _check_share(spec, settings)
     _check_call(spec, settings)

@@ -17,7 +17,7 @@ from attention.executors.plan import plan_steps
 from attention.geometry import layouts, schedules, transfers
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import SEQUENCE, Problem
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS
 
@@ -45,7 +45,7 @@ def planned(problem: Problem, rank: int) -> None:
         transfers.move(inner, border, rank)
 
 
-def milliseconds(v: Variant[Any], world: int, cu_seqlens: CuSeqlens, mask: Mask, times: int = 5) -> float:
+def milliseconds(v: Variant[Any], world: int, cu_seqlens: CuSeqlens, mask: Band, times: int = 5) -> float:
     """The least of some runs. Raises ValueError for a mask or world that the variant can't do."""
     found = []
     for _ in range(times):
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--sequences", type=int, default=1, help="of equal length; several are a packed batch")
     given = parser.parse_args()
-    masks = {"causal": CAUSAL, "full": FULL, "window": Mask(3 * given.tokens, 0)}
+    masks = {"causal": CAUSAL, "full": FULL, "window": Band(3 * given.tokens, 0)}
     each = given.world * given.tokens // given.sequences
     cu_seqlens = tuple(range(0, each * given.sequences + 1, each))
     print(f"{'ms, W=' + str(given.world):<20}", *(f"{name:>8}" for name in masks))

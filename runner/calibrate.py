@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.geometry import counts
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.measured import rates
 from attention.measured.rates import CallClass, Rate
 
@@ -43,7 +43,7 @@ class Sizes:
     lengths: tuple[int, ...]  # of the sequences of a packed batch; one for a dense call
     heads: int
     kv_heads: int
-    mask: Mask
+    mask: Band
 
     @property
     def pairs(self) -> int:
@@ -75,7 +75,7 @@ def checked(call: CallClass, tiny: bool = False) -> Sizes:
     lengths = (33, 1, 50) if tiny else (1000,) if call.layout == "dense" else (301, 1, 650)
     if call.layout == "dense":
         lengths = lengths[:1]
-    mask = Mask(lengths[0] // 3, 0) if call.mask == "window" else full.mask
+    mask = Band(lengths[0] // 3, 0) if call.mask == "window" else full.mask
     return Sizes(1, lengths, full.heads, full.kv_heads, mask)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from attention.geometry.counts import Shapes
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import Problem
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 
 AUTO = "auto"
@@ -24,7 +24,7 @@ class Task:
 
     cu_seqlens: CuSeqlens
     world: int
-    mask: Mask
+    mask: Band
     shapes: Shapes
     packed: bool = False
     backward: bool = True

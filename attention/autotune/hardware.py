@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attention.executors.timeline import Pattern
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.measured import links, rates
 from attention.measured.links import Link, Measured
 from attention.measured.rates import LONG, Rate, Speed
 
 Both = tuple[float, float]  # forward and backward
-KernelOf = Callable[[tuple[Mask, ...]], str]
+KernelOf = Callable[[tuple[Band, ...]], str]
 
 KERNEL_SHARE = 0.8  # of the matrix product rate that a good attention kernel reaches: 672 of 793 on an H200
 
@@ -139,7 +139,7 @@ class Machine:
         return any(r.gpu == self.gpu and r.kernel == kernel for r in self.rates)
 
     def speeds(
-        self, kernel: str, mask: Mask, head_dim: int, gqa: bool, packed: bool, tokens: int
+        self, kernel: str, mask: Band, head_dim: int, gqa: bool, packed: bool, tokens: int
     ) -> tuple[Speed, Speed]:
         """Forward and backward of 16-bit calls: of the kernel's measured class that is most alike, else by the ceilings. tokens: of a
         rank."""

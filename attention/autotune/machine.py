@@ -15,7 +15,7 @@ from attention.autotune.model import choose, task_of
 from attention.autotune.trials import by_trial
 from attention.geometry.counts import Shapes
 from attention.kernels import Shape
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.measured import links, rates
 from attention.tensors import on_host
 
@@ -107,7 +107,7 @@ def machine(
         device.type, dtype, sizes.heads, sizes.kv_heads, sizes.head_dim, task.packed, task.backward, local
     )  # fmt: skip
 
-    def kernel_of(masks: tuple[Mask, ...]) -> str:
+    def kernel_of(masks: tuple[Band, ...]) -> str:
         return kernels.select(kernel, shape, masks, task.decode).name
 
     cuda = device.type == "cuda"

@@ -18,7 +18,7 @@ from attention.executors.timeline import Pattern, TimedStep, Timeline, Transfer
 from attention.geometry.counts import BACKWARD, Shapes, forward_flops, sampled_places
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import Problem, masks
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.measured.links import Link
 from attention.measured.rates import Speed
 from attention.variants.registry import VARIANTS
@@ -42,7 +42,7 @@ def task_of(
     cu = tuple(int(c) for c in cu_seqlens)
     if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)):
         raise ValueError(f"cu_seqlens={cu}: must rise from 0 to the global number of tokens")
-    return Task(cu, world, Mask.of(causal, window), shapes, packed, backward and q_tokens is None, q_tokens)
+    return Task(cu, world, Band.of(causal, window), shapes, packed, backward and q_tokens is None, q_tokens)
 
 
 def choose(task: Task, machine: Machine) -> Choice:
@@ -203,7 +203,7 @@ class _Clock:
             seconds = max(seconds, self.machine.copy_seconds(step.work.keys * step.shapes.kv_token))
         return seconds + step.calls * self.machine.overheads.call[self.backward] / 1e6
 
-    def _speed(self, mask: Mask) -> Speed:
+    def _speed(self, mask: Band) -> Speed:
         shapes = self.task.shapes
         if shapes.itemsize != 2:  # the tables are of 16-bit dtypes
             return self.machine.unmeasured[self.backward]

@@ -26,7 +26,7 @@ from attention.geometry.transfers import (
     within,
 )
 from attention.kernels import Call, Kernel
-from attention.masks.band import Interval, Mask
+from attention.masks.band import Band, Interval
 from attention.runtime.priority_stream import Inline, PriorityStream
 from attention.transports import Message, Messages, Transport
 
@@ -188,7 +188,7 @@ def _calls(
         for block, k in tiles:
             yield LocalCall((block.q,), k, Call(scale, block.mask, deterministic=deterministic))
         return
-    alike: dict[tuple[Mask, int], list[tuple[Block, Intervals]]] = {}
+    alike: dict[tuple[Band, int], list[tuple[Block, Intervals]]] = {}
     for block, k in tiles:
         alike.setdefault((block.mask, block.group), []).append((block, k))
     for (mask, _), found in alike.items():

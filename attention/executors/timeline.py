@@ -13,7 +13,7 @@ from attention.geometry.counts import Shapes
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, length, steps
 from attention.geometry.transfers import packed_calls
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 Pattern = Literal["one", "all", "gather", "reduce", "slots"]
 
@@ -46,7 +46,7 @@ class Work:
     """The blocks of a schedule's step. `stretched_queries`, `stretched_keys`: tokens of packed calls that lie in several intervals, so
     that they are copied together for the call."""
 
-    pairs: tuple[tuple[Mask, Pairs], ...]
+    pairs: tuple[tuple[Band, Pairs], ...]
     calls: int
     packed_calls: int
     queries: int  # of all calls
@@ -125,7 +125,7 @@ def place_work(problem: Problem, place: int) -> tuple[Work, ...]:
     """The work of each step at a place in the schedule."""
     found = []
     for step in steps(problem, place):
-        pairs: dict[Mask, Pairs] = {}
+        pairs: dict[Band, Pairs] = {}
         for block in step.blocks:
             n, keys, before = block.q[1] - block.q[0], block.k[1] - block.k[0], pairs.get(block.mask, Pairs())
             pairs[block.mask] = Pairs(

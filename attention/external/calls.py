@@ -14,7 +14,7 @@ from attention import kernels
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.kernels import KERNELS, Kernel, Shape, name_of
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.external import External
 
 
@@ -35,7 +35,7 @@ def check(package: External[Any], shape: Shape, batch: int, transport: str, want
         raise UnsupportedCall(f"batch={batch}: {name} takes a pack or a batch of 1; use batch=1 or seqlens")
 
 
-def kernel(package: External[Any], wanted: str, shape: Shape, masks: tuple[Mask, ...]) -> Kernel:
+def kernel(package: External[Any], wanted: str, shape: Shape, masks: tuple[Band, ...]) -> Kernel:
     """The local kernel under the package; for `auto` the one that its users have. Raises UnsupportedCall."""
     name, usual = package.name, package.kernels
     if wanted == "auto":

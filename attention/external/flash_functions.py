@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.kernels import Call, Kernel
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 VERSION = "2.8.3"
 _serving: list[Kernel] = []
@@ -59,7 +59,7 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, None]:
     _plain(dropout_p, softcap, alibi_slopes)
-    call = Call(softmax_scale, Mask.of(causal, (window_size_left, window_size_right)))
+    call = Call(softmax_scale, Band.of(causal, (window_size_left, window_size_right)))
     return *_serving[0].forward(q, k, v, call), None, None
 
 
@@ -84,7 +84,7 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> None:
     _plain(dropout_p, softcap, alibi_slopes)
-    mask = Mask.of(causal, (window_size_left, window_size_right))
+    mask = Band.of(causal, (window_size_left, window_size_right))
     call = Call(softmax_scale, mask, deterministic=bool(deterministic))
     _serving[0].backward(dout, q, k, v, out, softmax_lse, call, into=(dq, dk, dv))
 
@@ -149,7 +149,7 @@ def _flash_attn_varlen_backward(
 def _packed(
     cu_q: Tensor, cu_k: Tensor, scale: float, causal: bool, window: tuple[int, int], deterministic: bool
 ) -> Call:
-    return Call(scale, Mask.of(causal, window), lengths(cu_q), lengths(cu_k), cu_q, cu_k, deterministic)
+    return Call(scale, Band.of(causal, window), lengths(cu_q), lengths(cu_k), cu_q, cu_k, deterministic)
 
 
 def _plain(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:

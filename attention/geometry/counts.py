@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import Problem, length, rank_pairs, steps, union
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 ALL_PLACES = 8  # a world with more places in the schedule is sampled
@@ -39,7 +39,7 @@ def forward_flops(shapes: Shapes, pairs: int) -> int:
     return 4 * shapes.batch * shapes.heads * shapes.head_dim * pairs
 
 
-def global_pairs(cu_seqlens: CuSeqlens, mask: Mask) -> int:
+def global_pairs(cu_seqlens: CuSeqlens, mask: Band) -> int:
     """(query, key) pairs under the mask, all sequences."""
     return sum(mask.pairs(b - a, b - a) for a, b in pairwise(cu_seqlens))
 

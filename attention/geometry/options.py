@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from attention.errors import nearest
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 BEST = "best"  # of an option on the command line: the fastest of its choices
 Choices = Callable[[int, int], Sequence[Any]]  # of the KV heads and the world size
@@ -52,7 +52,7 @@ class Options:
         return None if found is None else list(found(kv_heads, world))
 
     @classmethod
-    def candidates(cls: type[Found], kv_heads: int, world: int, mask: Mask) -> Iterable[Found]:
+    def candidates(cls: type[Found], kv_heads: int, world: int, mask: Band) -> Iterable[Found]:
         """The settings that may differ in time, among which `auto` chooses."""
         yield cls()
 
@@ -125,7 +125,7 @@ class GatherOptions(Options):
         check_stride(self.heads_k_stride, kv_heads)
 
     @classmethod
-    def candidates(cls: type[Found], kv_heads: int, world: int, mask: Mask) -> Iterable[Found]:
+    def candidates(cls: type[Found], kv_heads: int, world: int, mask: Band) -> Iterable[Found]:
         strides = [None, *divisors(kv_heads)[:-1]]
         groupings = cls.choices("grouping", kv_heads, world)
         for how in groupings or [None]:
@@ -168,7 +168,7 @@ class TreeOptions(Options):
         return replace(self, reduce="fused" if writable else "packed") if self.reduce is None else self
 
     @classmethod
-    def candidates(cls, kv_heads: int, world: int, mask: Mask) -> Iterable[TreeOptions]:
+    def candidates(cls, kv_heads: int, world: int, mask: Band) -> Iterable[TreeOptions]:
         for how in ("packed", "two", "three", "fused"):
             yield cls(reduce=how)
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from attention.geometry.layouts import CuSeqlens, Layout
 from attention.geometry.weighted_lru import memo
-from attention.masks.band import FULL, Interval, Intervals, Mask, tile
+from attention.masks.band import FULL, Band, Interval, Intervals, tile
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
 MANY_SEQUENCES = 8  # in a packed batch: with more, an interval of each costs more than the tokens between them
@@ -29,7 +29,7 @@ class Block:
 
     q: Interval
     k: Interval
-    mask: Mask
+    mask: Band
     group: int = 0
 
     @property
@@ -101,7 +101,7 @@ class Problem:
 
     cu_seqlens: CuSeqlens
     world: int
-    mask: Mask
+    mask: Band
     layout: Layout
     q_layout: Layout
     schedule: Schedule
@@ -269,7 +269,7 @@ def rank_pairs(problem: Problem, rank: int) -> int:
     return sum(step.pairs for step in steps(problem, rank))
 
 
-def masks(problem: Problem) -> tuple[Mask, ...]:
+def masks(problem: Problem) -> tuple[Band, ...]:
     """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window blocks are full or have
     the problem's own mask."""
     if not problem.mask.windowed:
@@ -291,7 +291,7 @@ def equal_shards(problem: Problem) -> Iterator[tuple[int, int]]:
         yield start // problem.world, (stop - start) // problem.world
 
 
-def tiles(mask: Mask, q: Interval, q_shift: int, k: Interval, k_shift: int, group: int = 0) -> list[Block]:
+def tiles(mask: Band, q: Interval, q_shift: int, k: Interval, k_shift: int, group: int = 0) -> list[Block]:
     """The block that the mask leaves on queries `q` and keys `k` (sequence positions), shifted to local slices."""
     found = tile(mask, q, k)
     if found is None:

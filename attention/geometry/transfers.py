@@ -12,7 +12,7 @@ from functools import cached_property
 from attention.geometry.layouts import Shard
 from attention.geometry.schedules import SEQUENCE, Block, GatherSchedule, Problem, Step, length, steps
 from attention.geometry.weighted_lru import memo
-from attention.masks.band import Interval, Intervals, Mask
+from attention.masks.band import Band, Interval, Intervals
 
 Place = Callable[[Interval], Intervals]
 
@@ -234,7 +234,7 @@ def packed_calls(step: Step, mine: bool) -> list[tuple[Intervals, Intervals]]:
     """Of each kernel call of a pack's step the queries and the keys that it takes, as intervals of the rank's queries and of the
     step's keys, which `mine` are used in place: a call is for all blocks of one mask and group."""
     place = within(step.keys)
-    alike: dict[tuple[Mask, int], list[Block]] = {}
+    alike: dict[tuple[Band, int], list[Block]] = {}
     for block in step.blocks:
         alike.setdefault((block.mask, block.group), []).append(block)
     return [

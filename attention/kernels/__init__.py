@@ -15,7 +15,7 @@ from attention.kernels.flex import Flex
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple
 from attention.kernels.math import Math
 from attention.kernels.xformers import Xformers
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.measured import rates
 
 __all__ = ["KERNELS", "Call", "Kernel", "Shape", "name_of", "names", "select"]
@@ -32,7 +32,7 @@ class Absent:
     def missing(self, device: str) -> str | None:
         return self.reason
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         return self.reason
 
     def forward(self, *_: Any, **__: Any) -> Pair:
@@ -81,12 +81,12 @@ def names() -> list[str]:
     return ["auto", *KERNELS]
 
 
-def refusal(kernel: Kernel, shape: Shape, mask: Mask) -> str | None:
+def refusal(kernel: Kernel, shape: Shape, mask: Band) -> str | None:
     """Why a kernel cannot do this call on this machine, or None."""
     return kernel.missing(shape.device) or kernel.refuses(shape, mask)
 
 
-def preference(shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> tuple[str, ...]:
+def preference(shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> tuple[str, ...]:
     """The kernels that `auto` tries, in order: those measured for this class of calls on this GPU, then the rest of
     `FASTEST`."""
     fastest = FASTEST.get(shape.device, FASTEST["cpu"])
@@ -104,7 +104,7 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
-def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> Kernel:
+def select(name: str, shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> Kernel:
     """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. decode: the call has few
     queries.
 
@@ -124,14 +124,14 @@ def select(name: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = Fals
     return KERNELS[name]
 
 
-def passed_over(taken: str, shape: Shape, masks: tuple[Mask, ...], decode: bool = False) -> dict[str, str]:
+def passed_over(taken: str, shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> dict[str, str]:
     """The kernels that `auto` prefers to `taken`, and why each could not be used."""
     order = preference(shape, masks, decode)
     better = order[: order.index(taken)] if taken in order else ()
     return {name: reason for name in better if (reason := _why_not(name, shape, masks))}
 
 
-def _why_not(name: str, shape: Shape, masks: tuple[Mask, ...]) -> str | None:
+def _why_not(name: str, shape: Shape, masks: tuple[Band, ...]) -> str | None:
     """Why `auto` does not take the kernel for these masks, or None."""
     for mask in masks:
         if reason := refusal(KERNELS[name], shape, mask):

@@ -15,7 +15,7 @@ from attention.kernels import decompose
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.math import PLAIN
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.runtime import private
 
 HALF = (torch.bfloat16, torch.float16)
@@ -50,14 +50,14 @@ class _CpuRectangles:
     given as an explicit mask. Its backward has no GQA, so KV heads are repeated and their gradients summed. With fewer
     than 16 keys a NaN in q or k may be lost, because PyTorch's maximum over a short row skips it."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
         out, lse = private.aten("_scaled_dot_product_flash_attention_for_cpu")(
             *_bhsd(q, k, v), 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
         )
         return out.transpose(1, 2), lse
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
     ) -> Triple:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
@@ -77,7 +77,7 @@ class SdpaFlash:
     def missing(self, device: str) -> str | None:
         return None
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         if shape.device == "cuda":
             return half_only(shape) or head_dim_rule(shape, 256)
         if shape.dtype not in (*HALF, torch.float32, torch.float64):
@@ -119,12 +119,12 @@ class SdpaCudnn(decompose.Decomposed):
             return cuda_missing(device)
         return None if torch.backends.cudnn.is_available() else "this PyTorch has no cuDNN"
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         if mask.windowed:
             return f"window=({mask.left}, {mask.right}): no sliding window"
         return half_only(shape) or head_dim_rule(shape, 256 if not shape.backward or _hopper() else 128)
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
         if q.shape[1] == k.shape[1] == 1:
             return PLAIN.rectangle(q, k, v, scale, mask)
         out, lse, *_ = private.aten("_scaled_dot_product_cudnn_attention")(
@@ -133,7 +133,7 @@ class SdpaCudnn(decompose.Decomposed):
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
     ) -> Triple:
         if q.shape[1] == k.shape[1] == 1:
             return PLAIN.rectangle_backward(dout, q, k, v, out, lse, scale, mask)
@@ -166,14 +166,14 @@ class SdpaEfficient(decompose.Decomposed):
     def missing(self, device: str) -> str | None:
         return cuda_missing(device)
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         if mask.windowed:
             return f"window=({mask.left}, {mask.right}): no sliding window"
         if shape.dtype not in (*HALF, torch.float32):
             return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
         return head_dim_rule(shape, 1024, 4 if shape.dtype == torch.float32 else 8)
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
         out, lse, *_ = private.aten("_efficient_attention_forward")(
@@ -182,7 +182,7 @@ class SdpaEfficient(decompose.Decomposed):
         return out, lse[..., : q.shape[1]]
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
     ) -> Triple:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
@@ -220,7 +220,7 @@ class Flash2:
     def missing(self, device: str) -> str | None:
         return cuda_missing(device)
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
@@ -272,7 +272,7 @@ def flash_attn_interface() -> Any | None:
     return package
 
 
-def _flash2_window(mask: Mask) -> dict[str, int]:
+def _flash2_window(mask: Band) -> dict[str, int]:
     return {"window_size_left": mask.left, "window_size_right": mask.right} if mask.windowed else {}
 
 
@@ -281,11 +281,11 @@ def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
 
 
 class _Flash2Rectangles:
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
         return flash2_forward(q, k, v, Call(scale, mask))
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
     ) -> Triple:
         return flash2_backward(dout, q, k, v, out, lse, Call(scale, mask))
 
@@ -404,7 +404,7 @@ def sum_groups(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(2, (-1, groups)).sum(3, dtype=accumulation_dtype(x.dtype)).to(x.dtype) if groups > 1 else x
 
 
-def _explicit(mask: Mask, q: Tensor, k: Tensor) -> Tensor | None:
+def _explicit(mask: Band, q: Tensor, k: Tensor) -> Tensor | None:
     """A window as an additive mask `[Sq, Sk]`; None for other bands."""
     if not mask.windowed:
         return None

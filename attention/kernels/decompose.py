@@ -13,24 +13,24 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.kernels.interface import Call, Pair, Triple, settle
-from attention.masks.band import CAUSAL, FULL, Interval, Mask, tile
+from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
 from attention.tensors import take
 
 WINDOW_CHUNK = 512  # queries per part of a window, whose explicit mask is [512, 512 + window]
 
-Part = tuple[Interval, Interval, Mask]
+Part = tuple[Interval, Interval, Band]
 
 
 class Primitive(Protocol):
     """One dense rectangle. `mask` is full, causal with Sq == Sk, or (unless the kernel refuses windows) a band over a
     small rectangle. Shapes as in a dense `Call`."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair: ...
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair: ...
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
     ) -> Triple: ...
 
 
@@ -54,7 +54,7 @@ class Decomposed(Primitive):
         return backward(self, dout, q, k, v, out, lse, call, into)
 
 
-def parts(mask: Mask, sq: int, sk: int) -> list[Part]:
+def parts(mask: Band, sq: int, sk: int) -> list[Part]:
     """Disjoint rectangles (queries, keys, mask) that cover the pairs of the mask; each is full, causal and square, or a
     band."""
     if sq == 0 or sk == 0:
@@ -82,7 +82,7 @@ def parts(mask: Mask, sq: int, sk: int) -> list[Part]:
     return found
 
 
-def band_matrix(mask: Mask, sq: int, sk: int, device: torch.device) -> Tensor:
+def band_matrix(mask: Band, sq: int, sk: int, device: torch.device) -> Tensor:
     """The mask as a boolean `[sq, sk]`, for small rectangles and tests."""
     i = torch.arange(sq, device=device).unsqueeze(1) + (sk - sq)
     j = torch.arange(sk, device=device).unsqueeze(0)

@@ -15,7 +15,7 @@ from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, mark_
 from attention.kernels.fit import fitted
 from attention.kernels.flash4 import dense_like, lse_like, pack_lengths
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
 
@@ -37,7 +37,7 @@ class Flash3:
             return f"this GPU is sm{major}{minor}: needs sm90 (Hopper)"
         return None
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
@@ -95,7 +95,7 @@ def interface() -> tuple[ModuleType | None, str]:
     return None, f"needs FlashAttention-3: {INSTALL}"
 
 
-def window(mask: Mask) -> dict[str, int]:
+def window(mask: Band) -> dict[str, int]:
     """A band as the kernel's arguments, which mean the same: aligned bottom-right, -1 unbounded."""
     return {"window_size_left": mask.left, "window_size_right": mask.right}
 

@@ -17,7 +17,7 @@ from attention.errors import UnsupportedCall
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.runtime.flash4_launches import Launches
 from attention.runtime.private import FLASH4_VERSION
 
@@ -41,7 +41,7 @@ class Flash4:
         module, reason = interface()
         return reason if module is None else None
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         blackwell = _blackwell()
         if shape.backward and not blackwell and shape.head_dim not in RIGHT_BACKWARDS:
             right = ", ".join(map(str, RIGHT_BACKWARDS))
@@ -154,7 +154,7 @@ def _add_cutlass_to_path() -> None:
             sys.path.append(str(packages))
 
 
-def window(mask: Mask) -> dict[str, int | bool | None]:
+def window(mask: Band) -> dict[str, int | bool | None]:
     """A band as the kernel's arguments: also aligned bottom-right; None is unbounded."""
     if mask.causal:
         return {"causal": True, "window_size_left": None, "window_size_right": None}

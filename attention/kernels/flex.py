@@ -30,7 +30,7 @@ from attention.errors import UnsupportedCall
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.runtime import private
 from attention.runtime.uploads import held
 
@@ -53,7 +53,7 @@ class Flex:
             return "this PyTorch has no flex attention: pip install 'torch>=2.11'"
         return None if device == "cuda" else "needs a CUDA GPU: PyTorch has no backward of it on a CPU"
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256, 16)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
@@ -101,7 +101,7 @@ def share(dout: Tensor, final: Pair, part: Pair) -> Pair:
     return (w.unsqueeze(-1) * wide_dout).to(dout.dtype), dlse
 
 
-def bounds(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def bounds(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(first, stop), int32 `[sum of q_lengths]`: query i sees the keys `[first[i], stop[i])`, numbered through all
     sequences. A query without keys has first = stop."""
     starts = accumulate(k_lengths, initial=0)
@@ -136,7 +136,7 @@ def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -
 
 
 @lru_cache(maxsize=256)
-def block_mask(mask: Mask, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> Any:
+def block_mask(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> Any:
     """The BlockMask of a band over every sequence of a packed batch, or over one dense sequence. Cached, since it is
     computed on the CPU."""
     first, stop = bounds(mask, q_lengths, k_lengths)

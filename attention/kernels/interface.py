@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.masks.band import FULL, Mask
+from attention.masks.band import FULL, Band
 from attention.runtime.uploads import uploaded
 
 Pair = tuple[Tensor, Tensor]  # out, lse
@@ -29,7 +29,7 @@ class Call:
     for a scale that is not positive and finite."""
 
     scale: float
-    mask: Mask = FULL
+    mask: Band = FULL
     q_lengths: tuple[int, ...] | None = None
     k_lengths: tuple[int, ...] | None = None
     cu_q: Tensor | None = None  # int32 [n + 1], on the device
@@ -55,7 +55,7 @@ class Call:
     @staticmethod
     def of_packed(
         scale: float,
-        mask: Mask,
+        mask: Band,
         q_lengths: Sequence[int],
         k_lengths: Sequence[int],
         device: torch.device,
@@ -110,7 +110,7 @@ class Kernel(Protocol):
     def missing(self, device: str) -> str | None:
         """Why the kernel cannot run on this machine's `device` ("cpu" or "cuda"), or None."""
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         """Why the kernel does not support such a call, as `value: rule`, or None."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair: ...

@@ -10,7 +10,7 @@ from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Pair, Shape, Triple
-from attention.masks.band import Interval, Mask, tile
+from attention.masks.band import Band, Interval, tile
 
 SCORES = 1 << 26  # at most so many scores are held at once: 256 MiB in fp32
 
@@ -28,10 +28,10 @@ class Math(decompose.Decomposed):
     def missing(self, device: str) -> str | None:
         return None
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         return None
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
         q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)  # [B, Hk, G, S, D], [B, Hk, S, D]
         out = torch.zeros_like(q_)
         lse = torch.full(q_.shape[:-1], -torch.inf, dtype=q_.dtype, device=q.device)
@@ -43,7 +43,7 @@ class Math(decompose.Decomposed):
         return _ungrouped(out).to(q.dtype), lse.flatten(1, 2)
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
     ) -> Triple:
         q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)
         dout_, out_ = _grouped(dout, k), _grouped(out, k)
@@ -78,7 +78,7 @@ def _ungrouped(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2)
 
 
-def _chunks(q: Tensor, k: Tensor, mask: Mask, scores: int) -> list[tuple[Interval, Interval, Mask]]:
+def _chunks(q: Tensor, k: Tensor, mask: Band, scores: int) -> list[tuple[Interval, Interval, Band]]:
     """(queries, keys, mask) of each chunk; at least one query, else at most `scores` scores."""
     sq, sk = q.shape[-2], k.shape[-2]
     rows = max(1, scores // max(1, q.shape[0] * q.shape[1] * q.shape[2] * sk))
@@ -92,7 +92,7 @@ def _chunks(q: Tensor, k: Tensor, mask: Mask, scores: int) -> list[tuple[Interva
     return found
 
 
-def _scores(q: Tensor, k: Tensor, rows: Interval, keys: Interval, scale: float, mask: Mask) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rows: Interval, keys: Interval, scale: float, mask: Band) -> Tensor:
     s = torch.einsum("bhgqd,bhkd->bhgqk", q[..., rows[0] : rows[1], :], k[:, :, keys[0] : keys[1]]).mul_(scale)
     if not mask.full:
         keep = decompose.band_matrix(mask, rows[1] - rows[0], keys[1] - keys[0], q.device)

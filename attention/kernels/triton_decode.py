@@ -20,7 +20,7 @@ from attention.errors import UnsupportedCall
 from attention.kernels.aten import HALF, name_of
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.ops.merge_n import merge_n_triton
 from attention.reduction.lse_merge import empty_result
 from attention.runtime.triton_launcher import MOST, TritonLauncher
@@ -145,7 +145,7 @@ class Decode:
     def missing(self, device: str) -> str | None:
         return missing(device)
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         if not mask.full:
             return f"mask={mask.describe()}: full only"
         if shape.packed:

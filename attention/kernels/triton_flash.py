@@ -13,7 +13,7 @@ from attention.kernels.interface import Call, Pair, Shape, Triple
 from attention.kernels.math import Math
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 
 @fitted
@@ -25,7 +25,7 @@ class TritonFlash:
     def missing(self, device: str) -> str | None:
         return missing(device)
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         if mask.windowed:
             return f"window=({mask.left}, {mask.right}): no sliding window"
         if shape.head_dim not in HEAD_DIMS:
@@ -58,7 +58,7 @@ class TritonFlash:
 class _Rectangles(Math):
     """In fp32 and on a CPU the backward is that of `math`."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
         return flash_forward(q, k, v, scale, mask.causal)
 
 

@@ -27,7 +27,7 @@ from attention.kernels.aten import (
 )
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.runtime import private
 from attention.runtime.uploads import held
 
@@ -49,7 +49,7 @@ class Xformers:
         fmha, reason = package()
         return reason if fmha is None else None
 
-    def refuses(self, shape: Shape, mask: Mask) -> str | None:
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
@@ -97,11 +97,11 @@ class Xformers:
 class _Rectangles:
     """Rectangles in which every query sees a key."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
         return _forward(q, k, v, scale, _band(mask, q.shape[1], k.shape[1]))
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Mask
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
     ) -> Triple:
         return _backward(dout, q, k, v, out, lse, scale, _band(mask, q.shape[1], k.shape[1]))
 
@@ -153,7 +153,7 @@ def _without_a_partial_flash_attn() -> Iterator[None]:
             sys.modules["flash_attn"] = before
 
 
-def band_bias(mask: Mask, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | None:
+def band_bias(mask: Band, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | None:
     """The bias class of a dense band and its arguments, or None for a full mask. A missing bound of a window becomes a
     bound that cuts nothing, which the kernel treats as missing."""
     if mask.full:
@@ -184,7 +184,7 @@ def _fmha() -> Any:
     return fmha
 
 
-def _band(mask: Mask, sq: int, sk: int) -> Any:
+def _band(mask: Band, sq: int, sk: int) -> Any:
     found = band_bias(mask, sq, sk)
     return None if found is None else getattr(_fmha().attn_bias, found[0])(*found[1])
 

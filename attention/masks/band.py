@@ -1,4 +1,4 @@
-"""Masks as bands. Under `Mask(left, right)`, query `i` of `Sq` sees the keys `j` of `Sk` with
+"""Masks as bands. Under `Band(left, right)`, query `i` of `Sq` sees the keys `j` of `Sk` with
 `i + Sk - Sq - left <= j <= i + Sk - Sq + right` (aligned bottom-right); -1 is unbounded. Full, causal and
 sliding-window attention are bands. A rectangular tile of a band, trimmed, is a band again, so one geometry serves every
 layout. Pure Python, no torch."""
@@ -12,12 +12,12 @@ Intervals = tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
+class Band:
     left: int = -1
     right: int = -1
 
     @staticmethod
-    def of(causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Mask:
+    def of(causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Band:
         """The band of `causal` and `window` together; causal sets the right bound to 0.
 
         Raises ValueError for a window below -1."""
@@ -27,7 +27,7 @@ class Mask:
                 f"window={tuple(window)}: each side must be -1 (unbounded) or a number of tokens; "
                 "give for instance window=[512,0]"
             )
-        return Mask(left, 0 if causal else right)
+        return Band(left, 0 if causal else right)
 
     @property
     def full(self) -> bool:
@@ -60,8 +60,8 @@ class Mask:
         return "causal" if self.causal else f"window ({self.left}, {self.right})"
 
 
-FULL = Mask()
-CAUSAL = Mask(-1, 0)
+FULL = Band()
+CAUSAL = Band(-1, 0)
 
 
 def _pairs_below(sq: int, sk: int, shift: int) -> int:
@@ -75,7 +75,7 @@ def _pairs_below(sq: int, sk: int, shift: int) -> int:
     return total + (sq - whole) * sk
 
 
-def tile(mask: Mask, q: Interval, k: Interval) -> tuple[Interval, Interval, Mask] | None:
+def tile(mask: Band, q: Interval, k: Interval) -> tuple[Interval, Interval, Band] | None:
     """The part of a band within queries `q` and keys `k`: (queries, keys, mask), or None where no pair is left.
 
     `q` and `k` are positions in one sequence, in which query i is aligned to key i. Rows and columns without a pair are
@@ -99,6 +99,6 @@ def tile(mask: Mask, q: Interval, k: Interval) -> tuple[Interval, Interval, Mask
         right = -1
     if left >= d - c - 1:  # the last row still sees the first key
         left = -1
-    if left < 0 and right <= 0:  # the common case: a new Mask would take as long as the rest of this function
+    if left < 0 and right <= 0:  # the common case: a new Band would take as long as the rest of this function
         return (a, b), (c, d), CAUSAL if right == 0 else FULL
-    return (a, b), (c, d), Mask(left, right)
+    return (a, b), (c, d), Band(left, right)

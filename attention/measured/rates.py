@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention.geometry.counts import BACKWARD
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 
 if TYPE_CHECKING:
     from attention.kernels.interface import Shape
@@ -50,8 +50,8 @@ def sequences(call: CallClass, tokens: int) -> tuple[int, ...]:
     return tuple(tokens * share // sum(SHARES) for share in SHARES)
 
 
-def mask_of(call: CallClass, tokens: int) -> Mask:
-    return {"full": FULL, "causal": CAUSAL, "window": Mask(tokens // 4, 0)}[call.mask]
+def mask_of(call: CallClass, tokens: int) -> Band:
+    return {"full": FULL, "causal": CAUSAL, "window": Band(tokens // 4, 0)}[call.mask]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Rate:
         return 1 / self.forward + (BACKWARD / self.backward if backward else 0)
 
 
-def class_of(shape: Shape, masks: Sequence[Mask]) -> CallClass | None:
+def class_of(shape: Shape, masks: Sequence[Band]) -> CallClass | None:
     """The class of a schedule's calls, by its hardest mask (window, causal, full); None for a dtype that is not
     measured."""
     if shape.dtype.itemsize != 2:

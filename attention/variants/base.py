@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 from attention.geometry.layouts import CuSeqlens, Layout
 from attention.geometry.options import BEST, Options
 from attention.geometry.schedules import Problem, Schedule
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 Executor = Literal["ring", "gather", "all_to_all", "tree", "external"]  # external: a package's own
 Chosen = TypeVar("Chosen", bound=Options)
@@ -58,14 +58,14 @@ class Variant(Generic[Chosen]):
         """The layout of keys and values, of whole groups where ranks share heads."""
         return self.layout
 
-    def q_layout(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Layout:
+    def q_layout(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Layout:
         """How the queries lie while they are computed on."""
         return self.outer(options)
 
-    def plan(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+    def plan(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
         return self.schedule
 
-    def check_mask(self, options: Chosen, mask: Mask) -> None:
+    def check_mask(self, options: Chosen, mask: Band) -> None:
         """Raises ValueError for a mask that the variant can't do."""
         if self.causal_only and mask.right != 0:
             raise self.needs_causal("ring, ring_allgather, llama3 and ulysses")
@@ -79,7 +79,7 @@ class Variant(Generic[Chosen]):
             f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; not causal use {others}"
         )
 
-    def no_window(self, mask: Mask, others: str) -> ValueError:
+    def no_window(self, mask: Band, others: str) -> ValueError:
         return ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {others}")
 
     def parse(self, options: Chosen | Mapping[str, Any] | None = None) -> Chosen:
@@ -102,7 +102,7 @@ class Variant(Generic[Chosen]):
         self,
         cu_seqlens: CuSeqlens,
         world: int,
-        mask: Mask,
+        mask: Band,
         options: Chosen | Mapping[str, Any] | None = None,
         q_tokens: int | None = None,
     ) -> Problem:
@@ -146,7 +146,7 @@ class Variant(Generic[Chosen]):
         kv_heads: int,
         cu_seqlens: CuSeqlens,
         world: int,
-        mask: Mask,
+        mask: Band,
         q_tokens: int | None = None,
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """The options with each combination of choices in place of "best" that this variant can do, and of the others,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from attention.geometry.layouts import CONTIGUOUS, CuSeqlens
 from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
 from attention.geometry.schedules import GATHER, Schedule
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants import ring, stripe, zigzag
 from attention.variants.base import Chosen, Variant, register
 from attention.variants.llama3 import PACKED
@@ -57,7 +57,7 @@ class External(Variant[Chosen]):
 class _HeadTail(External[Chosen]):
     """A zigzag ring when causal; otherwise every rank sees everything, in whichever order the tokens lie."""
 
-    def plan(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+    def plan(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
         return zigzag.SCHEDULE if mask.causal else ring.SCHEDULE
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from attention.geometry.layouts import REPLICATED, CuSeqlens, Layout, Shard, chunk
 from attention.geometry.options import GROUPINGS, GatherOptions, one_of, option
 from attention.geometry.schedules import GATHER
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.base import Variant, register
 
 
@@ -33,7 +33,7 @@ class GroupedOptions(GatherOptions):
 
 
 class _Grouped(Variant[GroupedOptions]):
-    def q_layout(self, options: GroupedOptions, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Layout:
+    def q_layout(self, options: GroupedOptions, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Layout:
         n = options.n_groups
         if not isinstance(n, int) or not 1 <= n <= 8:
             raise ValueError(f"n_groups={n}: must be 1 to 8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout, Shard, chunk
 from attention.geometry.options import GatherOptions
 from attention.geometry.schedules import GATHER
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.base import Variant, register
 
 
@@ -23,7 +23,7 @@ PAIRED = Layout("paired", 2, split)
 
 
 class _RingAllGather(Variant[GatherOptions]):
-    def q_layout(self, options: GatherOptions, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Layout:
+    def q_layout(self, options: GatherOptions, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Layout:
         return PAIRED if mask.causal else self.layout
 
 

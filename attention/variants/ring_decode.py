@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from attention.geometry.layouts import DECODE, REPLICATED, CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options, RingOptions
 from attention.geometry.schedules import Block, Problem, RingSchedule
-from attention.masks.band import FULL, Intervals, Mask
+from attention.masks.band import FULL, Band, Intervals
 from attention.variants.base import Variant, register
 
 
 class Decode(Variant[Options]):
     """A variant whose queries are on every rank."""
 
-    def q_layout(self, options: Options, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Layout:
+    def q_layout(self, options: Options, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Layout:
         return REPLICATED
 
 

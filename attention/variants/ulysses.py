@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from attention.geometry.layouts import CONTIGUOUS
 from attention.geometry.options import HeadParts, check_sharing
 from attention.geometry.schedules import LOCAL
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.base import Variant, register
 
 
@@ -25,7 +25,7 @@ class UlyssesOptions(HeadParts):
         check_sharing("ulysses", world, heads, kv_heads, world)
 
     @classmethod
-    def candidates(cls, kv_heads: int, world: int, mask: Mask) -> Iterable[UlyssesOptions]:
+    def candidates(cls, kv_heads: int, world: int, mask: Band) -> Iterable[UlyssesOptions]:
         each = kv_heads // world
         return [cls(n) for n in (None, 1, 2, 4) if n is None or n == 1 or (each and each % n == 0)]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout
 from attention.geometry.options import HeadParts, check_sharing, divisors, one_of, option, ulysses_group
 from attention.geometry.schedules import Schedule
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants import ring, zigzag
 from attention.variants.base import Variant, register
 
@@ -30,7 +30,7 @@ class UspOptions(HeadParts):
         check_sharing("usp", self.sharing(world), heads, kv_heads, world)
 
     @classmethod
-    def candidates(cls, kv_heads: int, world: int, mask: Mask) -> Iterable[UspOptions]:
+    def candidates(cls, kv_heads: int, world: int, mask: Band) -> Iterable[UspOptions]:
         """Not groups of one, which are zigzag or ring, nor one group, which is ulysses."""
         rings = ["zigzag", "contiguous"] if mask.causal else ["contiguous"]
         return [cls(ulysses_size=n, ring=ring) for n in divisors(world)[1:-1] for ring in rings]
@@ -43,10 +43,10 @@ class _Usp(Variant[UspOptions]):
     def outer(self, options: UspOptions) -> Layout:
         return CONTIGUOUS if options.ring == "contiguous" else self.layout
 
-    def plan(self, options: UspOptions, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+    def plan(self, options: UspOptions, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
         return ring.SCHEDULE if options.ring == "contiguous" else self.schedule
 
-    def check_mask(self, options: UspOptions, mask: Mask) -> None:
+    def check_mask(self, options: UspOptions, mask: Band) -> None:
         if options.ring == "zigzag" and mask.right != 0:
             raise self.needs_causal("usp with ring=contiguous")
         if options.ring == "zigzag" and mask.windowed:

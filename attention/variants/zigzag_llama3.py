@@ -26,7 +26,7 @@ from attention.geometry.schedules import (
     Step,
     equal_shards,
 )
-from attention.masks.band import FULL, Interval, Mask
+from attention.masks.band import FULL, Band, Interval
 from attention.variants import zigzag
 from attention.variants.base import Variant, register
 
@@ -47,7 +47,7 @@ class ZigzagLlama3Options(GatherOptions):
                 f"own_first=true: the chunks that are left are not grouped; use grouping=separate, not {self.grouping}"
             )
 
-    def begins_with_own(self, cu_seqlens: CuSeqlens, mask: Mask) -> bool:
+    def begins_with_own(self, cu_seqlens: CuSeqlens, mask: Band) -> bool:
         if self.own_first is None:
             single = len(cu_seqlens) == 2 and not mask.windowed
             return single and self.heads_k_stride is None and self.grouping == "separate"
@@ -110,13 +110,13 @@ OWN_FIRST = OwnFirst()
 
 
 class _ZigzagLlama3(Variant[ZigzagLlama3Options]):
-    def plan(self, options: ZigzagLlama3Options, cu_seqlens: CuSeqlens, world: int, mask: Mask) -> Schedule:
+    def plan(self, options: ZigzagLlama3Options, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
         if world > 1 and options.begins_with_own(cu_seqlens, mask):
             return OWN_FIRST
         many = len(cu_seqlens) - 1 > MANY_SEQUENCES and not mask.windowed
         return GATHER_BY_OWNER if many and options.grouping != "fused" else GATHER
 
-    def check_mask(self, options: ZigzagLlama3Options, mask: Mask) -> None:
+    def check_mask(self, options: ZigzagLlama3Options, mask: Band) -> None:
         super().check_mask(options, mask)
         window = f"window=({mask.left}, {mask.right}): {self.name} with"
         if mask.windowed and options.grouping == "fused":

@@ -9,7 +9,7 @@ from typing import Any
 from attention.autotune.choice import AUTO
 from attention.geometry import counts
 from attention.geometry.options import BEST
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.base import Variant
 from attention.variants.registry import variant
 from runner.config.schema import Check, Dtype, Launch
@@ -41,8 +41,8 @@ class AttentionCall:
     seqlens: tuple[int, ...] | None = None  # of a packed batch, which has batch 1 and seq_len tokens in all
 
     @property
-    def mask(self) -> Mask:
-        return Mask.of(self.causal, self.window)
+    def mask(self) -> Band:
+        return Band.of(self.causal, self.window)
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:

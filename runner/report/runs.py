@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.geometry.options import BEST
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.base import setting_label
 from attention.variants.registry import EXTERNAL, everything
 from runner.output import reader, summary
@@ -72,7 +72,7 @@ class Run:
             options=options,
             took=took,
             heads=heads,
-            mask=Mask.of(bool(asked.causal), asked.window or (-1, -1)).describe() if known else None,
+            mask=Band.of(bool(asked.causal), asked.window or (-1, -1)).describe() if known else None,
             pack=_pack(asked),
             mode=asked.mode or _default_mode(asked.attention),
             kernel=None if used.kernel == "auto" else used.kernel,

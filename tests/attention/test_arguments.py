@@ -15,7 +15,7 @@ from attention.api import ContextParallel
 from attention.arguments import check_cu_seqlens, check_scale, token_dim_of
 from attention.executors.plan import Plan
 from attention.kernels import Call
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.jobs import groups, numerics, training
 from tests.support.naive import attention as plain
@@ -43,7 +43,7 @@ def refused(message: str, fn: ContextParallel, *tensors: torch.Tensor, **given: 
 def test_any_finite_scale_is_right(kernel, scale, causal, window):
     ours, exact = qkv(), qkv()
     out = attention.make("ring", kernel=kernel)(*ours, scale=scale, causal=causal, window=window)
-    expected, _ = plain(*exact, float(scale), kept(Mask.of(causal, window), 8, 8))
+    expected, _ = plain(*exact, float(scale), kept(Band.of(causal, window), 8, 8))
     torch.testing.assert_close(out, expected)
     dout = torch.randn_like(out)
     grads, exact_grads = torch.autograd.grad(out, ours, dout), torch.autograd.grad(expected, exact, dout)
@@ -55,7 +55,7 @@ def test_any_finite_scale_is_right(kernel, scale, causal, window):
 def test_every_variant_takes_a_negative_scale(name):
     ours = qkv()
     out = attention.make(name)(*ours, causal=True, scale=-0.3)
-    torch.testing.assert_close(out, plain(*ours, -0.3, kept(Mask(-1, 0), 8, 8))[0])
+    torch.testing.assert_close(out, plain(*ours, -0.3, kept(Band(-1, 0), 8, 8))[0])
 
 
 @pytest.mark.parametrize("scale", (float("nan"), float("inf"), -float("inf"), "0.1", torch.tensor(0.1)), ids=str)

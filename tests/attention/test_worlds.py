@@ -6,7 +6,7 @@ import pytest
 
 from attention.executors import costs
 from attention.geometry.counts import Shapes
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.jobs import groups, numerics, traffic, training
 from tests.support import coverage as geometry
@@ -66,7 +66,7 @@ def cases(name, world, chosen):
 
 def does(name, case, chosen):
     """Whether the variant is for the case's mask; that it refuses others is tested with the schedules."""
-    return geometry.does(VARIANTS[name], Mask.of(case["causal"], case.get("window", (-1, -1))), chosen)
+    return geometry.does(VARIANTS[name], Band.of(case["causal"], case.get("window", (-1, -1))), chosen)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -266,7 +266,7 @@ def assert_bytes(in_world, name, world, chosen, causal, window, packs=None, tran
     )
     counted = in_world(traffic.counted, world, name=name, options=chosen, causal=causal, window=list(window), tokens=tokens,
                        batch=2, packs=packs, transport=transport, **heads)  # fmt: skip
-    problem = variant.problem(tuple(packs or (0, tokens)), world, Mask.of(causal, window), chosen)
+    problem = variant.problem(tuple(packs or (0, tokens)), world, Band.of(causal, window), chosen)
     shapes = Shapes(batch=1 if packs else 2, head_dim=16, itemsize=4, **heads)
     for rank, found in enumerate(counted):
         for which in ("forward", "backward"):

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.jobs import numerics
 from tests.support import coverage as geometry
@@ -42,7 +42,7 @@ def cases(name, world, options):
 def does(name, case, options):
     if options.get("grouping") == "fused" and case["head_dim"] == 80:
         return False
-    return geometry.does(VARIANTS[name], Mask.of(case["causal"], case.get("window", (-1, -1))), options)
+    return geometry.does(VARIANTS[name], Band.of(case["causal"], case.get("window", (-1, -1))), options)
 
 
 @pytest.mark.parametrize("world", WORLDS)

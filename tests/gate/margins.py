@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 import yaml
 
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from runner.measure.attention_work import DTYPES
 from runner.measure.comparison import without_keys
 from runner.measure.errors import Error
@@ -97,7 +97,7 @@ def errors_of(name: str, dtype: str, case: Case, device: str, seed: int = 0) -> 
     sizes = [(total, h, case.head_dim) for h in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
     given = [torch.randn(n, generator=draw).clamp_(-1, 1).to(device, DTYPES[dtype]) for n in sizes]
     q, k, v, dout = given if packed else [x.unsqueeze(0) for x in given]
-    mask, scale = Mask.of(case.causal, case.window), case.large * case.head_dim**-0.5
+    mask, scale = Band.of(case.causal, case.window), case.large * case.head_dim**-0.5
     kernel = KERNELS[name]
     if refusal(kernel, Shape.of(q, k, backward=True), mask) or kernel.missing(device):
         return None

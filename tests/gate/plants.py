@@ -17,7 +17,7 @@ from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import schedules, transfers
 from attention.kernels import decompose
 from attention.kernels import math as math_kernel
-from attention.masks.band import CAUSAL, Mask
+from attention.masks.band import CAUSAL, Band
 from attention.reduction import grad_sum, lse_merge
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
@@ -209,7 +209,7 @@ def _last_key_dropped(found: tuple[PlannedStep, ...], rank: int) -> tuple[Planne
 
 def _one_key_too_many(found: tuple[PlannedStep, ...], rank: int) -> tuple[PlannedStep, ...]:
     def wider(each: LocalCall) -> LocalCall:
-        return replace(each, call=replace(each.call, mask=Mask(-1, 1))) if each.call.mask == CAUSAL else each
+        return replace(each, call=replace(each.call, mask=Band(-1, 1))) if each.call.mask == CAUSAL else each
 
     return tuple(replace(step, calls=tuple(map(wider, step.calls))) for step in found)
 
@@ -309,8 +309,8 @@ def _tile_wider() -> Iterator[None]:
     """Of a window one key more, wherever a mask is cut."""
 
     def make(original: Any) -> Any:
-        def inner(mask: Mask, *args: Any) -> Any:
-            return original(Mask(mask.left + 1 if mask.left > 0 else mask.left, mask.right), *args)
+        def inner(mask: Band, *args: Any) -> Any:
+            return original(Band(mask.left + 1 if mask.left > 0 else mask.left, mask.right), *args)
 
         return inner
 
@@ -320,7 +320,7 @@ def _tile_wider() -> Iterator[None]:
 
 def _band_wider() -> AbstractContextManager[object]:
     def make(original: Any) -> Any:
-        return lambda mask, *args: original(Mask(mask.left + 1, mask.right) if mask.left > 0 else mask, *args)
+        return lambda mask, *args: original(Band(mask.left + 1, mask.right) if mask.left > 0 else mask, *args)
 
     return changed(decompose, "band_matrix", make)
 
@@ -337,11 +337,11 @@ def _parts_narrower() -> AbstractContextManager[object]:
     return changed(decompose, "parts", make)
 
 
-def _mask(of: Callable[[bool, tuple[int, int]], Mask]) -> Callable[[], AbstractContextManager[object]]:
+def _mask(of: Callable[[bool, tuple[int, int]], Band]) -> Callable[[], AbstractContextManager[object]]:
     def make(original: Any) -> Any:
         return lambda causal=False, window=(-1, -1): of(causal, window)
 
-    return lambda: changed(Mask, "of", make)
+    return lambda: changed(Band, "of", make)
 
 
 @contextmanager
@@ -443,8 +443,8 @@ PLANTS = [
     Plant("tile off by one", _tile_wider, "window"),
     Plant("band_matrix off by one", _band_wider, "window"),
     Plant("decompose.parts off by one", _parts_narrower, "window"),
-    Plant("causal lost in Mask.of", _mask(lambda causal, window: Mask(*window)), "causal ring"),
-    Plant("window lost in Mask.of", _mask(lambda causal, window: Mask(-1, 0) if causal else Mask(*window)), "window"),
+    Plant("causal lost in Band.of", _mask(lambda causal, window: Band(*window)), "causal ring"),
+    Plant("window lost in Band.of", _mask(lambda causal, window: Band(-1, 0) if causal else Band(*window)), "window"),
     Plant("math scores wrong with kernel=math", _math_scores, "math"),
     Plant("LSE off by one token", _lse_shifted, "forward"),
     Plant("keys used before they came", _keys_too_early),

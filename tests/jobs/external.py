@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import attention
 from attention.kernels import KERNELS, Call
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import EXTERNAL
 from runner.launch.rank import Rank
 from tests.jobs.reference import DTYPES, by_kernel, inputs, rel
@@ -62,7 +62,7 @@ class _CudaOps:
 
     @staticmethod
     def forward(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, scale: Any = None) -> Any:  # fmt: skip
-        call = Call(scale, Mask.of(causal))
+        call = Call(scale, Band.of(causal))
         out, lse = KERNELS["math"].forward(*(x.transpose(1, 2) for x in (q, k, v)), call)
         state, unused = torch.zeros(2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
         return out.transpose(1, 2), lse, None, None, q.shape[2], k.shape[2], state, unused, q.new_empty(0)
@@ -71,7 +71,7 @@ class _CudaOps:
     def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int,
                  dropout: float, causal: bool, seed: Any, offset: Any, *, scale: Any = None) -> Any:  # fmt: skip
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        gradients = KERNELS["math"].backward(dout, q, k, v, out, lse, Call(scale, Mask.of(causal)))
+        gradients = KERNELS["math"].backward(dout, q, k, v, out, lse, Call(scale, Band.of(causal)))
         return tuple(x.transpose(1, 2) for x in gradients)
 
 

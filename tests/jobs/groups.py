@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import attention
 from attention.kernels import KERNELS
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from runner.launch.rank import Rank
 from tests.jobs.reference import call_of, rel
 
@@ -52,12 +52,12 @@ def _error_inside(me: Rank, name: str, group: Any, number: int) -> float:
     if fn.variant.decode:
         q = q[:, :3]
         found = fn(q, *(fn.shard(x, role="kv") for x in (k, v)), return_lse=True)
-        exact = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask(), None, 16, me.device))
+        exact = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Band(), None, 16, me.device))
     else:
         shards = [fn.shard(x).requires_grad_() for x in (q, k, v)]
         out = fn(*shards, causal=True)
         found = [fn.unshard(x) for x in (out, *torch.autograd.grad(out, shards, fn.shard(dout)))]
-        call, (q, k, v, dout) = call_of(Mask.of(True), None, 16, me.device), (x.double() for x in (q, k, v, dout))
+        call, (q, k, v, dout) = call_of(Band.of(True), None, 16, me.device), (x.double() for x in (q, k, v, dout))
         result = KERNELS["math"].forward(q, k, v, call)
         exact = result[0], *KERNELS["math"].backward(dout, q, k, v, *result, call)
     return max(me.gather(max(rel(x, y) for x, y in zip(found, exact, strict=True))))
@@ -79,7 +79,7 @@ def two_groups(me: Rank, transport: str) -> float:
             q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
             outs.append((fn, fn(*(fn.shard(x) for x in (q, k, v)), causal=True)))
             exact = KERNELS["math"].forward(
-                q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device)
+                q.double(), k.double(), v.double(), call_of(Band.of(True), None, 16, me.device)
             )
         errors += [rel(fn.unshard(out), exact[0]) for fn, out in outs]
     return max(me.gather(max(errors)))

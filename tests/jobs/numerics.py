@@ -8,7 +8,7 @@ import torch
 
 import attention
 from attention.kernels import KERNELS
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.launch.rank import Rank
 from tests.jobs.reference import DTYPES, by_kernel, call_of, inputs, rel
@@ -78,7 +78,7 @@ def decode(
             for tokens, heads in shapes
         )
         scale = case.get("scale")
-        call = call_of(Mask(), None, case["head_dim"], me.device, scale)
+        call = call_of(Band(), None, case["head_dim"], me.device, scale)
         exact, exact_lse = KERNELS["math"].forward(q.double(), k.double(), v.double(), call)
         local = (fn.shard(q, role="q"), fn.shard(k, role="kv"), fn.shard(v, role="kv"))
         plan = fn.plan(*local, kv_tokens=case["keys"], scale=scale)
@@ -141,7 +141,7 @@ def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: 
     fn = attention.make(name, transport=transport, **options)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, h, 32, generator=generator).to(me.device) for n, h in ((2, 4), (most, 2), (most, 2)))
-    call = call_of(Mask(), None, 32, me.device)
+    call = call_of(Band(), None, 32, me.device)
 
     def local(n: int) -> list[torch.Tensor]:
         return [q, *(fn.shard(x[:, :n], role="kv") for x in (k, v))]
@@ -156,7 +156,7 @@ def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: 
     wrong = []
     for n in (*range(1, most + 1), *range(most, 0, -1)):
         plan = fn.plan(*local(n), kv_tokens=n)
-        problem = fn.variant.problem((0, n), me.world, Mask(), fn.options, 2)
+        problem = fn.variant.problem((0, n), me.world, Band(), fn.options, 2)
         expected = plan_steps(problem, me.rank, plan.scale, False, False, me.device)
         if plan.problem != problem or list(map(_without_calls, plan.steps)) != list(map(_without_calls, expected)):
             wrong.append(n)

@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 
 from attention.kernels import KERNELS, Call
-from attention.masks.band import Mask
+from attention.masks.band import Band
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -46,7 +46,7 @@ def by_kernel(
         if len(_known) == KNOWN:
             _known.pop(next(iter(_known)))
         q, k, v, dout = (x.to(computed_in) for x in inputs(case, dtype, device))
-        mask = Mask.of(case["causal"], tuple(case.get("window", (-1, -1))))
+        mask = Band.of(case["causal"], tuple(case.get("window", (-1, -1))))
         call = call_of(mask, case.get("packs"), case["head_dim"], device, case.get("scale"))
         kernel = KERNELS[name]
         out, lse = kernel.forward(q, k, v, call)
@@ -54,7 +54,7 @@ def by_kernel(
     return _known[key]
 
 
-def call_of(mask: Mask, packs: list[int] | None, dim: int, device: torch.device, scale: float | None = None) -> Call:
+def call_of(mask: Band, packs: list[int] | None, dim: int, device: torch.device, scale: float | None = None) -> Call:
     scale = dim**-0.5 if scale is None else scale
     if packs is None:
         return Call(scale, mask)

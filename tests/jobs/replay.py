@@ -9,7 +9,7 @@ import torch
 
 import attention
 from attention.kernels import KERNELS
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from runner.launch.rank import Rank
 from tests.jobs.reference import call_of, rel, spoil
 
@@ -185,7 +185,7 @@ def captured_graph(me: Rank, name: str, transport: str) -> float:
     lengths = (3 if decode else 512 * me.world, 512 * me.world, 512 * me.world)
     q, k, v = (torch.randn(1, n, 4, 64, generator=generator).to(me.device, torch.bfloat16) for n in lengths)
     local = [fn.shard(x, role=role) for x, role in zip((q, k, v), ("q", "kv", "kv"), strict=True)]
-    mask = Mask.of(not decode)
+    mask = Band.of(not decode)
     wanteds = []
     for sign in (1, -1):  # of the queries that each other call and replay has
         exact, _ = KERNELS["math"].forward(

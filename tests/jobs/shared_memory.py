@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import attention
 from attention.kernels import KERNELS, Absent, Call
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from runner.launch.rank import Rank
 from tests.jobs.reference import call_of, rel, spoil
 
@@ -42,7 +42,7 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         if i % 50 == 0 or i % 37 == 36:  # of every shape
             exact = KERNELS["math"].forward(
-                q.double(), k.double(), v.double(), call_of(Mask.of(True), None, head_dim, me.device)
+                q.double(), k.double(), v.double(), call_of(Band.of(True), None, head_dim, me.device)
             )
             errors += [rel(out, exact[0]), 0.0 if gradients[0].isfinite().all() else 1.0]
         if i in (calls // 10 - 1, calls - 1):
@@ -83,7 +83,7 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
                 assert "half-way" in str(error)
         for plan in fn.plans.values():
             object.__setattr__(plan, "kernel", kernel)
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Band.of(True), None, 16, me.device))
     errors = []
     if before is not None:
         other = attention.make(before, transport=transport)
@@ -179,7 +179,7 @@ def after_a_release(me: Rank, transport: str) -> float:
     assert held_bytes() == 0
     me.barrier()
     out = fn.unshard(fn(*local, causal=True))
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Band.of(True), None, 16, me.device))
     return max(me.gather(rel(out, exact)))
 
 
@@ -253,7 +253,7 @@ def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator) for _ in range(3))
     local = [fns[0].shard(x) for x in (q, k, v)]
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Mask.of(True), None, 16, me.device))
+    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Band.of(True), None, 16, me.device))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if me.rank == failing:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -302,7 +302,7 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out = fn.unshard(fn(*local))
-    exact, _ = KERNELS["math"].forward(*large.double(), call_of(Mask(), None, 64, me.device))
+    exact, _ = KERNELS["math"].forward(*large.double(), call_of(Band(), None, 64, me.device))
     me.barrier()
     return {
         "messages": me.gather(message),

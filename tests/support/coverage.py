@@ -13,7 +13,7 @@ from attention import variants
 from attention.geometry import layouts
 from attention.geometry.layouts import Layout, positions
 from attention.geometry.schedules import SEQUENCE, Problem, Step
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS
 
@@ -21,7 +21,7 @@ WORLDS = range(1, 9)
 SHARD = 6  # tokens of a single sequence that a rank holds
 # full, causal, and windows shorter than a shard, equal to one and longer, on one side or on both
 WINDOWS = [
-    Mask(*sides)
+    Band(*sides)
     for sides in ((0, 0), (3, 0), (SHARD, 0), (11, 0), (20, 0), (2, 4), (SHARD, SHARD), (13, 7), (-1, 5), (7, -1))
 ]
 MASKS = [FULL, CAUSAL, *WINDOWS]
@@ -58,7 +58,7 @@ def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
     return [{}]
 
 
-def does(variant: Variant, mask: Mask, options: Mapping[str, Any] | None = None) -> bool:
+def does(variant: Variant, mask: Band, options: Mapping[str, Any] | None = None) -> bool:
     if variant.decode:
         return mask.full
     if mask.windowed and ((options or {}).get("own_first") or (options or {}).get("grouping") == "fused"):
@@ -99,7 +99,7 @@ def problems(variant: Variant, world: int) -> Iterator[Problem]:
                     yield variant.problem(cu_seqlens, world, mask, options, q_tokens)
 
 
-def band(mask: Mask, sq: int, sk: int) -> np.ndarray:
+def band(mask: Band, sq: int, sk: int) -> np.ndarray:
     """The pairs that a bottom-right aligned mask keeps, `[sq, sk]`."""
     offset = np.arange(sk)[None] - np.arange(sq)[:, None] - (sk - sq)
     keep = np.ones((sq, sk), dtype=bool)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels import Call, Kernel
-from attention.masks.band import Mask, tile
+from attention.masks.band import Band, tile
 from attention.reduction.lse_merge import Accumulator
 
 # relative L2 of (out and lse, gradients)
@@ -18,7 +18,7 @@ TOLERANCES = {
 }
 
 
-def kept(mask: Mask, sq: int, sk: int, device: torch.device | str = "cpu") -> Tensor:
+def kept(mask: Band, sq: int, sk: int, device: torch.device | str = "cpu") -> Tensor:
     """The pairs that a bottom-right aligned mask keeps, bool `[sq, sk]`."""
     first = torch.arange(sq, device=device)[:, None] + sk - sq
     key = torch.arange(sk, device=device)[None]

@@ -17,7 +17,7 @@ from attention.executors.plan import plan_steps
 from attention.executors.timeline import place_work
 from attention.geometry.counts import BACKWARD, Shapes, forward_flops
 from attention.geometry.schedules import length
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.measured import links, rates
 from attention.measured.links import Link, Measured, find, parse, through
 from attention.measured.rates import CallClass, Rate
@@ -261,9 +261,9 @@ def test_the_faster_transport_is_taken():
 
 
 def test_a_kernel_that_refuses_leaves_the_candidate_out():
-    window = Mask(4096, 0)
+    window = Band(4096, 0)
 
-    def refuses(masks: tuple[Mask, ...]) -> str:
+    def refuses(masks: tuple[Band, ...]) -> str:
         if any(mask.windowed and mask != window for mask in masks):
             raise ValueError("a part of a window: not here")
         return "flash4"
@@ -305,7 +305,7 @@ MEASURED = {  # total ms, flash4, of results/h200-x4/speed, speed_mha, speed_gqa
     (131072, 32, 8, CAUSAL): {"zigzag": 206.85, "zigzag_llama3": 202.99, "ulysses": 202.80},
     (32768, 32, 32, CAUSAL): {"zigzag": 14.21, "zigzag_llama3": 14.50, "ulysses": 13.21},
     (32768, 64, 8, CAUSAL): {"zigzag": 27.29, "zigzag_llama3": 26.73, "ulysses": 25.76},
-    (131072, 32, 8, Mask(4096, 0)): {"ring": 14.72, "ring_allgather": 14.57, "ulysses": 15.90, "zigzag_llama3": 14.85},
+    (131072, 32, 8, Band(4096, 0)): {"ring": 14.72, "ring_allgather": 14.57, "ulysses": 15.90, "zigzag_llama3": 14.85},
 }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from attention import kernels
 from attention.kernels import FASTEST, KERNELS, Shape, refusal, select
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.measured import rates
 from attention.measured.rates import CallClass, Rate, class_of, order, parse, render, renewed
 
@@ -94,7 +94,7 @@ def test_a_class_measured_again_is_replaced_as_a_whole():
 def test_a_class_is_read_off_the_shape_and_the_hardest_mask():
     assert class_of(shape(), (FULL, CAUSAL)) == CAUSAL_128
     assert class_of(shape(), (FULL,)).mask == "full"
-    assert class_of(shape(), (FULL, CAUSAL, Mask(3, 0))).mask == "window"
+    assert class_of(shape(), (FULL, CAUSAL, Band(3, 0))).mask == "window"
     assert class_of(shape(kv_heads=8), (FULL,)).heads == "mha"
     assert class_of(shape(packed=True), (FULL,)).layout == "packed"
     assert [class_of(shape(tokens=n), (FULL,)).length for n in (4095, 4096, None)] == ["short", "long", "long"]
@@ -107,7 +107,7 @@ def test_auto_takes_the_fastest_measured_kernel_that_does_the_call(on_gpu):
     assert select("auto", shape(backward=False), (CAUSAL,)).name == "flash4"
     windows = CallClass(128, "gqa", "window", "dense", "long")
     on_gpu([rate("sdpa_cudnn", 9, 9, windows), rate("flash2", 8, 8, windows), rate("flash4", 7, 7, windows)])
-    assert select("auto", shape(), (Mask(64, 0),)).name == "flash2"
+    assert select("auto", shape(), (Band(64, 0),)).name == "flash2"
 
 
 def test_auto_falls_back_to_the_fixed_order_where_nothing_was_measured(on_gpu):

@@ -5,13 +5,13 @@ from itertools import product
 
 import pytest
 
-from attention.masks.band import CAUSAL, FULL, Mask, tile
+from attention.masks.band import CAUSAL, FULL, Band, tile
 
 SIDES = (-1, 0, 1, 2, 5, 9)
-BANDS = [Mask(left, right) for left, right in product(SIDES, SIDES)]
+BANDS = [Band(left, right) for left, right in product(SIDES, SIDES)]
 
 
-def kept(mask: Mask, rows: range, keys: range, shift: int = 0) -> set[tuple[int, int]]:
+def kept(mask: Band, rows: range, keys: range, shift: int = 0) -> set[tuple[int, int]]:
     """The pairs of a band that aligns query i with key i + shift."""
     return {
         (i, j)
@@ -20,7 +20,7 @@ def kept(mask: Mask, rows: range, keys: range, shift: int = 0) -> set[tuple[int,
     }
 
 
-@pytest.mark.parametrize("mask", BANDS, ids=Mask.describe)
+@pytest.mark.parametrize("mask", BANDS, ids=Band.describe)
 def test_pairs_counts_the_kept_pairs_of_every_rectangle(mask):
     for sq, sk in product(range(9), range(9)):
         assert mask.pairs(sq, sk) == len(kept(mask, range(sq), range(sk), sk - sq)), (sq, sk)
@@ -32,13 +32,13 @@ def test_pairs_of_long_sequences_follow_the_closed_forms():
     assert CAUSAL.pairs(n, n) == n * (n + 1) // 2
     assert CAUSAL.pairs(n, 3 * n) == 2 * n * n + n * (n + 1) // 2
     assert CAUSAL.pairs(3 * n, n) == n * (n + 1) // 2
-    assert Mask(512, 0).pairs(n, n) == 513 * n - 512 * 513 // 2
+    assert Band(512, 0).pairs(n, n) == 513 * n - 512 * 513 // 2
 
 
 def random_tiles(count: int):
     draw = random.Random(0)
     for _ in range(count):
-        mask = Mask(draw.choice((-1, draw.randrange(24))), draw.choice((-1, draw.randrange(24))))
+        mask = Band(draw.choice((-1, draw.randrange(24))), draw.choice((-1, draw.randrange(24))))
         q, k = (tuple(sorted((draw.randrange(25), draw.randrange(25)))) for _ in range(2))
         yield mask, q, k
 
@@ -73,29 +73,29 @@ def test_a_tile_keeps_no_bound_that_binds_nothing():
         if piece is not None:
             (a, b), (c, d), band = piece
             pairs = band.pairs(b - a, d - c)
-            assert band.left == -1 or Mask(-1, band.right).pairs(b - a, d - c) > pairs, (mask, q, k, band)
-            assert band.right == -1 or Mask(band.left, -1).pairs(b - a, d - c) > pairs, (mask, q, k, band)
+            assert band.left == -1 or Band(-1, band.right).pairs(b - a, d - c) > pairs, (mask, q, k, band)
+            assert band.right == -1 or Band(band.left, -1).pairs(b - a, d - c) > pairs, (mask, q, k, band)
 
 
 def test_causal_cuts_the_right_side_of_every_window():
-    assert Mask.of() == FULL
-    assert Mask.of(causal=True) == CAUSAL
+    assert Band.of() == FULL
+    assert Band.of(causal=True) == CAUSAL
     for left, right in product(SIDES, SIDES):
-        assert Mask.of(window=(left, right)) == Mask(left, right)
-        assert Mask.of(causal=True, window=(left, right)) == Mask(left, 0)
+        assert Band.of(window=(left, right)) == Band(left, right)
+        assert Band.of(causal=True, window=(left, right)) == Band(left, 0)
 
 
 def test_every_mask_is_one_of_full_causal_and_windowed():
     for mask in BANDS:
         assert mask.full + mask.causal + mask.windowed == 1
-    assert FULL.full and CAUSAL.causal and Mask(-1, 1).windowed and Mask(0, -1).windowed and Mask(0, 0).windowed
+    assert FULL.full and CAUSAL.causal and Band(-1, 1).windowed and Band(0, -1).windowed and Band(0, 0).windowed
 
 
 @pytest.mark.parametrize("window", [(-2, 0), (0, -2), (-512, -512)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_window_below_minus_one_is_refused(window, causal):
     with pytest.raises(ValueError) as error:
-        Mask.of(causal, window)
+        Band.of(causal, window)
     assert str(window) in str(error.value) and "-1 (unbounded)" in str(error.value)
     assert "window=[512,0]" in str(error.value)
-    assert Mask.of(causal, (512, 0)) == Mask(512, 0)
+    assert Band.of(causal, (512, 0)) == Band(512, 0)

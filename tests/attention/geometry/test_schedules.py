@@ -18,7 +18,7 @@ from attention.geometry.layouts import CONTIGUOUS, positions
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import GATHER, GATHER_BY_OWNER, SEQUENCE, Problem, length, masks, steps, union
 from attention.geometry.transfers import gather_move, move, needed_keys, step_route
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.transports.symmetric import stretches
 from attention.variants import zigzag
 from attention.variants.base import Variant
@@ -197,7 +197,7 @@ def test_striped_shards_of_a_single_token_see_nothing_of_later_ranks():
         assert {step.owner for step in steps(problem, rank) if step.blocks} == set(range(rank + 1))
 
 
-@pytest.mark.parametrize("mask", WINDOWS, ids=Mask.describe)
+@pytest.mark.parametrize("mask", WINDOWS, ids=Band.describe)
 @every_world
 def test_a_windowed_ring_computes_only_with_owners_within_the_window(mask, world):
     problem = VARIANTS["ring"].problem((0, SHARD * world), world, mask)
@@ -286,7 +286,7 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
     few = (0, 2 * world, 6 * world)
     for other in (chosen.problem(few, world, CAUSAL), chosen.problem(cu, world, CAUSAL, {"grouping": "fused"})):
         assert other.schedule is GATHER
-    assert chosen.problem(cu, world, Mask(5, 0)).schedule is GATHER
+    assert chosen.problem(cu, world, Band(5, 0)).schedule is GATHER
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
         ((0, 64), CAUSAL, {"heads_k_stride": 1}, False),
         ((0, 64), CAUSAL, {"heads_k_stride": 1, "own_first": True}, True),
         ((0, 64), CAUSAL, {"grouping": "packed"}, False),
-        ((0, 64), Mask(9, 0), {}, False),
+        ((0, 64), Band(9, 0), {}, False),
         ((0, 16, 64), CAUSAL, {}, False),
         ((0, 16, 64), CAUSAL, {"own_first": True}, True),
     ],
@@ -309,7 +309,7 @@ def test_single_sequences_begin_with_ones_own_keys(cu_seqlens, mask, options, ex
 
 
 @every_world
-@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=Band.describe)
 def test_llama3_needs_the_sequences_that_meet_its_slice_up_to_its_end_or_theirs(mask, world):
     chosen = VARIANTS["llama3"]
     for cu in packs(chosen, world, {}):
@@ -394,7 +394,7 @@ def test_union_merges_what_meets_and_drops_what_is_empty():
     assert length(union([(0, 10), (2, 3), (20, 21)])) == 11
 
 
-def refusal(chosen: Variant, cu_seqlens: tuple[int, ...], world: int, mask: Mask, options: Any = None) -> str:
+def refusal(chosen: Variant, cu_seqlens: tuple[int, ...], world: int, mask: Band, options: Any = None) -> str:
     with pytest.raises(ValueError) as error:
         chosen.problem(cu_seqlens, world, mask, options)
     return str(error.value)

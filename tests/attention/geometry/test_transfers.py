@@ -8,7 +8,7 @@ import pytest
 from attention.geometry.layouts import CONTIGUOUS, Shard, positions, size
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_route
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from attention.variants.ring_allgather import PAIRED
 from attention.variants.stripe import STRIPE
@@ -158,7 +158,7 @@ def test_a_gather_brings_exactly_the_needed_keys_in_sequence_order(name, world):
 @pytest.mark.parametrize("left", [0, 1, SHARD - 1, SHARD, SHARD + 1, 3 * SHARD, 100])
 @every_world
 def test_a_causal_window_receives_only_the_tokens_before_the_shard_within_it(left, world):
-    cu, mask = (0, SHARD * world), Mask(left, 0)
+    cu, mask = (0, SHARD * world), Band(left, 0)
     ring, gather = VARIANTS["ring"], VARIANTS["ring_allgather"]
     for rank in range(world):
         tokens = min(left, rank * SHARD)

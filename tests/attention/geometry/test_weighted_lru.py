@@ -10,7 +10,7 @@ import pytest
 
 from attention.geometry.schedules import steps
 from attention.geometry.weighted_lru import memo
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import variant
 
 
@@ -64,7 +64,7 @@ def test_schedules_of_ever_new_packs_are_let_go_of():
     order, seen = random.Random(0), []
     for _ in range(8):
         lengths = [16 * order.randint(1, 4) for _ in range(512)]
-        problem = variant("zigzag_varlen").problem((0, *accumulate(lengths)), 8, Mask.of(True), {}, None)
+        problem = variant("zigzag_varlen").problem((0, *accumulate(lengths)), 8, Band.of(True), {}, None)
         for rank in range(8):
             found = steps(problem, rank)
             assert steps(problem, rank) is found

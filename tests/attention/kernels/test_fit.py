@@ -6,7 +6,7 @@ import torch
 from attention import kernels
 from attention.kernels import KERNELS, Call, Shape
 from attention.kernels.fit import fit, fits
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.reduction.lse_merge import merge_n
 from attention.variants.registry import VARIANTS
 from tests.jobs import numerics
@@ -37,7 +37,7 @@ def lying(x, how):
 @pytest.mark.parametrize("which", ("q", "k", "v", "dout"))
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_kernel_takes_tensors_of_any_strides(name, which, how):
-    for mask, sizes in ((CAUSAL, (20, 28)), (Mask(5, 2), (20, 28)), (FULL, PACK)):
+    for mask, sizes in ((CAUSAL, (20, 28)), (Band(5, 2), (20, 28)), (FULL, PACK)):
         *tensors, call = case(mask, sizes)
         given = dict(zip(("q", "k", "v", "dout"), tensors, strict=True))
         given[which] = STRIDES[how](given[which])

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from attention.kernels import KERNELS, Call, Shape, flash3, flash4, flex, refusal, xformers
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import attention, inputs, kept, normal, relative
 
-MASKS = [FULL, CAUSAL, Mask(7, 0), Mask(0, 0), Mask(5, 9), Mask(-1, 4), Mask(6, -1), Mask(400, 450)]
+MASKS = [FULL, CAUSAL, Band(7, 0), Band(0, 0), Band(5, 9), Band(-1, 4), Band(6, -1), Band(400, 450)]
 SIZES = [(33, 33), (300, 300), (140, 513), (513, 140), (1, 21), (21, 1), (128, 256)]
 PACK = ((1, 19, 8, 4, 0, 150), (1, 7, 23, 0, 5, 12))
 
-every_mask = pytest.mark.parametrize("mask", MASKS, ids=Mask.describe)
+every_mask = pytest.mark.parametrize("mask", MASKS, ids=Band.describe)
 
 
-def packed(mask: Mask, q_lengths, k_lengths) -> Call:
+def packed(mask: Band, q_lengths, k_lengths) -> Call:
     return Call.of_packed(0.125, mask, q_lengths, k_lengths, torch.device("cpu"))
 
 
@@ -34,13 +34,13 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(name, package
 def test_a_band_is_flash4s_window_with_none_for_unbounded():
     assert flash4.window(FULL) == {"causal": False, "window_size_left": None, "window_size_right": None}
     assert flash4.window(CAUSAL) == {"causal": True, "window_size_left": None, "window_size_right": None}
-    assert flash4.window(Mask(5, 0)) == {"causal": False, "window_size_left": 5, "window_size_right": 0}
-    assert flash4.window(Mask(-1, 3)) == {"causal": False, "window_size_left": None, "window_size_right": 3}
+    assert flash4.window(Band(5, 0)) == {"causal": False, "window_size_left": 5, "window_size_right": 0}
+    assert flash4.window(Band(-1, 3)) == {"causal": False, "window_size_left": None, "window_size_right": 3}
 
 
 def test_a_band_is_flash3s_window():
     assert flash3.window(FULL) == {"window_size_left": -1, "window_size_right": -1}
-    assert flash3.window(Mask(5, 2)) == {"window_size_left": 5, "window_size_right": 2}
+    assert flash3.window(Band(5, 2)) == {"window_size_left": 5, "window_size_right": 2}
 
 
 @every_mask
@@ -65,8 +65,8 @@ def test_flash4_writes_to_rows_on_multiples_of_16_bytes_only():
 def test_xformers_gets_a_bias_class_for_every_dense_band():
     assert xformers.band_bias(FULL, 9, 9) is None
     assert xformers.band_bias(CAUSAL, 9, 12) == ("LowerTriangularFromBottomRightMask", ())
-    assert xformers.band_bias(Mask(5, 0), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 0))
-    assert xformers.band_bias(Mask(5, -1), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 12))
+    assert xformers.band_bias(Band(5, 0), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 0))
+    assert xformers.band_bias(Band(5, -1), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 12))
 
 
 def test_xformers_takes_packs_whole_where_it_has_a_bias_for_them():
@@ -74,9 +74,9 @@ def test_xformers_takes_packs_whole_where_it_has_a_bias_for_them():
     long_keys = ((3, 0, 8), (3, 5, 9))
     assert xformers.pack_bias(packed(CAUSAL, *long_keys)) == ("BlockDiagonalCausalFromBottomRightMask", 0)
     local = ("BlockDiagonalCausalLocalAttentionFromBottomRightMask", 5)
-    assert xformers.pack_bias(packed(Mask(4, 0), *long_keys)) == local
+    assert xformers.pack_bias(packed(Band(4, 0), *long_keys)) == local
     assert xformers.pack_bias(packed(CAUSAL, *PACK)) is None
-    assert xformers.pack_bias(packed(Mask(4, 2), *long_keys)) is None
+    assert xformers.pack_bias(packed(Band(4, 2), *long_keys)) is None
 
 
 def test_a_partial_flash_attn_is_hidden_only_while_xformers_is_imported(tmp_path, monkeypatch):

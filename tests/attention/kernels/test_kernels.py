@@ -8,23 +8,23 @@ import torch
 from attention import kernels
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal, select
 from attention.kernels import math as math_kernel
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import TOLERANCES, assert_matches, assert_split_matches, inputs, normal
 
 torch.set_num_threads(1)
 
 ON_CPU = ["math", "sdpa_flash"]  # our Triton kernels, under the interpreter, have tests of their own
-MASKS = [FULL, CAUSAL, Mask(7, 0), Mask(0, 0), Mask(5, 9), Mask(-1, 4), Mask(6, -1), Mask(40, 45)]
+MASKS = [FULL, CAUSAL, Band(7, 0), Band(0, 0), Band(5, 9), Band(-1, 4), Band(6, -1), Band(40, 45)]
 HEADS = [(4, 4, 64), (16, 2, 80), (5, 1, 96), (8, 1, 128)]  # (heads, KV heads, head dim)
 SIZES = [(33, 33), (17, 50), (50, 17), (1, 21), (21, 1)]
 PACK = ((1, 19, 8, 4, 0, 1), (1, 7, 23, 0, 5, 12))
 
 every_kernel = pytest.mark.parametrize("name", ON_CPU)
-every_mask = pytest.mark.parametrize("mask", MASKS, ids=Mask.describe)
+every_mask = pytest.mark.parametrize("mask", MASKS, ids=Band.describe)
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=kernels.name_of)
 
 
-def call_of(mask: Mask, scale: float):
+def call_of(mask: Band, scale: float):
     def make(q_lengths=None, k_lengths=None) -> Call:
         if q_lengths is None:
             return Call(scale, mask)
@@ -56,7 +56,7 @@ def test_the_scale_is_the_calls_own(name):
 
 
 @every_kernel
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(600, 0), Mask(30, 700), Mask(-1, 3), Mask(20, 20)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [CAUSAL, Band(600, 0), Band(30, 700), Band(-1, 3), Band(20, 20)], ids=Band.describe)
 def test_a_kernel_matches_plain_attention_on_longer_sequences(name, mask):
     for sizes in ((1100, 1100), (700, 1300), (1300, 600)):
         assert_matches(KERNELS[name], *inputs(call_of(mask, 0.125), sizes, 2, 1, 32, torch.float32))
@@ -71,7 +71,7 @@ def test_math_in_small_chunks_of_queries_matches_plain_attention(mask, monkeypat
 
 @every_kernel
 @every_dtype
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(7, 0), Mask(3, 11)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(7, 0), Band(3, 11)], ids=Band.describe)
 def test_a_kernel_over_no_keys_gives_zero_and_minus_infinity(name, dtype, mask):
     for sizes in ((5, 0), (0, 5), ((3, 0, 2), (0, 4, 0))):
         q, k, v, dout, call = inputs(call_of(mask, 0.125), sizes, 4, 2, 64, dtype)
@@ -84,7 +84,7 @@ def test_a_kernel_over_no_keys_gives_zero_and_minus_infinity(name, dtype, mask):
 
 @every_kernel
 @every_dtype
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(4, 0), Mask(2, 3)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [CAUSAL, Band(4, 0), Band(2, 3)], ids=Band.describe)
 def test_rows_without_keys_have_no_output_and_no_gradient(name, dtype, mask):
     q, k, v, dout, call = inputs(call_of(mask, 0.125), (40, 12), 4, 2, 64, dtype)
     out, lse = KERNELS[name].forward(q, k, v, call)
@@ -115,7 +115,7 @@ def strided(x: torch.Tensor) -> torch.Tensor:
 
 @every_kernel
 @pytest.mark.parametrize("sizes", [(30, 30), (40, 12), (5, 0), PACK], ids=str)
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(6, 2)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(6, 2)], ids=Band.describe)
 def test_results_are_written_into_the_tensors_given(name, sizes, mask):
     q, k, v, dout, call = inputs(call_of(mask, 0.125), sizes, 4, 2, 32, torch.float32)
     result = KERNELS[name].forward(q, k, v, call)
@@ -130,7 +130,7 @@ def test_results_are_written_into_the_tensors_given(name, sizes, mask):
 
 @every_kernel
 def test_a_kernel_leaves_its_inputs_as_they_are(name):
-    q, k, v, dout, call = inputs(call_of(Mask(9, 3), 0.125), (20, 40), 4, 2, 64, torch.float32)
+    q, k, v, dout, call = inputs(call_of(Band(9, 3), 0.125), (20, 40), 4, 2, 64, torch.float32)
     out, lse = KERNELS[name].forward(q, k, v, call)
     given = (dout, q, k, v, out, lse)
     before = [x.clone() for x in given]
@@ -146,21 +146,21 @@ def shape(device="cpu", dtype=torch.bfloat16, heads=8, kv_heads=2, head_dim=64, 
 def test_auto_on_a_cpu_is_its_flash_attention():
     for dtype in TOLERANCES:
         for packed in (False, True):
-            assert select("auto", shape(dtype=dtype, packed=packed), (FULL, CAUSAL, Mask(5, 3))).name == "sdpa_flash"
+            assert select("auto", shape(dtype=dtype, packed=packed), (FULL, CAUSAL, Band(5, 3))).name == "sdpa_flash"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=kernels.name_of)
 def test_auto_takes_a_kernel_that_does_every_mask(device, dtype):
     for head_dim in (20, 64, 80, 256, 512):
-        for masks in ((FULL,), (FULL, CAUSAL), (CAUSAL, Mask(64, 0))):
+        for masks in ((FULL,), (FULL, CAUSAL), (CAUSAL, Band(64, 0))):
             call = shape(device, dtype, head_dim=head_dim)
             assert not any(refusal(select("auto", call, masks), call, mask) for mask in masks)
 
 
 def test_a_kernel_asked_for_by_name_is_that_kernel():
     for name in ON_CPU:
-        assert select(name, shape(), (FULL, CAUSAL, Mask(5, 3))) is KERNELS[name]
+        assert select(name, shape(), (FULL, CAUSAL, Band(5, 3))) is KERNELS[name]
     assert kernels.names() == ["auto", *KERNELS]
 
 
@@ -174,12 +174,12 @@ def test_an_unknown_kernel_is_refused_with_the_nearest_or_all():
 
 REFUSED = [
     ("flash2", shape(), FULL, "needs a CUDA GPU"),
-    ("sdpa_cudnn", shape(), Mask(5, 0), "needs a CUDA GPU"),
-    ("sdpa_efficient", shape("cuda"), Mask(5, 0), r"window=\(5, 0\): no sliding window"),
+    ("sdpa_cudnn", shape(), Band(5, 0), "needs a CUDA GPU"),
+    ("sdpa_efficient", shape("cuda"), Band(5, 0), r"window=\(5, 0\): no sliding window"),
     ("flash2", shape("cuda", torch.float32), CAUSAL, "dtype=fp32: bf16 and fp16 only"),
     ("flash3", shape(), FULL, "needs a CUDA GPU"),
     ("flash4", shape(), FULL, "needs a CUDA GPU"),
-    ("xformers", shape(), Mask(5, 0), "needs a CUDA GPU"),
+    ("xformers", shape(), Band(5, 0), "needs a CUDA GPU"),
     ("flex", shape(), CAUSAL, "needs a CUDA GPU: PyTorch has no backward of it on a CPU"),
     ("flex", shape("cuda", torch.float32), FULL, "dtype=fp32: bf16 and fp16 only"),
     ("flex", shape("cuda", head_dim=72), FULL, "head_dim=72: multiples of 16 up to 256 only"),
@@ -201,12 +201,12 @@ def test_an_unsupported_call_is_refused_with_exactly_the_kernels_that_can(name, 
 
 def test_one_mask_that_a_kernel_lacks_is_enough_to_refuse():
     with pytest.raises(UnsupportedCall, match=r"window=\(64, 0\)"):
-        select("sdpa_efficient", shape("cuda"), (FULL, CAUSAL, Mask(64, 0)))
+        select("sdpa_efficient", shape("cuda"), (FULL, CAUSAL, Band(64, 0)))
 
 
 def test_cudnn_has_no_window_and_no_wide_dtypes():
     cudnn = KERNELS["sdpa_cudnn"]
-    assert cudnn.refuses(shape("cuda"), Mask(5, 0)) == "window=(5, 0): no sliding window"
+    assert cudnn.refuses(shape("cuda"), Band(5, 0)) == "window=(5, 0): no sliding window"
     assert cudnn.refuses(shape("cuda", torch.float32), CAUSAL) == "dtype=fp32: bf16 and fp16 only"
     assert cudnn.refuses(shape("cuda"), CAUSAL) is None
 

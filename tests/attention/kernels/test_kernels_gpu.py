@@ -7,7 +7,7 @@ import torch
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
 from attention.kernels.flash4 import interface as flash4_interface
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.reduction.lse_merge import merge, merge_eager
 from attention.runtime.launch_recorder import LaunchRecorder
 from attention.runtime.launch_trace import LaunchTrace
@@ -20,13 +20,13 @@ pytestmark = [
     pytest.mark.usefixtures("without_tf32"),
 ]
 
-MASKS = [FULL, CAUSAL, Mask(128, 0), Mask(0, 0), Mask(100, 50), Mask(-1, 64), Mask(64, -1)]
+MASKS = [FULL, CAUSAL, Band(128, 0), Band(0, 0), Band(100, 50), Band(-1, 64), Band(64, -1)]
 PACK = ((1, 300, 129, 512), (1, 512, 129, 700))
-FLEX = {FULL, CAUSAL, Mask(100, 50)}  # it compiles for seconds a shape, so a few speak for all
+FLEX = {FULL, CAUSAL, Band(100, 50)}  # it compiles for seconds a shape, so a few speak for all
 
 every_kernel = pytest.mark.parametrize("name", KERNELS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
-every_mask = pytest.mark.parametrize("mask", MASKS, ids=Mask.describe)
+every_mask = pytest.mark.parametrize("mask", MASKS, ids=Band.describe)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def without_tf32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def case(mask: Mask, sizes, dtype: torch.dtype, head_dim: int = 64, scale: float = 0.125):
+def case(mask: Band, sizes, dtype: torch.dtype, head_dim: int = 64, scale: float = 0.125):
     """(q, k, v, dout, call) on the GPU, 8 heads over 2 KV heads."""
 
     def call_of(q_lengths=None, k_lengths=None) -> Call:
@@ -48,7 +48,7 @@ def case(mask: Mask, sizes, dtype: torch.dtype, head_dim: int = 64, scale: float
     return inputs(call_of, sizes, 8, 2, head_dim, dtype, "cuda")
 
 
-def able(name: str, q, k, *masks: Mask) -> Kernel:
+def able(name: str, q, k, *masks: Band) -> Kernel:
     """The kernel, or a skip when it does not do such a call here."""
     if name == "flex" and (q.dtype != torch.bfloat16 or q.shape[-1] not in (64, 128) or not FLEX.issuperset(masks)):
         pytest.skip("flex: compiled for a few shapes only")
@@ -80,7 +80,7 @@ def test_a_kernel_keeps_the_sequences_of_a_pack_apart(name, dtype, mask, head_di
 
 @every_kernel
 @every_dtype
-@pytest.mark.parametrize("mask", [FULL, Mask(700, 600), Mask(-1, 520), Mask(10, 1000)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, Band(700, 600), Band(-1, 520), Band(10, 1000)], ids=Band.describe)
 def test_more_queries_than_keys_match_plain_attention(name, dtype, mask):
     q, k, v, dout, call = case(mask, (1024, 512), dtype)
     assert_matches(able(name, q, k, mask), q, k, v, dout, call)
@@ -88,7 +88,7 @@ def test_more_queries_than_keys_match_plain_attention(name, dtype, mask):
 
 @every_kernel
 @every_dtype
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(128, 0), Mask(100, 50)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [CAUSAL, Band(128, 0), Band(100, 50)], ids=Band.describe)
 def test_rows_without_keys_have_no_output_and_no_gradient(name, dtype, mask):
     q, k, v, dout, call = case(mask, (1000, 600), dtype)
     kernel = able(name, q, k, mask)
@@ -102,7 +102,7 @@ def test_rows_without_keys_have_no_output_and_no_gradient(name, dtype, mask):
 
 @every_kernel
 @every_dtype
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(50, 0)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(50, 0)], ids=Band.describe)
 def test_sequences_of_a_pack_without_queries_or_keys_match_plain_attention(name, dtype, mask):
     q, k, v, dout, call = case(mask, ((0, 40, 200, 3), (5, 0, 128, 7)), dtype)
     assert_matches(able(name, q, k, mask), q, k, v, dout, call)
@@ -122,7 +122,7 @@ def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name,
 
 
 @every_kernel
-@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Band.describe)
 def test_head_dim_256_matches_plain_attention(name, mask):
     q, k, v, dout, call = case(mask, (300, 515), torch.bfloat16, 256, 256**-0.5)
     if name == "flex":
@@ -131,7 +131,7 @@ def test_head_dim_256_matches_plain_attention(name, mask):
 
 
 @every_kernel
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(100, 50)], ids=Band.describe)
 @pytest.mark.parametrize("sizes", [(512, 512), (600, 300), PACK], ids=str)
 def test_results_are_written_into_the_tensors_given(name, mask, sizes):
     """Into views of larger tensors: heads of a group, and tokens in the middle."""
@@ -182,7 +182,7 @@ def test_a_kernel_takes_and_writes_tensors_of_any_strides(name, how, sizes):
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "sdpa_flash"])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(100, 50)], ids=Band.describe)
 def test_a_deterministic_backward_repeats_itself(name, packed, mask):
     q, k, v, dout, call = case(mask, PACK if packed else (1100, 1100), torch.bfloat16)
     kernel, call = able(name, q, k, mask), replace(call, deterministic=True)
@@ -208,7 +208,7 @@ def test_cudnn_refuses_a_window_naming_those_that_can():
     if KERNELS["sdpa_cudnn"].missing("cuda"):
         pytest.skip("this PyTorch has no cuDNN")
     with pytest.raises(UnsupportedCall, match=r"kernel=sdpa_cudnn: window=\(5, 0\): .* kernels that can: .*flash2"):
-        select("sdpa_cudnn", shape, (CAUSAL, Mask(5, 0)))
+        select("sdpa_cudnn", shape, (CAUSAL, Band(5, 0)))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -246,7 +246,7 @@ PACKS = [
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask(100, 50)], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(100, 50)], ids=Band.describe)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("packed", [False, True])
 def test_launches_of_flash4_are_recorded_and_replayed(heads, mask, head_dim, packed):

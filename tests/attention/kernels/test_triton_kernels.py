@@ -10,7 +10,7 @@ from attention import make
 from attention.executors.gather_costs import kv_bytes_read
 from attention.geometry.counts import Shapes
 from attention.kernels import Call, Shape, UnsupportedCall, name_of
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.reduction.lse_merge import empty_result
 from attention.variants.registry import VARIANTS
 from tests.support.naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kept, normal, relative
@@ -151,7 +151,7 @@ def test_the_decode_kernel_says_what_it_does_not_do():
     assert kernel.missing("cpu") is None and kernel.refuses(able, FULL) is None
     refused = [
         (able, CAUSAL, "mask=causal: full only"),
-        (able, Mask(4, 0), r"mask=window (4, 0): full only"),
+        (able, Band(4, 0), r"mask=window (4, 0): full only"),
         (Shape("cuda", torch.bfloat16, 64, 8, 128), FULL, "backward: forward only"),
         (Shape("cuda", torch.bfloat16, 64, 8, 128, packed=True, backward=False), FULL, "packed: dense calls only"),
         (Shape("cuda", torch.bfloat16, 64, 8, 264, backward=False), FULL, "head_dim=264: up to 256 only"),
@@ -411,7 +411,7 @@ def test_a_grouping_reads_the_bytes_of_keys_and_values_that_the_model_says(tiles
 
 @every_dtype
 @pytest.mark.parametrize("heads", [(3, 1, 64), (2, 2, 128)], ids=str)
-@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Band.describe)
 def test_the_triton_kernel_matches_plain_attention(dtype, heads, mask):
     pack = ((1, 19, 4, 0), (1, 33, 0, 12))
     for sizes in ((33, 33), (17, 70), (50, 17), (1, 65), (5, 0), pack):
@@ -428,8 +428,8 @@ def test_the_triton_kernel_says_what_it_does_not_do():
     kernel = TritonFlash()
     able = Shape("cuda", torch.bfloat16, 8, 2, 64)
     assert kernel.refuses(able, FULL) is None and kernel.refuses(able, CAUSAL) is None
-    assert kernel.refuses(able, Mask(5, 0)) == "window=(5, 0): no sliding window"
+    assert kernel.refuses(able, Band(5, 0)) == "window=(5, 0): no sliding window"
     assert kernel.refuses(Shape("cuda", torch.bfloat16, 8, 2, 80), FULL) == "head_dim=80: 64 and 128 only"
     assert kernel.refuses(Shape("cuda", torch.float64, 8, 2, 64), FULL) == "dtype=fp64: bf16, fp16 and fp32 only"
     with pytest.raises(UnsupportedCall, match="no sliding window"):
-        kernel.forward(*qkv(3, 3, 2, 1, 64, torch.float32), Call(1.0, Mask(1, 0)))
+        kernel.forward(*qkv(3, 3, 2, 1, 64, torch.float32), Call(1.0, Band(1, 0)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.kernels import Call, name_of
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kept, normal, relative
 
 pytest.importorskip("triton")
@@ -146,7 +146,7 @@ def test_one_fused_call_agrees_with_separate_calls(dtype, groups):
 
 @every_dtype
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Mask.describe)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=Band.describe)
 def test_the_triton_kernel_matches_plain_attention(dtype, head_dim, mask):
     pack = ((1, 300, 129, 512), (1, 512, 129, 700))
     for sizes in ((512, 512), (515, 1021), (1000, 600), (1, 700), pack):

@@ -6,7 +6,7 @@ import pytest
 
 from attention.executors import costs
 from attention.geometry.counts import Shapes
-from attention.masks.band import Mask
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.attention.test_decode import BASE, CASES
 from tests.attention.test_worlds import MASKS, SELF_ATTENTION, cases, does, options
@@ -41,7 +41,7 @@ def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
         sizes = {"tokens": 8 * world, "batch": 2, "heads": 12, "kv_heads": 1}
         counted = in_world(traffic.counted, world, name=name, options={}, causal=causal, window=list(window),
                            transport="symm", **sizes)  # fmt: skip
-        problem = variant.problem((0, 8 * world), world, Mask.of(causal, window))
+        problem = variant.problem((0, 8 * world), world, Band.of(causal, window))
         shapes = Shapes(2, 12, 1, 16, 4)
         for rank, found in enumerate(counted):
             for which in ("forward", "backward"):

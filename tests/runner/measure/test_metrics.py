@@ -4,7 +4,7 @@ import pytest
 
 from attention.executors import costs
 from attention.geometry import counts
-from attention.masks.band import CAUSAL, FULL, Mask
+from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.registry import VARIANTS, variant
 from runner.measure import metrics
 from tests.jobs import traffic
@@ -25,18 +25,18 @@ def small(name: str, *more: str):
     return resolved(f"attention={name}", *SIZES, "world_size=2", *more)
 
 
-def received(name: str, tokens: int, world: int, mask: Mask, backward: bool) -> list[dict[str, int]]:
+def received(name: str, tokens: int, world: int, mask: Band, backward: bool) -> list[dict[str, int]]:
     chosen = variant(name)
     problem = chosen.problem((0, tokens), world, mask)
     return [costs.of(chosen, problem, SHAPES).bytes_received(rank, backward) for rank in range(world)]
 
 
-def kv(name: str, tokens: int, world: int, mask: Mask) -> list[int]:
+def kv(name: str, tokens: int, world: int, mask: Band) -> list[int]:
     """Tokens whose k and v each rank receives in the forward."""
     return [r["kv"] // KV for r in received(name, tokens, world, mask, False)]
 
 
-def dkv(name: str, tokens: int, world: int, mask: Mask) -> list[int]:
+def dkv(name: str, tokens: int, world: int, mask: Band) -> list[int]:
     return [r["dkv"] // KV for r in received(name, tokens, world, mask, True)]
 
 
@@ -62,7 +62,7 @@ def test_backward_is_two_and_a_half_forwards():
 
 def test_every_rank_of_dense_does_the_whole_work():
     chosen = variant("dense")
-    for mask in (CAUSAL, FULL, Mask(5, 0)):
+    for mask in (CAUSAL, FULL, Band(5, 0)):
         problem = chosen.problem((0, 48), 3, mask)
         assert counts.rank_flops(problem, SHAPES) == [FLOP * counts.global_pairs((0, 48), mask)] * 3
 
@@ -77,10 +77,10 @@ def test_ring_brings_the_shards_that_the_mask_meets():
     # shards of 4 tokens: causal from every earlier rank, otherwise from all, in a window from the neighbour within it
     assert kv("ring", 16, 4, CAUSAL) == [0, 4, 8, 12]
     assert kv("ring", 16, 4, FULL) == [12, 12, 12, 12]
-    assert kv("ring", 16, 4, Mask(4, 0)) == [0, 4, 4, 4]
-    assert kv("ring", 16, 4, Mask(1, 0)) == [0, 1, 1, 1]
-    assert kv("ring", 16, 4, Mask(5, 0)) == [0, 4, 5, 5]
-    assert kv("ring", 16, 4, Mask(1, 2)) == [2, 3, 3, 1]
+    assert kv("ring", 16, 4, Band(4, 0)) == [0, 4, 4, 4]
+    assert kv("ring", 16, 4, Band(1, 0)) == [0, 1, 1, 1]
+    assert kv("ring", 16, 4, Band(5, 0)) == [0, 4, 5, 5]
+    assert kv("ring", 16, 4, Band(1, 2)) == [2, 3, 3, 1]
 
 
 def test_zigzag_brings_half_a_shard_from_earlier_ranks_and_a_whole_one_from_later_ranks():
@@ -90,12 +90,12 @@ def test_zigzag_brings_half_a_shard_from_earlier_ranks_and_a_whole_one_from_late
 
 def test_allgather_brings_all_other_shards_but_only_the_neighbours_of_a_window():
     assert kv("ring_allgather", 16, 4, CAUSAL) == [12, 12, 12, 12]
-    assert kv("ring_allgather", 16, 4, Mask(1, 0)) == [0, 1, 1, 1]
+    assert kv("ring_allgather", 16, 4, Band(1, 0)) == [0, 1, 1, 1]
 
 
 def test_gradients_go_back_to_where_the_keys_came_from():
     assert dkv("ring", 16, 4, CAUSAL) == [12, 8, 4, 0]
-    assert dkv("ring", 16, 4, Mask(5, 0)) == [5, 5, 4, 0]
+    assert dkv("ring", 16, 4, Band(5, 0)) == [5, 5, 4, 0]
     assert dkv("zigzag", 8, 2, CAUSAL) == [2, 4]
     # from earlier ranks come all 4 tokens, from later ones the first 2
     assert dkv("zigzag", 16, 4, CAUSAL) == [6, 4 + 4, 8 + 2, 12]
@@ -107,7 +107,7 @@ def test_gradients_go_back_to_where_the_keys_came_from():
 @pytest.mark.parametrize("name", ["ring", "zigzag"])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_as_many_gradients_go_home_as_keys_came(name, world):
-    for mask in [CAUSAL] if name == "zigzag" else [CAUSAL, FULL, Mask(7, 0), Mask(2, 9)]:
+    for mask in [CAUSAL] if name == "zigzag" else [CAUSAL, FULL, Band(7, 0), Band(2, 9)]:
         assert sum(dkv(name, 60, world, mask)) == sum(kv(name, 60, world, mask))
 
 
