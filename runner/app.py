@@ -57,8 +57,9 @@ class Unfinished:
 
 
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
-    """One of Hydra's jobs: a run, or the first round of one of several `compared` runs. Every outcome of a run is a
-    result; none raises."""
+    """Does one of Hydra's jobs: a whole run, or its first round if it takes turns with others. A run that fails is recorded
+    as a result and raises nothing. compared: the number of runs that a sweep compares, this one included. Returns the
+    run if it lacks rounds."""
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
@@ -102,13 +103,14 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
 
 
 def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | str:
-    """A run that was interrupted between rounds, with the current limits; or why it cannot continue: samples are
-    missing, or new ones would not be comparable. Raises InvalidConfig and UnsupportedHere."""
+    """An interrupted run, ready for its missing rounds with the `launch` and `timing` options of this command. If it
+    cannot continue, the reason: samples are missing, or new ones would not be comparable. Raises InvalidConfig and
+    UnsupportedHere."""
     if _taken(folder, earlier) is None:
-        return "its samples are gone or too few to go on with"
+        return "samples of its earlier rounds are missing"
     now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
     if changed := environment.changed(earlier["environment"], _surroundings(now)):
-        return f"what its first rounds ran with is not what is here now ({', '.join(changed)})"
+        return f"its environment has changed since its first rounds ({', '.join(changed)})"
     earlier["experiment"] |= {"launch": asdict(now.launch), "timing": asdict(now.timing)}
     return Unfinished(number, folder, earlier)
 
@@ -123,8 +125,8 @@ def _surroundings(spec: Experiment) -> dict[str, Any]:
 
 
 def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
-    """The samples of a result, each rank's by pass; None where its file lacks some. The file is written before the
-    result, so it may have one more round."""
+    """The samples of a result: for each rank, a list for each pass. None if the file lacks some of them. The file is
+    written before the result, so it may hold one more round, which is left out."""
     try:
         return rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
     except (OSError, ValueError, KeyError):  # ValueError: no parquet file
@@ -132,7 +134,7 @@ def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
 
 
 def _refusal(error: InvalidConfig | UnsupportedHere) -> str:
-    """The status of a run that is not done."""
+    """The status of a run that is refused."""
     return "invalid" if isinstance(error, InvalidConfig) else "unsupported"
 
 
@@ -149,8 +151,8 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
 
 
 def further(earlier: Unfinished) -> Unfinished | None:
-    """Does the next round of a run; None if it has no more, or failed. An unexpected error in it is a crash of this run
-    alone."""
+    """Does the next round of a run. Returns None if this was the last round, or if it failed. An unexpected error is
+    recorded as a crash of this run, and the sweep goes on."""
     try:
         return _next_round(earlier)
     except Exception as error:
@@ -158,7 +160,7 @@ def further(earlier: Unfinished) -> Unfinished | None:
             raise
         with _writing(earlier.folder), (earlier.folder / "run.log").open("a") as log:
             log.write("".join(traceback.format_exception(error)))
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}; run.log has where"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}; see run.log"
         failed = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
         _ended(earlier, failed)
         return None
@@ -170,14 +172,14 @@ def _stopping(error: BaseException | None) -> bool:
 
 
 def _about(value: dict[str, Any]) -> dict[str, Any]:
-    """The fields that remain of a result whose later round failed."""
+    """The fields that a result keeps when a later round fails."""
     return {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
 
 
 def _ended(earlier: Unfinished, failed: dict[str, Any]) -> None:
     """Record a run whose next round failed."""
     with _writing(earlier.folder):
-        for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # no number without its proof
+        for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # a failed run has no times
             (earlier.folder / name).unlink(missing_ok=True)
     failed["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {failed['reason']}"
     _recorded(failed, earlier.folder, earlier.number)
@@ -196,7 +198,7 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
     with _writing(folder):
         samples = rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
         if samples is None:
-            raise RuntimeError(f"{folder / 'samples.parquet'}: fewer samples than the result is of")
+            raise RuntimeError(f"{folder / 'samples.parquet'}: fewer samples than the finished rounds took")
         for rank, later in zip(samples, outcome.result["samples"], strict=True):
             for which, ms in later.items():
                 rank[which] += ms
@@ -208,7 +210,8 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
 
 
 def _earlier(folder: Path, key: str) -> Result | None:
-    """The earlier result of the same run. A file that is no result, or another run's, is named on stderr."""
+    """The earlier result of this run. A file that cannot be read, or that belongs to another run, is reported on stderr and
+    not used."""
     earlier = reader.read_result(folder)
     if isinstance(earlier, Result) and earlier.key != key:
         earlier = Problem(folder / reader.RESULT, f"its key is {earlier.key}, this run's is {key}")
@@ -248,9 +251,9 @@ def _relative(folder: Path) -> Path:
 
 
 def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> dict[str, Any]:
-    """Runs the experiment, or the first round of one of several `compared` ones, and returns its result, whatever the
-    outcome. Writes the run's other files. seed: used where the configuration has none. place: the run's place in its
-    sweep, for messages."""
+    """Runs the experiment, or its first round if it takes turns with others, and returns the result, whatever the outcome.
+    Writes the run's other files. seed: used if the configuration has none. place: the run's place in its sweep, for
+    messages. compared: the number of runs that the sweep compares, this one included."""
     started = time.time()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
@@ -304,7 +307,7 @@ def _progress(spec: Experiment, place: str, note: str = "") -> display.Progress:
 
 
 def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The result of a run without times."""
+    """The result of a run that failed, without times."""
     artifacts = {"log": "run.log"} if (folder / "run.log").exists() else None
     if outcome.status == "ok":  # a later round that is incorrect
         found = outcome.result

@@ -14,13 +14,13 @@ from attention.variants.registry import VARIANTS
 
 AUTO = "auto"
 OPTIONS: dict[str, Any] = {"memory_gb": None, "trials": None}  # of attention=auto itself
-SUMMARY = "the variant, its options and the transport that the measured rates of this machine make the fastest"
+SUMMARY = "the fastest variant, options and transport for this call, by this machine's measured rates"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be computed, of the whole world. `cu_seqlens` are global, (0, S) for a batch of single sequences; `packed`: the
-    tensors are a packed batch; `q_tokens`: queries of a decode."""
+    """The call that `auto` chooses for, over all ranks. `cu_seqlens`: the global ones, (0, S) for a dense batch. `packed`:
+    whether the tensors are a packed batch. `q_tokens`: the number of queries of a decode, else None."""
 
     cu_seqlens: CuSeqlens
     world: int
@@ -36,7 +36,7 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of a rank."""
+        """Tokens per rank."""
         return self.cu_seqlens[-1] // self.world
 
 
@@ -59,7 +59,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Duration:
     """Milliseconds of a forward or a backward on the slowest rank. `exposed`: communication that nothing hides. `cpu`: CPU launch
-    overhead, beside the GPU's work. `copies`: into and out of the memory of CUDA graphs."""
+    overhead, which overlaps with the GPU's work. `copies`: into and out of the memory of CUDA graphs."""
 
     compute: float
     exposed: float
@@ -73,8 +73,8 @@ class Duration:
 
     @property
     def ms(self) -> float:
-        """The longer of the two, and a little more where they are about equal: now the CPU is late, now the GPU, on one rank or
-        another."""
+        """The longer of GPU time and CPU launch overhead. Up to 12% more where the two are close, since then each sometimes waits
+        for the other."""
         return float((self.gpu**6 + self.cpu**6) ** (1 / 6))
 
 
@@ -107,8 +107,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Choice:
-    """`estimates`: the best first. `left_out`: why, by a candidate's label. `basis`: the rates and links that the estimates use.
-    `replayable`: whether replay=graphs would take the launches away. `tried`: measured ms by label, the fastest first."""
+    """`estimates`: the fastest first. `left_out`: the label of each candidate that was left out, with the reason. `basis`: the
+    rates and links that the estimates use. `replayable`: whether replay=graphs would remove the CPU launch overhead. `tried`:
+    measured ms by label, the fastest first."""
 
     estimates: tuple[Estimate, ...]
     left_out: Mapping[str, str]
@@ -118,24 +119,25 @@ class Choice:
 
     @property
     def best(self) -> Estimate:
-        """The fastest of those tried; of none, by estimate."""
+        """The candidate that was the fastest in the trials; without trials, the fastest by estimate."""
         first = next(iter(self.tried), None)
         return next((e for e in self.estimates if e.label == first), self.estimates[0])
 
     @property
     def why(self) -> str:
-        """The best one's estimate by its parts, and what it was preferred to; where some were tried, their times."""
+        """One line for the user: the best candidate's estimate by parts, then the times of all trials. Without trials, the
+        estimates of the next best variant and, if both were considered, of the other choice about CUDA graphs."""
         best = self.best
 
         def total(part: str) -> str:
             return _ms(sum(getattr(each, part) for each in best.both))
 
         text = (
-            f"{best.label}: {_ms(best.ms)} ms estimated, of it compute {total('compute')}, exposed communication "
+            f"{best.label}: {_ms(best.ms)} ms estimated: compute {total('compute')}, exposed communication "
             f"{total('exposed')}, merges {total('merges')}"
         )
         if any(each.cpu > each.gpu for each in best.both):
-            text += ", bound by CPU launch overhead" + (", which replay=graphs takes out" if self.replayable else "")
+            text += ", bound by CPU launch overhead" + (", which replay=graphs would remove" if self.replayable else "")
         if best.forward.copies:
             text += f", copies for graphs {total('copies')}"
         if self.tried:
@@ -165,7 +167,7 @@ def check_trials(trials: Any) -> None:
     """Raises ValueError for a value that is not None or a whole number of at least 2."""
     if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 2):
         raise ValueError(
-            f"trials={trials!r}: must be of how many variants the best is run, a whole number of at least 2, or null for none"
+            f"trials={trials!r}: must be the number of variants to time, a whole number of at least 2, or null for no trials"
         )
 
 

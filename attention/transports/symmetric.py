@@ -47,11 +47,11 @@ DEPTHS = {
     "dkv": 2,
     "out": 2,
     "dqkv": 2,
-}  # slots of the kinds that a call publishes again before remote ranks are done; other kinds have 1
+}  # slots of the kinds that a call publishes again before remote ranks have read the last ones; other kinds have 1
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 MOST_ARRANGEMENTS = 64  # cached per lane
-MOST_KNOWN = 8  # arrangements for which the pulls of messages are cached
+MOST_KNOWN = 8  # per `Messages`: arrangements whose pulls are cached
 
 
 Operation = Callable[[], None]
@@ -108,15 +108,15 @@ class Lane:
 
 
 class Pool:
-    """The lanes of a group and device, shared by all functions over the group. For one thread at a time. A rank reads
-    its own publications without flags, so calls on several streams of a caller run one after another."""
+    """The lanes of a group and device, shared by all functions over the group. For one thread at a time. No flag
+    guards a rank's reads of its own publications, so calls that it makes on several streams run one after another."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.on_cuda = device.type == "cuda"
         self.device, self.captures = device, Captures()
         self.caller: torch.cuda.Stream | None = None  # of the last call
-        self.grown = 0  # how often lanes grew, which moves them
+        self.grown = 0  # changes when lanes get other memory
         self.fabric: Fabric
         self.queue: Queue
         self.priority_stream: PriorityStream
@@ -130,7 +130,7 @@ class Pool:
                 self.priority_stream = Inline(apart=True)
         self.peers = [
             (self.rank + i) % self.world for i in range(1, self.world)
-        ]  # every rank starts with another remote rank
+        ]  # each rank starts with the next one, so no two pull from the same rank at first
         with torch.inference_mode(False):  # used by calls of any mode, like all memory here
             self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * WORDS * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
@@ -149,7 +149,8 @@ class Pool:
 
     @torch.inference_mode(False)
     def _flags(self, rank: int) -> Tensor:
-        """A rank's flags by lane, slot, kind (0 ready, 1 done) and remote rank; each is followed by its mark."""
+        """A rank's flags by lane, slot, kind (0 ready, 1 done) and remote rank. The word after each flag, the
+        mark of a wait for it, is left out."""
         words = self.flags.by_rank[rank].view(torch.int32)
         return words.view(LANES, MOST_SLOTS, 2, self.world, WORDS)[..., 0]
 
@@ -164,8 +165,8 @@ class Pool:
         )
 
     def lane(self, what: str, size: int) -> Lane:
-        """The lane of that kind, with slots of at least `size` bytes. Collective where it must grow; then raises
-        RuntimeError if the ranks ask for different sizes."""
+        """The lane of that kind, with slots of at least `size` bytes. If it must grow, all ranks must call this. Raises
+        RuntimeError if they ask for different sizes."""
         if what not in self.lanes:
             n = len(self.lanes)
             self.lanes[what] = Lane([self._slot_flags(what, n, slot) for slot in range(DEPTHS.get(what, 1))])
@@ -202,15 +203,15 @@ class Pool:
         lane.turn = (lane.turn + 1) % len(lane.flags)
         if self.capturing():
             self.captured[id(lane.shared)] = lane.shared
-            self.queue.settle()  # a replay may run branches in any order; none may wait for a later one
+            self.queue.settle()  # a graph runs its branches in any order: the wait below must follow this rank's signals
         with phase(f"wait_room_{what}"):
             lane.flags[lane.turn].take_done()
         return lane.turn
 
     def begin(self) -> None:
-        """Begins a forward or backward. It uses the same slots as every call, and follows the calls before it, even if
-        the caller changed its stream. A publication that an exception left unpublished is published now, so that remote
-        ranks do not deadlock. Raises RuntimeError, with the same message, after a wait that failed."""
+        """Begins a forward or backward. Every one starts with the same slots, so that all ranks agree, and runs after the
+        one before it, even on another stream. If an exception left something unpublished, that is published now, so that
+        remote ranks do not deadlock. Raises RuntimeError if a wait has failed before, with that wait's message."""
         self.fabric.remote.check()
         for lane in self.lanes.values():
             lane.turn = 0
@@ -399,7 +400,7 @@ class _SlotPublication:
         return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
     def _pulls(self, messages: Messages) -> list[tuple[int, list[_Pull]]]:
-        """By remote rank, in this rank's order."""
+        """The pulls from each remote rank, in the order of `Pool.peers`."""
         known: _Known | None = messages.known.get(id(self.arranged))
         if known is None:
             by_peer: dict[int, list[Message]] = {peer: [] for peer in self.transport.pool.peers}
@@ -422,10 +423,10 @@ class _SlotPublication:
 
 @dataclass(frozen=True)
 class _Pull:
-    """A pull of the same tokens from several published tensors of one shape, into the receiver's tensors number `into`.
+    """A pull of the same tokens from several published tensors of one shape.
 
-    copies: (batch element, first token in the target, number of tokens, start of each tensor's source in bytes of the
-    slot)."""
+    into: for each of them, the index of the receiver's tensor. copies: (batch element, first token in the target, number
+    of tokens, for each tensor the byte of the slot at which its source starts)."""
 
     into: tuple[int, ...]
     copies: tuple[tuple[int, int, int, tuple[int, ...]], ...]
@@ -434,8 +435,8 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Known:
-    """The pulls of some messages, for publications of one arrangement. The cache's key is the arrangement's identity, so it
-    is kept."""
+    """The pulls of some messages, for publications of one arrangement. It keeps the arrangement alive, since the
+    cache's key is its `id`."""
 
     arranged: Arrangement
     pulls: list[tuple[int, list[_Pull]]]

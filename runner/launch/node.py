@@ -1,14 +1,14 @@
-"""One node's part of a world: starts its ranks through torch.distributed's elastic launch and writes down who failed.
-`python -m runner.launch.node FOLDER SPEC`, which the program runs for its own node, and runner.agent for another one. SPEC is a
-`WorldSpec`; with a key `node`, the number of a further node, which has joined the program's store.
+"""One node's part of a world: starts its ranks through torch.distributed's elastic launch, and records which ranks failed.
+Usage: `python -m runner.launch.node FOLDER SPEC`. The program runs this for its own node, runner.agent for every other node. SPEC
+is a `WorldSpec` as JSON; on another node it also has the key `node`, that node's number.
 
-The program's node holds the store through which the ranks find each other; on one node it listens on the loopback alone.
+The program's node holds the store through which the ranks find each other. With one node, it listens on the loopback only.
 
-The ranks are forked off a server that has imported what they need (runner.launch.preload). Not off this process: the elastic launch
-has threads, and of what a thread holds at a fork the child never gets hold (a rank then waited for ever in getaddrinfo, in one
-world of eight out of some thirty); and it asks the driver for GPUs, after which no fork may use them. For ranks on a CPU the
-server is itself a fork of this process, so that a world costs one import of torch; for ranks on GPUs a new process, which
-imports beside this one."""
+Ranks are forked from a server that has imported what they need (runner.launch.preload). They are not forked from this process, for
+two reasons. The elastic launch has threads, and a lock that a thread holds at the fork is never released in the child: about one
+in thirty worlds of eight ranks hung in getaddrinfo. And the elastic launch asks the driver for GPUs, after which a forked process
+cannot use them. For ranks on a CPU the server is a fork of this process, so that a world imports torch once. For ranks on GPUs it
+is a new process, which imports while this one does."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from typing import Any
 from runner.launch import endpoint
 from runner.launch.processes import die_with_parent
 
-BACKEND = "runner"  # our rendezvous among those of the elastic launch
+BACKEND = "runner"  # the name that our rendezvous has in the elastic launch
 AGAIN_S = 0.05
 SPEC, JOINED = "spec", "joined"  # keys of the store: what world this is, and how many further nodes have joined
 
 
 def _serve_forks(folder: Path, device: str) -> None:
-    """Start multiprocessing's server of forks; on a CPU as a fork of this process instead of as a new one, which would have to
-    import all again. Before any thread of this process holds anything."""
+    """Start multiprocessing's fork server. For ranks on a CPU it is a fork of this process, since a new process would import
+    everything again. Call it before this process has other threads: a lock that one holds would stay locked in the fork."""
     if device == "cuda":
         set_forkserver_preload(["runner.launch.preload"])
         with _socket_in(folder):
@@ -53,7 +53,7 @@ def _serve_forks(folder: Path, device: str) -> None:
         status = 0
         try:
             die_with_parent()
-            if os.getppid() == agent:  # else it ended before die_with_parent took effect
+            if os.getppid() == agent:  # else the parent ended before die_with_parent took effect
                 _be_new(descriptors)
                 util.spawnv_passfds = usual
                 exec(arguments[-1], {})  # python -c
@@ -65,7 +65,7 @@ def _serve_forks(folder: Path, device: str) -> None:
         finally:
             os._exit(status)
 
-    resource_tracker.ensure_running()  # which is started alike, and stays a process of its own
+    resource_tracker.ensure_running()  # before the replacement: it needs a new process, not a fork
     util.spawnv_passfds = fork  # type: ignore[assignment]
     try:
         with _socket_in(folder):
@@ -75,10 +75,10 @@ def _serve_forks(folder: Path, device: str) -> None:
 
 
 def _be_new(descriptors: Sequence[int]) -> None:
-    """A fork's descriptors, and what multiprocessing knows, as a new process has them."""
+    """Make a fork like a new process: close all descriptors but these and the standard ones, reset multiprocessing's state."""
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in descriptors:
-            with suppress(OSError):  # the listing's own
+            with suppress(OSError):  # the descriptor of this listing
                 os.close(number)
     tracker = resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None  # type: ignore[attr-defined]
@@ -87,8 +87,8 @@ def _be_new(descriptors: Sequence[int]) -> None:
 
 @contextmanager
 def _socket_in(folder: Path) -> Iterator[None]:
-    """The socket of a server of forks lies in `folder`, gone with it, and by a short name, as a socket's must be; while this
-    process lives. What ranks make, who inherit the setting, lies where it usually does."""
+    """A fork server started in this context puts its socket into `folder`, so it is removed with the folder. The path is in
+    /proc because a socket's path must be short. Afterwards the setting is removed: ranks would inherit it."""
     config = current_process()._config  # type: ignore[attr-defined]
     config["tempdir"] = f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}"
     try:
@@ -100,7 +100,7 @@ def _socket_in(folder: Path) -> Iterator[None]:
 def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
     if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
-        return 1  # it ended before die_with_parent took effect
+        return 1  # the parent ended before die_with_parent took effect
     nodes, node = spec["nodes"], spec.get("node", 0)
     try:
         listener = endpoint.listen(spec["endpoint"]) if node == 0 else None
@@ -108,7 +108,9 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
         _say_end(folder, "unsupported", str(error))
         return 1
     _serve_forks(folder, spec["device"])
-    tempfile.tempdir = str(folder)  # what the elastic launch leaves behind goes with it; ranks have their own
+    tempfile.tempdir = str(
+        folder
+    )  # files that the elastic launch leaves are removed with it; ranks do not inherit this
     store = _store(spec, listener)
     if nodes > 1 and node == 0:
         _await_nodes(store, folder, spec)
@@ -130,9 +132,11 @@ def _store(spec: dict[str, Any], listener: socket.socket | None) -> Any:
 
 
 def _await_nodes(store: Any, folder: Path, spec: dict[str, Any]) -> None:
-    """On the program's node: tell the others what world this is, and wait until all have joined, or the launcher ends this.
-    It reads in the file `joined` how many there are."""
-    store.set(SPEC, json.dumps({**spec, "env": []}))  # variables of this node alone, perhaps its user's
+    """On the program's node: publish the world's spec in the store, and wait until all nodes have joined. The launcher reads
+    their number in the file `joined`, and ends this process if it takes too long."""
+    store.set(
+        SPEC, json.dumps({**spec, "env": []})
+    )  # without the variables: they are for this node, and may be private
     joined = 0
     while joined < spec["nodes"]:
         before, joined = joined, 1 + store.add(JOINED, 0)
@@ -142,18 +146,18 @@ def _await_nodes(store: Any, folder: Path, spec: dict[str, Any]) -> None:
 
 
 def _say_end(folder: Path, status: str, reason: str) -> None:
-    """Why there is no world; the launcher reads it."""
+    """Tell the launcher why there is no world."""
     _write(folder / "end.json", json.dumps({"status": status, "reason": reason}))
 
 
 def _write(path: Path, text: str) -> None:
-    """So that who reads it finds all of it."""
+    """Write a file so that a reader never sees a part of it."""
     path.with_suffix(".tmp").write_text(text)
     path.with_suffix(".tmp").replace(path)
 
 
 def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
-    """Make the elastic launch meet at `store`, with the nodes' numbers as they are: the program's node is 0."""
+    """Make the elastic launch use `store` and the numbers that the nodes have. The program's node is 0."""
     from torch.distributed import PrefixStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
@@ -166,7 +170,7 @@ def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
     meet = RendezvousStoreInfo(store.host, store.port)
 
     class Numbered(RendezvousHandler):
-        """Nodes that have their numbers already, whichever came first."""
+        """A rendezvous that keeps the nodes' numbers, in whatever order they arrive."""
 
         use_agent_store = True  # type: ignore[assignment]
 
@@ -215,7 +219,7 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: in
         max_restarts=0,
         monitor_interval=0.25,
         start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),  # else in a folder of its own, which it leaves
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),  # else it creates a folder and leaves it
         local_addr="localhost" if nodes == 1 else None,
     )
     try:
@@ -238,4 +242,4 @@ if __name__ == "__main__":
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # taking torch down in order takes half a second for nothing
+    os._exit(status)  # an orderly exit of torch takes half a second

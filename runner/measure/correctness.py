@@ -1,13 +1,14 @@
-"""The gate: no timing without out, dq, dk, dv and the LSE compared with a reference, before and after it.
+"""The correctness check. A run is timed only if out, dq, dk, dv and the LSE agree with a reference. After the timing the outputs
+are checked again.
 
 The reference (`reference.attend`) is plain softmax in fp64 (fp32 where fp64 would take too long), on the unsharded
 tensors. It is computed once per run, in pieces of one batch element and one KV head, which the ranks divide among them.
-With fewer pieces than ranks, several ranks share a piece by its queries. The same pieces go through a local call of the
+With fewer pieces than ranks, several ranks share a piece: each takes some of its queries. The same pieces go through a local call of the
 same kernel in the same dtype, which gives the error of one device.
 
 Before the checked call, a call with negated inputs runs, so that stale buffers cannot pass the check. The checked
-outputs are kept. After the timing, the outputs of the last timed iteration must equal them, and one more iteration in
-the same mode with negated inputs must give the negated outputs."""
+outputs are kept. After the timing, the outputs of the last timed iteration must agree with them, and one more iteration
+in the same mode with negated inputs must give the negated outputs, both within the tolerances."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ from runner.measure.errors import Error, Place
 from runner.measure.workload import Passes, Workload
 
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
-HALF = ("bf16", "fp16")  # an fp32 reference resolves their errors as well: fp64 for a tenth of that work
+HALF = (
+    "bf16",
+    "fp16",
+)  # an fp32 reference is precise enough for their errors, so fp64 only up to a tenth of FP64_TFLOP
 MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # above it a sample of the pieces is checked
 KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
 
@@ -51,8 +55,8 @@ class Checked:
 
 
 def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
-    """Run the variant, compute the reference and compare, on all ranks. The errors, the tolerances, `passed` and, where not,
-    `why`."""
+    """Run the variant, compute the reference and compare, on all ranks. `found` has the errors, the tolerances, `passed` and,
+    after a failure, `why`."""
     unlimited = experiment.launch.memory_limit_gb is None
     dtype = _reference_dtype(experiment)
     outputs, lse = _checked_outputs(me, work)
@@ -75,7 +79,7 @@ def check(me: Rank, experiment: Experiment, work: AttentionWork) -> Checked:
 
 
 def _compare(me: Rank, experiment: Experiment, comparison: Comparison, dtype: torch.dtype, most: int) -> float:
-    """Compare this rank's pieces; the share of all pieces that is checked. At most `most` bytes of references are kept."""
+    """Compare this rank's pieces. Returns the share of all pieces that is checked. Keeps at most `most` bytes of references."""
     spec, backward = experiment.workload, experiment.backward
     limit = experiment.check.max_tflop or MAX_TFLOP[experiment.device]
     key = (spec, experiment.seed, backward, dtype, me.world, limit)
@@ -96,8 +100,9 @@ def _compare(me: Rank, experiment: Experiment, comparison: Comparison, dtype: to
 
 
 def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes, kept: Kept | None) -> dict[str, Any]:
-    """Compare the outputs of the last `timed` iteration (unless it had another packed batch) and of one more iteration with
-    negated inputs with what passed before. The errors by iteration, or why there are none; `passed` and, where not, `why`."""
+    """Check outputs after the timing against those that passed before: the outputs of the last `timed` iteration, unless it had
+    another packed batch, and those of one more iteration with negated inputs. Returns for each the errors, or why it was not
+    compared; `passed`; and `why`, unless all passed."""
     me.say("check_timed")
     if kept is None:
         return {"passed": None, "why": "launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in"}
@@ -106,7 +111,7 @@ def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes,
     last = work.outputs()
     new_packs = experiment.timing.new_packs
     if new_packs:
-        found["last"] = {"why": "not compared: the last timed iteration was of another pack"}
+        found["last"] = {"why": "not compared: the last timed iteration had another packed batch"}
     elif not all(me.gather(last.keys() == kept.outputs.keys())):
         found["last"] = {"why": "not compared: the last timed iteration left no outputs"}
     else:
@@ -174,8 +179,8 @@ def _iterate(work: Passes) -> None:
 
 
 def _checked_outputs(me: Rank, work: AttentionWork) -> tuple[dict[str, Tensor], Tensor | str]:
-    """This rank's outputs of a call that follows one with negated inputs, and its LSE `[B, s, H, 1]`, or why there is
-    none."""
+    """This rank's outputs, and its LSE `[B, s, H, 1]` or the reason why there is none. Before the call whose outputs these
+    are, one with negated inputs runs."""
     for _ in range(2):
         me.say("check_variant")
         work.release()

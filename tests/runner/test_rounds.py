@@ -151,7 +151,7 @@ def test_a_run_goes_on_only_with_the_commit_and_on_the_machine_of_its_first_roun
     assert isinstance(app._resumed(cfg, run.folder, run.value, 0), app.Unfinished)
     run.value["environment"] |= {"git": {"commit": "0" * 40, "dirty": False}, "machine_id": "another"}
     why = app._resumed(cfg, run.folder, run.value, 0)
-    assert why == "what its first rounds ran with is not what is here now (commit, machine)"
+    assert why == "its environment has changed since its first rounds (commit, machine)"
 
 
 def test_an_error_of_the_program_in_a_later_round_is_a_crash_of_that_run_alone(tmp_path, monkeypatch):

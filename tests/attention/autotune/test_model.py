@@ -112,7 +112,7 @@ def test_a_graph_has_no_launch_overhead():
     eager, graphed = choose(short, machine()), choose(short, machine(graphed=True))
     assert eager.best.forward.cpu > eager.best.forward.gpu
     assert (
-        "bound by CPU launch overhead, which replay=graphs takes out" in eager.why
+        "bound by CPU launch overhead, which replay=graphs would remove" in eager.why
         and "launch overhead" not in graphed.why
     )
     assert "replay=graphs" not in choose(short, machine(transports=("nccl",))).why  # which is not captured

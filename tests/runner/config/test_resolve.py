@@ -72,7 +72,7 @@ INVALID = [
     (["attention=ring_allgather", "attention.heads_k_stride=two"], "attention.heads_k_stride=two"),
     (["attention.name=null"], "attention=null", "known are"),
     (["attention=auto", "attention.memory_gb=0"], "attention.memory_gb=0", "above 0", "null for all"),
-    (["attention=auto", "attention.trials=1"], "attention.trials=1", "a whole number of at least 2", "or null for none"),
+    (["attention=auto", "attention.trials=1"], "attention.trials=1", "a whole number of at least 2", "or null for no trials"),
     (["attention=auto", "launch.fault=0:trials:raise"], "no phase trials", "attention.trials=2 would give it one"),
     (["attention=auto", "seq_len=1001"], "attention=auto", "seq_len=1001", "1000 would work"),
     (["attention=auto", "config=tiny", "q_len=1"], "attention=auto", "queries see all keys", "causal=false"),
