@@ -12,8 +12,8 @@ from attention.geometry.merge_plan import FEW, merge_plan
 from attention.geometry.options import RingOptions
 from attention.geometry.schedules import Problem, length, steps, union
 from attention.geometry.transfers import Route, packed_calls, step_routes
-from attention.geometry.weighted_lru import memo
 from attention.masks.band import Intervals
+from attention.memo import memo
 
 
 class RingCosts(Costs[RingOptions]):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 
-from attention.geometry.weighted_lru import memo
+from attention.memo import memo
 
 Shard = tuple[range, ...]
 CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the total

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from attention.geometry.transfers import Intervals
-from attention.geometry.weighted_lru import memo
 from attention.masks.band import Interval
+from attention.memo import memo
 
 FEW = 8  # up to so many sweeps of one kind are cheaper one by one, without copies
 

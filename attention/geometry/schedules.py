@@ -16,8 +16,8 @@ from functools import partial
 from itertools import pairwise
 
 from attention.geometry.layouts import CuSeqlens, Layout
-from attention.geometry.weighted_lru import memo
 from attention.masks.band import FULL, Band, Interval, Intervals, tile
+from attention.memo import memo
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
 MANY_SEQUENCES = 8  # in a packed batch: with more, an interval of each costs more than the tokens between them

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention.geometry.transfers import Intervals, side_by_side
-from attention.geometry.weighted_lru import memo
+from attention.memo import memo
 
 MOST = 16  # entries that one kernel adds up
 

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from attention.geometry.layouts import Shard
 from attention.geometry.schedules import SEQUENCE, Block, GatherSchedule, Problem, Step, length, steps
-from attention.geometry.weighted_lru import memo
 from attention.masks.band import Band, Interval, Intervals
+from attention.memo import memo
 
 Place = Callable[[Interval], Intervals]
 

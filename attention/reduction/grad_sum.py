@@ -16,8 +16,8 @@ from attention.geometry.merge_plan import Bundle, merge_plan
 from attention.geometry.schedules import length
 from attention.geometry.sum_ranges import MOST
 from attention.geometry.transfers import Intervals
-from attention.geometry.weighted_lru import memo
 from attention.masks.band import Interval
+from attention.memo import memo
 from attention.runtime.submit import outside_recording
 from attention.runtime.uploads import held, uploaded
 from attention.tensors import (

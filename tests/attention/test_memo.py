@@ -9,8 +9,8 @@ from itertools import accumulate
 import pytest
 
 from attention.geometry.schedules import steps
-from attention.geometry.weighted_lru import memo
 from attention.masks.band import Band
+from attention.memo import memo
 from attention.variants.registry import variant
 
 

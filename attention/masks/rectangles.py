@@ -1,0 +1,208 @@
+"""Rectangles with a band: the one form that every mask has. Cutting, counting and joining of many at once, by numpy.
+
+`Rectangles` is an int64 array `[n, 6]`, a row for each rectangle: queries `[q0, q1)` see those keys of `[k0, k1)` with
+`lo <= k - q <= hi`. A bound that cuts nothing is -UNBOUNDED or UNBOUNDED. Positions are global, or local to a shard; no
+pair is in two rectangles. Linear in the number of rectangles, whatever the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attention.masks.band import Band, Interval, Intervals
+
+Rectangles = NDArray[np.int64]
+Q0, Q1, K0, K1, LO, HI = range(6)
+UNBOUNDED = 1 << 40
+MOST_JOINED = 4096  # with more rectangles only whole ones beside each other are joined
+
+
+def rectangles(rows: Iterable[Sequence[int]]) -> Rectangles:
+    """The rows (q0, q1, k0, k1, lo, hi), trimmed; those without a pair are left out."""
+    return trimmed(np.array(list(rows), np.int64).reshape(-1, 6))
+
+
+def rectangle(q: Interval, k: Interval, band: Band) -> tuple[int, ...]:
+    """The row of a band that is aligned bottom-right in a rectangle."""
+    shift = k[1] - q[1]
+    lo = shift - band.left if band.left >= 0 else -UNBOUNDED
+    hi = shift + band.right if band.right >= 0 else UNBOUNDED
+    return (*q, *k, lo, hi)
+
+
+def band_of(row: Sequence[int]) -> Band:
+    """The band of a trimmed rectangle, aligned bottom-right in it."""
+    shift = int(row[K1] - row[Q1])
+    left = shift - int(row[LO]) if row[LO] > -UNBOUNDED else -1
+    right = int(row[HI]) - shift if row[HI] < UNBOUNDED else -1
+    return Band(left, right)
+
+
+def trimmed(x: Rectangles) -> Rectangles:
+    """Without the rows and columns that have no pair; bounds that cut nothing become unbounded."""
+    q0, q1, k0, k1, lo, hi = x.T
+    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    lo = np.where(lo <= k0 - q1 + 1, -UNBOUNDED, lo)
+    hi = np.where(hi >= k1 - 1 - q0, UNBOUNDED, hi)
+    kept = (q0 < q1) & (k0 < k1)
+    return np.stack([q0, q1, k0, k1, lo, hi], 1)[kept]
+
+
+def clipped(x: Rectangles, q: Interval, k: Interval) -> Rectangles:
+    """What lies within queries `q` and keys `k`."""
+    x = x.copy()
+    np.maximum(x[:, Q0], q[0], out=x[:, Q0])
+    np.minimum(x[:, Q1], q[1], out=x[:, Q1])
+    np.maximum(x[:, K0], k[0], out=x[:, K0])
+    np.minimum(x[:, K1], k[1], out=x[:, K1])
+    return trimmed(x[(x[:, Q0] < x[:, Q1]) & (x[:, K0] < x[:, K1])])
+
+
+def pairs(x: Rectangles) -> NDArray[np.int64]:
+    """The (query, key) pairs of each rectangle `[n]`."""
+    n, m = x[:, Q1] - x[:, Q0], x[:, K1] - x[:, K0]
+
+    def upto(bound: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pairs with k - q <= bound: the sum over rows i < n of clamp(first + i, 0, m)."""
+        first = np.clip(bound + x[:, Q0] - x[:, K0] + 1, -n, m)
+        return _ramp(first + n - 1, m) - _ramp(first - 1, m)
+
+    found: NDArray[np.int64] = upto(x[:, HI]) - upto(x[:, LO] - 1)
+    return found
+
+
+def _ramp(upto: NDArray[np.int64], m: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum over all j <= upto of clamp(j, 0, m)."""
+    low = np.clip(upto, 0, m)
+    found: NDArray[np.int64] = low * (low + 1) // 2 + np.maximum(upto - m, 0) * m
+    return found
+
+
+def placed(x: Rectangles, places: Sequence[tuple[int, int, int]], keys: bool) -> tuple[Rectangles, NDArray[np.int64]]:
+    """The parts of the rectangles in each place, at the positions where they lie there, and the number of each part's
+    place. places: (start, stop, where it lies) of disjoint intervals of the queries, or with `keys` of the keys, sorted
+    by start."""
+    starts, stops, at = np.array(list(places), np.int64).reshape(-1, 3).T
+    low, high = (K0, K1) if keys else (Q0, Q1)
+    first, last = np.searchsorted(stops, x[:, low], "right"), np.searchsorted(starts, x[:, high], "left")
+    many = np.maximum(last - first, 0)
+    x = np.repeat(x, many, 0)
+    which = np.arange(len(x)) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first, many)
+    shift = (at - starts)[which]
+    x[:, low] = np.maximum(x[:, low], starts[which]) + shift
+    x[:, high] = np.minimum(x[:, high], stops[which]) + shift
+    for bound in (LO, HI):
+        bounded = np.abs(x[:, bound]) < UNBOUNDED
+        x[bounded, bound] += (shift if keys else -shift)[bounded]
+    kept = _has_pairs(x)
+    return trimmed(x[kept]), which[kept]
+
+
+def _has_pairs(x: Rectangles) -> NDArray[np.bool_]:
+    q0, q1, k0, k1, lo, hi = x.T
+    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    found: NDArray[np.bool_] = (q0 < q1) & (np.maximum(k0, q0 + lo) < np.minimum(k1, q1 + hi))
+    return found
+
+
+def key_intervals(x: Rectangles) -> Intervals:
+    """All keys that some query sees: disjoint, sorted intervals."""
+    if not len(x):
+        return ()
+    order = np.argsort(x[:, K0], kind="stable")
+    starts, ends = x[order, K0], np.maximum.accumulate(x[order, K1])
+    breaks = np.flatnonzero(starts[1:] > ends[:-1]) + 1
+    first, last = np.concatenate([[0], breaks]), np.concatenate([breaks - 1, [len(x) - 1]])
+    return tuple(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
+
+
+def both(a: Rectangles, b: Rectangles) -> Rectangles:
+    """The pairs that are in a and in b: every two rectangles that meet, cut to each other."""
+    if len(a) > len(b):
+        a, b = b, a
+    b = b[np.argsort(b[:, Q0], kind="stable")]
+    furthest = np.maximum.accumulate(b[:, Q1]) if len(b) else b[:, Q1]
+    first, last = np.searchsorted(furthest, a[:, Q0], "right"), np.searchsorted(b[:, Q0], a[:, Q1], "left")
+    many = np.maximum(last - first, 0)
+    which = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first, many)
+    x, y = np.repeat(a, many, 0), b[which]
+    for low in (Q0, K0, LO):
+        x[:, low] = np.maximum(x[:, low], y[:, low])
+    for high in (Q1, K1, HI):
+        x[:, high] = np.minimum(x[:, high], y[:, high])
+    return in_order(trimmed(x[(x[:, Q0] < x[:, Q1]) & (x[:, K0] < x[:, K1]) & (x[:, LO] <= x[:, HI])]))
+
+
+def in_order(x: Rectangles) -> Rectangles:
+    """Sorted by queries, then keys."""
+    return x[np.lexsort((x[:, K0], x[:, Q1], x[:, Q0]))]
+
+
+def joined(x: Rectangles) -> Rectangles:
+    """Neighbours as one, where one rectangle with one band has exactly their pairs; sorted."""
+    x = _whole_beside(in_order(x))
+    if len(x) > MOST_JOINED:
+        return x
+    for order in ((K0, Q1, Q0), (Q0, K0), (Q0, K1)):
+        x = x[np.lexsort([x[:, column] for column in order])]
+        rows = x.tolist()
+        found: list[list[int]] = []
+        for row in rows:
+            one = _one(found[-1], row) if found else None
+            if one is None:
+                found.append(row)
+            else:
+                found[-1] = one
+        if len(found) < len(rows):
+            x = np.array(found, np.int64).reshape(-1, 6)
+    return in_order(x)
+
+
+def _whole_beside(x: Rectangles) -> Rectangles:
+    """Rectangles without a band, of the same queries, whose keys are beside each other, as one; `x` is sorted."""
+    if len(x) < 2:
+        return x
+    whole = (x[:, LO] <= -UNBOUNDED) & (x[:, HI] >= UNBOUNDED)
+    same = (x[1:, Q0] == x[:-1, Q0]) & (x[1:, Q1] == x[:-1, Q1]) & (x[1:, K0] == x[:-1, K1]) & whole[1:] & whole[:-1]
+    first = np.flatnonzero(np.concatenate([[True], ~same]))
+    found = x[first]
+    found[:, K1] = x[np.concatenate([first[1:] - 1, [len(x) - 1]]), K1]
+    return found
+
+
+def _one(a: list[int], b: list[int]) -> list[int] | None:
+    """The rectangle that has exactly the pairs of both, or None."""
+    beside = (a[Q0], a[Q1]) == (b[Q0], b[Q1]) and (a[K1] == b[K0] or b[K1] == a[K0])
+    above = a[Q1] == b[Q0] or b[Q1] == a[Q0]
+    if not beside and not above:
+        return None
+    hull = [min(a[Q0], b[Q0]), max(a[Q1], b[Q1]), min(a[K0], b[K0]), max(a[K1], b[K1])]
+    for band in dict.fromkeys(((a[LO], a[HI]), (b[LO], b[HI]))):
+        if all(_meets(x, band) for x in (a, b)) and _pairs([*hull, *band]) == _pairs(a) + _pairs(b):
+            return [*hull, *band]
+    return None
+
+
+def _meets(x: list[int], band: tuple[int, int]) -> bool:
+    """Whether all pairs of a rectangle are within a band."""
+    if (x[LO], x[HI]) == band:
+        return True
+    return _pairs([*x[:4], max(x[LO], band[0]), min(x[HI], band[1])]) == _pairs(x)
+
+
+def _pairs(row: list[int]) -> int:
+    q0, q1, k0, k1, lo, hi = row
+    n, m = q1 - q0, k1 - k0
+
+    def ramp(upto: int) -> int:
+        low = min(max(upto, 0), m)
+        return low * (low + 1) // 2 + max(upto - m, 0) * m
+
+    def upto(bound: int) -> int:
+        first = min(max(bound + q0 - k0 + 1, -n), m)
+        return ramp(first + n - 1) - ramp(first - 1)
+
+    return max(0, upto(hi) - upto(lo - 1))
