@@ -1,8 +1,8 @@
-"""The all-to-all executor (Ulysses, USP). Within a group of ranks an exchange gives each rank a share of the heads over
-the group's whole shard; the ring executor computes on them, across the groups (with one group, a local call); a second
-exchange brings the results back. A share with enough heads is computed in two parts, so that one part's tensors travel
-while the other computes. With fewer KV heads than ranks in a group, several ranks compute with the same KV head, and
-their gradients are summed in fp32."""
+"""The all-to-all executor (Ulysses, USP). The ranks form groups. An exchange within the group gives each rank a share
+of the heads for all of the group's tokens. The ring executor computes on them, with one step for each group; with a
+single group this is a local call. A second exchange brings the results back. A share may be computed in several parts,
+so that one part's tensors travel while another computes. With fewer KV heads than ranks in a group, several ranks
+compute with the same KV head, and their gradients are summed in fp32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attention.tensors import empty_pair, empty_tokens, take, tokens
 from attention.transports import Handle, Message, Messages
 
 Saved = tuple[Tensor, ...]
-Heads = list[list[slice]]  # by part, the heads of each rank in the group
+Heads = list[list[slice]]  # heads[part][i]: the heads that rank i of the group computes
 SAVED = 5  # tensors that the ring saves for its backward
 
 
@@ -80,7 +80,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Te
 
 
 def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
-    """The heads that each rank of the group computes, by part: an equal share, or a KV head that several have."""
+    """The heads that each rank of the group computes, in `n` parts: an equal share, or with fewer heads than ranks one
+    head, which several ranks have."""
     ranks = plan.problem.ulysses
     if heads % ranks:
         return [[slice(i * heads // ranks, i * heads // ranks + 1) for i in range(ranks)]]
@@ -99,14 +100,15 @@ def _group(plan: Plan) -> tuple[int, ...]:
 
 
 class _ToHeads:
-    """The way in: `[..., s, heads, D]` of this rank's tokens are published to the group, and `[..., n * s, share, D]`
-    of the group's tokens are pulled part by part."""
+    """The exchange before the computation. Each rank publishes `[..., s, heads, D]`: all heads for its own tokens. Each
+    rank pulls, part by part, `[..., n * s, share, D]`: its share of the heads for the tokens of all n ranks of the
+    group."""
 
     def __init__(self, xs: list[Tensor], heads: list[Heads], plan: Plan, what: str):
         self.xs, self.heads, self.plan = xs, heads, plan
         self.s = tokens(xs[0])
         me, ranks = plan.head, range(plan.problem.ulysses)
-        # by part, each rank's heads; nothing for this rank itself
+        # for each part and rank, that rank's heads of each tensor; empty for this rank itself
         published = [
             empty_tokens(_cut(x, share[part][i]), 0) if i == me else _cut(x, share[part][i])
             for part in range(len(heads[0]))
@@ -133,7 +135,8 @@ class _ToHeads:
 
 @lru_cache(maxsize=1024)
 def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Messages:
-    """s tokens of n tensors from each rank of the group, which publishes the heads of a part by rank."""
+    """The messages of one part: s tokens of n tensors from each other rank of the group. A rank publishes its tensors
+    by part, then by the rank that they are for."""
     whole: Intervals = ((0, s),)
     first = part * len(group) * n
     others = [(i, rank, ((i * s, (i + 1) * s),)) for i, rank in enumerate(group) if i != me]
@@ -144,8 +147,8 @@ def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Mes
 
 
 class _ToTokens:
-    """The way back: `[..., n * s, share, D]` to `[..., s, heads, D]`, sent part by part. If several ranks have
-    gradients of one head, these are summed. like: tensors of the results' shapes."""
+    """The exchange after the computation: the reverse of `_ToHeads`, part by part. Gradients of a head that several
+    ranks computed are summed. like: tensors with the shapes of the results, `[..., s, heads, D]`."""
 
     def __init__(self, like: list[Tensor], heads: list[Heads], plan: Plan, what: str):
         self.plan, self.what, self.heads, self.s = plan, what, heads, tokens(like[0])
@@ -178,7 +181,8 @@ class _ToTokens:
 
 @lru_cache(maxsize=1024)
 def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
-    """Each rank's s tokens of n tensors go to that rank, and this rank's come from each other rank into n tensors."""
+    """The messages of one part. Each other rank gets its s tokens of n tensors from this rank, and sends this rank's s
+    tokens of n tensors."""
     whole: Intervals = ((0, s),)
     places: list[Intervals] = [((i * s, (i + 1) * s),) for i in range(len(group))]
     others = [(i, rank) for i, rank in enumerate(group) if i != me]
@@ -189,8 +193,9 @@ def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
 
 
 def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor]]]:
-    """(the result, the tensors for each rank's heads by part). These are views of the result; if several ranks have the
-    same heads, which are to be summed, they are separate tensors and the result is None."""
+    """(the result, pieces). `pieces[part][i]` takes the heads that rank i of the group computed. The pieces are views
+    of the result. But if several ranks computed the same head, they are separate tensors, which `_summed` adds up, and
+    the result is None."""
     every = [each for by_rank in heads for each in by_rank]
     shape = like.shape[:-2]
     if sum(each.stop - each.start for each in every) > every[-1].stop:
@@ -200,7 +205,8 @@ def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor
 
 
 def _summed(pieces: list[list[Tensor]], heads: list[slice]) -> list[Tensor]:
-    """For each tensor the sums by head. pieces: of each tensor, by rank, its one head; heads: by rank, its number."""
+    """For each tensor, each head summed over the ranks that computed it. pieces[tensor][rank] is one head, whose number
+    is `heads[rank]`."""
     first = pieces[0][0]
     totals = [first.new_empty((*first.shape[:-2], heads[-1].stop, first.shape[-1])) for _ in pieces]
     everything: Intervals = ((0, tokens(first)),)

@@ -2,8 +2,9 @@
 a time; the next group travels while this one computes. Each query chunk is one kernel call and nothing is merged. The
 backward gathers again, and each owner sums the dk and dv from all ranks in fp32.
 
-A schedule with a local step first computes on the local KV while remote keys travel, and merges the rest. In a backward
-of several head groups, the last group's local step runs at the end, while gradients travel."""
+A schedule with a local step computes on the local KV while remote keys travel, then on the remote keys, and merges the
+two results. In a backward of several head groups, the last group's local step runs at the end, while gradients
+travel."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Triple:
 
 
 def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
-    """Queries, their gradients or outputs, between the layout of the shards and the one that they are computed in."""
+    """Queries, their gradients or outputs, moved from the shards' layout to the layout for computing (`q_layout`), or
+    with `to_compute=False` back."""
     problem = plan.problem
     if problem.layout == problem.q_layout or problem.world == 1:
         return x
@@ -62,7 +64,7 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(out, lse) for q, which is in the layout that it is computed in."""
+    """(out, lse) for q; all three are in the layout for computing."""
     *first, step = plan.steps
     groups = _groups(q, k, plan)
     with closing(_publish(k, v, plan, groups)) as local:
@@ -104,7 +106,7 @@ def _merge_rest(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, into: tuple
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). dout, q, out, lse and dq are in the layout that they are computed in."""
+    """(dq, dk, dv). dout, q, out, lse and dq are in the layout for computing."""
     *first, step = plan.steps
     groups = _groups(q, k, plan, backward=True)
     once = first or _each_once([c.q for c in step.calls], tokens(q))
@@ -150,14 +152,15 @@ def _finish(returning: list[_GroupBackward]) -> None:
 
 
 def _groups(q: Tensor, k: Tensor, plan: Plan, backward: bool = False) -> list[HeadGroup]:
-    # a smaller first group pays only if ranks pull, and if nothing is computed while its keys travel
+    # a smaller first group helps only if ranks pull, and if there is no local step to compute while its keys travel
     pulls, first = plan.transport.pulls, len(plan.steps) == 1
     stride, most = plan.options.heads_k_stride, plan.steps[-1].most
     return head_groups(q.shape[-2], k.shape[-2], stride, pulls and first, pulls and backward, most)
 
 
 def _local_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
-    """The heads for which the local step is computed before all groups, and those for which after them."""
+    """First the heads whose local step comes before the calls on remote keys, then, if any, the heads whose local step
+    comes after all of them."""
     last = groups[-1]
     if apart or len(groups) == 1:
         return [HeadGroup(0, last.k_stop, 0, last.q_stop)]
@@ -165,19 +168,19 @@ def _local_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
 
 
 def _each_once(calls: list[Intervals], n: int) -> bool:
-    """Whether the calls' queries are all of `[0, n)`; they never overlap."""
+    """Whether the calls together have all queries of `[0, n)`. No two calls share a query."""
     return sum(b - a for intervals in calls for a, b in intervals) == n
 
 
 def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> LocalKeys:
-    """Published where each rank gets only the keys that it needs: if ranks pull, or if a window leaves many out.
-    Otherwise one all-gather sends all keys."""
+    """Publishes the keys if each rank is to get only those that it needs: if ranks pull, or if a window makes many keys
+    unnecessary. Otherwise nothing is published, and an all-gather for each head group sends all keys."""
     one_by_one = plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls
     return LocalKeys(k, v, plan, groups, one_by_one)
 
 
 def _gathered(local: LocalKeys, i: int) -> Arriving[KeyPair]:
-    """The keys of head group i, in the order in which they lie for the last step."""
+    """The keys that this rank needs, for head group i, in the order of `keys` of the last step."""
     plan = local.plan
     if local.published is None:
         return _all_gathered(local, i)
@@ -210,10 +213,11 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # dout, q, out and lse
 
 
 class _GroupBackward:
-    """One head group's dq, dk and dv: computed on the gathered keys; dk and dv sent home and summed there in fp32.
+    """One head group's dq, dk and dv, computed on the gathered keys. dk and dv are sent to the keys' owners and summed
+    there in fp32.
 
-    With a local step, `grads` hold its gradients and the rest is added to them. If that step may not be done yet
-    (`apart`: it runs on the background stream; `local_last`: it follows), dq is added at the end."""
+    A local step writes its gradients to `grads`, and the others are added to them. dq is added at the end if the local
+    step may still run (`apart`: it is on the background stream) or comes later (`local_last`)."""
 
     def __init__(
         self,
@@ -233,12 +237,12 @@ class _GroupBackward:
         self.dq, self.dk, self.dv = group.of(grads)
         self.late_dq: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
         self.moving = plan.gathering
-        assert not (apart and self.moving.local), "`computed` would be read when its memory is published anew"
+        assert not (apart and self.moving.local), "`computed` is read at the end, after its memory was used again"
         like, n_keys, most = local.by_group[i][0], self.step.n_keys, self.step.most
         self.home = GradReturn(plan, self.moving.route, like, n_keys, most, self.number, early=apart)
 
     def compute(self, keys: Tensor, values: Tensor) -> None:
-        """All calls of the step: dq, and this rank's dk and dv of the gathered keys."""
+        """All calls of the step: dq of this rank's queries, and their dk and dv of all gathered keys."""
         everything = ((0, tokens(keys)),)
         # a call that covers all keys comes first and writes to the memory that is published; the others are added to it
         calls = sorted(self.step.calls, key=lambda each: each.k != everything)
@@ -284,7 +288,7 @@ class _GroupBackward:
         self.late_dq = []
 
     def finish(self) -> None:
-        """Sum dk and dv of this rank's keys, when the remote ranks' are here."""
+        """Wait for the remote ranks' dk and dv of this rank's keys, and add up all parts."""
         if self.late_dq:
             self._add_dq()
         arrived = self.home.arrived()

@@ -3,10 +3,10 @@ are merged. A step pulls its keys straight from their owner, and only the ones t
 each step's dk and dv go straight back to the owner and are summed there in fp32. A schedule with one step is a local
 call.
 
-The parts of each token's out, dq, dk and dv are declared in advance, so that a token needs an fp32 buffer only between
-its first and its last part. A long backward goes through the ring once for each half of the heads: it holds half as
-much beside its inputs and results, and the second half's keys travel while the first half computes. In the last half
-the local KV comes last, so that the gradients of the other steps travel meanwhile."""
+The number of partial results of each token is known in advance, so that only tokens with three or more need an fp32
+buffer. The backward of a long shard computes one half of the heads after the other. Its buffers are half as large, and
+the second half's keys travel while the first half computes. In the second half the step on the local KV comes last, so
+that the other steps' gradients travel while it computes."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> Local
 
 
 def _step_keys(local: LocalKeys, number: tuple[int, int]) -> Arriving[KeyPair]:
-    """The keys of one step for one head group; number: of the group and of the step."""
+    """The keys of one step for one head group; number: (index of the head group, index of the step)."""
     group, i = number
     step = local.plan.steps[i]
-    if not step.most:  # no rank pulls keys for its step of this number
+    if not step.most:  # no rank pulls keys in this step
         return Arriving(local.by_group[group], None)
     remote = step.owner != local.plan.rank
     return local.pull(step.route, group, i, step.n_keys if remote else None)
@@ -110,7 +110,8 @@ def _local_last(group: int, groups: int) -> bool:
 
 
 def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
-    """`head_parts` groups, by default two for a long shard. One within an all-to-all, which forms the groups itself."""
+    """`head_parts` groups, by default two for a long shard. Within an all-to-all one, since the all-to-all divides the
+    heads."""
     kv_heads, parts = k.shape[-2], 1
     if plan.problem.ulysses == 1:
         parts = ring_parts(plan.options.head_parts, kv_heads, tokens(k))
@@ -203,8 +204,8 @@ class _RingBackward:
 
 
 class _GroupSums:
-    """The sums of one head group's dq, dk and dv, in the order in which the parts come; with `local_last` the parts of
-    the step on the local KV are added at the end. Written to `into` if given."""
+    """The sums of one head group's dq, dk and dv. Their parts are declared here and must be added in that order. With
+    `local_last`, the parts of the step on the local KV come last. The sums are written to `into` if it is given."""
 
     def __init__(
         self, q: Tensor, local: KeyPair, plan: Plan, priority: PriorityStream, local_last: bool, into: Triple | None
@@ -217,9 +218,11 @@ class _GroupSums:
         self.dkv = Sum(local, _key_parts(plan, local_last), into and into[1:])
 
     def buffers_of_local(self, each: LocalCall) -> Triple | None:
-        """Where a call on the local KV should write. If it covers all tokens and is added last: the results, which the
-        other parts are then added to. Not if these have the accumulation dtype, since they hold the sum so far. On the
-        background stream: new buffers, which must belong to the high-priority stream."""
+        """Where a call on the local KV writes its gradients; None: to new tensors.
+
+        A call that covers all tokens and is added last writes to the results, and the sum of the other parts is added
+        to them. In fp32 and fp64 the results already hold that sum, so they cannot be used. For a call on the
+        background stream, tensors are allocated here, so that they belong to the high-priority stream."""
         rounded = self.q.dtype != accumulation_dtype(self.q.dtype)
         if self.local_last and rounded and _covers(each, self.q, self.k):
             return self.into
@@ -253,8 +256,9 @@ class _GroupSums:
 
 
 def _key_parts(plan: Plan, local_last: bool) -> list[Intervals]:
-    """The parts of this rank's dk and dv in the order in which they are added: those of the local step's calls, and
-    after each step what remote ranks computed in the step before."""
+    """The parts of this rank's dk and dv, in the order in which they are added. Each call of the step on the local KV
+    adds one. Gradients that remote ranks compute in a step arrive during the next step and are added after its calls.
+    With `local_last`, the local parts come at the end."""
     found: list[Intervals] = []
     returning: list[Intervals] = []
     local: list[Intervals] = []
@@ -267,8 +271,8 @@ def _key_parts(plan: Plan, local_last: bool) -> list[Intervals]:
 
 
 class _StepReturn:
-    """One step's dk and dv on their way home. The calls' gradients of remote keys are summed where the transport reads
-    them; the kernel itself writes there if one call covers all of the step's keys."""
+    """Sends one step's dk and dv to the keys' owner. They are summed in memory that the transport publishes. If one
+    call covers all keys of the step, its kernel writes there directly."""
 
     def __init__(self, sums: _GroupSums, plan: Plan, i: int):
         self.sums, self.i, step = sums, i, plan.steps[i]

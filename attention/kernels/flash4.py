@@ -45,7 +45,9 @@ class Flash4:
         blackwell = _blackwell()
         if shape.backward and not blackwell and shape.head_dim not in RIGHT_BACKWARDS:
             right = ", ".join(map(str, RIGHT_BACKWARDS))
-            return f"head_dim={shape.head_dim}: its backward gives a wrong dq for some; {right} were checked"
+            return (
+                f"head_dim={shape.head_dim}: the backward was checked for {right} only; for some others its dq is wrong"
+            )
         return half_only(shape) or (
             None if blackwell and shape.head_dim == 256 else head_dim_rule(shape, 128 if blackwell else 256)
         )
@@ -118,8 +120,8 @@ class Flash4:
 @lru_cache
 def interface() -> tuple[ModuleType | None, str]:
     """`flash_attn.cute.interface`, or None and the reason. Importing takes seconds, so it is done at the first use.
-    cutlass-dsl keeps its packages in a folder that its .pth file adds to the path; where they were only unpacked, that
-    file was not read."""
+    cutlass-dsl keeps its packages in a subfolder, which a .pth file adds to the path. Python reads .pth files only in
+    site-packages; elsewhere the subfolder is added to the path here."""
     try:
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
             return None, f"needs the package flash-attn-4: {INSTALL}"
@@ -128,7 +130,7 @@ def interface() -> tuple[ModuleType | None, str]:
     _add_cutlass_to_path()
     try:
         return importlib.import_module("flash_attn.cute.interface"), ""
-    except Exception as error:  # its compiler's own errors too
+    except Exception as error:  # not only ImportError: its compiler has errors of its own
         return None, f"flash_attn.cute does not import ({type(error).__name__}: {error}); {INSTALL}"
 
 
@@ -155,7 +157,8 @@ def _add_cutlass_to_path() -> None:
 
 
 def window(mask: Band) -> dict[str, int | bool | None]:
-    """A band as the kernel's arguments: also aligned bottom-right; None is unbounded."""
+    """A band as the kernel's arguments. The kernel aligns it to the bottom right, too; for the kernel, None is
+    unbounded."""
     if mask.causal:
         return {"causal": True, "window_size_left": None, "window_size_right": None}
     left, right = (None if bound < 0 else bound for bound in (mask.left, mask.right))
@@ -180,7 +183,7 @@ def writable(x: Tensor, align: int = 16) -> bool:
 
 def _as_taken(lse: Tensor) -> Tensor:
     """The LSE as the backward's kernels need it: contiguous, or every row aligned to 16 bytes. Otherwise the package
-    would copy it, with operators that a recording does not know."""
+    would copy it, with operators that the launch recorder refuses."""
     dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
     return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
 
@@ -195,8 +198,8 @@ def lse_like(q: Tensor) -> Tensor:
 
 
 def pack_lengths(call: Call) -> dict[str, Tensor | int]:
-    """The cumulative lengths of a packed batch, int32 `[n + 1]`, and its longest sequences, by FlashAttention-3 and
-    -4's names."""
+    """The cumulative lengths of a packed batch, int32 `[n + 1]`, and the lengths of its longest sequences, by the names
+    that FlashAttention-3 and -4 give them."""
     if call.cu_q is None or call.cu_k is None:
         return {}
     return {
@@ -208,5 +211,5 @@ def pack_lengths(call: Call) -> dict[str, Tensor | int]:
 
 
 def _blackwell() -> bool:
-    """Whether this is a GPU (sm10x, sm11x) for which the package supports head dims up to 128, and 256."""
+    """Whether this is a GPU (sm10x, sm11x) for which the package supports head dims up to 128, and also 256."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)

@@ -60,8 +60,8 @@ class Accumulator:
         self.lse: Tensor | None = None  # merged in place: it always has the accumulation dtype
 
     def add(self, part: Tensor, part_lse: Tensor) -> None:
-        """The next part. part: like q, with the tokens of its intervals side by side, in any dtype; part_lse: their
-        LSE."""
+        """Add the next part. part: like q, but only the tokens of the part's intervals, one after another; any dtype.
+        part_lse: the LSE of these tokens."""
         if self.out is None and may_be_result(part, self.q, self.parts):
             self.out, self.lse = part, part_lse
         out, lse = self._begun()
