@@ -1,4 +1,4 @@
-"""The public face: `make` gives a variant as a differentiable function over a process group."""
+"""The public functions. `make` returns a variant as a differentiable function over a process group."""
 
 from __future__ import annotations
 
@@ -48,16 +48,18 @@ def make(
     replay: str = "none",
     **options: Any,
 ) -> ContextParallel:
-    """The variant `name` as a function over `group`, by default the default group, or without one this process alone.
+    """The variant `name` as a function over `group`. With group=None it is over the default process group, or over this
+    process alone if none was initialized.
 
-    replay: what happens once a call with these shapes (for a packed batch, these lengths) came before. "none": every
-    call runs the Python of its executor. "launches": forward and backward repeat their recorded launches, where those
+    replay: how a call runs if one with the same shapes (for a packed batch, the same lengths) came before. "none": it
+    runs the Python of its executor. "launches": forward and backward repeat their recorded launches, where those
     can be recorded (kernel flash4 over symm). "graphs": they are replayed from CUDA graphs, which costs memory for
     copies of inputs and results. Both remove CPU launch overhead, which dominates with few tokens a GPU. "auto": graphs
-    where a capture works, else launches, else none; for name="auto", graphs where they should be faster, else launches.
-    options: the variant's own (`python -m runner.catalog attention` lists them). For name="auto", which takes the
-    variant that should be fastest, the problem's shapes (see `attention.autotune.machine.decide`); the function's
-    `choice` says why.
+    if a capture works, else launches, else none. With name="auto", "auto" means graphs if they should be faster, else
+    launches.
+    options: the variant's own (`python -m runner.catalog attention` lists them). name="auto" picks the variant that
+    should be the fastest. Its options are the shapes of the calls (see `attention.autotune.machine.decide`), and
+    `choice` of the function says why it was picked.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
     rank_and_world(group)
@@ -80,7 +82,7 @@ def make(
 
 
 def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: dict[str, Any]) -> Choice:
-    """What `make("auto")` takes for these options, and why: see `attention.autotune.machine.decide`."""
+    """What `make("auto")` chooses for these options, and why: see `attention.autotune.machine.decide`."""
     deterministic = bool(given.get("deterministic"))
 
     def build(e: Estimate) -> ContextParallel:
@@ -115,8 +117,8 @@ def _not_compiled(call: Method) -> Method:
 
 
 class ContextParallel:
-    """A context-parallel attention function; `make` builds it. It can be copied and, if it is over the default group,
-    pickled, so that a module with such a function can be, too.
+    """A context-parallel attention function; `make` builds it. It can be copied, and it can be pickled if it is over
+    the default group. So can a module that contains it.
 
     Dense tensors are `[B, S, H, D]`, packed ones `[T, H, D]` with the global `cu_seqlens`; k and v have Hk heads,
     `H % Hk == 0`."""
@@ -145,13 +147,14 @@ class ContextParallel:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing planned, connected or captured yet."""
+        """Start without plans, transports and recorded calls."""
         self.transports: dict[torch.device, Transport] = {}
         self.plans = Plans()
         self.replay = Replay(self.asked_replay)
 
     def __copy__(self) -> ContextParallel:
-        """The same function over the same group, which plans and connects anew. A deep copy is the same."""
+        """A function with the same arguments and group, but with plans and transports of its own. Deep copies use
+        this."""
         other = object.__new__(type(self))
         other.__dict__ = dict(self.__dict__)
         other._begin()
@@ -161,12 +164,12 @@ class ContextParallel:
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the arguments of `make`; unpickled, the function is over the default group of that process.
+        """A pickle contains the arguments of `make`. The unpickled function is over the default group of its process.
         Raises PicklingError for a function over a given group."""
         if self.group is not None:
             raise PicklingError(
-                f"{self!r}: its process group can't be pickled; make it with group=None, over the default group, or again "
-                "where it is unpickled"
+                f"{self!r}: its process group can't be pickled; make it over the default group (group=None), or "
+                "make it again in the process that would unpickle it"
             )
         name, options = self.variant.name, self.options
         return _unpickled, (
@@ -184,10 +187,11 @@ class ContextParallel:
 
     @_not_compiled
     def shard(self, x: Tensor, cu_seqlens: Lengths = None, role: str | None = None) -> Tensor:
-        """This rank's part, in the variant's layout, of a global `[B, S, H, D]` or `[B, S]` (token ids, labels,
-        positions), or with cu_seqlens of a packed `[T, H, D]` or `[T]`; any dtype; differentiable. A contiguous copy,
-        which does not keep x alive, or x itself if the part is all of it. Give hidden states `[B, S, C]` as
-        `[B, S, 1, C]`.
+        """This rank's part of a global tensor, in the variant's layout. Differentiable.
+
+        x: `[B, S, H, D]` or `[B, S]` (token ids, labels, positions), or with cu_seqlens a packed `[T, H, D]` or `[T]`;
+        any dtype. Give hidden states `[B, S, C]` as `[B, S, 1, C]`. The part is contiguous and is a copy, so that x can
+        be freed, unless it is all of x.
 
         role: "q" or "kv"; a decode needs it, since there every rank has all queries.
         Raises ValueError for other shapes, and for sequences that do not divide by the layout's chunks."""
@@ -208,10 +212,11 @@ class ContextParallel:
 
     @_not_compiled
     def unshard(self, x: Tensor, cu_seqlens: Lengths = None) -> Tensor:
-        """The global tensor from all ranks' parts, on every rank: of out, of the gradients of q, k and v, and of all
-        else that `shard` takes. The out of a decode is global already. Differentiable once: a rank's gradient is its
-        part of the global gradient, so all ranks should compute the same loss. Raises ValueError for shapes that
-        `shard` does not take."""
+        """The inverse of `shard`: the global tensor, on every rank, from the parts of all ranks. x: this rank's part of
+        out, of a gradient of q, k or v, or of anything else that `shard` takes. The out of a decode is already global.
+
+        Differentiable once. The backward takes this rank's part of the gradient that this rank has for the global
+        tensor, so all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not take."""
         dim = token_dim_of(x, cu_seqlens is not None)
         if self.layout.replicated or self.variant.decode or self.world == 1:
             return x
@@ -241,17 +246,15 @@ class ContextParallel:
 
         q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads; all bf16, fp16, fp32 or fp64.
         The computation keeps that dtype, also under autocast. A tensor is copied if its last dim is strided, if its
-        rows overlap (as after `expand`) or, with most kernels, if they are not aligned to 16 bytes.
-        cu_seqlens: the global cumulative lengths of packed tensors, integers. A list or a CPU tensor never
-        synchronises; a GPU tensor does when it is new or was written (see `tensors.on_host`).
-        scale: any finite number, by default D^-0.5. window: (left, right) in tokens, -1 is unbounded.
-        kv_tokens: for a decode, the number of keys on all ranks together; by default this rank's times the world size.
-        All ranks must give the same causal, scale, window, cu_seqlens, kv_tokens and return_lse. Otherwise the call may
-        fail, hang or be wrong.
-        Returns out like q; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not
-        differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
-        so write `out = out + x`, not `out += x`.
-        Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
+        rows overlap (as after `expand`) or, with most kernels, if they are not aligned to 16 bytes. cu_seqlens: the
+        global cumulative lengths of packed tensors, integers. A list or a CPU tensor never synchronises; a GPU tensor
+        does when it is new or was written (see `tensors.on_host`). scale: any finite number, by default D^-0.5. window:
+        (left, right) in tokens, -1 is unbounded. kv_tokens: for a decode, the number of keys on all ranks together. By
+        default every rank has as many as this one. All ranks must give the same causal, scale, window, cu_seqlens,
+        kv_tokens and return_lse. Otherwise the call may fail, hang or be wrong. Returns out like q; with `return_lse`
+        also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not differentiable. Out is differentiable
+        once: a second derivative raises UnsupportedCall. The backward reads out, so write `out = out + x`, not `out +=
+        x`. Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
         when the kernel can't."""
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
@@ -280,7 +283,7 @@ class ContextParallel:
             name = transports.resolve(self.transport_name, device)
             if isinstance(self.variant, External):  # only `unshard` uses ours, since the package communicates by itself
                 name = "nccl" if device.type == "cuda" else "gloo"
-            # a function for one rank of a larger world, such as a baseline, moves nothing
+            # a baseline runs in a larger world with self.world = 1: nothing to move
             made = transports.select(name, device, self.group) if self.world > 1 else None
             self.transports[device] = made or transports.Nothing()
         return self.transports[device]

@@ -1,4 +1,4 @@
-"""A call becomes a plan: its arguments are checked, and what they ask for is looked up or built."""
+"""Makes the plan of a call: checks its arguments, then looks the plan up or builds it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CallSpec(NamedTuple):
     """What a plan depends on beside the function's settings."""
 
     shape: Shape
-    batch: int  # 1 but for external packages, some of which take no other
+    batch: int  # 1, except for external packages, some of which only take a batch of 1
     q_tokens: int  # of this rank
     kv_tokens: int  # of this rank
     cu_seqlens: CuSeqlens
@@ -100,8 +100,8 @@ def call_spec(
 
 
 class Plans(dict[Hashable, Plan]):
-    """The plans of one function, by call. When there are too many, the oldest goes; of packed batches the one unused
-    for longest."""
+    """The plans of one function, by call. Beyond `MOST_PLANS` the oldest plan is dropped. Beyond `MOST_PACKS` plans of
+    packed batches, the least recently used of these is dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,8 @@ def plan_of(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) 
 
 
 def _decode_plan(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """A decode has one plan for all lengths at which the same ranks hold keys; it is resized as the keys grow."""
+    """A decode keeps its plan while the keys grow: the plan is resized. A new one is built only when other ranks hold
+    keys."""
     sizes = sizes_of(settings.layout, spec.cu_seqlens, settings.world)
     key = spec._replace(cu_seqlens=tuple(n > 0 for n in sizes), kv_tokens=0)
     found = plans.get(key)

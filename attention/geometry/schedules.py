@@ -1,7 +1,8 @@
-"""Schedules: for each rank a number of steps, each the blocks *(query slice, key slice, mask)* that it computes against the keys
-of one owner. Slices are local: queries in the rank's own shard, keys in the owner's shard, or in the whole sequence when the owner
-is `SEQUENCE` (after a gather). Executors, costs and transfers are all read off the same steps; a test proves a schedule by covering
-every pair of the mask exactly once.
+"""Schedules. A schedule gives each rank a number of steps. A step lists the blocks *(query slice, key slice, mask)*
+that the rank computes against the keys of one owner. Slices are local: a query slice lies in the rank's own shard, a
+key slice in the owner's shard. After a gather the owner is `SEQUENCE`, and key slices lie in the whole sequence.
+Executors, costs and transfers are derived from these steps. A test of each schedule checks that the blocks of all ranks
+cover every pair of the mask exactly once.
 
 A schedule builds any one step of any rank by itself and says who reads whose keys. So a rank plans with its own W steps and those of
 the ranks that read its shard, and never builds the W x W steps of the world. Pure Python."""
@@ -20,12 +21,15 @@ from attention.masks.band import FULL, Band, Interval, Intervals, tile
 from attention.memo import memo
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
-MANY_SEQUENCES = 8  # in a packed batch: with more, an interval of each costs more than the tokens between them
+MANY_SEQUENCES = (
+    8  # packed batches with more move whole shards: an interval per sequence would cost more than the extra tokens
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`group` numbers the query chunks that attend nested prefixes of one sequence's keys."""
+    """`group`: the number of the query chunk within its sequence, if several chunks of a sequence see prefixes of its
+    keys. A packed kernel call takes the blocks of one group, so that it has each sequence once."""
 
     q: Interval
     k: Interval
@@ -38,8 +42,10 @@ class Block:
 
 
 class Step:
-    """Blocks are made at first use: of another rank's step usually only the keys are needed. `order`: the keys that come and how
-    they lie, where that is known without the blocks or is not the sorted keys of the blocks."""
+    """The blocks of one step, and the keys that it needs. The blocks are built at first use, because of another rank's
+    step usually only the keys are asked for. `order`: the keys, in the order in which they arrive. By default they are
+    the sorted union of the blocks' keys; `order` is given if it is another one, or if it is known without building the
+    blocks."""
 
     def __init__(self, owner: int, make: Callable[[], Iterable[Block]] = tuple, order: Intervals | None = None):
         self.owner, self.make, self.order = owner, make, order
@@ -53,8 +59,8 @@ class Step:
 
     @property
     def keys(self) -> Intervals:
-        """The owner's keys that the step brings, all that its blocks touch among them: disjoint intervals in the order in which
-        they lie for this rank."""
+        """The owner's keys that the step needs: disjoint intervals, in the order in which they lie for this rank. They
+        include the keys of all blocks, and may include more."""
         if self.order is None:
             self.order = union(b.k for b in self.blocks)
         return self.order
@@ -65,7 +71,7 @@ class Step:
 
 
 class Schedule(ABC):
-    """Ranks here are places in the schedule: with Ulysses groups, groups."""
+    """The steps of every rank. `rank` is a place in the schedule: with Ulysses groups, the number of a group."""
 
     def count(self, problem: Problem) -> int:
         """The number of steps, the same on every rank."""
@@ -76,16 +82,18 @@ class Schedule(ABC):
         """Step `i` of a rank."""
 
     def readers(self, problem: Problem, rank: int, i: int) -> Sequence[int]:
-        """The other ranks whose step `i` is against this rank's keys."""
+        """The other ranks that use this rank's keys in their step `i`."""
         return ()
 
     def received(self, problem: Problem, rank: int, i: int) -> Intervals:
-        """The keys that a rank receives before step `i`, or has gathered, as intervals of their owner's; none of its own."""
+        """The keys that a rank receives before step `i`, as intervals of the owner's shard, or after a gather those
+        that it gathered, as intervals of the sequence. Empty if the step uses the rank's own keys."""
         step = self.step(problem, rank, i)
         return () if step.owner == rank else step.keys
 
     def examples(self, problem: Problem) -> Sequence[int]:
-        """Ranks that between them have every mask, and at each step the most keys that any rank receives."""
+        """Some ranks that stand for all: their blocks have every mask that occurs, and in each step one of them
+        receives as many keys as any rank does."""
         return range(problem.world)
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
@@ -96,8 +104,8 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a schedule is for. `layout` holds the keys and values, `q_layout` the queries while they are computed on; `cu_seqlens`
-    are the global ones, (0, S) for a batch of single sequences."""
+    """The attention problem that a schedule divides among ranks. `layout`: of the keys and values. `q_layout`: of the
+    queries during the computation. `cu_seqlens`: the global ones, (0, S) for a dense batch."""
 
     cu_seqlens: CuSeqlens
     world: int
@@ -105,7 +113,9 @@ class Problem:
     layout: Layout
     q_layout: Layout
     schedule: Schedule
-    q_tokens: int | None = None  # queries of a decode, which are no part of the sequence; None: as many as keys
+    q_tokens: int | None = (
+        None  # of a decode: the number of queries, which are not in the sequence; None: a query for each key
+    )
     ulysses: int = 1  # ranks that share one place in the schedule, each with its part of the heads
 
     @property
@@ -123,14 +133,15 @@ class LocalSchedule(Schedule):
         return Step(rank, partial(self.blocks, problem, rank))
 
     def examples(self, problem: Problem) -> Sequence[int]:
-        """Nothing is received, and whole sequences have no other masks than the problem's own."""
+        """One rank: none receives keys, and blocks of whole sequences have the problem's own mask."""
         return (0,)
 
 
 @dataclass(frozen=True)
 class RingSchedule(Schedule):
-    """W steps, step i against the keys of rank r - i (mod W). `blocks(problem, rank, owner)`; `keys(problem, rank, owner)`: the
-    owner's keys that the step brings, None where only the blocks tell. Blocks depend on both ranks only by their distance."""
+    """W steps, step i against the keys of rank r - i (mod W). `blocks(problem, rank, owner)`: the step's blocks.
+    `keys(problem, rank, owner)`: the owner's keys that the step needs; None if they have to be read off the blocks.
+    What kind of blocks a step has depends only on the difference rank - owner."""
 
     blocks: Callable[[Problem, int, int], Iterable[Block]]
     keys: Callable[[Problem, int, int], Intervals | None] | None = None
@@ -154,29 +165,31 @@ class RingSchedule(Schedule):
         return ((rank + i) % problem.world,) if i else ()
 
     def examples(self, problem: Problem) -> Sequence[int]:
-        """The last rank has all owners before it, the first one all after it."""
+        """The first and the last rank: their steps have every difference rank - owner."""
         return sorted({0, problem.world - 1})
 
 
 class GatherSchedule(Schedule):
-    """One step against all needed keys in sequence order: each of the rank's query chunks is one block against its keys."""
+    """One step against all keys that the rank needs, gathered in sequence order. Each query chunk is one block against
+    the keys that it sees."""
 
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         return Step(SEQUENCE, partial(gathered, problem, rank))
 
     def received(self, problem: Problem, rank: int, i: int) -> Intervals:
-        step = steps(problem, rank)[i]  # kept, for what each rank gathers is needed again
+        step = steps(problem, rank)[i]  # from the cache, since this is asked again
         return () if step.owner == rank else step.keys
 
     def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]] | None:
-        """The tokens of an owner's shard that a rank gathers, as pairs of the owner's interval and where it lies for the rank. None:
-        where the owner's shard and the rank's needed keys overlap."""
+        """The tokens of an owner's shard that a rank gathers: pairs (interval of the shard, interval of the rank's
+        gathered keys). None: the caller computes them, as the overlap of the shard with the keys that the rank
+        needs."""
         return None
 
 
 class GatherByOwner(GatherSchedule):
-    """As `GatherSchedule`, but the keys lie by owner, each owner's shard whole: in a packed batch of many sequences a rank needs
-    many intervals of a shard, and all of it is one."""
+    """As `GatherSchedule`, but each owner's whole shard is gathered, one shard after another. For packed batches of
+    many sequences: the needed keys of a shard are many intervals, the whole shard is one."""
 
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         order = by_owner(problem.layout, problem.cu_seqlens, problem.world)
@@ -222,7 +235,7 @@ def gathered(problem: Problem, rank: int) -> list[Block]:
 
 @memo(lambda found, *_: len(found))
 def by_owner(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Intervals:
-    """All keys, one rank's shard behind another's: one object for all ranks."""
+    """All keys, one rank's shard after another's. All ranks share the cached object."""
     return tuple((r.start, r.stop) for shard in layout.shards(cu_seqlens, world) for r in shard if r)
 
 
@@ -239,7 +252,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 def length(intervals: Intervals) -> int:
     total = 0
-    for start, stop in intervals:  # a loop takes half of what a sum over a generator does, and there are many
+    for start, stop in intervals:  # called very often: a loop takes half the time of a sum over a generator
         total += stop - start
     return total
 
@@ -261,8 +274,8 @@ def most_keys(problem: Problem) -> tuple[int, ...]:
 
 
 def rank_pairs(problem: Problem, rank: int) -> int:
-    """(query, key) pairs that a rank computes. Where its queries are ranges these are their pairs with all keys of their sequences,
-    whatever the steps; else the steps are counted."""
+    """The number of (query, key) pairs that a rank computes. Contiguous queries are counted against all keys of their
+    sequences, without building the schedule's steps; for others the pairs of the steps are added up."""
     shard = problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]
     if problem.q_tokens is None and all(chunk.step == 1 for chunk in shard):
         return sum(block.pairs for block in gathered(problem, rank))
@@ -270,8 +283,8 @@ def rank_pairs(problem: Problem, rank: int) -> int:
 
 
 def masks(problem: Problem) -> tuple[Band, ...]:
-    """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window blocks are full or have
-    the problem's own mask."""
+    """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window,
+    each block is full or has the problem's own mask."""
     if not problem.mask.windowed:
         return tuple(dict.fromkeys((FULL, problem.mask)))
     ranks = problem.schedule.examples(problem)
@@ -280,7 +293,7 @@ def masks(problem: Problem) -> tuple[Band, ...]:
 
 
 def whole_shard(problem: Problem) -> Intervals:
-    """All of an equal shard."""
+    """All keys of a shard, where all shards have the same length."""
     n = problem.cu_seqlens[-1] // problem.world
     return ((0, n),) if n else ()
 
@@ -292,7 +305,8 @@ def equal_shards(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def tiles(mask: Band, q: Interval, q_shift: int, k: Interval, k_shift: int, group: int = 0) -> list[Block]:
-    """The block that the mask leaves on queries `q` and keys `k` (sequence positions), shifted to local slices."""
+    """The block, if any, that the mask leaves of queries `q` and keys `k`, which are sequence positions. The shifts
+    turn them into local slices."""
     found = tile(mask, q, k)
     if found is None:
         return []

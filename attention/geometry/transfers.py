@@ -1,5 +1,6 @@
-"""Who sends which tokens to whom, read off layouts and schedules. Pure Python: intervals of local tokens on both ends,
-one to one, so that a message carries nothing but the tokens and a receiver knows where they lie with the sender."""
+"""Which tokens each rank sends to which other rank, derived from layouts and schedules. Pure Python. Both ranks know
+the intervals of local tokens at both ends, so a message contains nothing but tokens, and a receiver can also pull them
+from the sender."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Place = Callable[[Interval], Intervals]
 
 @dataclass(frozen=True)
 class Piece:
-    """What goes between two ranks: the sender's intervals `source` to the receiver's `target`, one to one."""
+    """The tokens that one rank sends to another: each interval of the sender's `source` goes to the same entry of the
+    receiver's `target`."""
 
     peer: int  # at the other end
     source: Intervals
@@ -28,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Route:
-    """The messages of one rank in one exchange, in the peers' order."""
+    """What one rank sends and receives in one exchange, at most one piece for each other rank."""
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
@@ -47,7 +49,7 @@ class Route:
 
     @cached_property
     def sent_tokens(self) -> int:
-        """As many as arrive on the way back."""
+        """Also the number of tokens that arrive on the way back."""
         return sum([length(piece.source) for piece in self.sends])
 
 
@@ -67,8 +69,9 @@ def side_by_side(intervals: Intervals) -> Intervals:
 
 @memo(lambda found, *_: len(found))
 def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:
-    """What moves before each step: the keys that this rank's step needs come from their owner, side by side, and this rank's keys
-    go to every rank whose step needs them. After a gather's own schedule `gather_move` moves them instead."""
+    """What moves before each step. This rank receives the keys that its step needs from their owner, placed one
+    interval after another. It sends its own keys to every rank whose step needs them. The keys of a gather are not
+    included: see `gather_move`."""
     routes = []
     for i, step in enumerate(steps(problem, rank)):
         receives: tuple[Piece, ...] = ()
@@ -91,12 +94,12 @@ def _side_by_side(other: int, keys: Intervals) -> Piece:
     return Piece(other, keys, side_by_side(keys))
 
 
-Placed = list[tuple[int, int, int]]  # (start, stop, where it lies in the shard) of a shard's ranges, by global position
+Placed = list[tuple[int, int, int]]  # each range of a shard as (start, stop, its index in the shard), sorted
 
 
 def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
-    """The tokens that two shards share, as (slice of the source, slice of the target), by global position, neighbours on both
-    ends as one. Both shards consist of ranges with step 1."""
+    """The tokens that two shards share: pairs (slice of the source, slice of the target), in the order of their global
+    positions. Pairs that are adjacent in both shards are joined. Both shards must consist of ranges with step 1."""
     return _shared(_placed(source), _placed(target))
 
 
@@ -122,7 +125,8 @@ def _shared(ours: Placed, theirs: Placed) -> list[tuple[Interval, Interval]]:
 
 
 def _not_before(places: Placed, position: int, low: int) -> int:
-    """The first of the places from number `low` on that may hold the position: few may be of interest among thousands."""
+    """The index, from `low` on, of the first place that may contain the position. A binary search, since most of
+    thousands of places may have to be skipped."""
     return max(low, bisect_right(places, (position, sys.maxsize), low) - 1)
 
 
@@ -150,7 +154,7 @@ def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> M
     receives: list[Piece] = []
     mine, wanted = _placed(sources[rank]), _placed(targets[rank])
     local = _shared(mine, wanted)
-    sent = {id(targets[rank]): local}  # by target, for all may want the same
+    sent = {id(targets[rank]): local}  # by the target's identity: often all ranks want the same tokens
     for peer in range(len(sources)):
         if peer == rank:
             continue
@@ -164,7 +168,7 @@ def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> M
 
 
 def needed_keys(problem: Problem, rank: int) -> Shard:
-    """The global positions of the keys that a rank gathers, as ranges in the order in which they lie."""
+    """The global positions of the keys that a rank gathers: ranges, in the order in which the gathered keys lie."""
     step = steps(problem, rank)[-1]
     assert step.owner == SEQUENCE
     return _ranges(step.keys)
@@ -182,7 +186,7 @@ def _weight(found: Move, *_: object) -> int:
 
 @memo(_weight)
 def gather_move(problem: Problem, rank: int) -> Move:
-    """Every rank's shard to the keys that each rank needs."""
+    """This rank's part in the gather that brings each rank the keys that it needs."""
     schedule = problem.schedule
     assert isinstance(schedule, GatherSchedule)
     if schedule.pieces(problem, rank, rank) is None:
@@ -202,7 +206,8 @@ def gather_move(problem: Problem, rank: int) -> Move:
 
 
 def within(keys: Intervals) -> Place:
-    """Where the tokens of an interval of the owner's lie, in order, when the intervals `keys` are put side by side."""
+    """A function that says where an interval of the owner's tokens lies after the intervals `keys` were put side by
+    side."""
     if len(keys) == 1:
         ((first, end),) = keys
 
@@ -231,8 +236,9 @@ def within(keys: Intervals) -> Place:
 
 
 def packed_calls(step: Step, mine: bool) -> list[tuple[Intervals, Intervals]]:
-    """Of each kernel call of a pack's step the queries and the keys that it takes, as intervals of the rank's queries and of the
-    step's keys, which `mine` are used in place: a call is for all blocks of one mask and group."""
+    """The kernel calls of a step of a packed batch: one for all blocks with the same mask and group. For each call its
+    queries, as intervals of the rank's queries, and its keys, as intervals of the step's keys. `mine`: the step uses
+    the rank's own keys, in place."""
     place = within(step.keys)
     alike: dict[tuple[Band, int], list[Block]] = {}
     for block in step.blocks:
@@ -247,7 +253,7 @@ def packed_calls(step: Step, mine: bool) -> list[tuple[Intervals, Intervals]]:
 
 
 def joined(intervals: Iterable[Interval]) -> Intervals:
-    """Neighbouring intervals as one, in the given order."""
+    """The intervals in the given order, each joined with the next one if that starts where it ends."""
     merged: list[Interval] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:

@@ -1,8 +1,8 @@
 """Zigzag: a causal ring in which every rank does the same work. A sequence is cut into 2W chunks, and rank r holds
 chunks r and 2W-1-r.
 
-On its own keys a rank is causal over both chunks. From an earlier rank all its queries see the first chunk. From a
-later rank its second query chunk sees both chunks.
+Rank r's queries see its own keys causally. Of an earlier rank's keys they all see the first chunk, and none sees the
+second. A later rank's keys are all seen by the second query chunk, and not by the first.
 
 Source: ring-flash-attention's zigzag ring (Zhu, 2024); the chunks are those of Llama 3, too (Llama Team, 2024)."""
 
@@ -41,8 +41,8 @@ def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
 
 
 def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
-    """The owner's keys that come. In a packed batch of many sequences an earlier rank's shard comes whole: its first
-    chunks are as many intervals as there are sequences, the shard is one."""
+    """The owner's keys that the rank receives. Of an earlier rank only the first chunks are needed: one interval for
+    each sequence. With many sequences its whole shard is sent instead, as a single interval."""
     if owner >= rank or len(problem.cu_seqlens) - 1 > MANY_SEQUENCES:
         return whole_shard(problem)
     return tuple((at, at + n // 2) for at, n in equal_shards(problem) if n)
