@@ -246,15 +246,17 @@ class ContextParallel:
 
         q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads; all bf16, fp16, fp32 or fp64.
         The computation keeps that dtype, also under autocast. A tensor is copied if its last dim is strided, if its
-        rows overlap (as after `expand`) or, with most kernels, if they are not aligned to 16 bytes. cu_seqlens: the
-        global cumulative lengths of packed tensors, integers. A list or a CPU tensor never synchronises; a GPU tensor
-        does when it is new or was written (see `tensors.on_host`). scale: any finite number, by default D^-0.5. window:
-        (left, right) in tokens, -1 is unbounded. kv_tokens: for a decode, the number of keys on all ranks together. By
-        default every rank has as many as this one. All ranks must give the same causal, scale, window, cu_seqlens,
-        kv_tokens and return_lse. Otherwise the call may fail, hang or be wrong. Returns out like q; with `return_lse`
-        also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not differentiable. Out is differentiable
-        once: a second derivative raises UnsupportedCall. The backward reads out, so write `out = out + x`, not `out +=
-        x`. Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
+        rows overlap (as after `expand`) or, with most kernels, if they are not aligned to 16 bytes.
+        cu_seqlens: the global cumulative lengths of packed tensors, integers. A list or a CPU tensor never
+        synchronises; a GPU tensor does when it is new or was written (see `tensors.on_host`).
+        scale: any finite number, by default D^-0.5. window: (left, right) in tokens, -1 is unbounded.
+        kv_tokens: for a decode, the number of keys on all ranks together. By default all ranks have as many as this one.
+        All ranks must give the same causal, scale, window, cu_seqlens, kv_tokens and return_lse. Otherwise the call may
+        fail, hang or be wrong.
+        Returns out like q; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not
+        differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
+        so write `out = out + x`, not `out += x`.
+        Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
         when the kernel can't."""
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")

@@ -21,9 +21,7 @@ from attention.masks.band import FULL, Band, Interval, Intervals, tile
 from attention.memo import memo
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
-MANY_SEQUENCES = (
-    8  # packed batches with more move whole shards: an interval per sequence would cost more than the extra tokens
-)
+MANY_SEQUENCES = 8  # with more, a packed batch moves whole shards: one interval instead of one for each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +111,7 @@ class Problem:
     layout: Layout
     q_layout: Layout
     schedule: Schedule
-    q_tokens: int | None = (
-        None  # of a decode: the number of queries, which are not in the sequence; None: a query for each key
-    )
+    q_tokens: int | None = None  # of a decode, beside the sequence; None: a query for each key
     ulysses: int = 1  # ranks that share one place in the schedule, each with its part of the heads
 
     @property
