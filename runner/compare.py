@@ -3,15 +3,15 @@
     python -m runner.compare outputs/multirun/2026-01-31_12-00-00 outputs/multirun/2026-01-31_13-00-00
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
 
-Two runs are compared when the same was asked of them: variant, options (with defaults written out, so a default that changed
-separates runs), workload, ranks, kernel, transport, replay and timing. Of a run that was repeated in a set the latest counts.
+Runs are compared whose configurations agree: variant, options (a changed default separates runs), workload, ranks, kernel,
+transport, replay and timing. Of a repeated run the latest counts.
 
-The verdict on a pass follows from the 95% interval of the ratio of medians, B over A. It is slower or faster when the whole interval
-lies beyond the tolerance, even when the whole interval lies within it, and inconclusive otherwise or with fewer than 6 samples. The
-interval covers the samples of these two runs, not the variation from one start of a program to the next.
+A pass is slower or faster when the whole 95% interval of the ratio of medians, B over A, lies beyond the tolerance, even when the
+whole interval lies within it, and else inconclusive, as with fewer than 6 samples. The interval covers the samples of these two
+runs, not the variation between starts of a program.
 
 Exit status: 0 when nothing is worse; 1 when a run in B is slower, larger, not ok any more, not timed or missing; 2 for sets that
-cannot be compared. Inconclusive runs, and runs only in B, are not worse. No torch."""
+cannot be compared. Inconclusive runs, and runs only in B, are not worse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from pathlib import Path
 
 from runner.output import commands
 from runner.output.terminal import gib
-from runner.report.comparison import begun
 from runner.report.labels import varying_options
 from runner.report.runs import FACTS, PASSES, WAYS, WORKLOAD, Run, read, where
 from runner.report.table import Table, differing, digits, fact
@@ -86,26 +85,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def compare(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float, memory_tolerance: float) -> list[Pair]:
     """All runs of both sets in pairs, in the order of B's tables, then the runs that B lacks."""
-    with_replay = all("replay" in run.result.config for run in (*a, *b))  # older results do not say
-    before, after = _latest(a, with_replay), _latest(b, with_replay)
-    return [
-        _pair(before.get(key), after.get(key), which, tolerance, memory_tolerance)
-        for key in dict.fromkeys([*after, *before])
-    ]
+    with_replay = all("replay" in run.result.config for run in (*a, *b))  # older results lack it
 
+    def key(run: Run) -> tuple[object, ...]:
+        return (*_asked(run), run.replay if with_replay else None)
 
-def _latest(runs: Sequence[Run], with_replay: bool) -> dict[tuple[object, ...], Run]:
-    found: dict[tuple[object, ...], Run] = {}
-    for run in runs:
-        key = (*_asked(run), run.replay if with_replay else None)
-        if key not in found or begun(run) >= begun(found[key]):
-            found[key] = run
-    return found
+    before, after = (
+        {key(run): run for run in sorted(runs, key=lambda run: run.environment.started_at)} for runs in (a, b)
+    )
+    keys = dict.fromkeys(key(run) for run in (*b, *a))
+    return [_pair(before.get(key), after.get(key), which, tolerance, memory_tolerance) for key in keys]
 
 
 def _asked(run: Run) -> tuple[object, ...]:
-    """What was asked of a run, from its configuration: a refused run has no experiment."""
-    config = run.result.config
+    """The settings by which runs are compared, from the configuration: a refused run has no experiment."""
+    config, group = run.result.config, run.result.group
     if not run.attention:
         return ("not understood", run.result.key, str(config))
     keys = [
@@ -122,11 +116,9 @@ def _asked(run: Run) -> tuple[object, ...]:
         "deterministic",
     ]
     keys += ["seqlens_mean", "seqlens_std", "seed"] if config.get("seqlens") == "random" else []
-    named = {"kernel": "name", "transport": "name", "dtype": "name", "timing": "method"}
-    groups = [run.result.group(key).get(name) for key, name in named.items()]
-    options = {k: v for k, v in run.result.group("attention").items() if v is not None}
-    asked = [*(config.get(key) for key in keys), *groups, sorted(options.items())]
-    return (run.world_size, run.graphs, *map(str, asked))
+    names = [*(group(key).get("name") for key in ("kernel", "transport", "dtype")), group("timing").get("method")]
+    options = sorted((k, v) for k, v in group("attention").items() if v is not None)
+    return (run.world_size, run.graphs, *(str(x) for x in (*map(config.get, keys), *names, options)))
 
 
 def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:

@@ -70,7 +70,13 @@ def run_table(result: Result) -> None:
     _print([result.environment.commit])
     for which, phases in result.phases.items():
         _phases(which, phases)
-    _print([_memory(result.memory)])
+    peaks = [
+        gib(rank.peak_resident or 0)
+        if rank.peak_allocated is None
+        else f"{gib(rank.peak_allocated)} ({gib(rank.peak_reserved or 0)} reserved)"
+        for rank in result.memory.by_rank
+    ]
+    _print([f"Peak memory by rank: {', '.join(peaks)}; inputs {gib(result.memory.by_rank[0].inputs)} a rank"])
     _print(
         f"profile, rank {rank}, an iteration: compute {found.compute_ms:.3f} ms, communication "
         f"{found.communication_ms:.3f} ms, exposed (with waiting for other ranks) {found.exposed_communication_ms:.3f} ms, "
@@ -84,8 +90,9 @@ def _print(lines: Iterable[str]) -> None:
         terminal.out.print(escape(line), soft_wrap=True)
 
 
-def _new_columns(table: Table, columns: Sequence[str]) -> Table:
-    """The first column holds words, the others numbers."""
+def _table(title: str | None, *columns: str) -> Table:
+    """An empty table; the first column holds words, the others numbers."""
+    table = new_table(title)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     return table
@@ -107,31 +114,23 @@ def _choices(chosen: fields.Chosen) -> Iterator[str]:
 def _times(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Baseline, several: bool) -> None:
     """several: whether there are several ranks; the speedup of one rank means nothing."""
     columns = ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single", "speedup", "eff.")
-    table = _new_columns(new_table("Time, the slowest rank of each iteration"), columns)
+    table = _table("Time, the slowest rank of each iteration", *columns)
     for which, times in timing.passes.items():
-        table.add_row(which, *_time_cells(times, metrics.passes[which]), *_baseline_cells(baseline, which, several))
+        found, single = metrics.passes[which], baseline.passes.get(which)
+        known = several and which in baseline.speedup
+        table.add_row(
+            which,
+            f"{times.median:.3f}",
+            times.spread,
+            f"{found.tokens_per_s:,.0f}" if found.tokens_per_s is not None else "",
+            f"{found.tflops_per_device:.3g}",
+            f"{found.sol:.0%} {(found.limited_by or '')[:4]}" if found.sol else "",
+            f"{single:.3f}{'*' if baseline.extrapolated else ''}" if single else "",
+            f"{baseline.speedup[which]:.2f}" if known else "",
+            f"{baseline.efficiency[which]:.0%}" if known else "",
+        )
     show(table)
     _print(_time_notes(timing, metrics, baseline))
-
-
-def _time_cells(times: fields.PassTimes, metrics: fields.PassMetrics) -> list[str]:
-    return [
-        f"{times.median:.3f}",
-        times.spread,
-        f"{metrics.tokens_per_s:,.0f}" if metrics.tokens_per_s is not None else "",
-        f"{metrics.tflops_per_device:.3g}",
-        f"{metrics.sol:.0%} {(metrics.limited_by or '')[:4]}" if metrics.sol else "",
-    ]
-
-
-def _baseline_cells(baseline: fields.Baseline, which: str, several: bool) -> list[str]:
-    single = baseline.passes.get(which)
-    known = several and which in baseline.speedup
-    return [
-        f"{single:.3f}{'*' if baseline.extrapolated else ''}" if single else "",
-        f"{baseline.speedup[which]:.2f}" if known else "",
-        f"{baseline.efficiency[which]:.0%}" if known else "",
-    ]
 
 
 def _time_notes(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Baseline) -> Iterator[str]:
@@ -166,7 +165,7 @@ def clocks_text(during: fields.During) -> str | None:
 def _correctness(found: fields.Correctness) -> None:
     verdict = "[green]passed[/]" if found.passed else "[red]failed[/]"
     columns = ("tensor", "rel L2", "max abs", "worst row", "local call's rel L2", "ratio")
-    table = _new_columns(new_table(f"Correctness {verdict} (against {found.reference})"), columns)
+    table = _table(f"Correctness {verdict} (against {found.reference})", *columns)
     for name, t in found.tensors.items():
         errors = (t.rel_l2, t.max_abs, t.worst_row, t.local_rel_l2)
         ratio = f"{t.ratio_to_local:.2f}" if t.ratio_to_local is not None else ""
@@ -186,22 +185,12 @@ def _phases(which: str, found: fields.PassPhases) -> None:
         f"exposed communication {found.exposed_communication_ms:.3f} ms ({found.communication_share:.0%}), "
         f"skew between ranks {found.skew:.0%}"
     ])  # fmt: skip
-    table = _new_columns(new_table(), ("phase", "ms", "share", "medians by rank, ms"))
+    table = _table(None, "phase", "ms", "share", "medians by rank, ms")
     for name, phase in found.phases.items():
         share = "overlaps" if name.startswith("comm_") or phase.share is None else f"{phase.share:.0%}"
         table.add_row(name, f"{phase.ms or 0:.3f}", share, " ".join(f"{ms:.3f}" for ms in phase.by_rank_ms))
     table.add_row("other", f"{found.other_ms:.3f}", f"{found.other_share:.0%}", "")
     show(table, words=("medians by rank, ms",))
-
-
-def _memory(memory: fields.Memory) -> str:
-    peaks = [
-        gib(rank.peak_resident or 0)
-        if rank.peak_allocated is None
-        else f"{gib(rank.peak_allocated)} ({gib(rank.peak_reserved or 0)} reserved)"
-        for rank in memory.by_rank
-    ]
-    return f"Peak memory by rank: {', '.join(peaks)}; inputs {gib(memory.by_rank[0].inputs)} a rank"
 
 
 def run_line(result: Result) -> str:
@@ -223,28 +212,25 @@ LEFT = ("attention", "config", "kernel", "status", "settings")
 
 def sweep_table(rows: list[dict[str, Any]]) -> None:
     """Print the rows of a sweep's summary: the columns in which they differ, and what was measured."""
-    filled = [summary.cells(entry) for entry in rows]
-    shown = [i for i in range(len(summary.SHOWN)) if _is_shown(i, rows, filled)]
-    table = new_table()
-    for i in shown:
-        key, title, _ = summary.SHOWN[i]
-        table.add_column(title, justify="left" if key in LEFT else "right")
-    for cells in filled:
-        table.add_row(*(escape(cells[i]) for i in shown))
+    table, columns, filled = new_table(), [], [summary.cells(entry) for entry in rows]
+    for i, (key, title, _) in enumerate(summary.SHOWN):
+        cells = [texts[i] for texts in filled]
+        if _is_shown(key, cells, rows):
+            table.add_column(title, justify="left" if key in LEFT else "right")
+            columns.append(map(escape, cells))
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     # never left out: the only time of a run without a backward, and the status of one that failed
-    needed = {"fwd ms"} if any(row["status"] == "ok" and row["total_ms"] is None for row in rows) else set()
-    needed |= {"status"} if any(row["status"] != "ok" for row in rows) else set()
+    needed = {"fwd ms"} if any(entry["status"] == "ok" and entry["total_ms"] is None for entry in rows) else set()
+    needed |= {"status"} if any(entry["status"] != "ok" for entry in rows) else set()
     dropped = show(table, WRAPPED, [title for title in LEFT_OUT if title not in needed])
     for remark in summary.remarks(rows):
         terminal.out.print(remark)
     note_dropped(dropped, ": summary.md has them")
 
 
-def _is_shown(i: int, rows: list[dict[str, Any]], filled: list[list[str]]) -> bool:
-    key = summary.SHOWN[i][0]
-    if key in ("attention", "status"):
-        return True
+def _is_shown(key: str, cells: Sequence[str], rows: list[dict[str, Any]]) -> bool:
     if key in summary.WHERE_DIFFERENT:
         return summary.differ(rows, key)
-    found = {cells[i] for cells in filled}
-    return found != {""} and (len(rows) == 1 or len(found) > 1)
+    found = set(cells)
+    return key in ("attention", "status") or (found != {""} and (len(rows) == 1 or len(found) > 1))

@@ -1,18 +1,23 @@
-"""The parts of a result, as in the JSON of result.json.
-
-Times are in ms, memory in bytes. A field that a run may lack is None or empty. The JSON has more fields; these are the ones that the
-summary, the reports and the comparison read."""
+"""The parts of a result, as in result.json, whose other fields no module reads. Times are in ms, memory in bytes. A field that a
+run may lack is None or empty."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, dataclass_transform
 
 from runner.environment import commit_text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+class Part:
+    """Every subclass is a frozen dataclass whose fields are given by name."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Workload(Part):
     batch: int
     heads: int
     kv_heads: int
@@ -25,8 +30,7 @@ class Workload:
     seqlens: list[int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(Part):
     """The settings of the timing: its method, and the forwards and backwards in a sample (`layers`)."""
 
     method: str | None = None
@@ -35,8 +39,7 @@ class Method:
     new_packs: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(Part):
     workload: Workload
     options: dict[str, Any] = field(default_factory=dict)
     world_size: int
@@ -48,8 +51,7 @@ class Experiment:
     seed: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
+class Chosen(Part):
     """What a run used where `auto` or `best` was asked for. `variant` and the fields after it are set only with
     attention=auto."""
 
@@ -64,20 +66,17 @@ class Chosen:
     basis: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Git:
+class Git(Part):
     commit: str | None = None
     dirty: bool | None = None  # None: unknown
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
+class Range(Part):
     min: float
     max: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
+class Sampled(Part):
     """A GPU (`device` is its UUID) or a node's CPU while it was timed."""
 
     device: str
@@ -85,20 +84,17 @@ class Sampled:
     throttle_reasons: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class During:
+class During(Part):
     by_device: list[Sampled] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
+class Gpu(Part):
     name: str | None = None
     uuid: str | None = None
     driver_version: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Environment:
+class Environment(Part):
     started_at: float = 0.0  # Unix time
     argv: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
@@ -130,8 +126,7 @@ class Environment:
         return commit_text(vars(self.git) if self.git else None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorError:
+class TensorError(Part):
     rel_l2: float | None = None
     max_abs: float | None = None
     local_rel_l2: float | None = None
@@ -139,15 +134,13 @@ class TensorError:
     worst_row: float | None = None  # in units of the row's scale
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(Part):
     checked: bool | None = None  # of the LSE
     passed: bool | None = None  # of the outputs that the last timed iteration left
     why: str | None = None  # why it was not checked
 
 
-@dataclass(frozen=True, kw_only=True)
-class Correctness:
+class Correctness(Part):
     passed: bool | None = None
     tensors: dict[str, TensorError] = field(default_factory=dict)
     lse: Check = field(default_factory=Check)
@@ -156,8 +149,7 @@ class Correctness:
     checked_share: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassTimes:
+class PassTimes(Part):
     """The summary of a pass's samples, ms."""
 
     n: int
@@ -175,25 +167,21 @@ class PassTimes:
         return f"{self.iqr_over_median:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoBench:
+class DoBench(Part):
     ours_ms: float
     do_bench_ms: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counted:
+class Counted(Part):
     memory_read_bytes: float | None = None
     l2_read_bytes: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counters:
+class Counters(Part):
     passes: dict[str, Counted] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
+class Rounds(Part):
     """The samples of runs that take turns are taken in several rounds."""
 
     done: int = 1
@@ -209,8 +197,7 @@ class Rounds:
         return f"round {self.text}" if self.text else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
+class Timing(Part):
     passes: dict[str, PassTimes]
     back_to_back_ms: float | None = None
     no_ci95: str | None = None
@@ -222,8 +209,7 @@ class Timing:
     rounds: Rounds = field(default_factory=Rounds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassMetrics:
+class PassMetrics(Part):
     tflops_per_device: float
     tokens_per_s: float | None = None
     limited_by: str | None = None
@@ -231,14 +217,12 @@ class PassMetrics:
     no_sol: str | None = None  # why there is no sol
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
+class Metrics(Part):
     passes: dict[str, PassMetrics]
     kv_bytes_read_by_rank: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class RankMemory(Part):
     """`peak_allocated` and `peak_reserved` are those of a GPU, `peak_resident` that of a process on a CPU."""
 
     peak_allocated: int | None = None
@@ -254,13 +238,11 @@ class RankMemory:
         return held + self.symmetric + self.graphs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(Part):
     by_rank: list[RankMemory]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
+class Baseline(Part):
     """The same work on one device: its times, and this run's speedup and efficiency against them, by pass."""
 
     passes: dict[str, float] = field(default_factory=dict)
@@ -271,15 +253,13 @@ class Baseline:
     unsupported: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(Part):
     ms: float | None = None  # the oldest results have a median only
     share: float | None = None
     by_rank_ms: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassPhases:
+class PassPhases(Part):
     exposed_communication_ms: float
     rank: int | None = None
     total_ms: float = 0.0
@@ -291,8 +271,7 @@ class PassPhases:
     phases: dict[str, Phase] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankProfile:
+class RankProfile(Part):
     """An iteration under the profiler."""
 
     compute_ms: float

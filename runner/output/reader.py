@@ -1,11 +1,11 @@
-"""Read recorded runs: `result.json` in a folder for each run, or a packed sweep (`runner/pack.py`). A file that is no
-result is returned as a `Problem`, and the others are read all the same."""
+"""Read recorded runs: `result.json` in a folder for each run, or a packed sweep (`runner/pack.py`). A file that is no result is
+returned as a `Problem`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,36 +31,28 @@ def read_result(folder: Path) -> Result | Problem | None:
     """The result in a run's folder or, where it has none, in the packed sweep that the folder would lie in."""
     path = folder / RESULT
     if path.exists() or path.is_symlink():
-        return _read(path, path.read_text, folder)
+        return _read(path, folder)
     packed = _packed(folder.parent / PACKED)
     if isinstance(packed, Problem):
         return packed
     text = packed.get(folder.name)
-    return None if text is None else _read(folder.parent / PACKED, lambda: text, folder)
+    return None if text is None else _read(folder.parent / PACKED, folder, text)
 
 
 def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[Problem]]:
     """All results of a folder, which is that of a run, a sweep or a packed sweep, or (`below`) holds any of these. A run's
     own folder replaces a packed run of the same name."""
-    found: dict[Path, Result] = {}
-    problems: list[Problem] = []
-
-    def add(read: Result | Problem) -> None:
-        if isinstance(read, Result):
-            found[read.folder.resolve()] = read
-        else:
-            problems.append(read)
-
+    read: list[Result | Problem] = []
     for path in sorted(folder.rglob(PACKED)) if below else [folder / PACKED]:
         packed = _packed(path)
         if isinstance(packed, Problem):
-            add(packed)
-            continue
-        for name, text in packed.items():
-            add(_read(path, lambda text=text: text, path.parent / name, name))  # type: ignore[misc]
-    for path in sorted(folder.rglob(RESULT) if below else [*folder.glob(RESULT), *folder.glob(f"*/{RESULT}")]):
-        add(_read(path, path.read_text, path.parent))
-    return [found[key] for key in sorted(found)], problems
+            read.append(packed)
+        else:
+            read += [_read(path, path.parent / name, text, name) for name, text in packed.items()]
+    paths = folder.rglob(RESULT) if below else [*folder.glob(RESULT), *folder.glob(f"*/{RESULT}")]
+    read += [_read(path, path.parent) for path in sorted(paths)]
+    found = {one.folder.resolve(): one for one in read if isinstance(one, Result)}
+    return [found[key] for key in sorted(found)], [one for one in read if isinstance(one, Problem)]
 
 
 def packed_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -82,9 +74,10 @@ def report_problems(problems: Iterable[Problem]) -> None:
             print(problem, file=sys.stderr)
 
 
-def _read(path: Path, text: Callable[[], str], folder: Path, run: str = "") -> Result | Problem:
+def _read(path: Path, folder: Path, text: str | None = None, run: str = "") -> Result | Problem:
+    """The result in `text`, or else in the file `path`."""
     try:
-        return Result.of(json.loads(text()), folder)
+        return Result.of(json.loads(path.read_text() if text is None else text), folder)
     except RecursionError:
         why = "nested too deep"
     except json.JSONDecodeError as error:

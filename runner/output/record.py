@@ -18,9 +18,8 @@ STATUSES = ("ok", "invalid", "unsupported", "incorrect", "oom", "timeout", "cras
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The work that a run was to do, and how: from its experiment or, where it was refused before it had one, from its
-    configuration. A refused configuration may hold anything; what has another type is None here. `kernel` and `transport`
-    are as configured, which may be auto."""
+    """The work that a run was to do, and how: from its experiment or, of a refused run without one, from its configuration, where a
+    value of another type is None here. `kernel` and `transport` are as configured, which may be auto."""
 
     attention: str | None = None
     config: str | None = None
@@ -68,8 +67,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One run. `plain` is the whole JSON as it was recorded. `folder` is the run's; a packed run has no folder on disk, only the
-    name of one."""
+    """One run. `plain` is the whole JSON as recorded. `folder` is the run's; that of a packed run need not exist."""
 
     schema_version: int
     key: str
@@ -161,8 +159,8 @@ def _check(result: Result) -> None:
         raise ValueError("status is ok and timing is null, without a reason")
     if result.timing is None:
         return
-    for name, needed in (("metrics", result.metrics), ("memory", result.memory), ("experiment", result.experiment)):
-        if needed is None:
+    for name in ("metrics", "memory", "experiment"):
+        if getattr(result, name) is None:
             raise ValueError(f"timing is there and {name} is null")
     assert result.metrics is not None and result.memory is not None
     if "forward" not in result.timing.passes:

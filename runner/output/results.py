@@ -22,8 +22,7 @@ FIELDS = (
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A scratch path to write to. It replaces `path` at the end of the block; when the block raises, `path` stays as it was and
-    the scratch file is removed."""
+    """A scratch path to write to, which replaces `path` at the end of the block. When the block raises, `path` stays as it was."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield scratch
@@ -66,9 +65,8 @@ def _finite(value: Any) -> Any:
 
 
 def write_samples(path: Path, samples: list[dict[str, list[float]]], rounds: Sequence[int] | None = None) -> None:
-    """Write samples.parquet, a row for each iteration of each rank and pass.
-
-    samples: by rank, the ms of each iteration by pass. rounds: the number of iterations in each round; None: one round."""
+    """Write samples.parquet, a row for each iteration of each rank and pass. `samples`: by rank, the ms of each iteration by pass.
+    `rounds`: the number of iterations in each round; None: one round."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -80,9 +78,9 @@ def write_samples(path: Path, samples: list[dict[str, list[float]]], rounds: Seq
         for iteration, ms in enumerate(values)
     ]
     kinds = {"iteration": pa.int32(), "round": pa.int32(), "rank": pa.int32(), "pass": pa.string(), "ms": pa.float64()}
-    columns = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds.values(), strict=True)]
+    table = pa.Table.from_pylist([dict(zip(kinds, row, strict=True)) for row in rows], pa.schema(kinds))
     with replacing(path) as scratch:
-        pq.write_table(pa.table(columns, list(kinds)), scratch)
+        pq.write_table(table, scratch)
 
 
 def read_samples(path: Path) -> list[dict[str, list[float]]]:

@@ -152,8 +152,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def differ(rows: list[dict[str, Any]], key: str) -> bool:
-    """Whether the runs differ in a column. An empty cell is a value of its own for `q_len` and `seqlens`, where it means no decode
-    and no packed batch; elsewhere it means unknown."""
+    """Whether the runs differ in a column. An empty cell is a value for `q_len` (no decode) and `seqlens` (no packed batch), and
+    means unknown elsewhere."""
     found = {entry.get(key) for entry in rows if entry.get("device") is not None or entry.get(key) is not None}
     return len(found if key in ("q_len", "seqlens") else found - {None}) > 1
 
@@ -188,11 +188,8 @@ def markdown_row(texts: Iterable[str]) -> str:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a table of the columns that are not empty, then the reasons of the runs that are not ok."""
-    shown = [
-        i
-        for i, (key, *_) in enumerate(SHOWN)
-        if (differ(rows, key) if key in WHERE_DIFFERENT else any(entry.get(key) is not None for entry in rows))
-    ]
+    filled = [key for key, *_ in SHOWN if any(entry.get(key) is not None for entry in rows)]
+    shown = [i for i, (key, *_) in enumerate(SHOWN) if (differ(rows, key) if key in WHERE_DIFFERENT else key in filled)]
     lines = [markdown_row(SHOWN[i][1] for i in shown), "|" + " --- |" * len(shown)]
     lines += [markdown_row(cells(entry)[i] for i in shown) for entry in rows]
     lines += [f"\n{remark}" for remark in remarks(rows)]

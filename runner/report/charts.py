@@ -18,7 +18,7 @@ OURS, EXTERNAL = "ours", "external"
 
 
 def missing() -> str | None:
-    """Why no charts can be made here, and how to get them; None where they can."""
+    """Why no charts can be made here, and how to get the packages; None where they can be."""
     names = {"altair": "altair", "vl_convert": "vl-convert-python"}
     absent = [package for module, package in names.items() if importlib.util.find_spec(module) is None]
     return f"no charts without {' and '.join(absent)}: pip install -e '.[report]' in a checkout" if absent else None

@@ -5,7 +5,7 @@
     python -m runner.report FOLDER... --into README.md --section NAME   # replaces <!-- report:NAME -->..<!-- /report:NAME -->
     python -m runner.report --refresh README.md                         # every section again, by the command that made it
 
-No torch; without the extra `report` the tables work."""
+Without the extra `report` the tables work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from runner.report.comparison import COMPARED, comparable, comparison_table
 from runner.report.headline import headline_table
 from runner.report.labels import labels
 from runner.report.runs import PASSES, Run, read, where
-from runner.report.table import Table, in_common
+from runner.report.table import in_common
 
 PROGRAM = "python -m runner.report"
 MADE_BY = re.compile(r"^Made by `python -m runner\.report (?P<arguments>[^`]*)`", re.MULTILINE)
@@ -70,74 +70,56 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(runs: list[Run], options: argparse.Namespace) -> int:
     """Write report.md, report.html and the charts, with a part for each sweep."""
-    out = _out(options)
+    out = options.out
+    if out is None and len(options.folders) > 1:
+        out = folders.create(Path("outputs"), f"report-{folders.now()}")
+    out = _made(out or options.folders[0])
     missing = charts.missing()
     sweeps: dict[Path, list[Run]] = {}
     for run in runs:
-        sweeps.setdefault(out if options.together else run.folder.parent, []).append(run)
+        sweeps.setdefault(out if options.together else run.result.folder.parent, []).append(run)
     parts: list[page.Part] = []
-    lines = [f"# {escaped(out.resolve().name)}", ""]
     for folder, found in sorted(sweeps.items()):
         title, prefix = "Runs", ""
-        if len(sweeps) > 1:
-            title, prefix = str(folder), f"{_file_name(folder, sweeps)}_"
-        part = page.Part(
-            title,
-            f"{tables.machine(found)}\n{in_common(found)}",
-            _tables(found, options.which),
-            tables.environment_table(found),
-            {} if missing else _charts(found, options.which if options.which in PASSES else "total", out, prefix),
-            None if parts else missing,
-        )
-        parts.append(part)
-        lines += _markdown(part, prefix)
-    write_text(out / "report.md", "\n".join(lines))
-    write_text(out / "report.html", page.page(out.resolve().name, parts))
+        if len(sweeps) > 1:  # the folder's path below what all have in common
+            title, below = str(folder), os.path.relpath(folder, os.path.commonpath(sweeps))
+            prefix = re.sub(r"[^A-Za-z0-9.-]+", "_", below).strip("._") + "_"
+        compared = {"Each run": tables.runs_table(found)}
+        if len(set(labels(found).values())) > 1 and comparable(found):
+            heading = f"Side by side, ms ({options.which.replace('_', ' ')})"
+            compared[heading] = comparison_table(found, options.which)
+        drawn = {} if missing else _charts(found, options.which if options.which in PASSES else "total")
+        for kind, chart in drawn.items():
+            _write_png(chart, out / f"{prefix}{kind}.png")
+        about = f"{tables.machine(found)}\n{in_common(found)}"
+        specs = {kind: chart.to_dict() for kind, chart in drawn.items()}
+        why = None if parts else missing
+        parts.append(page.Part(title, about, compared, tables.environment_table(found), prefix, specs, why))
+    name = out.resolve().name
+    write_text(out / "report.md", "\n".join([f"# {escaped(name)}", "", *(part.markdown() for part in parts)]))
+    write_text(out / "report.html", page.page(name, parts))
     if missing:
         print(missing, file=sys.stderr)
     print(f"Report: {out / 'report.md'}, {out / 'report.html'}")
     return 0
 
 
-def _tables(runs: list[Run], which: str) -> dict[str, Table]:
-    """The tables of a part by their headings."""
-    found = {"Each run": tables.runs_table(runs)}
-    if len(set(labels(runs).values())) > 1 and comparable(runs):
-        found[f"Side by side, ms ({which.replace('_', ' ')})"] = comparison_table(runs, which)
-    return found
+def _charts(runs: list[Run], which: str) -> dict[str, Any]:
+    from runner.report.drawing import draw
+
+    return draw(runs, which)
 
 
-def _charts(runs: list[Run], which: str, out: Path, prefix: str) -> dict[str, dict[str, Any]]:
-    """Write the charts as PNGs; returns their vega-lite specifications by kind."""
-    from runner.report.drawing import draw, write_png
+def _write_png(chart: Any, path: Path) -> None:
+    from runner.report.drawing import write_png
 
-    drawn = draw(runs, which)
-    for kind, chart in drawn.items():
-        write_png(chart, out / f"{prefix}{kind}.png")
-    return {kind: chart.to_dict() for kind, chart in drawn.items()}
+    write_png(chart, path)
 
 
-def _markdown(part: page.Part, prefix: str) -> list[str]:
-    lines = [f"## {escaped(part.title)}", "", *(f"{escaped(line)}  " for line in part.summary.splitlines()), ""]
-    for heading, table in part.tables.items():
-        lines += [f"### {heading}", "", table.markdown()]
-    for kind in part.charts:
-        lines += [f"![{charts.KINDS[kind]}]({prefix}{kind}.png)", ""]
-    return [*lines, "### Environment", "", part.environment.markdown()]
-
-
-def _out(options: argparse.Namespace) -> Path:
-    """The folder of the report: --out, or the one folder given; of several folders, a new one. Raises OSError."""
-    if options.out is None and len(options.folders) > 1:
-        return folders.create(Path("outputs"), f"report-{folders.now()}")
-    out: Path = options.out or options.folders[0]
-    out.mkdir(parents=True, exist_ok=True)
-    return out
-
-
-def _file_name(folder: Path, among: Iterable[Path]) -> str:
-    """The folder's path below the part that all have in common, as part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", os.path.relpath(folder, os.path.commonpath(among))).strip("._")
+def _made(folder: Path) -> Path:
+    """The folder, which is made if it is missing. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str]) -> int:
@@ -150,14 +132,14 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
             f"--section {options.section}: {file} must have <!-- report:{options.section} --> and after it "
             f"<!-- /report:{options.section} --> once, each in a line of its own"
         )
-    table, unit = tables.runs_table(runs), f" Times in ms ({options.which.replace('_', ' ')})."
+    unit = f" Times in ms ({options.which.replace('_', ' ')})."
     if options.table == "comparison":
         table = comparison_table(runs, options.which)
         table.notes += tables.failures(runs)
     elif options.table == "headline":
         table = headline_table(runs, options.which, options.mixed)
     else:
-        unit = ""
+        table, unit = tables.runs_table(runs), ""
     picture = [] if options.chart == "none" else [_picture(runs, options), ""]
     heading = escaped(f"{tables.machine(runs)}; {in_common(runs)}.{unit}")
     body = "\n".join([heading, "", table.markdown(), *picture, f"Made by `{PROGRAM} {shlex.join(arguments)}`."])
@@ -174,17 +156,13 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
     """Write the section's chart and return its link, relative to the file. Raises ValueError where it cannot be made."""
     if missing := charts.missing():
         raise ValueError(f"{missing}, or leave the picture out with --chart none")
-    from runner.report.drawing import draw, write_png
-
-    chart = draw(runs, options.which).get(options.chart)
+    chart = _charts(runs, options.which).get(options.chart)
     if chart is None:
         raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
-    out: Path = options.out or options.folders[0]
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{options.section}_{options.chart}.png"
-    write_png(chart, path)
-    title = charts.KINDS[options.chart]
-    return f"![{title}, {options.section.replace('_', ' ')}]({os.path.relpath(path, options.into.parent)})"
+    path = _made(options.out or options.folders[0]) / f"{options.section}_{options.chart}.png"
+    _write_png(chart, path)
+    title = f"{charts.KINDS[options.chart]}, {options.section.replace('_', ' ')}"
+    return f"![{title}]({os.path.relpath(path, options.into.parent)})"
 
 
 def refresh(file: Path) -> int:

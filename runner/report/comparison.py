@@ -33,18 +33,23 @@ class Row:
     def mixed(self) -> bool:
         return mixed(list(self.timed.values()))
 
-    def cells(self, columns: Iterable[str], text: Callable[[Run], str]) -> list[str]:
-        """The text of each column's run, in bold for the fastest, or the status of a run without a time."""
-        timed = self.timed
-        best = digits(min((run.ms(self.which) or 0.0 for run in timed.values()), default=None))
-        found = []
-        for column in columns:
-            run = self.runs.get(column)
-            if run is None or column not in timed:
-                found.append("" if run is None or run.ok else run.status)
-            else:
-                found.append(BEST.format(text(run)) if digits(run.ms(self.which)) == best else text(run))
-        return found
+    def cell(self, column: str, text: Callable[[Run], str]) -> str:
+        """The text of the column's run, in bold for the fastest; the status of a run without a time."""
+        run = self.runs.get(column)
+        if run is None or column not in self.timed:
+            return "" if run is None or run.ok else run.status
+        best = min(other.ms(self.which) or 0.0 for other in self.timed.values())
+        return BEST.format(text(run)) if digits(run.ms(self.which)) == digits(best) else text(run)
+
+    def ratio(self, theirs: Iterable[str], ours: Iterable[str]) -> str:
+        """The fastest of the timed columns `theirs` over the fastest of `ours`; empty where one of the two has none."""
+        first, second = (
+            min(columns, key=lambda column: self.timed[column].ms(self.which) or 0.0, default=None)
+            for columns in (theirs, ours)
+        )
+        if first is None or second is None:
+            return ""
+        return ratio(self.timed[first], self.timed[second], self.which, (first, second))
 
 
 def comparable(runs: Sequence[Run]) -> list[Run]:
@@ -60,21 +65,27 @@ def by_workload(runs: Iterable[Run], key: Sequence[str] = WORKLOAD) -> list[list
     return [found[work] for work in sorted(found, key=lambda work: [sortable(value) for value in work])]
 
 
-def fact_columns(rows: Sequence[Row], key: Sequence[str] = WORKLOAD) -> tuple[list[str], list[list[str]]]:
-    """The titles and cells of the facts in which the rows differ. The last cell of a row that mixes commits or machines is
-    marked."""
+def side_by_side(
+    rows: Sequence[Row],
+    columns: Sequence[str],
+    text: Callable[[Run], str],
+    ratios: dict[str, Callable[[Row], str]],
+    own: Sequence[str] = (),
+    key: Sequence[str] = WORKLOAD,
+) -> Table:
+    """The facts of `key` in which the rows differ, the `text` of each column's run, and `ratios` by title. The last fact of a row
+    that mixes commits or machines is marked. `own` notes come first."""
     first = [next(iter(row.runs.values())) for row in rows]
     shown = [name for name in key if len({getattr(run, name) for run in first}) > 1] or ["seq_len"]
-    cells = [[fact(run, name) for name in shown] for run in first]
-    for row, facts in zip(rows, cells, strict=True):
+    titles = [*(FACTS[name.removeprefix("asked_")] for name in shown), *columns, *ratios]
+    cells = []
+    for row, run in zip(rows, first, strict=True):
+        facts = [fact(run, name) for name in shown]
         facts[-1] += MIXED if row.mixed else ""
-    return [FACTS[name.removeprefix("asked_")] for name in shown], cells
-
-
-def notes(rows: Sequence[Row], own: Sequence[str]) -> list[str]:
-    """The notes below a table of rows, with the table's own first."""
-    noisy = any(noise(run, row.which) for row in rows for run in row.timed.values())
-    return [*own, *([NOISY] if noisy else []), *mixed_note(list(row.timed.values()) for row in rows)]
+        cells.append([*facts, *(row.cell(column, text) for column in columns), *(of(row) for of in ratios.values())])
+    notes = [*own, *([EVEN] if any(texts[-1].startswith("even (") for texts in cells) else [])]
+    notes += [NOISY] if any(noise(run, row.which) for row in rows for run in row.timed.values()) else []
+    return Table(titles, cells, LEFT, notes + mixed_note(list(row.timed.values()) for row in rows))
 
 
 def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
@@ -89,41 +100,20 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     rows = []
     for group in by_workload(runs, key):
         latest: dict[str, Run] = {}
-        for run in sorted(group, key=begun, reverse=True):
+        for run in sorted(group, key=lambda run: -run.environment.started_at):
             latest.setdefault(named[run], run)
         rows.append(Row({column: latest[column] for column in columns if column in latest}, which))
-    titles, facts = fact_columns(rows, key)
-    cells = [
-        [*start, *row.cells(columns, lambda run: digits(run.ms(which)) + noise(run, which))]
-        for start, row in zip(facts, rows, strict=True)
-    ]
-    titles += columns
-    if {run.external for run in runs} == {True, False}:
-        ours = AUTO if any(run.attention == AUTO for run in runs) else "fastest of ours"
-        titles.append(RATIO.format(ours))
-        cells = [[*texts, _ratio(row, ours)] for texts, row in zip(cells, rows, strict=True)]
     repeated = len(runs) - sum(len(row.runs) for row in rows)
     own = [f"Where a run was repeated, its latest: {counted(repeated, 'earlier run')} left out."] if repeated else []
-    own += [EVEN] if any(texts[-1].startswith("even (") for texts in cells) else []
-    return Table(titles, cells, LEFT, notes(rows, own))
+    ratios: dict[str, Callable[[Row], str]] = {}
+    if {run.external for run in runs} == {True, False}:
+        with_auto = any(run.attention == AUTO for run in runs)
+        ratios[RATIO.format(AUTO if with_auto else "fastest of ours")] = lambda row: _ratio(row, with_auto)
+    return side_by_side(rows, columns, lambda run: digits(run.ms(which)) + noise(run, which), ratios, own, key)
 
 
-def begun(run: Run) -> float:
-    """When the run started, in Unix time."""
-    return run.environment.started_at
-
-
-def _ratio(row: Row, ours: str) -> str:
-    """The fastest external package over ours. CUDA graph replays are left out: external packages are launched."""
-    launched = {column: run for column, run in row.timed.items() if run.graphs is False}
-
-    def fastest(columns: list[str]) -> str | None:
-        return min(columns, key=lambda column: launched[column].ms(row.which) or 0.0, default=None)
-
-    theirs = fastest([column for column, run in launched.items() if run.external])
-    mine = fastest(
-        [column for column, run in launched.items() if not run.external and (ours != AUTO or run.attention == AUTO)]
-    )
-    if row.mixed or theirs is None or mine is None:
-        return ""
-    return ratio(launched[theirs], launched[mine], row.which, (theirs, mine))
+def _ratio(row: Row, with_auto: bool) -> str:
+    """The fastest external package over ours, without CUDA graph replays: external packages are launched."""
+    launched = {} if row.mixed else {column: run for column, run in row.timed.items() if run.graphs is False}
+    ours = [c for c, run in launched.items() if (run.attention == AUTO if with_auto else not run.external)]
+    return row.ratio([c for c, run in launched.items() if run.external], ours)

@@ -35,14 +35,11 @@ def noise(run: Run, which: str) -> str:
 
 def origins(runs: Iterable[Run]) -> list[str]:
     """The commits and machines of these runs, each once, in a few words."""
-    found: dict[tuple[object, ...], str] = {}
-    for run in runs:
-        about = run.environment
+    found = set()
+    for about in (run.environment for run in runs):
         commit = (about.git.commit if about.git else None) or "unknown"
-        cards = tuple(sorted(gpu.uuid for gpu in about.gpus_before if gpu.uuid))
-        key = (commit, about.host, about.machine_id, about.cpu, about.cores, cards)
-        found[key] = f"{commit[:7]} on {about.host or 'an unknown host'} of {about.cores or '?'} cores"
-    return sorted(set(found.values())) if len(found) > 1 else [*found.values()]
+        found.add(f"{commit[:7]} on {about.host or 'an unknown host'} of {about.cores or '?'} cores")
+    return sorted(found)
 
 
 def mixed(runs: Sequence[Run]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from runner.report.runs import WAYS, Run
@@ -11,11 +12,12 @@ Varying = set[tuple[str | None, str]]  # (variant, option)
 
 def varying_options(runs: Sequence[Run]) -> Varying:
     """The options in which runs of the same variant differ."""
-    values: dict[tuple[str | None, str], set[str]] = {}
-    for run in runs:
-        for option in {key for other in runs if other.attention == run.attention for key in other.options}:
-            values.setdefault((run.attention, option), set()).add(str(run.options.get(option)))
-    return {key for key, found in values.items() if len(found) > 1}
+    named = {(run.attention, option) for run in runs for option in run.options}
+    return {
+        (variant, option)
+        for variant, option in named
+        if len({str(run.options.get(option)) for run in runs if run.attention == variant}) > 1
+    }
 
 
 def options_text(run: Run, varying: Varying) -> str:
@@ -24,11 +26,8 @@ def options_text(run: Run, varying: Varying) -> str:
 
 def each_over_several_kernels(runs: Sequence[Run]) -> bool:
     """Whether several variants ran over several local kernels each."""
-    kernels: dict[str | None, set[str | None]] = {}
-    for run in runs:
-        if run.status != "invalid":
-            kernels.setdefault(run.attention, set()).add(run.asked_kernel)
-    return sum(len(found) > 1 for found in kernels.values()) > 1
+    pairs = {(run.attention, run.asked_kernel) for run in runs if run.status != "invalid"}
+    return sum(n > 1 for n in Counter(variant for variant, _ in pairs).values()) > 1
 
 
 def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]:

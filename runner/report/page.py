@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.output.summary import escaped
 from runner.report.charts import KINDS
 from runner.report.table import Table
 
@@ -32,14 +33,24 @@ details td:first-child { white-space: nowrap; }
 
 @dataclass(frozen=True)
 class Part:
-    """The report of some runs. `charts` has the vega-lite specification of each kind; `why` says why there are none."""
+    """The report of some runs. `charts` has the vega-lite specification of each kind, whose PNG is `prefix` and the kind; `why` says
+    why there are none."""
 
     title: str
     summary: str
     tables: Mapping[str, Table]
     environment: Table
+    prefix: str = ""
     charts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     why: str | None = None
+
+    def markdown(self) -> str:
+        lines = [f"## {escaped(self.title)}", "", *(f"{escaped(line)}  " for line in self.summary.splitlines()), ""]
+        for heading, table in self.tables.items():
+            lines += [f"### {heading}", "", table.markdown()]
+        for kind in self.charts:
+            lines += [f"![{KINDS[kind]}]({self.prefix}{kind}.png)", ""]
+        return "\n".join([*lines, "### Environment", "", self.environment.markdown()])
 
 
 def page(title: str, parts: Sequence[Part]) -> str:

@@ -66,6 +66,7 @@ class Run:
         heads = f"{asked.heads}:{asked.kv_heads or asked.heads}" if asked.heads is not None else None
         known = asked.causal is not None and asked.window is not None
         gpus = (gpu.name for gpu in result.environment.gpus_before)
+        variant = everything().get(asked.attention or "")
         same = ("attention", "config", "world_size", "batch", "seq_len", "q_len", "head_dim", "dtype", "graphs")
         return Run(
             result,
@@ -74,7 +75,7 @@ class Run:
             heads=heads,
             mask=Band.of(bool(asked.causal), asked.window or (-1, -1)).describe() if known else None,
             pack=_pack(asked),
-            mode=asked.mode or _default_mode(asked.attention),
+            mode=asked.mode or ("forward" if variant and variant.decode else "forward_backward"),
             kernel=None if used.kernel == "auto" else used.kernel,
             transport=None if used.transport in ("none", "auto") or asked.attention in EXTERNAL else used.transport,
             asked_kernel=asked.kernel,
@@ -84,10 +85,6 @@ class Run:
             gpu=result.environment.gpu or next(gpus, None),
             **{key: getattr(asked, key) for key in same},
         )
-
-    @property
-    def folder(self) -> Path:
-        return self.result.folder
 
     @property
     def status(self) -> str:
@@ -159,14 +156,9 @@ def _pack(asked: Asked) -> str | None:
     return text + (", in a new order each time" if asked.timing.new_packs else "")
 
 
-def _default_mode(attention: str | None) -> str:
-    variant = everything().get(attention or "")
-    return "forward" if variant and variant.decode else "forward_backward"
-
-
 def read(folders: Iterable[Path]) -> list[Run]:
-    """The runs in these folders and below, packed or not, in the order of the tables. Files that are no results are named on
-    stderr. Raises ValueError where there is no result."""
+    """The runs in these folders and below, in the order of the tables. Files that are no results are named on stderr. Raises
+    ValueError where there is no result."""
     folders = list(folders)
     found: dict[Path, Result] = {}
     for folder in folders:
@@ -174,10 +166,9 @@ def read(folders: Iterable[Path]) -> list[Run]:
         reader.report_problems(problems)
         found |= {value.folder.resolve(): value for value in values if value.folder.resolve() not in found}
     if not found:
-        names = ", ".join(str(folder) for folder in folders)
         raise ValueError(
-            f"{names}: no result.json or {reader.PACKED} there or below that can be read; give the folder of a run, a sweep, "
-            "or several"
+            f"{', '.join(map(str, folders))}: no result.json or {reader.PACKED} there or below that can be read; give the folder "
+            "of a run, a sweep, or several"
         )
     runs = [Run.of(value) for value in found.values()]
     gpus = {run.gpu for run in runs if run.gpu}
@@ -200,7 +191,7 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
 
 
 def sortable(value: Any) -> tuple[Any, ...]:
-    """A sort key: numbers by size, also inside a text such as 32:8, and None first."""
+    """A sort key: numbers by size, also within a text such as 32:8, and None first."""
     parts = re.split(r"(\d+)", "" if value is None else str(value))
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 

@@ -31,6 +31,9 @@ class Table:
         return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
     def html(self) -> str:
+        def row(tag: str, texts: list[str]) -> str:
+            return "".join(cell(tag, title, text) for title, text in zip(self.titles, texts, strict=True))
+
         def cell(tag: str, title: str, text: str) -> str:
             bold = text.startswith("**") and text.endswith("**")
             shown = html.escape(text.strip("*") if bold else text)
@@ -38,9 +41,7 @@ class Table:
             kind = f' class="{" ".join(kinds)}"' if kinds else ""
             return f"<{tag}{kind}>{f'<b>{shown}</b>' if bold else shown}</{tag}>"
 
-        head = "".join(cell("th", title, title) for title in self.titles)
-        rows = ["".join(cell("td", *pair) for pair in zip(self.titles, row, strict=True)) for row in self.rows]
-        body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+        head, body = row("th", self.titles), "\n".join(f"<tr>{row('td', texts)}</tr>" for texts in self.rows)
         notes = "".join(f"<p>{html.escape(note).replace('`', '')}</p>" for note in self.notes)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{notes}'
 

@@ -13,10 +13,8 @@ from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, counted, differing, digits, fact
 
 LATE = 0.05  # the time back to back is shown where it differs from the total by more than this share
-LEFT = {
-    FACTS[key]
-    for key in ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "replay", "timing")
-}
+WORDS = ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "replay", "timing")
+LEFT = {FACTS[key] for key in WORDS}
 
 
 def rate_title(runs: Sequence[Run]) -> str:
@@ -24,7 +22,7 @@ def rate_title(runs: Sequence[Run]) -> str:
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
-    """A row for each run: the facts in which the runs differ, and what was measured."""
+    """A row for each run: the facts in which the runs differ, and what was measured. Columns without a text are left out."""
     varying, against = varying_options(runs), scaling(runs)
     columns: dict[str, Callable[[Run], str]] = {
         FACTS[key]: lambda run, key=key: fact(run, key, varying)  # type: ignore[misc]
@@ -47,8 +45,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
         "forward ms against do_bench's": lambda run: _do_bench(run, "forward"),
         "backward ms against do_bench's": lambda run: _do_bench(run, "backward"),
     }
-    filled = {title: [text(run) for run in runs] for title, text in columns.items()}
-    filled = {title: cells for title, cells in filled.items() if any(cells)}
+    filled = {title: cells for title, text in columns.items() if any(cells := [text(run) for run in runs])}
     rows = [list(row) for row in zip(*filled.values(), strict=True)]
     return Table(list(filled), rows, LEFT | {"status"}, _notes(runs, {found.mark for found in against.values()}))
 
@@ -103,24 +100,25 @@ def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
 def failures(runs: Sequence[Run]) -> list[str]:
     """A list with a line for each reason why runs are not ok; empty where all are."""
     named = labels(runs)
-    by_reason: dict[tuple[str, str], list[Run]] = {}
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         if not run.ok:
-            by_reason.setdefault((run.status, run.result.reason or "without a reason"), []).append(run)
-    lines = []
-    for (status, reason), failed in by_reason.items():
-        names = dict.fromkeys(named[run] if run.attention else run.result.name for run in failed)
-        lines.append(f"- {status}, {', '.join(names)} ({counted(len(failed), 'run')}): {' '.join(reason.split())}")
+            name = named[run] if run.attention else run.result.name
+            by_reason.setdefault((run.status, run.result.reason or "without a reason"), []).append(name)
+    lines = [
+        f"- {status}, {', '.join(dict.fromkeys(names))} ({counted(len(names), 'run')}): {' '.join(reason.split())}"
+        for (status, reason), names in by_reason.items()
+    ]
     return ["\n".join(lines)] if lines else []
 
 
 def environment_table(runs: Sequence[Run]) -> Table:
     """Where the runs were measured: a row for each fact, with all the values that it has."""
     facts = [_environment(run) for run in runs]
-    rows = []
-    for title in facts[0]:
-        values = dict.fromkeys(str(found[title]) for found in facts if found[title])
-        rows += [[title, "; ".join(values)]] if values else []
+    values = {
+        title: "; ".join(dict.fromkeys(str(found[title]) for found in facts if found[title])) for title in facts[0]
+    }
+    rows = [[title, text] for title, text in values.items() if text]
     return Table(["", "of these runs"], rows, {"", "of these runs"})
 
 
@@ -157,6 +155,5 @@ def machine(runs: Sequence[Run]) -> str:
     found = dict(environment_table(runs).rows)
     gpus = found.get("GPUs of the machine")
     device = f"{gpus} {found['GPU']}" if gpus and "GPU" in found else found.get("CPU")
-    return ", ".join(
-        filter(None, [device, *(f"{name} {found[name]}" for name in ("torch", "NCCL", "cuDNN") if name in found)])
-    )
+    libraries = [f"{name} {found[name]}" for name in ("torch", "NCCL", "cuDNN") if name in found]
+    return ", ".join(filter(None, [device, *libraries]))
