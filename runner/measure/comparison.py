@@ -1,41 +1,88 @@
-"""Comparing a call's outputs with the reference, piece by piece, and what is too far."""
+"""Attention's comparison with its reference: plain softmax (`reference.attend`) in fp64, or fp32 where fp64 would take too
+long, on the unsharded tensors, in pieces of one batch element and one KV head. The same pieces go through a local call of the
+same kernel in the same dtype, which gives the error of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.kernels import Call, Shape, select
-from runner.config.experiment import AttentionCall, Experiment
+from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import pieces
 from runner.measure.attention_work import ROLES, AttentionWork
-from runner.measure.errors import Error, Tolerance, described
+from runner.measure.errors import Error, Tolerance, described, total
 from runner.measure.pieces import Piece
 from runner.measure.reference import Reference
+from runner.measure.workload import Compared
+
+FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
+HALF = ("bf16", "fp16")  # fp32 is precise enough for their errors: fp64 up to a tenth of that work
+MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # above it a sample of the pieces is checked
+KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
+IN_RESULT = ("rel_l2", "grad_rel_l2", "row", "grad_row", "gain", "lse", "error_ratio")  # tolerances
+
+
+def compare(
+    me: Rank, experiment: Experiment, work: AttentionWork, outputs: dict[str, Tensor], with_scales: bool
+) -> Compared:
+    """`Kind.compare` of attention: out, dq, dk, dv and the LSE."""
+    tflop = pieces.tflop(experiment.workload, experiment.backward)
+    affordable = FP64_TFLOP[experiment.device] / (10 if experiment.workload.dtype in HALF else 1)
+    dtype = torch.float64 if tflop <= affordable else torch.float32
+    lse = _lse(me, work)
+    whole = {name: work.unshard(outputs.pop(name)) for name in [*outputs]}
+    if isinstance(lse, Tensor):
+        whole["lse"] = work.unshard(lse)
+    comparison = _Comparison(me, experiment, work, whole, dtype, with_scales)
+    share = comparison.add_pieces(KEPT_BYTES if experiment.launch.memory_limit_gb is None else 0)
+    me.say("check_compare")
+    scales = {name: comparison.scales_of_shard(name) for name in comparison.scales}
+    reference = "fp64" if dtype == torch.float64 else "fp32"
+    about = {"reference": reference, "kernel": work.plan.kernel.name, "checked_share": share}
+    return Compared(comparison.verdict(lse if isinstance(lse, str) else None) | about, scales, comparison.limits)
 
 
 def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
     """The tolerances of out, dq, dk and dv."""
     given, spec = experiment.dtype, experiment.workload
     atol = given.gqa_atol if spec.heads != spec.kv_heads else given.atol
-    common = given.gain, given.error_ratio
-    of_gradients = Tolerance(given.grad_rel_l2, max(given.grad_atol, atol), given.grad_row, *common)
-    of_out = Tolerance(given.rel_l2, atol, given.row, *common)
-    return {"out": of_out, **dict.fromkeys(("dq", "dk", "dv"), of_gradients)}
+    of_out = Tolerance(given.rel_l2, atol, given.row, given.gain, given.error_ratio)
+    of_gradient = Tolerance(
+        given.grad_rel_l2, max(given.grad_atol, atol), given.grad_row, given.gain, given.error_ratio
+    )
+    return {"out": of_out, **dict.fromkeys(("dq", "dk", "dv"), of_gradient)}
 
 
-class Comparison:
-    """Whole outputs against the references of this rank's pieces."""
+def _lse(me: Rank, work: AttentionWork) -> Tensor | str:
+    """This rank's LSE `[B, s, H, 1]`, or why there is none."""
+    me.say("check_variant", note="the LSE")
+    try:
+        with torch.no_grad():
+            _, lse = work.fn(work.q, work.k, work.v, **work.options, return_lse=True)
+    except UnsupportedCall as error:
+        return str(error)
+    return lse.transpose(-1, -2).unsqueeze(-1).contiguous()
+
+
+class _Comparison:
+    """Whole outputs against the references of this rank's pieces, which are computed in `dtype`."""
 
     def __init__(
-        self, me: Rank, experiment: Experiment, work: AttentionWork, whole: dict[str, Tensor], with_scales: bool
+        self,
+        me: Rank,
+        experiment: Experiment,
+        work: AttentionWork,
+        whole: dict[str, Tensor],
+        dtype: torch.dtype,
+        with_scales: bool,
     ):
-        self.me, self.experiment, self.work, self.whole = me, experiment, work, whole
+        self.me, self.experiment, self.work, self.whole, self.dtype = me, experiment, work, whole, dtype
         self.limits = tolerances(experiment)
         self.errors = {name: Error() for name in whole}
         self.local = {name: Error() for name in whole if name != "lse"}
@@ -43,18 +90,39 @@ class Comparison:
         self.scales = {name: whole[name].new_zeros(whole[name].shape[:-1], dtype=torch.float32) for name in self.local}
         if not with_scales:
             self.scales = {}
-        # an external package has its own meaning of kernel=auto
-        own = experiment.kernel == "auto" and not work.fn.variant.external
-        self.asked = "auto" if own else work.plan.kernel.name
+        # an external package's `auto` is a kernel of its own
+        own = experiment.kernel == "auto" and work.fn.variant.executor != "external"
+        self.kernel = "auto" if own else work.plan.kernel.name
 
-    def add(self, piece: Piece, dtype: torch.dtype) -> None:
+    def add_pieces(self, most_bytes: int) -> float:
+        """Compares this rank's pieces; the share of all pieces that is checked. Keeps at most so many bytes of references
+        for later checks. Collective."""
+        me, experiment, backward = self.me, self.experiment, self.experiment.backward
+        limit = experiment.check.max_tflop or MAX_TFLOP[experiment.device]
+        key = (experiment.workload, experiment.seed, backward, self.dtype, me.world, limit)
+        mine, share, shared = pieces.pieces_of(experiment.workload, me.world, me.rank, limit, backward)
+        found = pieces.kept(key) or mine
+        me.say("check_reference")  # also on a rank that has no piece to check
+        if shared and any(me.gather(not all(piece.reference for piece in found))):
+            pieces.share_reference(me, experiment, mine, shared, self.dtype)
+            found = mine
+        for number, piece in enumerate(found):
+            me.say("check_reference", note=f"{number + 1} of {len(found)}")
+            self._add(piece)
+            if pieces.reference_bytes([piece]) * len(found) > most_bytes:
+                piece.reference = None
+        if all(piece.reference for piece in found):
+            pieces.keep(key, found, most_bytes)
+        return share
+
+    def _add(self, piece: Piece) -> None:
         """Compares a piece; computes its reference if it has none."""
         spec, device = self.experiment.workload, self.me.device
-        new = self.asked not in piece.local
+        new = self.kernel not in piece.local
         if new or piece.reference is None:
             inputs = pieces.piece_inputs(spec, piece, self.experiment.seed, device, self.work.backward)
         if piece.reference is None:
-            piece.reference = pieces.reference(inputs, self.experiment, dtype).to("cpu")
+            piece.reference = pieces.reference(inputs, self.experiment, self.dtype).to("cpu")
         reference = piece.reference.to(device)
         for name, x in self.whole.items():
             heads = 1 if ROLES[name] == "kv" else spec.heads // spec.kv_heads
@@ -66,17 +134,29 @@ class Comparison:
             if name in self.scales:
                 piece.put(self.scales[name], heads, scales)
         if new:
-            piece.local[self.asked] = self._local_errors(piece, inputs, reference)
-        self.local = {name: error.plus(piece.local[self.asked][name]) for name, error in self.local.items()}
+            piece.local[self.kernel] = self._local_errors(piece, inputs, reference)
+        self.local = {name: error.plus(piece.local[self.kernel][name]) for name, error in self.local.items()}
 
     def _local_errors(self, piece: Piece, inputs: dict[str, Tensor], reference: Reference) -> dict[str, Error]:
         errors = {}
-        for name, x in _local(inputs, self.experiment.workload, self.asked, self.work).items():
+        for name, x in self._local(inputs).items():
             errors[name] = Error()
             found = piece.mine(x if x.dim() == 3 else x[0])
             rtol, places = self.limits[name].absolute, piece.places(found.shape[1])
             errors[name].add(found, reference.values[name], reference.scales(name), rtol, places)
         return errors
+
+    def _local(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """out, dq, dk, dv of a call of the kernel on one device, with a batch dim of 1 unless packed."""
+        spec, scale = self.experiment.workload, self.experiment.workload.head_dim**-0.5
+        q, k, v, *dout = (x.unsqueeze(0) if spec.seqlens is None else x for x in inputs.values())
+        kernel = select("auto", Shape.of(q, k), (spec.mask,)) if self.kernel == "auto" else self.work.plan.kernel
+        call = Call(scale, spec.mask)
+        if spec.seqlens is not None:
+            call = Call.of_packed(scale, spec.mask, spec.seqlens, spec.seqlens, q.device)
+        out, lse = kernel.forward(q, k, v, call)
+        gradients = kernel.backward(dout[0], q, k, v, out, lse, call) if dout else ()
+        return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=False))
 
     def scales_of_shard(self, name: str) -> Tensor:
         """The scales of this rank's rows of a tensor, `[B, s, H]`. A head that no rank compared gets the largest scale
@@ -95,63 +175,25 @@ class Comparison:
         everyone = self.me.gather((self.errors, self.local))
         errors = {name: total(of_all[name] for of_all, _ in everyone) for name in self.errors}
         tensors, why = {}, []
-        for name, limit in self.limits.items():
-            if name not in errors:
-                continue
+        for name in self.local:
             local = total(of_local[name] for _, of_local in everyone)
-            why += errors[name].faults(name, limit, local)
+            why += errors[name].faults(name, self.limits[name], local)
             more = {"local_rel_l2": local.rel_l2, "local_worst_row": local.row}
             tensors[name] = errors[name].plain() | more | {"ratio_to_local": errors[name].ratio_to(local)}
-        lse, lse_fault = self._lse_verdict(errors.get("lse"), without_lse)
-        why += lse_fault
-        out, gradient = self.limits["out"], self.limits["dq"]
-        tolerance = {"atol": out.absolute, "grad_atol": gradient.absolute}
-        names = ("rel_l2", "grad_rel_l2", "row", "grad_row", "gain", "lse", "error_ratio")
-        tolerance |= {name: getattr(self.experiment.dtype, name) for name in names}
-        return {
-            "passed": not why,
-            "why": "; ".join(why) or None,
-            "tensors": tensors,
-            "lse": lse,
-            "tolerance": tolerance,
-        }
-
-    def _lse_verdict(self, error: Error | None, without: str | None) -> tuple[dict[str, Any], list[str]]:
-        """What the result says of the LSE, and why it is wrong."""
-        if error is None:
-            return {"checked": False, "why": without}, []
-        most = self.experiment.dtype.lse
-        found = {"checked": True, "why": None, "max_abs": error.worst, "worst_row": error.row}
-        found["worst_row_at"] = error.plain()["worst_row_at"]
-        if error.row <= most:
-            return found, []
-        return found, [f"lse error {error.row:.2e} of 1 + |lse| > {most:.0e} at {described(error.row_at)}"]
-
-
-def total(errors: Iterable[Error]) -> Error:
-    found = Error()
-    for error in errors:
-        found = found.plus(error)
-    return found
+        lse: dict[str, Any] = {"checked": False, "why": without_lse}
+        if "lse" in errors:
+            error, most = errors["lse"], self.experiment.dtype.lse
+            lse = {"checked": True, "why": None, "max_abs": error.worst}
+            lse |= {name: error.plain()[name] for name in ("worst_row", "worst_row_at")}
+            if not error.row <= most:
+                why.append(f"lse error {error.row:.2e} of 1 + |lse| > {most:.0e} at {described(error.row_at)}")
+        tolerance = {"atol": self.limits["out"].absolute, "grad_atol": self.limits["dq"].absolute}
+        tolerance |= {name: getattr(self.experiment.dtype, name) for name in IN_RESULT}
+        text = "; ".join(why) or None
+        return {"passed": not why, "why": text, "tensors": tensors, "lse": lse, "tolerance": tolerance}
 
 
 def without_keys(x: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     """x and expected, with 0 where both are -inf: the LSE of a row without keys."""
     both = (x == -torch.inf) & (expected == -torch.inf)
     return x.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
-
-
-def _local(inputs: dict[str, Tensor], spec: AttentionCall, asked: str, work: AttentionWork) -> dict[str, Tensor]:
-    """out, dq, dk, dv of a call of the kernel on one device, with a batch dim of 1 unless packed."""
-    packed = spec.seqlens is not None
-    q, k, v, *dout = (x if packed else x.unsqueeze(0) for x in inputs.values())
-    kernel = select(asked, Shape.of(q, k), (spec.mask,)) if asked == "auto" else work.plan.kernel
-    scale = spec.head_dim**-0.5
-    call = Call(scale, spec.mask)
-    if spec.seqlens is not None:
-        call = Call.of_packed(scale, spec.mask, spec.seqlens, spec.seqlens, q.device)
-    out, lse = kernel.forward(q, k, v, call)
-    found = {"out": out}
-    if dout:
-        found |= dict(zip(("dq", "dk", "dv"), kernel.backward(dout[0], q, k, v, out, lse, call), strict=True))
-    return found

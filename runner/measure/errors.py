@@ -1,15 +1,17 @@
-"""Errors of results against a reference, in sums that add up over pieces and ranks, and the tolerances."""
+"""Errors of results against a reference, which add up over pieces and ranks, and the tolerances."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+SUMS = ("difference", "reference", "along", "along_square", "weight")  # fields of `Error` that add up
 CHANCE = 5.0  # standard errors up to which a gain may be chance
 
 Place = tuple[int, int, int]  # batch element, token, head
@@ -34,16 +36,16 @@ class Tolerance:
 class Error:
     """Running sums of one tensor's comparison."""
 
-    difference: float = 0.0
-    reference: float = 0.0
-    worst: float = 0.0
+    difference: float = 0.0  # sum of (x - ref)^2
+    reference: float = 0.0  # sum of ref^2
+    worst: float = 0.0  # the largest |x - ref|
     excess: float = -math.inf  # the largest |x - ref| - rtol |ref|
     finite: bool = True
     row: float = 0.0  # the largest error of a row, relative to its scale
     row_at: Place | None = None
-    along: float = 0.0  # sum over rows of <x - ref, ref> / scale^2,
-    along_square: float = 0.0  # of its squares
-    weight: float = 0.0  # and of <ref, ref> / scale^2
+    along: float = 0.0  # sum over rows of <x - ref, ref> / scale^2
+    along_square: float = 0.0  # sum over rows of its square
+    weight: float = 0.0  # sum over rows of <ref, ref> / scale^2
 
     def add(
         self, x: Tensor, reference: Tensor, scales: Tensor, rtol: float, place: Callable[[int, int], Place]
@@ -63,26 +65,18 @@ class Error:
         worst = int(rows.argmax())
         if float(rows.flatten()[worst]) > self.row or self.row_at is None:
             self.row, self.row_at = float(rows.flatten()[worst]), place(*divmod(worst, rows.shape[1]))
-        scaled = reference / scales.masked_fill(scales == 0, math.inf).unsqueeze(-1)
-        along = ((delta / scales.masked_fill(scales == 0, math.inf).unsqueeze(-1)) * scaled).sum(-1).double()
+        by = scales.masked_fill(scales == 0, math.inf).unsqueeze(-1)
+        scaled = reference / by
+        along = (delta / by * scaled).sum(-1).double()
         self.along += float(along.sum())
         self.along_square += float(along.square().sum())
         self.weight += float(scaled.double().square().sum())
 
     def plus(self, other: Error) -> Error:
         worse = max(self, other, key=lambda each: (each.row_at is not None, each.row))
-        return Error(
-            self.difference + other.difference,
-            self.reference + other.reference,
-            max(self.worst, other.worst),
-            max(self.excess, other.excess),
-            self.finite and other.finite,
-            worse.row,
-            worse.row_at,
-            self.along + other.along,
-            self.along_square + other.along_square,
-            self.weight + other.weight,
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
+        highest = {name: max(getattr(self, name), getattr(other, name)) for name in ("worst", "excess")}
+        return Error(finite=self.finite and other.finite, row=worse.row, row_at=worse.row_at, **sums, **highest)
 
     @property
     def rel_l2(self) -> float:
@@ -102,23 +96,19 @@ class Error:
 
     def faults(self, name: str, tolerance: Tolerance, local: Error | None = None) -> list[str]:
         """A sentence for each tolerance that is exceeded."""
-        found = []
-        if not self.finite:
-            found.append(f"{name} is not finite")
-        if not self.rel_l2 <= tolerance.rel_l2:
-            found.append(f"{name} rel L2 {self.rel_l2:.2e} > {tolerance.rel_l2:.0e}")
-        if not self.excess <= tolerance.absolute:
-            found.append(f"{name} max abs {self.worst:.2e} > {tolerance.absolute:.1e} + {tolerance.absolute:.1e} |ref|")
-        if not self.row <= tolerance.row:
-            found.append(
-                f"{name} row error {self.row:.2e} of its scale > {tolerance.row:.1e} at {described(self.row_at)}"
-            )
-        if not self.sure_gain <= tolerance.gain:
-            found.append(f"{name} is {1 + self.gain:.6f} times the reference, > {tolerance.gain:.1e} off")
-        ratio = self.ratio_to(local)
-        if tolerance.ratio and ratio is not None and ratio > tolerance.ratio:
-            found.append(f"{name} has {ratio:.2f} times the error of a local call, > {tolerance.ratio}")
-        return found
+        ratio, atol, place = self.ratio_to(local), tolerance.absolute, described(self.row_at)
+        exceeded = {
+            "is not finite": not self.finite,
+            f"rel L2 {self.rel_l2:.2e} > {tolerance.rel_l2:.0e}": not self.rel_l2 <= tolerance.rel_l2,
+            f"max abs {self.worst:.2e} > {atol:.1e} + {atol:.1e} |ref|": not self.excess <= atol,
+            f"row error {self.row:.2e} of its scale > {tolerance.row:.1e} at {place}": not self.row <= tolerance.row,
+            f"is {1 + self.gain:.6f} times the reference, > {tolerance.gain:.1e} off": not self.sure_gain
+            <= tolerance.gain,
+            f"has {ratio or 0:.2f} times the error of a local call, > {tolerance.ratio}": bool(
+                tolerance.ratio and ratio is not None and ratio > tolerance.ratio
+            ),
+        }
+        return [f"{name} {text}" for text, fails in exceeded.items() if fails]
 
     def ratio_to(self, local: Error | None) -> float | None:
         return self.rel_l2 / local.rel_l2 if local is not None and local.rel_l2 else None
@@ -126,13 +116,12 @@ class Error:
     def plain(self) -> dict[str, Any]:
         """The fields of a result. worst_row is relative to the row's scale; worst_row_at is null without rows."""
         at = None if self.row_at is None else dict(zip(("batch", "token", "head"), self.row_at, strict=True))
-        return {
-            "rel_l2": self.rel_l2,
-            "max_abs": self.worst,
-            "worst_row": self.row,
-            "worst_row_at": at,
-            "gain": self.gain,
-        }
+        of_row = {"worst_row": self.row, "worst_row_at": at}
+        return {"rel_l2": self.rel_l2, "max_abs": self.worst, **of_row, "gain": self.gain}
+
+
+def total(errors: Iterable[Error]) -> Error:
+    return reduce(Error.plus, errors, Error())
 
 
 def described(place: Place | None) -> str:

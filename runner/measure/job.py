@@ -17,6 +17,7 @@ from runner.measure import (
     baseline,
     ceilings,
     choosing,
+    correctness,
     do_bench,
     memory,
     metrics,
@@ -26,7 +27,7 @@ from runner.measure import (
     timed,
     timing,
 )
-from runner.measure.correctness import Checked, check_timed
+from runner.measure.correctness import Checked
 from runner.measure.workload import Passes, Workload
 from runner.measure.workloads import WORKLOADS
 
@@ -53,9 +54,8 @@ class _Run:
         self.me, self.folder = me, folder
         self.result: dict[str, Any] = {"status": "ok", "environment": environment.of_torch(spec.device)}
         me.say("prepare")
-        self.kind = WORKLOADS[spec.model]
         made, about = choosing.resolved(me, spec)
-        self.work: Workload = choosing.together(me, lambda: self.kind.create(me, made))
+        self.work: Workload = choosing.together(me, lambda: WORKLOADS[spec.model].create(me, made))
         self.spec = replace(made, options=self.work.resolved())
         if self.spec != spec:
             self.result["experiment"] = self.spec.plain()
@@ -108,7 +108,7 @@ class _Run:
         if not self.spec.check.enabled:
             self.result["correctness"] = {"passed": None, "why": "check.enabled=false"}
             return None
-        checked = self.kind.check(self.me, self.spec, self.work)
+        checked = correctness.check(self.me, self.spec, self.work)
         self.result["correctness"] = checked.found
         if not checked.found["passed"]:
             self.result |= {"status": "incorrect", "reason": checked.found["why"]}
@@ -130,10 +130,10 @@ class _Run:
     def check_timed(self, checked: Checked | None, passes: Passes) -> None:
         """The outputs of the timed passes against those that were checked. Only then are the times in the result."""
         if checked is not None:
-            again = check_timed(self.me, self.spec, self.work, passes, checked.kept)
+            again = correctness.check_timed(self.me, self.spec, self.work, passes, checked.kept)
             checked.found["timed"] = again
             if again["passed"] is False:
-                checked.found |= {"passed": False, "why": again["why"]}
+                checked.found.update(passed=False, why=again["why"])
                 self.result |= {"status": "incorrect", "reason": again["why"]}
                 return
         self.result |= self.measured

@@ -1,6 +1,6 @@
 """The bytes that a run's kernels moved, by the GPU's counters (`timing.counters=true`). NVIDIA's `ncu` runs one more
-iteration in a separate process, each kernel alone and with cold caches, so the timing is not affected. No torch
-here."""
+iteration in a separate process, each kernel alone and with cold caches, so the timing is not affected. Only that process
+(`python -m runner.measure.ncu EXPERIMENT`) imports torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from runner.config.experiment import Experiment
 from runner.launch.processes import search_path
@@ -25,6 +26,7 @@ COUNTERS = {  # our name: ncu's name, and bytes per unit
     "l2_written_bytes": ("lts__t_sectors_op_write.sum", SECTOR),
 }
 PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
+OPTIONS = "--profile-from-start off --csv --print-units base --metrics"
 MARK = "spin_kernel"  # the kernel of torch.cuda._sleep, launched before each pass
 TIMEOUT_S = 300.0
 
@@ -36,9 +38,15 @@ def count(spec: Experiment) -> dict[str, Any]:
         return {"unavailable": "ncu (NVIDIA Nsight Compute) is not installed"}
     metrics = ",".join(metric for metric, _ in COUNTERS.values())
     command = [
-        tool, "--profile-from-start", "off", "--csv", "--print-units", "base", "--metrics", metrics,
-        sys.executable, "-P", "-m", "runner.measure.ncu_target", json.dumps(spec.plain()),
-    ]  # fmt: skip
+        tool,
+        *OPTIONS.split(),
+        metrics,
+        sys.executable,
+        "-P",
+        "-m",
+        "runner.measure.ncu",
+        json.dumps(spec.plain()),
+    ]
     environment = os.environ | {"PYTHONPATH": search_path()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
@@ -72,3 +80,30 @@ def parse(lines: Iterable[str], mode: str) -> dict[str, dict[str, Any]]:
             for name in COUNTERS:
                 here[name] += entry[name]
     return passes
+
+
+def _profiled(plain: dict[str, Any]) -> None:
+    """The process that ncu profiles: one iteration of an experiment on one GPU, after one that it does not see."""
+    import torch
+
+    from attention.runtime import private
+    from runner.launch.rank import Rank
+    from runner.measure.workloads import WORKLOADS
+
+    spec, device = Experiment.from_plain(plain), torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    alone = Rank(0, 1, device, Path(tempfile.gettempdir()), cast(Any, None))  # a world of one needs no process group
+    work = WORKLOADS[spec.model].create(alone, spec)
+    for profiled in (False, True):
+        if profiled:
+            torch.cuda.profiler.start()
+        for which in work.passes:
+            if profiled:
+                private.sleep_cycles(1)
+            work.run(which)
+        torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    _profiled(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The parts into which the work of the reference falls: one batch element's KV head each, computed by one rank or shared."""
+"""The pieces of the reference: one KV head of one batch element each, computed by one rank or shared by several."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.geometry import counts
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import global_input
 from runner.measure.errors import Error, Place
-from runner.measure.reference import Reference, Rows, Words, attend
+from runner.measure.reference import Reference, Rows, Seen, attend
 
 SHARED_ROWS = 64  # ranks share a piece if each gets two chunks of at least so many queries
-SCORES = 1 << 26  # held at once by a reference on a CPU,
-MOST_SCORES = 1 << 29  # and at most on a GPU
+SCORES = 1 << 26  # held at once by a reference on a CPU
+MOST_SCORES = 1 << 29  # and on a GPU
 
-_references: dict[Any, list[Piece]] = {}  # of the last workloads: the variants of a sweep share them
+_references: dict[Any, list[Piece]] = {}  # by workload, the newest last; the variants of a sweep share them
 
 
 @dataclass
@@ -34,35 +35,35 @@ class Piece:
     reference: Reference | None = None  # of those tokens, in CPU memory, since a GPU's memory is measured
     local: dict[str, dict[str, Error]] = field(default_factory=dict)  # errors of a local call, by the requested kernel
 
+    @property
+    def tokens(self) -> Tensor | slice:
+        """An index of this rank's tokens."""
+        return slice(None) if self.rows is None else torch.cat([torch.arange(*rows) for rows in self.rows])
+
     def mine(self, x: Tensor) -> Tensor:
         """This rank's tokens of `[S, ...]`."""
-        return x if self.rows is None else torch.cat([x[a:b] for a, b in self.rows])
+        return x[self.tokens]
+
+    def _heads(self, whole: Tensor, packed: bool, heads: int) -> Tensor:
+        """This piece's `[S, heads, ...]` of a tensor of all batch elements and heads."""
+        return (whole if packed else whole[self.batch])[:, self.head * heads : (self.head + 1) * heads]
 
     def of(self, x: Tensor, heads: int) -> Tensor:
         """This rank's tokens of the piece, `[tokens, heads, D]`, of a whole `[B, S, H, D]` or packed `[T, H, D]`."""
-        whole = x if x.dim() == 3 else x[self.batch]
-        return self.mine(whole[:, self.head * heads : (self.head + 1) * heads])
-
-    def places(self, heads: int) -> Callable[[int, int], Place]:
-        """A function from a row of `of` to its place in the whole tensor."""
-
-        def place(token: int, head: int) -> Place:
-            for a, b in self.rows or ():
-                if token < b - a:
-                    token += a
-                    break
-                token -= b - a
-            return self.batch, token, self.head * heads + head
-
-        return place
+        return self.mine(self._heads(x, x.dim() == 3, heads))
 
     def put(self, whole: Tensor, heads: int, x: Tensor) -> None:
         """Writes `[tokens, heads]` of this rank's tokens to their place in a whole `[B, S, H]` or `[T, H]`."""
-        into = (whole if whole.dim() == 2 else whole[self.batch])[:, self.head * heads : (self.head + 1) * heads]
-        at = 0
-        for a, b in self.rows or ((0, len(into)),):
-            into[a:b] = x[at : at + b - a]
-            at += b - a
+        self._heads(whole, whole.dim() == 2, heads)[self.tokens] = x.to(whole.dtype)
+
+    def places(self, heads: int) -> Callable[[int, int], Place]:
+        """A function from a row of `of` to its place in the whole tensor."""
+        tokens = self.tokens
+
+        def place(row: int, head: int) -> Place:
+            return self.batch, row if isinstance(tokens, slice) else int(tokens[row]), self.head * heads + head
+
+        return place
 
 
 def kept_bytes() -> int:
@@ -86,35 +87,30 @@ def kept(key: Any) -> list[Piece] | None:
     return _references.pop(key, None)
 
 
+def tflop(work: AttentionCall, backward: bool) -> float:
+    """TFLOP of the whole reference."""
+    return counts.forward_flops(work.shapes, work.pairs) * (1 + counts.BACKWARD if backward else 1) / 1e12
+
+
 def pieces_of(
     work: AttentionCall, world: int, rank: int, limit_tflop: float, backward: bool
 ) -> tuple[list[Piece], float, int]:
-    """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
-    none)."""
+    """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or none).
+    With fewer pieces than ranks, several ranks share a piece by its queries."""
     everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
-    pairs = work.pairs
-    one = 4 * (work.heads // work.kv_heads) * work.head_dim * pairs * (3.5 if backward else 1) / 1e12
-    wanted = max(1, int(min(len(everything), limit_tflop / one)))
-    # evenly over batch and heads
-    chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]
+    each = tflop(work, backward) / len(everything)
+    wanted = max(1, int(min(len(everything), limit_tflop / each)))
+    chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]  # evenly over batch and heads
     share = len(chosen) / len(everything)
-    queries = work.queries
     sharers = world // wanted  # ranks for each piece
-    if sharers < 2 or work.seqlens is not None or queries < 2 * sharers * SHARED_ROWS:
+    if sharers < 2 or work.seqlens is not None or work.queries < 2 * sharers * SHARED_ROWS:
         return [Piece(b, h, i) for i, (b, h) in enumerate(chosen) if i % world == rank], share, 0
     if rank >= wanted * sharers:
         return [], share, wanted
     number, which = divmod(rank, sharers)
-    borders = [i * queries // (2 * sharers) for i in range(2 * sharers + 1)]
+    borders = [i * work.queries // (2 * sharers) for i in range(2 * sharers + 1)]
     rows = tuple((borders[i], borders[i + 1]) for i in (which, 2 * sharers - 1 - which))  # causal: equal work
     return [Piece(*chosen[number], number, rows)], share, wanted
-
-
-def words(spec: AttentionCall) -> Words:
-    """The call for the reference, which shares no code with `attention`."""
-    keys = spec.seqlens or (spec.seq_len,)
-    queries = keys if spec.q_len is None else (spec.q_len,)
-    return Words(queries, keys, spec.head_dim**-0.5, spec.causal, spec.window)
 
 
 def piece_inputs(
@@ -133,18 +129,21 @@ def piece_inputs(
 def reference(
     inputs: dict[str, Tensor], experiment: Experiment, dtype: torch.dtype, rows: tuple[Rows, ...] | None = None
 ) -> Reference:
+    """The reference of a piece's inputs, of all queries or of `rows`."""
+    spec = experiment.workload
+    keys = spec.seqlens or (spec.seq_len,)
+    seen = Seen.band(keys if spec.q_len is None else (spec.q_len,), keys, spec.causal, spec.window)
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     scores = _scores_held(experiment, q.device, dtype)
-    return attend(q, k, v, inputs.get("dout"), words(experiment.workload), dtype, scores, rows)
+    return attend(q, k, v, inputs.get("dout"), seen, spec.head_dim**-0.5, dtype, scores, rows)
 
 
 def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
     """Computes the references of shared pieces: each rank does its queries, and dk and dv are summed over the ranks."""
-    backward = experiment.mode == "forward_backward"
     for piece in mine:
-        inputs = piece_inputs(experiment.workload, piece, experiment.seed, me.device, backward)
+        inputs = piece_inputs(experiment.workload, piece, experiment.seed, me.device, experiment.backward)
         piece.reference = reference(inputs, experiment, dtype, piece.rows)
-    if backward:
+    if experiment.backward:
         _sum_shares(me, experiment.workload, mine, pieces, dtype)
     for piece in mine:
         assert piece.reference is not None
@@ -166,8 +165,8 @@ def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, d
 
 
 def _scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:
-    """How many scores a reference holds at once: on a GPU as many as fit a quarter of the free memory with their temporaries,
-    eight at most; few under a memory limit."""
+    """How many scores a reference holds at once: on a GPU as many as fit a quarter of the free memory with at most eight
+    temporaries; few under a memory limit."""
     if device.type != "cuda" or experiment.launch.memory_limit_gb is not None:
         return SCORES
     free = torch.cuda.mem_get_info(device)[0]

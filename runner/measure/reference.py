@@ -1,17 +1,15 @@
-"""Plain softmax attention, the reference of the correctness gate: forward, LSE and backward in fp64 or fp32, by chunks
-of queries.
+"""Plain softmax attention, the reference of the correctness check: forward, LSE and backward in fp64 or fp32, by chunks of
+queries. It shares no code with `attention`; which keys a query sees is an argument (`Seen`).
 
-It shares no code with `attention`. The keys that a query sees follow from the workload alone (`Words`): for each query
-the first key and the end of its keys. So packed batches, windows and decodes are one case.
-
-It also gives the scale of each row's error. If every term `p_ij v_j` of a row of out has an independent relative error
-of size u, the row's error in the L2 norm is about `u sqrt(sum_j p_ij^2 |v_j|^2)`, whatever the number of terms. The
-same holds for dv over the queries, and for dq and dk, whose terms also contain the rounding of `dout.v`. The row's own
-norm is added for its last rounding. Below the smallest normal number of a dtype (which matters in fp16) errors no
-longer shrink with the term. Divided by this scale, the errors of a correct result are a few u, at any length."""
+It also gives the scale of each row's error. If every term `p_ij v_j` of a row of out has an independent relative error of
+size u, the row's error in the L2 norm is about `u sqrt(sum_j p_ij^2 |v_j|^2)`, whatever the number of terms. The same holds
+for dv over the queries, and for dq and dk, whose terms also contain the rounding of `dout.v`. The row's own norm is added
+for its last rounding. Below the smallest normal number of a dtype (which matters in fp16) errors no longer shrink with the
+term. Divided by this scale, the errors of a correct result are a few u, at any length."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,46 +25,75 @@ BUSY = 0.75  # at least this share of a chunk's scores is visible under the mask
 
 
 @dataclass(frozen=True)
-class Words:
-    """Which query sees which key: sequences side by side, whose queries and keys end together, and within each a window
-    of (left, right) tokens back and ahead (-1: all); causal: none ahead. scale: of the scores."""
+class Seen:
+    """What each query sees: keys first to end (exclusive) of `keys`, int64 `[queries]` on the CPU; equal for no key."""
 
-    q_lengths: tuple[int, ...]
-    k_lengths: tuple[int, ...]
-    scale: float
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
+    first: Tensor
+    end: Tensor
+    keys: int
 
-    def seen(self) -> tuple[Tensor, Tensor]:
-        """For each query the first key that it sees and the end of its keys (exclusive), int64 `[queries]` on the CPU;
-        equal for a query without keys."""
-        first, behind = [], []
-        starts = accumulate(self.k_lengths, initial=0)
-        left, right = self.window
-        for n_q, n_k, start in zip(self.q_lengths, self.k_lengths, starts, strict=False):
+    @classmethod
+    def band(
+        cls,
+        q_lengths: Sequence[int],
+        k_lengths: Sequence[int],
+        causal: bool = False,
+        window: tuple[int, int] = (-1, -1),
+    ) -> Seen:
+        """Sequences side by side. The queries and keys of each end together, and a query sees `window` tokens to its left
+        and right (-1: all), none to its right if causal."""
+        first, end = [], []
+        left, right = window[0], 0 if causal else window[1]
+        for n_q, n_k, start in zip(q_lengths, k_lengths, accumulate(k_lengths, initial=0), strict=False):
             place = torch.arange(n_q) + (n_k - n_q)
             low = (place - left if left >= 0 else torch.zeros_like(place)).clamp(0, n_k)
-            ahead = 0 if self.causal else right
-            high = (place + ahead + 1 if ahead >= 0 else torch.full_like(place, n_k)).clamp(0, n_k)
+            high = (place + right + 1 if right >= 0 else torch.full_like(place, n_k)).clamp(0, n_k)
             first.append(start + low)
-            behind.append(start + torch.maximum(low, high))
-        return torch.cat(first), torch.cat(behind)
+            end.append(start + torch.maximum(low, high))
+        return cls(torch.cat(first), torch.cat(end), sum(k_lengths))
+
+    def span(self, rows: Rows) -> Rows:
+        """The keys that these queries see together."""
+        return int(self.first[slice(*rows)].min()), int(self.end[slice(*rows)].max())
+
+    def hidden(self, rows: Rows, keys: Rows, device: torch.device) -> Tensor | None:
+        """The pairs that the mask hides, bool `[rows, keys]`; None if it hides none."""
+        first, end = self.first[slice(*rows)], self.end[slice(*rows)]
+        if int(first.max()) <= keys[0] and int(end.min()) >= keys[1]:
+            return None
+        place = torch.arange(*keys, device=device)
+        return (place < first.to(device).unsqueeze(-1)) | (place >= end.to(device).unsqueeze(-1))
+
+    def chunks(self, rows: Rows, scores: int) -> Iterator[Rows]:
+        """The rows in chunks of at most `scores` scores per head, most of them visible."""
+        start, stop = rows
+        seen = (self.end - self.first).cumsum(0)
+        while start < stop:
+            n = stop - start
+            while n > 1:
+                last = start + n - 1
+                held = n * int(self.end[last] - self.first[start])
+                visible = int(seen[last] - seen[start] + self.end[start] - self.first[start])
+                if held <= scores and (n <= LEAST_ROWS or visible >= BUSY * held):
+                    break
+                n = (n + 1) // 2
+            yield start, start + n
+            start += n
 
 
 @dataclass
 class Reference:
-    """values: out, dq `[queries, H, D]`, dk, dv `[keys, Hk, D]`, lse `[queries, H]`; without a backward only out and
-    lse. squares: for all but the LSE, the squared scale of each row's error without its own norm, `[tokens, heads]`.
-    least: the smallest normal number of the checked dtype.
-    For a subset of the queries, dk, dv and their squares are that subset's share; the shares sum to the whole."""
+    """values: out, dq `[queries, H, D]`, dk, dv `[keys, Hk, D]`, lse `[queries, H]`; without a backward only out and lse.
+    squares: for all but the LSE, the squared scale of each row's error without its own norm, `[tokens, heads]`. least: the
+    smallest normal number of the checked dtype. For a subset of the queries, dk, dv and their squares are that subset's
+    share; the shares sum to the whole."""
 
     values: dict[str, Tensor]
     squares: dict[str, Tensor]
     least: float = 0.0
 
     def scales(self, name: str) -> Tensor:
-        """The scale of each row's error, relative to the error of one term, `[tokens, heads]`; for the LSE of each
-        value."""
+        """The scale of each row's error, relative to the error of one term, `[tokens, heads]`; for the LSE of each value."""
         value = self.values[name]
         if name == "lse":
             return 1 + value.masked_fill(value == -torch.inf, 0).abs()
@@ -78,7 +105,7 @@ class Reference:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for kept in (self.values, self.squares) for x in kept.values())
+        return sum(x.nbytes for x in (*self.values.values(), *self.squares.values()))
 
 
 def attend(
@@ -86,78 +113,67 @@ def attend(
     k: Tensor,
     v: Tensor,
     dout: Tensor | None,
-    words: Words,
+    seen: Seen,
+    scale: float,
     dtype: torch.dtype = torch.float64,
     scores: int = 1 << 26,
     rows: Sequence[Rows] | None = None,
 ) -> Reference:
-    """The reference of q, dout `[queries, H, D]` and k, v `[keys, Hk, D]` in the checked dtype; computed in `dtype`,
-    with gradients if there is a `dout`.
-
-    scores: about the most scores held at once. rows: compute only these queries; out, dq and the LSE hold them side by
-    side. Raises ValueError for numbers of tokens or heads that do not fit together."""
-    if (len(q), len(k)) != (sum(words.q_lengths), sum(words.k_lengths)) or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)}: must be [{sum(words.q_lengths)}, H, D] and "
-            f"[{sum(words.k_lengths)}, Hk, D], H a multiple of Hk"
-        )
-    first, behind = words.seen()
-    least = (
-        torch.finfo(q.dtype).smallest_normal if q.dtype == torch.float16 else 0.0
-    )  # other dtypes have no results that small
-    rows = [(0, len(q))] if rows is None else rows
-    kv_heads, head_dim = k.shape[1:]
+    """The reference of q, dout `[queries, H, D]` and k, v `[keys, Hk, D]` in the checked dtype, computed in `dtype`, with
+    gradients if there is a `dout`. scale: of the scores. scores: about the most scores held at once. rows: compute only these
+    queries; out, dq and the LSE hold them side by side. Raises ValueError for numbers of tokens or heads that do not fit."""
+    queries, (kv_heads, head_dim) = len(seen.first), k.shape[1:]
+    if (len(q), len(k)) != (queries, seen.keys) or q.shape[1] % kv_heads:
+        must = f"must be [{queries}, H, D] and [{seen.keys}, Hk, D], H a multiple of Hk"
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: {must}")
+    # results in other dtypes are never that small
+    least = torch.finfo(q.dtype).smallest_normal if q.dtype == torch.float16 else 0.0
     group = q.shape[1] // kv_heads
+    found = defaultdict(list)
     with exact_matmul():
         k_, v_ = (x.to(dtype).transpose(0, 1).contiguous() for x in (k, v))  # [Hk, keys, D]
         kk, vv = (x.square().sum(-1) for x in (k_, v_))  # [Hk, keys]
         of_keys = torch.stack([vv, vv * kk], -1)
-        found: dict[str, list[Tensor]] = {name: [] for name in ("out", "lse", "out2", "dq", "dq2")}
-        dk, dv = torch.zeros_like(k_), torch.zeros_like(v_)
-        dkv2 = torch.zeros_like(of_keys)
-        for a, b in (chunk for each in rows for chunk in _chunks(first, behind, each, scores // q.shape[1])):
-            c, d = int(first[a:b].min()), int(behind[a:b].max())
-            flat = (kv_heads, group * (b - a), -1)
-            q_ = _by_head(q[a:b], dtype, kv_heads)  # [Hk, G * rows, D]
-            s = torch.baddbmm(q_.new_empty(()), q_, k_[:, c:d].mT, beta=0, alpha=words.scale)  # [Hk, G * rows, keys]
-            hidden = _hidden(first[a:b], behind[a:b], (c, d), q.device)
-            if hidden is not None:
-                s.view(kv_heads, group, b - a, d - c).masked_fill_(hidden, -torch.inf)
-            top = s.amax(-1, keepdim=True) if d > c else s.new_full((*s.shape[:-1], 1), -torch.inf)
-            p = s.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
-            total = p.sum(-1, keepdim=True)
-            lse = (top + total.log()).view(kv_heads, group, b - a)
-            p.div_(total.masked_fill(total == 0, 1))
-            out = p @ v_[:, c:d]
+        dk, dv, dkv2 = (torch.zeros_like(x) for x in (k_, v_, of_keys))
+        for chunk in (each for all_ in rows or [(0, queries)] for each in seen.chunks(all_, scores // q.shape[1])):
+            keys = slice(*seen.span(chunk))
+            q_ = _by_head(q[slice(*chunk)], dtype, kv_heads)  # [Hk, G * rows, D]
+            p, lse = _softmax(q_, k_[:, keys], scale, seen.hidden(chunk, (keys.start, keys.stop), q.device))
+            out = p @ v_[:, keys]
             p2 = ((p + least).mul_(p > 0) if least else p).square()
-            out2, dq2 = (p2 @ of_keys[:, c:d]).view(*flat[:2], 2).unbind(-1)
-            found["out"].append(_by_token(out, group))
-            found["lse"].append(lse.flatten(0, 1).T)
-            found["out2"].append(_by_token(out2.unsqueeze(-1), group).squeeze(-1))
-            if dout is None:
-                continue
-            dout_ = _by_head(dout[a:b], dtype, kv_heads)
-            oo, qq = (x.square().sum(-1) for x in (dout_, q_))
-            dkv2[:, c:d] += p2.mT @ torch.stack([oo, oo * qq], -1)
-            del p2
-            dv[:, c:d] += p.mT @ dout_
-            ds = dout_ @ v_[:, c:d].mT
-            ds.sub_((dout_ * out).sum(-1, keepdim=True)).mul_(p).mul_(words.scale)
-            found["dq"].append(_by_token(ds @ k_[:, c:d], group))
-            found["dq2"].append(_by_token((dq2 * oo).unsqueeze(-1), group).squeeze(-1))
-            dk[:, c:d] += ds.mT @ q_
-    values = {name: torch.cat(found[name]) for name in ("out", "lse")}
-    squares = {"out": torch.cat(found["out2"])}
+            out2, dq2 = (p2 @ of_keys[:, keys]).split(1, -1)
+            parts = {"out": out, "lse": lse, "out2": out2}
+            if dout is not None:
+                dout_ = _by_head(dout[slice(*chunk)], dtype, kv_heads)
+                oo, qq = (x.square().sum(-1, keepdim=True) for x in (dout_, q_))
+                dkv2[:, keys] += p2.mT @ torch.cat([oo, oo * qq], -1)
+                del p2
+                dv[:, keys] += p.mT @ dout_
+                ds = dout_ @ v_[:, keys].mT
+                ds.sub_((dout_ * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+                dk[:, keys] += ds.mT @ q_
+                parts |= {"dq": ds @ k_[:, keys], "dq2": dq2 * oo}
+            for name, x in parts.items():
+                found[name].append(_by_token(x, group))
+    whole = {name: torch.cat(parts) for name, parts in found.items()}
+    values, squares = {"out": whole["out"], "lse": whole["lse"].squeeze(-1)}, {"out": whole["out2"].squeeze(-1)}
     if dout is not None:
-        unit = words.scale**2 / head_dim  # the rounding of dout.v is about |dout| |v| / sqrt(D)
-        values |= {"dq": torch.cat(found["dq"]), "dk": dk.transpose(0, 1), "dv": dv.transpose(0, 1)}
-        squares |= {
-            "dq": torch.cat(found["dq2"]) * unit,
-            "dk": (dkv2[..., 1] * vv * unit).T,
-            "dv": dkv2[..., 0].T,
-        }
+        unit = scale**2 / head_dim  # the rounding of dout.v is about |dout| |v| / sqrt(D)
+        values |= {"dq": whole["dq"], "dk": dk.transpose(0, 1), "dv": dv.transpose(0, 1)}
+        squares |= {"dq": whole["dq2"].squeeze(-1) * unit, "dk": (dkv2[..., 1] * vv * unit).T, "dv": dkv2[..., 0].T}
     values, squares = ({name: x.contiguous() for name, x in kept.items()} for kept in (values, squares))
     return Reference(values, squares, least)
+
+
+def _softmax(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(p `[Hk, G * rows, keys]`, LSE `[Hk, G * rows, 1]`): p is 0 and the LSE -inf in a row without keys."""
+    s = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
+    if hidden is not None:
+        s.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, -torch.inf)
+    top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
+    p = s.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
+    total = p.sum(-1, keepdim=True)
+    return p.div_(total.masked_fill(total == 0, 1)), top + total.log()
 
 
 def _by_head(x: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:
@@ -168,32 +184,6 @@ def _by_head(x: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:
 def _by_token(x: Tensor, group: int) -> Tensor:
     """The inverse of `_by_head`: `[rows, H, D]`."""
     return x.reshape(x.shape[0] * group, -1, x.shape[-1]).transpose(0, 1)
-
-
-def _chunks(first: Tensor, behind: Tensor, rows: Rows, scores: int) -> Iterator[Rows]:
-    """The rows in chunks of at most `scores` scores per head, of which the mask hides few."""
-    start, stop = rows
-    seen = (behind - first).cumsum(0)
-    while start < stop:
-        n = stop - start
-        while n > 1:
-            last = start + n - 1
-            held = n * int(behind[last] - first[start])
-            visible = int(seen[last] - seen[start] + behind[start] - first[start])
-            if held <= scores and (n <= LEAST_ROWS or visible >= BUSY * held):
-                break
-            n = (n + 1) // 2
-        yield start, start + n
-        start += n
-
-
-def _hidden(first: Tensor, behind: Tensor, keys: Rows, device: torch.device) -> Tensor | None:
-    """The pairs that the mask hides, bool `[rows, keys]`; None where it hides none."""
-    if int(first.max()) <= keys[0] and int(behind.min()) >= keys[1]:
-        return None
-    place = torch.arange(*keys, device=device)
-    low, high = (x.to(device).unsqueeze(-1) for x in (first, behind))
-    return (place < low) | (place >= high)
 
 
 @contextmanager

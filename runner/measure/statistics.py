@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
+from statistics import fmean, median, stdev
 from typing import Any
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
@@ -17,6 +19,8 @@ TREND_SAMPLES = 6  # the fewest samples that can show a trend
 TREND_STRETCHES = 100  # more samples are reduced to the medians of so many parts
 OVERHEAD = 0.01  # share of the shortest pass above which timing overhead is reported
 INTERVAL_SAMPLES = 6  # the fewest with a 95% interval: the median lies outside all 6 with probability 2**-5
+BOOTSTRAP = 2000  # resamples
+BOOTSTRAP_MOST = 1000  # the most samples that are resampled
 
 
 @dataclass(frozen=True)
@@ -73,21 +77,18 @@ def summarize(samples: Sequence[float]) -> Summary:
     if not samples:
         raise ValueError("0 samples: at least one is needed for a summary")
     ordered = sorted(samples)
-    n = len(ordered)
-    mean = math.fsum(ordered) / n
-    std = math.sqrt(math.fsum((x - mean) ** 2 for x in ordered) / (n - 1)) if n > 1 else 0.0
-    q1, median, q3 = (quantile(ordered, q) for q in (0.25, 0.5, 0.75))
+    p10, q1, middle, q3, p90 = (quantile(ordered, q) for q in (0.1, 0.25, 0.5, 0.75, 0.9))
     iqr = q3 - q1
-    spread = iqr / median if median else 0.0
+    spread = iqr / middle if middle else 0.0
     return Summary(
-        n=n,
-        median=median,
-        p10=quantile(ordered, 0.1),
-        p90=quantile(ordered, 0.9),
+        n=len(ordered),
+        median=middle,
+        p10=p10,
+        p90=p90,
         min=ordered[0],
         max=ordered[-1],
-        mean=mean,
-        std=std,
+        mean=fmean(ordered),
+        std=stdev(ordered) if len(ordered) > 1 else 0.0,
         iqr_over_median=spread,
         ci95=median_interval(ordered),
         outliers=sum(x < q1 - 1.5 * iqr or x > q3 + 1.5 * iqr for x in ordered),
@@ -102,17 +103,15 @@ def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_
     None for fewer than `TREND_SAMPLES`."""
     if len(samples) > TREND_STRETCHES:
         ends = [i * len(samples) // TREND_STRETCHES for i in range(TREND_STRETCHES + 1)]
-        samples = [quantile(sorted(samples[a:b]), 0.5) for a, b in pairwise(ends)]
+        samples = [median(samples[a:b]) for a, b in pairwise(ends)]
     n = len(samples)
     if n < TREND_SAMPLES:
         return None
-    ordered = sorted(samples)
     half = n // 2
-    early, late = (quantile(sorted(x), 0.5) for x in (samples[:half], samples[n - half :]))
-    if abs(late - early) <= least * quantile(ordered, 0.5):
+    if abs(median(samples[n - half :]) - median(samples[:half])) <= least * median(samples):
         return False
     score = sum((b > a) - (b < a) for i, a in enumerate(samples) for b in samples[i + 1 :])
-    ties = [len(list(same)) for _, same in groupby(ordered)]
+    ties = Counter(samples).values()
     variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
     if not variance:
         return False
@@ -122,17 +121,8 @@ def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_
 
 def settled(samples: Sequence[float], precision: float, least: int) -> bool:
     """Whether the median is known to within `precision` of itself with 95% confidence."""
-    if len(samples) < least:
-        return False
-    interval = median_interval(sorted(samples))
-    if interval is None:
-        return False
-    median = quantile(sorted(samples), 0.5)
-    return (interval[1] - interval[0]) / 2 <= precision * median
-
-
-BOOTSTRAP = 2000  # resamples
-BOOTSTRAP_MOST = 1000  # the most samples that are resampled
+    interval = median_interval(sorted(samples)) if len(samples) >= least else None
+    return interval is not None and (interval[1] - interval[0]) / 2 <= precision * median(samples)
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -141,16 +131,16 @@ def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0
     if not all(INTERVAL_SAMPLES <= len(x) <= BOOTSTRAP_MOST and min(x) > 0 for x in (a, b)):
         return None
     draw = random.Random(0)
-    medians = [[quantile(sorted(draw.choices(x, k=len(x))), 0.5) for _ in range(BOOTSTRAP)] for x in (a, b)]
+    medians = [[median(draw.choices(x, k=len(x))) for _ in range(BOOTSTRAP)] for x in (a, b)]
     ratios = sorted(y / x for x, y in zip(*medians, strict=True))
     return quantile(ratios, (1 - confidence) / 2), quantile(ratios, (1 + confidence) / 2)
 
 
 def slowest(by_rank: Sequence[Samples]) -> Samples:
     """The maximum over the ranks of each iteration's time, by pass; `total` is the maximum of a whole iteration."""
-    result: Samples = {which: [max(ms) for ms in zip(*(rank[which] for rank in by_rank), strict=True)]
-                       for which in by_rank[0]}  # fmt: skip
-    if len(by_rank[0]) > 1:
+    passes = list(by_rank[0])
+    result = {which: [max(ms) for ms in zip(*(rank[which] for rank in by_rank), strict=True)] for which in passes}
+    if len(passes) > 1:
         totals = [[sum(ms) for ms in zip(*rank.values(), strict=True)] for rank in by_rank]
         result["total"] = [max(ms) for ms in zip(*totals, strict=True)]
     return result
@@ -158,12 +148,10 @@ def slowest(by_rank: Sequence[Samples]) -> Samples:
 
 def of_ranks(by_rank: Sequence[Samples]) -> dict[str, Any]:
     """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, and `no_ci95`."""
-    passes = {which: summarize(ms).plain() for which, ms in slowest(by_rank).items()}
-    return {
-        "passes": passes,
-        "by_rank": [{which: summarize(ms).plain() for which, ms in rank.items()} for rank in by_rank],
-        "no_ci95": too_few(passes["forward"]["n"]),
-    }
+    passes, *ranks = (
+        {which: summarize(ms).plain() for which, ms in samples.items()} for samples in (slowest(by_rank), *by_rank)
+    )
+    return {"passes": passes, "by_rank": ranks, "no_ci95": too_few(passes["forward"]["n"])}
 
 
 def overhead(empty_ms: float, passes: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -16,15 +16,15 @@ from runner.measure.statistics import Samples, of_ranks, overhead, slowest
 from runner.measure.timing import Stopwatch
 from runner.measure.workload import Passes, Workload
 
-SLOW_S = 1.0  # from such iterations on, waiting for each costs the timing nothing
+SLOW_S = 1.0  # waiting for each iteration that takes so long does not affect the timing
 L2_BYTES = 256 << 20
 
 
 def measure(
     me: Rank, spec: Experiment, work: Workload, watch: Stopwatch, iteration_s: float
 ) -> tuple[dict[str, Any], Passes]:
-    """`samples` and `timing` of the result, and the passes that a sample was of. `iteration_s`: seconds that one iteration
-    should take."""
+    """`samples` and `timing` of the result, and the passes that were sampled. iteration_s: seconds that one iteration should
+    take."""
     options, layers = spec.timing, spec.timing.layers
     note: dict[str, Any] = {}
     if options.method == "cudagraph":
@@ -34,38 +34,28 @@ def measure(
         passes = sampled_passes(spec, work)
         iteration_s *= layers
     if options.method == "simple":
-        me.say("timing", iteration_s * options.timing_runs)  # without a word in between
+        me.say("timing", iteration_s * options.timing_runs)  # one stretch that announces nothing
         mine = timing.simple(work, watch, options.timing_runs)
     else:
         mine, note = _sampled(me, spec, passes, watch, iteration_s)
     by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
     found = of_ranks(by_rank)
-    timed = {
-        "method": options.method,
-        "unit": "ms",
-        **found,
-        **overhead(timing.overhead_ms(watch) / layers, found["passes"]),
-        "flush_l2": options.flush_l2,
-        "layers": layers,
-        "new_packs": options.new_packs,
-        "do_bench": None,
-        **note,
-    }
-    return {"samples": by_rank, "timing": timed}, passes
+    found |= overhead(timing.overhead_ms(watch) / layers, found["passes"])
+    about = {"flush_l2": options.flush_l2, "layers": layers, "new_packs": options.new_packs, "do_bench": None}
+    return {"samples": by_rank, "timing": {"method": options.method, "unit": "ms", **found, **about, **note}}, passes
 
 
 def _sampled(
     me: Rank, spec: Experiment, passes: Passes, watch: Stopwatch, iteration_s: float
 ) -> tuple[Samples, dict[str, Any]]:
-    """This rank's samples after a warm-up, and what the result says of how they were taken."""
+    """This rank's samples after a warm-up, and the fields of the result on how they were taken."""
     options, flush, beat = spec.timing, flush_buffer(me, spec), beats(me, "timing", watch, iteration_s)
-    note: dict[str, Any] = {}
 
     def verdict(so_far: Samples, seconds: float) -> bool | None:
         slow = slowest(me.gather(so_far))
-        found = timing.verdict(slow, options.timing_runs, options.precision, seconds, options.time_cap_s)
-        return me.agree(found)
+        return me.agree(timing.verdict(slow, options.timing_runs, options.precision, seconds, options.time_cap_s))
 
+    note: dict[str, Any] = {}
     me.say("timing", silent_s(me, iteration_s, options.warmup_runs))
     with timing.undisturbed():
         warmed = timing.warm(passes, watch, options.warmup_runs, options.warmup_ms, me.agree, beat)
@@ -77,21 +67,19 @@ def _sampled(
             mine, note["precision_met"] = timing.adaptive(passes, watch, options.timing_runs, verdict, flush, beat)
         else:
             mine = timing.sample(passes, watch, options.timing_runs, flush, beat)
-    note["warmup_iterations"] = warmed.iterations + settling.iterations
-    note["warmup_settled"] = settling.settled
     each = [ms / options.layers for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
-    note["back_to_back_ms"] = max(each, default=None)
-    return mine, note
+    note |= {"warmup_iterations": warmed.iterations + settling.iterations, "warmup_settled": settling.settled}
+    return mine, note | {"back_to_back_ms": max(each, default=None)}
 
 
 def sampled_passes(spec: Experiment, work: Workload) -> Passes:
-    """What a sample is of: the work's passes, or those of several layers."""
+    """The passes that are sampled: the work's, or those of several layers."""
     layers, new_packs = spec.timing.layers, spec.timing.new_packs
     return work if layers == 1 and not new_packs else work.layered(layers, new_packs)
 
 
 def settle_ms(options: Timing) -> float:
-    """How long a warm-up may go on until it settles; 0 without a warm-up."""
+    """The longest time that a warm-up may take to settle; 0 without a warm-up."""
     return options.settle_ms if options.warmup_runs or options.warmup_ms else 0.0
 
 
@@ -114,8 +102,8 @@ def silent_s(me: Rank, iteration_s: float, runs: int) -> float:
 
 
 def flush_buffer(me: Rank, spec: Experiment) -> torch.Tensor | None:
-    """What is written before each pass to empty the L2 cache, where that is asked for. Like triton's do_bench, 256 MB of
-    int32: a GPU at its power limit is the faster the longer it rests between passes, and bytes take longer to write."""
+    """The buffer written before each pass if `timing.flush_l2` is set. Like triton's do_bench, 256 MB of int32: a GPU at its
+    power limit is the faster the longer it rests between passes, and bytes take longer to write."""
     return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=me.device) if spec.timing.flush_l2 else None
 
 
@@ -125,16 +113,9 @@ def samples_clocks(me: Rank) -> bool:
 
 
 def clocks(me: Rank, sampled: dict[str, Any]) -> dict[str, Any]:
-    """What each node's `sampler.sampling` found, of the GPUs that the ranks use."""
+    """What each node's `sampler.sampling` found, for the GPUs that the ranks use."""
     used = None if me.device.type == "cpu" else set(me.gather(environment.gpu_uuid(me.device)))
     nodes = [node for node in me.gather(sampled) if node]
-    return {
-        "period_ms": next((node["period_ms"] for node in nodes if "period_ms" in node), None),
-        "unavailable": next((node["unavailable"] for node in nodes if "unavailable" in node), None),
-        "by_device": [
-            {"device": name, **entry}
-            for node in nodes
-            for name, entry in node.get("of", {}).items()
-            if used is None or name in used
-        ],
-    }
+    common = {key: next((node[key] for node in nodes if key in node), None) for key in ("period_ms", "unavailable")}
+    entries = [{"device": name, **entry} for node in nodes for name, entry in node.get("of", {}).items()]
+    return {**common, "by_device": [entry for entry in entries if used is None or entry["device"] in used]}

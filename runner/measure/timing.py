@@ -1,5 +1,5 @@
-"""The timing methods. `Stopwatch` is the clock (events on CUDA, perf_counter on a CPU). All
-ranks do the same number of iterations. Samples are in ms, and none is dropped."""
+"""The timing methods. `Stopwatch` is the clock (events on CUDA, perf_counter on a CPU). All ranks do the same number of
+iterations. Samples are in ms, and none is dropped."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ BASELINE_RUNS = 5  # samples of a baseline
 BASELINE_S = 1.0  # short iterations get more samples, for about this time
 BASELINE_CAP_S = 20.0  # long ones get fewer, at least one, to end within this time
 
+Gather = Callable[[Samples], list[Samples]]  # every rank's samples
+Agree = Callable[[int], int]  # rank 0's number
+
 
 class Stopwatch(Protocol):
     def align(self) -> None:
@@ -49,10 +52,9 @@ class Stopwatch(Protocol):
 
 
 class CudaStopwatch:
-    """Events on the current stream. `align` is a one-element all-reduce on the stream, so the CPU runs ahead. It is a
-    minimum over uint8, which no variant uses, so a profile can tell it apart. First the GPU is kept busy for `lead_ms`,
-    so that every rank's CPU is ahead when the ranks start: a replay of some tens of µs would otherwise wait for the
-    slowest CPU."""
+    """Events on the current stream. `align` is an all-reduce of one element on the stream, so the CPU runs ahead: a minimum
+    over uint8, which no variant uses, so a profile can tell it apart. First the GPU is kept busy for `lead_ms`, so that every
+    rank's CPU is ahead when the ranks start: a replay of some tens of µs would otherwise wait for the slowest CPU."""
 
     def __init__(self, device: torch.device, together: bool, lead_ms: float = 0.0):
         self.device = device
@@ -95,8 +97,7 @@ class CpuStopwatch:
 
 
 def stopwatch(me: Rank, together: bool, lead_ms: float = 0.0) -> Stopwatch:
-    """The stopwatch of this rank's device. `together`: all ranks start each pass at once. `lead_ms`: as `CudaStopwatch`
-    has it."""
+    """The stopwatch of this rank's device. together: all ranks start each pass at once. lead_ms: see `CudaStopwatch`."""
     if me.device.type == "cuda":
         return CudaStopwatch(me.device, together, lead_ms)
     return CpuStopwatch(me.control if together else None)
@@ -117,6 +118,19 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
+def _between_marks(watch: Stopwatch, run: Callable[..., object], *arguments: Any) -> tuple[Any, Any]:
+    """The marks before and after `run`, which all ranks start together."""
+    watch.align()
+    start = watch.mark()
+    run(*arguments)
+    return start, watch.mark()
+
+
+def iterate(work: Passes) -> None:
+    for which in work.passes:
+        work.run(which)
+
+
 @dataclass(frozen=True)
 class Warmed:
     """A warm-up of `iterations`. back_to_back_ms: ms per iteration in its longest group of consecutive iterations, as a
@@ -132,23 +146,21 @@ def warm(
     watch: Stopwatch,
     runs: int,
     at_least_ms: float,
-    agree: Callable[[int], int],
-    beat: Callable[[], None] | None = None,
+    agree: Agree = int,
+    beat: Callable[[], None] = lambda: None,
 ) -> Warmed:
-    """Iterates until both limits are reached, equally on all ranks (`agree` gives rank 0's number). The clock is read
-    only after groups of iterations, each at most as long as all before it, so that the GPU is as busy as during
-    sampling. After a pause a GPU at its power limit is faster for some 80 ms."""
-    done = 0
+    """Iterates until both limits are reached, equally on all ranks. The clock is read only after groups of iterations, each
+    at most as long as all before it, so that the GPU is as busy as during sampling. After a pause a GPU at its power limit
+    is faster for some 80 ms. beat: called after each iteration."""
+    done = longest = 0
     more = max(runs, 1 if at_least_ms > 0 else 0)
-    longest = 0
     each_ms: float | None = None
     start = time.perf_counter()
     while more:
         began = time.perf_counter()
         for _ in range(more):
-            _iteration(work)
-            if beat is not None:
-                beat()
+            iterate(work)
+            beat()
         watch.settle()
         now = time.perf_counter()
         if done and more >= longest:
@@ -162,8 +174,7 @@ def warm(
 
 @dataclass(frozen=True)
 class Settling:
-    """The additional iterations of a warm-up. settled: whether the newest showed no trend; None if there were too few
-    to say."""
+    """The additional iterations of a warm-up. settled: whether the newest showed no trend; None if there were too few."""
 
     iterations: int
     settled: bool | None
@@ -174,14 +185,14 @@ def settle(
     watch: Stopwatch,
     cap_ms: float,
     each_ms: float | None,
-    gather: Callable[[Samples], list[Samples]],
-    agree: Callable[[int], int],
+    gather: Gather = lambda mine: [mine],
+    agree: Agree = int,
     flush: Tensor | None = None,
-    beat: Callable[[], None] | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Settling:
-    """Continues a warm-up, with iterations as in `sample`, until the newest `WINDOW` show no trend in any pass of the
-    slowest rank, or until `cap_ms` is over. All ranks do the same number: `gather` gives every rank's samples, `agree`
-    rank 0's number. each_ms: the time of an iteration so far; None if unknown: then a single one is timed first."""
+    """Continues a warm-up, with iterations as in `sample`, until the newest `WINDOW` show no trend in any pass of the slowest
+    rank, or until `cap_ms` is over; equally on all ranks. each_ms: the time of an iteration so far; None if unknown: then a
+    single one is timed first."""
     so_far: Samples = {}
     done = 0
     start = time.perf_counter()
@@ -204,27 +215,19 @@ def _level(samples: Samples) -> bool:
     return not any(statistics.trend(ms, chance=WINDOW_CHANCE) for ms in samples.values())
 
 
-def _iteration(work: Passes) -> None:
-    for which in work.passes:
-        work.run(which)
-
-
 def sample(
-    work: Passes, watch: Stopwatch, runs: int, flush: Tensor | None = None, beat: Callable[[], None] | None = None
+    work: Passes, watch: Stopwatch, runs: int, flush: Tensor | None = None, beat: Callable[[], None] = lambda: None
 ) -> Samples:
-    """`runs` iterations, with each pass aligned over the ranks and between marks; one synchronisation at the end."""
+    """`runs` iterations, with each pass aligned over the ranks and between marks; one synchronisation at the end. flush: a
+    buffer written before each pass, to empty the L2 cache."""
     marks: dict[str, list[tuple[Any, Any]]] = {which: [] for which in work.passes}
     with undisturbed():
         for _ in range(runs):
             for which in work.passes:
                 if flush is not None:
                     flush.zero_()
-                watch.align()
-                start = watch.mark()
-                work.run(which)
-                marks[which].append((start, watch.mark()))
-            if beat is not None:
-                beat()
+                marks[which].append(_between_marks(watch, work.run, which))
+            beat()
         watch.settle()
     return {which: [watch.elapsed(a, b) for a, b in pairs] for which, pairs in marks.items()}
 
@@ -247,10 +250,7 @@ def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads:
             for which in work.passes:
                 if isinstance(watch, CudaStopwatch):
                     watch.lead_ms = leads[which]
-                watch.align()
-                start = watch.mark()
-                work.run(which)
-                found.append(Recorded(which, start, watch.mark(), recorder.spans[:]))
+                found.append(Recorded(which, *_between_marks(watch, work.run, which), recorder.spans[:]))
                 recorder.spans.clear()
         watch.settle()
     return found
@@ -283,17 +283,14 @@ def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
 
 def simple(work: Workpiece, watch: Stopwatch, runs: int) -> Samples:
     """One untimed iteration, then one pair of marks around `runs` calls of each pass: a single mean."""
-    _iteration(work)
+    iterate(work)
     samples = {}
     with undisturbed():
         for which in work.passes:
             watch.settle()
-            watch.align()
-            start = watch.mark()
-            work.repeat(which, runs)
-            stop = watch.mark()
+            marks = _between_marks(watch, work.repeat, which, runs)
             watch.settle()
-            samples[which] = [watch.elapsed(start, stop) / runs]
+            samples[which] = [watch.elapsed(*marks) / runs]
     return samples
 
 
@@ -303,18 +300,18 @@ def adaptive(
     least: int,
     decide: Callable[[Samples, float], bool | None],
     flush: Tensor | None = None,
-    beat: Callable[[], None] | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> tuple[Samples, bool]:
-    """Samples in batches until `decide(samples so far, seconds)` gives a verdict, the same on every rank. Returns
-    (samples, whether the precision was met)."""
+    """(samples, whether the precision was met), in batches until `decide(samples so far, seconds)` gives a verdict, the same
+    on every rank."""
     samples: Samples = {which: [] for which in work.passes}
     start = time.perf_counter()
-    while True:
+    met = None
+    while met is None:
         for which, more in sample(work, watch, min(BATCH, max(least, 1)), flush, beat).items():
             samples[which] += more
         met = decide(samples, time.perf_counter() - start)
-        if met is not None:
-            return samples, met
+    return samples, met
 
 
 def verdict(slowest: Samples, least: int, precision: float, seconds: float, time_cap_s: float) -> bool | None:
@@ -334,11 +331,7 @@ def baseline_runs(runs: int, iteration_s: float) -> int:
 
 def overhead_ms(watch: Stopwatch) -> float:
     """The time that an empty region measures, in ms: the least of five."""
-    pairs = []
-    for _ in range(5):
-        watch.align()
-        start = watch.mark()
-        pairs.append((start, watch.mark()))
+    pairs = [_between_marks(watch, lambda: None) for _ in range(5)]
     watch.settle()
     return min(watch.elapsed(a, b) for a, b in pairs)
 
@@ -354,7 +347,7 @@ class Graphed:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                _iteration(work)
+                iterate(work)
             stream.synchronize()
             pool = torch.cuda.graph_pool_handle()
             for which in self.passes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from attention.transports.interface import Transport
+from runner.measure.errors import Tolerance
 
 
 class Passes(Protocol):
@@ -68,3 +70,14 @@ class Workload(Workpiece, Protocol):
 
     def rows(self, name: str) -> Tensor:
         """Which token each row of this rank's shard of an output is, int64 on the CPU."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A workload's comparison with its reference. found: the fields of the result, with `passed` and `why`. scales: the
+    error scales of this rank's rows of each output, `[B, tokens, H]` or `[tokens, H]`, if wanted. limits: each output's
+    tolerance."""
+
+    found: dict[str, Any]
+    scales: dict[str, Tensor]
+    limits: dict[str, Tolerance]

@@ -6,21 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure import correctness
+from runner.measure import comparison
 from runner.measure.attention_work import AttentionWork, alone
-from runner.measure.correctness import Checked
-from runner.measure.workload import Workload
+from runner.measure.workload import Compared, Workload
 
 
 @dataclass(frozen=True)
 class Kind:
-    """create: the workload in a world; single: all of it on one device; check: against its reference."""
+    """create: the workload in a world. single: all of it on one device. compare: this rank's outputs, of which it takes
+    ownership, with the reference; the flag: whether error scales are wanted. Collective."""
 
     create: Callable[[Rank, Experiment], Workload]
     single: Callable[[Rank, Experiment], Workload]
-    check: Callable[[Rank, Experiment, Any], Checked]
+    compare: Callable[[Rank, Experiment, Any, dict[str, Tensor], bool], Compared]
 
 
 def _single_attention(me: Rank, experiment: Experiment) -> Workload:
@@ -29,4 +31,4 @@ def _single_attention(me: Rank, experiment: Experiment) -> Workload:
     return AttentionWork(me, dense, alone(dense))
 
 
-WORKLOADS = {"none": Kind(AttentionWork, _single_attention, correctness.check)}
+WORKLOADS = {"none": Kind(AttentionWork, _single_attention, comparison.compare)}

@@ -26,7 +26,7 @@ from attention.masks.band import Band
 from runner.measure.attention_work import DTYPES
 from runner.measure.comparison import without_keys
 from runner.measure.errors import Error
-from runner.measure.reference import Words, attend
+from runner.measure.reference import Seen, attend
 from tests.conftest import ROOT
 
 TENSORS = ("out", "dq", "dk", "dv")
@@ -107,9 +107,8 @@ def errors_of(name: str, dtype: str, case: Case, device: str, seed: int = 0) -> 
         gradients = kernel.backward(dout, q, k, v, out, lse, call)
     except UnsupportedCall:
         return None
-    words = Words(case.lengths, case.lengths, scale, case.causal, case.window)
     q, k, v, dout = given
-    expected = attend(q, k, v, dout, words)
+    expected = attend(q, k, v, dout, Seen.band(case.lengths, case.lengths, case.causal, case.window), scale)
     errors = {}
     for tensor, x in zip(TENSORS, (out, *gradients), strict=True):
         errors[tensor] = Error()

@@ -2,75 +2,93 @@
 
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from runner.measure.reference import Words, attend
+from runner.measure import reference
+from runner.measure.reference import Reference, Seen
+
+
+class Call(NamedTuple):
+    """A call's lengths, scale and mask."""
+
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    scale: float
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+
+
+def attend(q, k, v, dout, call: Call, **more) -> Reference:
+    seen = Seen.band(call.q_lengths, call.k_lengths, call.causal, call.window)
+    return reference.attend(q, k, v, dout, seen, call.scale, **more)
+
 
 CASES = {
-    "causal": Words((300,), (300,), 0.3, True),
-    "full": Words((300,), (300,), 0.3),
-    "window": Words((400,), (400,), 0.3, True, (70, 0)),
-    "causal cuts what is ahead": Words((200,), (200,), 0.3, True, (70, 20)),
-    "both sides": Words((400,), (400,), 0.3, False, (30, 50)),
-    "one side": Words((200,), (200,), 0.3, False, (-1, 5)),
-    "packed": Words((100, 1, 300, 0, 30), (100, 1, 300, 0, 30), 0.3, True),
-    "packed window": Words((100, 1, 150), (100, 1, 150), 0.3, True, (40, 0)),
-    "decode": Words((3,), (500,), 0.3),
-    "rows without keys": Words((40,), (30,), 0.3, True),
+    "causal": Call((300,), (300,), 0.3, True),
+    "full": Call((300,), (300,), 0.3),
+    "window": Call((400,), (400,), 0.3, True, (70, 0)),
+    "causal cuts what is ahead": Call((200,), (200,), 0.3, True, (70, 20)),
+    "both sides": Call((400,), (400,), 0.3, False, (30, 50)),
+    "one side": Call((200,), (200,), 0.3, False, (-1, 5)),
+    "packed": Call((100, 1, 300, 0, 30), (100, 1, 300, 0, 30), 0.3, True),
+    "packed window": Call((100, 1, 150), (100, 1, 150), 0.3, True, (40, 0)),
+    "decode": Call((3,), (500,), 0.3),
+    "rows without keys": Call((40,), (30,), 0.3, True),
 }
 
 
-def kept(words: Words) -> torch.Tensor:
-    """Pair by pair, from what the words mean."""
-    keep = torch.zeros(sum(words.q_lengths), sum(words.k_lengths), dtype=torch.bool)
-    left, right = words.window
+def kept(call: Call) -> torch.Tensor:
+    """Pair by pair, from what the arguments mean."""
+    keep = torch.zeros(sum(call.q_lengths), sum(call.k_lengths), dtype=torch.bool)
+    left, right = call.window
     at_q = at_k = 0
-    for n_q, n_k in zip(words.q_lengths, words.k_lengths, strict=True):
+    for n_q, n_k in zip(call.q_lengths, call.k_lengths, strict=True):
         for i in range(n_q):
             for j in range(n_k):
                 ahead = j - (i + n_k - n_q)
                 inside = (left < 0 or ahead >= -left) and (right < 0 or ahead <= right)
-                keep[at_q + i, at_k + j] = inside and not (words.causal and ahead > 0)
+                keep[at_q + i, at_k + j] = inside and not (call.causal and ahead > 0)
         at_q, at_k = at_q + n_q, at_k + n_k
     return keep
 
 
-def plainly(q, k, v, dout, words):
+def plainly(q, k, v, dout, call):
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = torch.einsum("qhd,khd->hqk", q, keys).mul(words.scale).masked_fill(~kept(words), -torch.inf)
+    s = torch.einsum("qhd,khd->hqk", q, keys).mul(call.scale).masked_fill(~kept(call), -torch.inf)
     p = s.softmax(-1).nan_to_num(0)
-    p = torch.where(kept(words).any(-1)[:, None], p, 0)
+    p = torch.where(kept(call).any(-1)[:, None], p, 0)
     out = torch.einsum("hqk,khd->qhd", p, values)
-    gradients = torch.autograd.grad(out, (q, k, v), dout) if kept(words).any(-1).all() else ()
+    gradients = torch.autograd.grad(out, (q, k, v), dout) if kept(call).any(-1).all() else ()
     found = {"out": out, "lse": s.logsumexp(-1).T, **dict(zip(("dq", "dk", "dv"), gradients, strict=False))}
     return {name: x.detach() for name, x in found.items()}
 
 
-def inputs(words, dtype=torch.float64):
+def inputs(call, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
-    n_q, n_k = sum(words.q_lengths), sum(words.k_lengths)
+    n_q, n_k = sum(call.q_lengths), sum(call.k_lengths)
     return [torch.randn(n, h, 16, generator=draw).to(dtype) for n, h in ((n_q, 4), (n_k, 2), (n_k, 2), (n_q, 4))]
 
 
 @pytest.mark.parametrize("scores", [1 << 26, 20_000], ids=["at once", "in chunks"])
-@pytest.mark.parametrize("words", CASES.values(), ids=CASES.keys())
-def test_it_is_masked_softmax_forward_and_backward(words, scores):
-    given = inputs(words)
-    found = attend(*given, words, scores=scores)
-    for name, expected in plainly(*given, words).items():
+@pytest.mark.parametrize("call", CASES.values(), ids=CASES.keys())
+def test_it_is_masked_softmax_forward_and_backward(call, scores):
+    given = inputs(call)
+    found = attend(*given, call, scores=scores)
+    for name, expected in plainly(*given, call).items():
         torch.testing.assert_close(found.values[name], expected, rtol=1e-11, atol=1e-11)
         assert found.scales(name).shape == expected.shape[:2]
 
 
 def test_some_queries_have_their_rows_and_their_share_of_the_rest():
-    words = CASES["window"]
-    q, k, v, dout = inputs(words)
-    whole = attend(q, k, v, dout, words)
+    call = CASES["window"]
+    q, k, v, dout = inputs(call)
+    whole = attend(q, k, v, dout, call)
     rows = [[(0, 50), (250, 400)], [(50, 250)]]
-    parts = [attend(q, k, v, dout, words, rows=mine) for mine in rows]
+    parts = [attend(q, k, v, dout, call, rows=mine) for mine in rows]
     for name in ("out", "dq", "lse"):
         for mine, part in zip(rows, parts, strict=True):
             torch.testing.assert_close(part.values[name], torch.cat([whole.values[name][a:b] for a, b in mine]))
@@ -80,9 +98,9 @@ def test_some_queries_have_their_rows_and_their_share_of_the_rest():
 
 
 def test_without_a_backward_it_gives_out_and_lse():
-    words = CASES["decode"]
-    q, k, v, _ = inputs(words)
-    assert set(attend(q, k, v, None, words).values) == {"out", "lse"}
+    call = CASES["decode"]
+    q, k, v, _ = inputs(call)
+    assert set(attend(q, k, v, None, call).values) == {"out", "lse"}
 
 
 @pytest.mark.slow
@@ -90,13 +108,13 @@ def test_a_rows_scale_is_what_random_errors_of_its_terms_make():
     """Terms of dv with errors of their own of size u: the row's error over its scale is about u, at every length and row."""
     draw = torch.Generator().manual_seed(0)
     for n in (64, 1024):
-        words = Words((n,), (n,), 0.25, True)
+        call = Call((n,), (n,), 0.25, True)
         q, k, v, dout = (torch.randn(n, 1, 16, generator=draw, dtype=torch.float64) for _ in range(4))
-        reference = attend(q, k, v, dout, words)
-        s = (q[:, 0] @ k[:, 0].T * 0.25).masked_fill(~kept(words), -torch.inf)
+        found = attend(q, k, v, dout, call)
+        s = (q[:, 0] @ k[:, 0].T * 0.25).masked_fill(~kept(call), -torch.inf)
         noisy = s.softmax(-1) * (1 + 1e-3 * torch.randn(n, n, generator=draw, dtype=torch.float64))
         for name, x in (("out", noisy @ v[:, 0]), ("dv", noisy.T @ dout[:, 0])):
-            rows = (x - reference.values[name][:, 0]).norm(dim=-1) / reference.scales(name)[:, 0]
+            rows = (x - found.values[name][:, 0]).norm(dim=-1) / found.scales(name)[:, 0]
             assert 2e-4 < rows.median() < 2e-3
             assert rows.max() < 5e-3
 
