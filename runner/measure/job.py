@@ -21,7 +21,7 @@ from runner.measure import (
     do_bench,
     memory,
     metrics,
-    phase_pass,
+    phases,
     profile,
     sampler,
     timed,
@@ -91,7 +91,7 @@ class _Run:
         options = spec.timing
         iterations = (options.timing_runs + options.warmup_runs + 1) * options.layers
         if spec.phases:
-            iterations += phase_pass.runs(each) + timing.LEADING_RUNS
+            iterations += phases.runs(each) + timing.LEADING_RUNS
         if options.method == "profiler":
             iterations += timing.LEADING_RUNS + options.profile_runs
         single = each * me.world
@@ -158,7 +158,7 @@ class _Run:
     def record_phases(self) -> None:
         if self.spec.phases and self.work.has_phases:
             self.me.say("phases", self.iteration_s)
-            self.result |= phase_pass.measure(self.me, self.work, self._watch(), phase_pass.runs(self.measured_s))
+            self.result |= phases.measure(self.me, self.work, self._watch(), phases.runs(self.measured_s))
 
     def profile(self) -> None:
         if self.spec.timing.method == "profiler":

@@ -1,20 +1,66 @@
-"""From recorded phases to a table that adds up: compute, transfers and waiting on each rank."""
+"""Phases of a run: an additional pass in which each phase is recorded and each byte that arrives is counted, and a table
+that adds up: compute, transfers and waiting on each rank."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
-from runner.measure.statistics import quantile
+from attention.profiling import Recorder, recording
+from runner.launch.rank import Rank
+from runner.measure import timing
+from runner.measure.timing import Stopwatch
+from runner.measure.workload import Workload
 
 Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms
 STRAGGLER = 1.1  # times the median over the ranks
+MOST_RUNS = 15
+SECONDS = 0.2  # a slow run records fewer
 
 
-def _median(values: list[float]) -> float:
-    return quantile(sorted(values), 0.5)
+def runs(iteration_s: float) -> int:
+    """The number of recorded iterations."""
+    return max(1, min(MOST_RUNS, int(SECONDS / iteration_s)))
+
+
+class _Counted:
+    """A workload's passes, with the bytes that the transport moved into this rank in the last run of each. Launch replay
+    would count nothing; it is off while phases are recorded."""
+
+    def __init__(self, work: Workload):
+        self.work, self.passes = work, work.passes
+        self.received: dict[str, dict[str, int]] = {}
+
+    def run(self, which: str) -> None:
+        counter = self.work.transport.bytes_received
+        counter.clear()
+        self.work.run(which)
+        self.received[which] = dict(counter)
+
+
+def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int) -> dict[str, Any]:
+    """`phase_rows`, `phases` and `comm` of the result, from all ranks."""
+    recorder = Recorder(me.device)
+    counted = _Counted(work)
+    leads = timing.leads_ms(counted, watch, lambda: recording(recorder))
+    recorder.spans.clear()
+    with recording(recorder):
+        passes = timing.record(counted, watch, runs, recorder, leads)
+    work.release()
+    mine: list[Row] = []
+    for number, each in enumerate(passes):
+        here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": each.which}
+        mine.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(each.start, each.stop)})
+        lengths = shares([(s.name, *s.since(each.start)) for s in each.spans])
+        mine += [{**here, "phase": s.name, "step": s.step, "ms": ms} for s, ms in zip(each.spans, lengths, strict=True)]
+    everyone = me.gather((mine, counted.received))
+    rows, received = [row for rows, _ in everyone for row in rows], [received for _, received in everyone]
+    bytes_and_rates = {"bytes_received_by_rank": received, "bandwidth": bandwidths(rows, received)}
+    comm = {"transport": work.transport.name, **bytes_and_rates}
+    return {"phase_rows": rows, "phases": summarize(rows, me.world), "comm": comm}
 
 
 def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
@@ -30,8 +76,7 @@ def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
             del going[i]
         else:
             going[i] = None
-        computes = [j for j in going if spans[j][0].startswith("comp_")]
-        among = computes or list(going)
+        among = [j for j in going if spans[j][0].startswith("comp_")] or list(going)
         for j in among:
             taken[j] += (then - now) / len(among)
     return taken
@@ -43,18 +88,13 @@ def summarize(rows: list[Row], world: int) -> dict[str, Any]:
     the skew of compute between ranks, and stragglers. These are means over the same iterations, the middle half by
     length of the pass, so they add up. Each phase also has its median over all iterations.
 
-    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; comm_* overlaps
-    them."""
-    result: dict[str, Any] = {}
-    for which in dict.fromkeys(row["pass"] for row in rows):
-        by_iteration: dict[int, list[dict[str, float]]] = defaultdict(
-            lambda: [defaultdict(float) for _ in range(world)]
-        )
-        for row in rows:
-            if row["pass"] == which:
-                by_iteration[row["iteration"]][row["rank"]][row["phase"]] += row["ms"]
-        result[which] = _of_pass(list(by_iteration.values()))
-    return result
+    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; comm_* overlaps them."""
+    passes: dict[str, dict[int, list[dict[str, float]]]] = {}
+    for row in rows:
+        iterations = passes.setdefault(row["pass"], {})
+        ranks = iterations.setdefault(row["iteration"], [defaultdict(float) for _ in range(world)])
+        ranks[row["rank"]][row["phase"]] += row["ms"]
+    return {which: _of_pass(list(iterations.values())) for which, iterations in passes.items()}
 
 
 def _mean(iterations: list[dict[str, float]]) -> dict[str, float]:
@@ -68,46 +108,45 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
 
     def medians(phase: str) -> list[float]:
         """By rank, over the iterations that have the phase."""
-        seen = [[ranks_[rank][phase] for ranks_ in iterations if phase in ranks_[rank]] for rank in ranks]
-        return [_median(ms) if ms else 0.0 for ms in seen]
+        seen = [[each[rank][phase] for each in iterations if phase in each[rank]] for rank in ranks]
+        return [median(ms) if ms else 0.0 for ms in seen]
 
     totals = medians("pass")
     slowest = max(ranks, key=lambda rank: totals[rank])
-    ordered = sorted(iterations, key=lambda ranks_: ranks_[slowest]["pass"])
+    ordered = sorted(iterations, key=lambda each: each[slowest]["pass"])
     kept = max(1, len(ordered) // 2)
     first = (len(ordered) - kept) // 2
-    middle = [_mean([ranks_[rank] for ranks_ in ordered[first : first + kept]]) for rank in ranks]
+    middle = [_mean([each[rank] for each in ordered[first : first + kept]]) for rank in ranks]
     total = middle[slowest]["pass"]
-    names = sorted({name for ranks_ in iterations for name in ranks_[slowest]} - {"pass"})
 
     def together(prefix: str) -> list[float]:
         return [sum(ms for name, ms in middle[rank].items() if name.startswith(prefix)) for rank in ranks]
 
-    compute, exposed, transfer = together("comp_"), together("wait_"), together("comm_")
-    usual = _median(compute)
+    def share(ms: float) -> float:
+        return ms / total if total else 0.0
+
+    def phase(name: str) -> dict[str, Any]:
+        ms, by_rank = middle[slowest].get(name, 0.0), medians(name)
+        return {"ms": ms, "share": share(ms), "median_ms": by_rank[slowest], "by_rank_ms": by_rank}
+
+    names = sorted({name for each in iterations for name in each[slowest]} - {"pass"})
+    computes, waits = together("comp_"), together("wait_")
+    compute, exposed, usual = computes[slowest], waits[slowest], median(computes)
     return {
         "rank": slowest,
         "total_ms": total,
-        "phases": {
-            name: {
-                "ms": middle[slowest].get(name, 0.0),
-                "share": middle[slowest].get(name, 0.0) / total if total else 0.0,
-                "median_ms": medians(name)[slowest],
-                "by_rank_ms": medians(name),
-            }
-            for name in names
-        },
-        "compute_ms": compute[slowest],
-        "exposed_communication_ms": exposed[slowest],
-        "transfer_ms": transfer[slowest],
-        "other_ms": total - compute[slowest] - exposed[slowest],
-        "compute_share": compute[slowest] / total if total else 0.0,
-        "communication_share": exposed[slowest] / total if total else 0.0,
-        "other_share": 1 - (compute[slowest] + exposed[slowest]) / total if total else 0.0,
-        "compute_by_rank_ms": compute,
-        "exposed_by_rank_ms": exposed,
-        "skew": (max(compute) - min(compute)) / usual if usual else 0.0,
-        "stragglers": [rank for rank, ms in enumerate(compute) if usual and ms > STRAGGLER * usual],
+        "phases": {name: phase(name) for name in names},
+        "compute_ms": compute,
+        "exposed_communication_ms": exposed,
+        "transfer_ms": together("comm_")[slowest],
+        "other_ms": total - compute - exposed,
+        "compute_share": share(compute),
+        "communication_share": share(exposed),
+        "other_share": 1 - (compute + exposed) / total if total else 0.0,
+        "compute_by_rank_ms": computes,
+        "exposed_by_rank_ms": waits,
+        "skew": (max(computes) - min(computes)) / usual if usual else 0.0,
+        "stragglers": [rank for rank, ms in enumerate(computes) if usual and ms > STRAGGLER * usual],
     }
 
 
@@ -119,21 +158,15 @@ def bandwidths(rows: list[Row], received: list[dict[str, dict[str, int]]]) -> di
     result: dict[str, Any] = {}
     for which in received[0]:
         for what in dict.fromkeys(key for rank in received for key in rank[which]):
-            rank = max(range(world), key=lambda r: received[r][which].get(what, 0))
-            size = received[rank][which].get(what, 0)
-            per_iteration: dict[int, float] = defaultdict(float)
+            sizes = [rank[which].get(what, 0) for rank in received]
+            size, rank = max(sizes), sizes.index(max(sizes))
+            iterations: dict[int, float] = defaultdict(float)
             for row in rows:
                 if (row["pass"], row["rank"], row["phase"]) == (which, rank, f"comm_{what}"):
-                    per_iteration[row["iteration"]] += row["ms"]
-            ms = _median(list(per_iteration.values())) if per_iteration else 0.0
+                    iterations[row["iteration"]] += row["ms"]
+            ms = median(iterations.values()) if iterations else 0.0
             if size and ms:
                 busbw = size / ms / 1e6
-                entry = {
-                    "rank": rank,
-                    "bytes": size,
-                    "ms": ms,
-                    "busbw_gb_s": busbw,
-                    "algbw_gb_s": busbw * world / (world - 1),
-                }
-                result.setdefault(which, {})[what] = entry
+                rates = {"busbw_gb_s": busbw, "algbw_gb_s": busbw * world / (world - 1)}
+                result.setdefault(which, {})[what] = {"rank": rank, "bytes": size, "ms": ms, **rates}
     return result
