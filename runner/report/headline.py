@@ -12,7 +12,7 @@ from runner.report.labels import labels
 from runner.report.runs import Run
 from runner.report.table import Table, digits
 
-NOTE = "Each external package is shown at its fastest setting among these runs, which the cell names."
+NOTE = "For each external package, the cell has its fastest variant among these runs, named in brackets."
 
 
 def package(run: Run) -> str:
