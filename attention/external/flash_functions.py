@@ -7,7 +7,7 @@ takes a GPU some 30 µs for 64 MB."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
@@ -45,77 +45,27 @@ def lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     return _lengths[cu_seqlens]
 
 
-def _flash_attn_forward(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, None, None]:
-    _plain(dropout_p, softcap, alibi_slopes)
-    call = Call(softmax_scale, Band.of(causal, (window_size_left, window_size_right)))
-    return *_serving[0].forward(q, k, v, call), None, None
-
-
-def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> None:
-    _plain(dropout_p, softcap, alibi_slopes)
-    mask = Band.of(causal, (window_size_left, window_size_right))
-    call = Call(softmax_scale, mask, deterministic=bool(deterministic))
-    _serving[0].backward(dout, q, k, v, out, softmax_lse, call, into=(dq, dk, dv))
-
-
-def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
+    *,
     softmax_scale: float,
     causal: bool,
     window_size_left: int = -1,
     window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, None, None]:
-    _plain(dropout_p, softcap, alibi_slopes)
-    call = _packed(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, (window_size_left, window_size_right), False)
+    """`_flash_attn_forward` and, with cu_seqlens, `_flash_attn_varlen_forward`."""
+    _check_unused(others)
+    mask = Band.of(causal, (window_size_left, window_size_right))
+    call = Call(softmax_scale, mask, *_packed(cu_seqlens_q, cu_seqlens_k))
     return *_serving[0].forward(q, k, v, call), None, None
 
 
-def _flash_attn_varlen_backward(
+def _backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -125,10 +75,6 @@ def _flash_attn_varlen_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -138,22 +84,34 @@ def _flash_attn_varlen_backward(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **others: Any,
 ) -> None:
-    _plain(dropout_p, softcap, alibi_slopes)
-    window = (window_size_left, window_size_right)
-    call = _packed(cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window, bool(deterministic))
+    """`_flash_attn_backward`, whose order of arguments yunchang relies on, and `_flash_attn_varlen_backward`."""
+    _check_unused({"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes})
+    mask = Band.of(causal, (window_size_left, window_size_right))
+    call = Call(softmax_scale, mask, *_packed(cu_seqlens_q, cu_seqlens_k), bool(deterministic))
     _serving[0].backward(dout, q, k, v, out, softmax_lse, call, into=(dq, dk, dv))
 
 
-def _packed(
-    cu_q: Tensor, cu_k: Tensor, scale: float, causal: bool, window: tuple[int, int], deterministic: bool
-) -> Call:
-    return Call(scale, Band.of(causal, window), lengths(cu_q), lengths(cu_k), cu_q, cu_k, deterministic)
+def _packed(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+    """The fields of `Call` that describe a packed batch."""
+    q_lengths, k_lengths = (None if cu is None else lengths(cu) for cu in (cu_q, cu_k))
+    return q_lengths, k_lengths, cu_q, cu_k
 
 
-def _plain(dropout_p: float, softcap: float, alibi_slopes: Tensor | None) -> None:
-    assert not dropout_p and not softcap and alibi_slopes is None, "no adapter asks for these"
+def _check_unused(given: dict[str, Any]) -> None:
+    used = [name for name in ("dropout_p", "softcap", "alibi_slopes") if given.get(name)]
+    assert not used, f"no adapter asks for {used}"
+
+
+FUNCTIONS = {
+    "_flash_attn_forward": _forward,
+    "_flash_attn_backward": _backward,
+    "_flash_attn_varlen_forward": _forward,
+    "_flash_attn_varlen_backward": _backward,
+}
 
 
 @contextmanager
@@ -161,18 +119,12 @@ def instead_of_flash_attn(**others: dict[str, Any]) -> Iterator[None]:
     """Within the context, importing `flash_attn` gives the functions above. Each module in `others` ("__" for ".") is
     replaced by one with the given names. Afterwards sys.modules is as before: flash-attn-4 has the same package
     name."""
-    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
-    functions = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
-    for function in functions:
-        setattr(interface, function.__name__, function)
-    package.__version__ = VERSION  # type: ignore[attr-defined]
-    package.flash_attn_func = _refuse  # type: ignore[attr-defined]
-    package.flash_attn_interface = interface  # type: ignore[attr-defined]
-    package.__path__ = []
-    stubs = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
-    for name, contents in others.items():
-        stubs[name.replace("__", ".")] = module = ModuleType(name.replace("__", "."))
-        module.__dict__.update(contents)
+    package = {"__version__": VERSION, "__path__": [], "flash_attn_func": _refuse}
+    stubs = {"flash_attn": _module("flash_attn", package)}
+    for name, contents in {"flash_attn__flash_attn_interface": FUNCTIONS, **others}.items():
+        dotted = name.replace("__", ".")
+        stubs[dotted] = _module(dotted, contents)
+    stubs["flash_attn"].__dict__["flash_attn_interface"] = stubs["flash_attn.flash_attn_interface"]
     before = {name: sys.modules.get(name) for name in stubs}
     sys.modules.update(stubs)
     try:
@@ -183,6 +135,12 @@ def instead_of_flash_attn(**others: dict[str, Any]) -> Iterator[None]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module_before
+
+
+def _module(name: str, contents: Mapping[str, Any]) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(contents)
+    return module
 
 
 def let_gloo_send_to_itself(ring_comm: type) -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.merge_plan import Bundle, merge_plan
 from attention.geometry.transfers import Intervals
 from attention.ops.results import result_tensors
-from attention.reduction.grad_sum import Running, cut, may_be_result, source_and_target
-from attention.tensors import FEW, empty_lse, empty_tokens, put_, take, tokens
+from attention.reduction.stepwise import Stepwise
+from attention.tensors import empty_lse, empty_tokens, token_dim, tokens
 
 
 def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
@@ -40,69 +39,28 @@ def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, l
     lse.copy_(total)
 
 
-class Accumulator:
-    """The merge of parts that come one by one. The queries of each part are declared in advance. Takes ownership of the
-    parts.
-
-    A query's first part is kept as it is, and its last part is merged by the kernel that rounds the result. Only
-    queries with three parts or more need a buffer in the accumulation dtype. If the first part covers all queries, it
-    becomes the result. So one part costs nothing; two parts cost one kernel, which reads two and writes one.
-
-    parts: the query intervals of each part, in the order in which they will be added."""
+class Accumulator(Stepwise):
+    """The merge of parts (out like q, lse) that arrive one by one. parts: the query intervals of each."""
 
     def __init__(self, q: Tensor, parts: Sequence[Intervals]):
-        self.q, self.parts = q, tuple(parts)
-        self.plan = merge_plan(tokens(q), self.parts)
-        self.running = Running(self.plan.running)
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self.number = 0  # of the next part
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None  # merged in place: it always has the accumulation dtype
+        super().__init__([q], parts, (token_dim(q), -1))
 
-    def add(self, part: Tensor, part_lse: Tensor) -> None:
-        """Add the next part. part: like q, but only the tokens of the part's intervals, one after another; any dtype.
-        part_lse: the LSE of these tokens."""
-        if self.out is None and may_be_result(part, self.q, self.parts):
-            self.out, self.lse = part, part_lse
-        out, lse = self._begun()
-        self.kept[self.number] = part, part_lse
-        for each in self.plan.bundles[self.number]:
-            if not each.first:
-                self._merge(each, part, part_lse, out, lse)
-            elif each.last and part is not out:
-                put_(out, each.rows, take(part, each.at))
-                put_(lse, each.rows, take(part_lse, each.at, -1), -1)
-        self.kept = {i: x for i, x in self.kept.items() if self.plan.until[i] > self.number}
-        self.number += 1
+    def new(self) -> Sequence[Tensor]:
+        (q,) = self.like
+        return empty_tokens(q, tokens(q)), empty_lse(q)
 
-    def _merge(self, each: Bundle, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        if each.kept:
-            (first, first_lse), places = self.kept[each.kept[0]], each.kept[1]
-            lse_places = places
-        else:
-            (first, places), first_lse, lse_places = self.running.place(out, each.rows), lse, each.rows
-        into, rows = (out, each.rows) if each.last else self.running.place(out, each.rows)
-        before, target = source_and_target(first, places, into, rows)
-        before_lse, target_lse = source_and_target(first_lse, lse_places, lse, each.rows, -1)
-        merge(target, target_lse, before, before_lse, take(part, each.at), take(part_lse, each.at, -1))
-        if len(rows) > 1:  # the targets are copies
-            put_(into, rows, target)
-            put_(lse, each.rows, target_lse, -1)
+    def clear(self, *outs: Tensor) -> None:
+        out, lse = outs
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+    def combine(self, into: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+        merge(*into, *a, *b)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out in the queries' dtype, lse)."""
-        assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
-        return self._begun()
-
-    def _begun(self) -> tuple[Tensor, Tensor]:
-        if self.out is None or self.lse is None:
-            self.out = empty_tokens(self.q, tokens(self.q))
-            self.lse = empty_lse(self.q)
-        if self.number == 0:
-            for start, stop in self.plan.bare if len(self.plan.bare) <= FEW else [(0, tokens(self.out))]:
-                cut(self.out, start, stop - start).zero_()
-                self.lse.narrow(-1, start, stop - start).fill_(-torch.inf)
-        return self.out, self.lse
+        out, lse = super().result()
+        return out, lse
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:

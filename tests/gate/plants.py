@@ -18,7 +18,7 @@ from attention.geometry import schedules, transfers
 from attention.kernels import decompose
 from attention.kernels import math as math_kernel
 from attention.masks.band import CAUSAL, Band
-from attention.reduction import grad_sum, lse_merge
+from attention.reduction import grad_sum, lse_merge, stepwise
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
@@ -349,7 +349,11 @@ def _sums_in_bf16() -> Iterator[None]:
     def make(original: Any) -> Any:
         return lambda dtype: torch.bfloat16
 
-    with changed(grad_sum, "accumulation_dtype", make), changed(lse_merge, "accumulation_dtype", make):
+    with (
+        changed(grad_sum, "accumulation_dtype", make),
+        changed(lse_merge, "accumulation_dtype", make),
+        changed(stepwise, "accumulation_dtype", make),
+    ):
         yield
 
 

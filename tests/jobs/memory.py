@@ -26,12 +26,22 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.ignored, self.made, self.peak = ignored, list[weakref.ref[Tensor]](), 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import its compiler to keep it out of this mode: a second for each rank
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.made += [weakref.ref(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.made = [ref for ref in self.made if ref() is not None]
-        storages = [x.untyped_storage() for ref in self.made if (x := ref()) is not None]
-        held = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in self.ignored}
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.made += map(weakref.ref, results)
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if all(x.untyped_storage().data_ptr() in given for x in results):
+            return out  # views and writes in place: nothing new is held
+        alive = [x for ref in self.made if (x := ref()) is not None]
+        self.made = [weakref.ref(x) for x in alive]
+        held = {
+            s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, alive) if s.data_ptr() not in self.ignored
+        }
         self.peak = max(self.peak, sum(held.values()))
         return out
 

@@ -307,4 +307,4 @@ def test_a_first_part_of_all_tokens_becomes_the_sum():
         total = Sum([like], [((0, 9),), ((3, 7),)][: len(parts)])
         for part in parts:
             total.add(part)
-        assert total.result()[0] is first and total.running[0].buffer is None and not total.kept
+        assert not total.buffers and not total.kept and total.result()[0] is first

@@ -148,8 +148,8 @@ def test_a_first_part_over_all_rows_becomes_the_result():
         for ((a, b),) in others:
             out, lse = over(q[:, a:b], k, v, torch.arange(9, SK))
             total.add(out.bfloat16(), lse)
+        assert not total.buffers and not total.kept
         assert total.result()[0] is first[0] and total.result()[1] is first[1]
-        assert total.running.buffer is None and not total.kept
 
 
 def test_only_rows_of_three_parts_take_a_wide_buffer():
@@ -159,8 +159,8 @@ def test_only_rows_of_three_parts_take_a_wide_buffer():
     for i, ((a, b),) in enumerate(parts):
         out, lse = over(*(x.double() for x in (q[:, a:b], k, v)), torch.arange(i, i + 1))
         total.add(out.bfloat16(), lse.float())
-    assert total.running.buffer is not None
-    assert total.running.buffer.shape[1] == 3 and total.running.buffer.dtype == torch.float32
+    assert list(total.buffers) == [0], "the LSE is merged in place"
+    assert total.buffers[0].shape[1] == 3 and total.buffers[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("first_whole", [True, False])

@@ -1,0 +1,110 @@
+"""Results that are combined from parts which arrive one by one and cover different tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from attention.dtypes import accumulation_dtype
+from attention.geometry.merge_plan import Bundle, merge_plan
+from attention.geometry.transfers import Intervals
+from attention.tensors import FEW, put_, take, tokens
+
+
+class Stepwise:
+    """The parts' intervals are declared in advance. Takes ownership of the parts.
+
+    A token's first part is kept as it is, and its last part is combined by the kernel that rounds the result. Only tokens
+    with three parts or more need a buffer in the accumulation dtype. If the first part covers all tokens, its tensors
+    become the result. So one part costs nothing; two parts cost one kernel, which reads two and writes one.
+
+    like: tensors of the shape and dtype of the results. parts: the intervals of each part, in the order in which they will
+    be added. dims: the token dimension of each tensor of a part. outs: the tensors to write to, by default new ones."""
+
+    def __init__(
+        self,
+        like: Sequence[Tensor],
+        parts: Sequence[Intervals],
+        dims: Sequence[int],
+        outs: Sequence[Tensor] | None = None,
+    ):
+        self.like, self.parts, self.dims, self.outs = like, tuple(parts), dims, outs
+        self.plan = merge_plan(tokens(like[0]), self.parts)
+        self.buffers: dict[int, Tensor] = {}  # by tensor, partial results of the tokens with three parts or more
+        self.kept: dict[int, Sequence[Tensor]] = {}  # by number, the parts that a later part will be combined with
+        self.number = 0  # of the next part
+
+    def new(self) -> Sequence[Tensor]:
+        """Uninitialised tensors for the results."""
+        raise NotImplementedError
+
+    def clear(self, *outs: Tensor) -> None:
+        """Writes the result of no parts."""
+        raise NotImplementedError
+
+    def combine(self, into: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+        """Writes the combination of two partial results over the same tokens. `into` may be `a`."""
+        raise NotImplementedError
+
+    def add(self, *part: Tensor) -> None:
+        """The next part: the tokens of its intervals side by side, in any dtype."""
+        if self.outs is None and all(self._may_be_result(*pair) for pair in zip(part, self.like, strict=False)):
+            self.outs = part
+        outs = self._started()
+        self.kept[self.number] = part
+        for each in self.plan.bundles[self.number]:
+            if not each.first:
+                self._combine(each, part, outs)
+            elif each.last:
+                for out, x, dim in zip(outs, part, self.dims, strict=True):
+                    if x is not out:
+                        put_(out, each.rows, take(x, each.at, dim), dim)
+        self.kept = {i: x for i, x in self.kept.items() if self.plan.until[i] > self.number}
+        self.number += 1
+
+    def _may_be_result(self, part: Tensor, like: Tensor) -> bool:
+        """Whether the first part can be completed in place: it has all tokens and, if later parts will read it, it is
+        contiguous."""
+        whole = self.parts[0] == ((0, tokens(like)),) and part.dtype == like.dtype
+        return whole and (len(self.parts) == 1 or part.is_contiguous())
+
+    def _combine(self, each: Bundle, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        before, targets, places = [], [], []
+        for i, (out, dim) in enumerate(zip(outs, self.dims, strict=True)):
+            first, at = (self.kept[each.kept[0]][i], each.kept[1]) if each.kept else self._partial(i, out, each.rows)
+            into, rows = (out, each.rows) if each.last else self._partial(i, out, each.rows)
+            before.append(take(first, at, dim))
+            targets.append(before[i] if first is into and at == rows else take(into, rows, dim))
+            places.append((into, rows, targets[i], dim))
+        self.combine(targets, before, [take(x, each.at, dim) for x, dim in zip(part, self.dims, strict=True)])
+        if len(each.rows) > 1:  # the targets are copies
+            for place in places:
+                put_(*place)
+
+    def _partial(self, number: int, out: Tensor, rows: Intervals) -> tuple[Tensor, Intervals]:
+        """The tensor and the intervals in it that hold the partial results of the tokens `rows` of out: in the
+        accumulation dtype, which may be out's."""
+        dtype = accumulation_dtype(out.dtype)
+        if out.dtype == dtype:
+            return out, rows
+        start, stop = self.plan.running
+        if number not in self.buffers:
+            shape = list(out.shape)
+            shape[self.dims[number]] = stop - start
+            self.buffers[number] = out.new_empty(shape, dtype=dtype)
+        return self.buffers[number], tuple((a - start, b - start) for a, b in rows)
+
+    def result(self) -> Sequence[Tensor]:
+        assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
+        self.buffers.clear()
+        return self._started()
+
+    def _started(self) -> Sequence[Tensor]:
+        if self.outs is None:
+            self.outs = self.new()
+        if self.number == 0:
+            bare = self.plan.bare if len(self.plan.bare) <= FEW else [(0, tokens(self.like[0]))]
+            for start, stop in bare:
+                self.clear(*(x.narrow(dim, start, stop - start) for x, dim in zip(self.outs, self.dims, strict=True)))
+        return self.outs
