@@ -23,6 +23,7 @@ from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Shard
 from attention.geometry.options import Options
 from attention.kernels.fit import fit
+from attention.masks.mask import Mask
 from attention.planner import Plans, call_spec, plan_of
 from attention.replay import Replay, check_old_option, check_replay
 from attention.runtime import private
@@ -238,6 +239,7 @@ class ContextParallel:
         scale: float | None = None,
         window: tuple[int, int] = (-1, -1),
         cu_seqlens: Lengths = None,
+        mask: Mask | None = None,
         kv_tokens: int | None = None,
         dropout: float = 0.0,
         return_lse: bool = False,
@@ -250,8 +252,10 @@ class ContextParallel:
         cu_seqlens: the global cumulative lengths of packed tensors, integers. A list or a CPU tensor never
         synchronises; a GPU tensor does when it is new or was written (see `tensors.on_host`).
         scale: any finite number, by default D^-0.5. window: (left, right) in tokens, -1 is unbounded.
+        mask: any of `attention.masks`, over the positions of the whole sequence or of the whole packed batch. causal,
+        window and cu_seqlens hold beside it: a query sees the keys that all of them allow.
         kv_tokens: for a decode, the number of keys on all ranks together. By default all ranks have as many as this one.
-        All ranks must give the same causal, scale, window, cu_seqlens, kv_tokens and return_lse. Otherwise the call may
+        All ranks must give the same causal, scale, window, cu_seqlens, mask, kv_tokens and return_lse. Otherwise the call may
         fail, hang or be wrong.
         Returns out like q; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not
         differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
@@ -261,8 +265,8 @@ class ContextParallel:
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
         plan = self.plan(
-            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, kv_tokens=kv_tokens,
-            return_lse=return_lse,
+            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, mask=mask,
+            kv_tokens=kv_tokens, return_lse=return_lse,
         )  # fmt: skip
         q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
         if isinstance(self.variant, External):

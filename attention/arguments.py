@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import check_heads
+from attention.masks.mask import Mask
 from attention.tensors import on_host
 
 Lengths = Tensor | list[int] | tuple[int, ...] | None
@@ -174,3 +175,9 @@ def token_dim_of(x: Tensor, packed: bool) -> int:
     raise ValueError(
         f"x has shape {shape}: must be [B, S] or [B, S, H, D], or with cu_seqlens [T] or [T, H, D]; reshape it"
     )
+
+
+def check_mask(mask: object) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    raise ValueError(f"mask={mask!r}: must be one of attention.masks, such as masks.chunked(8192), or None")

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from attention import kernels
-from attention.arguments import Lengths, check_cu_seqlens, check_scale, check_tensors, check_window, positive
+from attention.arguments import (
+    Lengths,
+    check_cu_seqlens,
+    check_mask,
+    check_scale,
+    check_tensors,
+    check_window,
+    positive,
+)
 from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
@@ -20,7 +29,9 @@ from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
 from attention.kernels import Kernel, Shape
+from attention.kernels.patterns import ByRectangles
 from attention.masks.band import Band
+from attention.masks.mask import Mask, mask_of
 from attention.replay import Replay
 from attention.tensors import tokens
 from attention.transports import Transport
@@ -58,6 +69,7 @@ class CallSpec(NamedTuple):
     packed: bool
     causal: bool
     window: tuple[int, int]
+    mask: Mask | None
     scale: float
     device: torch.device
     want_lse: bool
@@ -73,6 +85,7 @@ def call_spec(
     scale: float | None = None,
     window: tuple[int, int] = (-1, -1),
     cu_seqlens: Lengths = None,
+    mask: Mask | None = None,
     kv_tokens: int | None = None,
     return_lse: bool = False,
 ) -> CallSpec:
@@ -93,6 +106,7 @@ def call_spec(
         packed=packed,
         causal=causal,
         window=window,
+        mask=check_mask(mask),
         scale=positive(scale, shape.head_dim),
         device=q.device,
         want_lse=return_lse,
@@ -151,7 +165,7 @@ def build(spec: CallSpec, settings: Settings, connect: Connect) -> Plan:
     """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, and UnsupportedCall
     for what the kernel or replay=graphs can't do."""
     variant, options, shape = settings.variant, settings.options, spec.shape
-    mask = Band.of(spec.causal, spec.window)
+    mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, spec.mask)
     problem = variant.problem(spec.cu_seqlens, settings.world, mask, options, spec.q_tokens)
     _check_share(spec, settings)
     _check_call(spec, settings)
@@ -207,4 +221,6 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     if isinstance(variant, External):
         calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse)
         return calls.kernel(variant, wanted, spec.shape, masks(problem))
+    if problem.is_cut:
+        return ByRectangles(kernels.select(wanted, replace(spec.shape, packed=True), masks(problem)))
     return kernels.select(wanted, spec.shape, masks(problem), variant.decode)

@@ -173,9 +173,9 @@ def _each_once(calls: list[Intervals], n: int) -> bool:
 
 
 def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> LocalKeys:
-    """Publishes the keys if each rank is to get only those that it needs: if ranks pull, or if a window makes many keys
+    """Publishes the keys if each rank is to get only those that it needs: if ranks pull, or if the mask makes many keys
     unnecessary. Otherwise nothing is published, and an all-gather for each head group sends all keys."""
-    one_by_one = plan.problem.world == 1 or plan.problem.mask.windowed or plan.transport.pulls
+    one_by_one = plan.problem.world == 1 or plan.problem.keys_differ or plan.transport.pulls
     return LocalKeys(k, v, plan, groups, one_by_one)
 
 

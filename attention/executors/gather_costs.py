@@ -44,7 +44,7 @@ class GatherCosts(Costs[GatherOptions]):
     @property
     def _all_gathered(self) -> bool:
         """Whether every rank receives all keys, needed or not."""
-        return not self.pulls and not self.problem.mask.windowed
+        return not self.pulls and not self.problem.keys_differ
 
     def bytes_received(self, rank: int, backward: bool) -> dict[str, int]:
         problem, route = self.problem, gather_move(self.problem, rank).route

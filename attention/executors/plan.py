@@ -23,10 +23,11 @@ from attention.geometry.transfers import (
     move,
     side_by_side,
     step_routes,
-    within,
+    where,
 )
 from attention.kernels import Call, Kernel
-from attention.masks.band import Band, Interval
+from attention.masks.band import Band
+from attention.masks.pattern import Pattern
 from attention.runtime.priority_stream import Inline, PriorityStream
 from attention.transports import Message, Messages, Transport
 
@@ -148,9 +149,7 @@ def plan_steps(
     most, routes = most_keys(problem), step_routes(problem, rank)
     for i, step in enumerate(steps(problem, rank)):
         keys = step.keys
-        # the rank's own keys are used in place, others' arrive as the needed intervals side by side
-        where = _identity if step.owner == rank else within(keys)
-        calls = tuple(_calls(step, where, scale, packed, deterministic, device))
+        calls = tuple(_calls(step, where(step, rank), scale, packed, deterministic, device))
         planned.append(PlannedStep(step.owner, keys, length(keys), calls, routes[i], most[i]))
     return tuple(planned)
 
@@ -174,23 +173,19 @@ def resized(plan: Plan, cu_seqlens: CuSeqlens, sizes: Sequence[int]) -> Plan:
     return replace(plan, problem=replace(plan.problem, cu_seqlens=cu_seqlens), steps=tuple(changed))
 
 
-def _identity(interval: Interval) -> Intervals:
-    return (interval,)
-
-
 def _calls(
-    step: Step, where: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
+    step: Step, place: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
 ) -> Iterator[LocalCall]:
-    """Dense: one call for each block. Packed: one call for all blocks with the same mask and group, over all
-    sequences."""
-    tiles = _tiles(step.blocks, where)
-    if not packed:
-        for block, k in tiles:
-            yield LocalCall((block.q,), k, Call(scale, block.mask, deterministic=deterministic))
-        return
+    """Under a pattern, or dense: one call for each block. Packed: one call for all blocks with the same mask and group,
+    over all sequences."""
     alike: dict[tuple[Band, int], list[tuple[Block, Intervals]]] = {}
-    for block, k in tiles:
-        alike.setdefault((block.mask, block.group), []).append((block, k))
+    for block, k in _tiles(step.blocks, place):
+        if isinstance(block.mask, Pattern):
+            yield LocalCall((block.q,), k, Call(scale, deterministic=deterministic, pattern=block.mask))
+        elif not packed:
+            yield LocalCall((block.q,), k, Call(scale, block.mask, deterministic=deterministic))
+        else:
+            alike.setdefault((block.mask, block.group), []).append((block, k))
     for (mask, _), found in alike.items():
         q_lengths = [block.q[1] - block.q[0] for block, _ in found]
         k_lengths = [length(k) for _, k in found]
@@ -198,11 +193,11 @@ def _calls(
         yield LocalCall(joined(block.q for block, _ in found), joined(x for _, k in found for x in k), call)
 
 
-def _tiles(blocks: Iterable[Block], where: Place) -> list[tuple[Block, Intervals]]:
+def _tiles(blocks: Iterable[Block], place: Place) -> list[tuple[Block, Intervals]]:
     """The blocks and where their keys lie. Whole blocks of the same queries are one, over the keys of them all."""
     found: list[tuple[Block, Intervals]] = []
     for block in blocks:
-        k = where(block.k)
+        k = place(block.k)
         if found and block.mask.full and (block.q, block.mask) == (found[-1][0].q, found[-1][0].mask):
             found[-1] = (found[-1][0], joined((*found[-1][1], *k)))
         else:

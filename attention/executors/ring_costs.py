@@ -120,4 +120,4 @@ def copied_bytes(problem: Problem, shapes: Shapes, place: int, backward: bool) -
 @memo(lambda found, *_: sum(len(queries) + len(keys) for queries, keys in found))
 def _calls(problem: Problem, place: int) -> list[tuple[Intervals, Intervals]]:
     """The queries and keys of each call on a packed batch."""
-    return [call for step in steps(problem, place) for call in packed_calls(step, step.owner == place)]
+    return [call for step in steps(problem, place) for call in packed_calls(step, place)]

@@ -13,7 +13,7 @@ from attention.geometry.counts import Shapes
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, length, steps
 from attention.geometry.transfers import packed_calls
-from attention.masks.band import Band
+from attention.masks.band import FULL, Band
 
 Pattern = Literal["one", "all", "gather", "reduce", "slots"]
 
@@ -127,13 +127,15 @@ def place_work(problem: Problem, place: int) -> tuple[Work, ...]:
     for step in steps(problem, place):
         pairs: dict[Band, Pairs] = {}
         for block in step.blocks:
-            n, keys, before = block.q[1] - block.q[0], block.k[1] - block.k[0], pairs.get(block.mask, Pairs())
-            pairs[block.mask] = Pairs(
+            n, keys = block.q[1] - block.q[0], block.k[1] - block.k[0]
+            band = block.mask if isinstance(block.mask, Band) else FULL
+            before = pairs.get(band, Pairs())
+            pairs[band] = Pairs(
                 before.attended + block.pairs, before.rectangle + n * keys, before.edges + block.mask.edges * n
             )
         # full blocks of the same queries are one call
         calls = list({(b.q, None if b.mask.full else b.k): b for b in step.blocks}.values())
-        together = packed_calls(step, step.owner == place)
+        together = packed_calls(step, place)
         found.append(
             Work(
                 tuple(pairs.items()),

@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
     serve(plan.kernel)
     common = {
         "softmax_scale": plan.scale,
-        "causal": plan.problem.mask.causal,
+        "causal": plan.problem.band.causal,
         "deterministic": plan.deterministic,
         "group": group,
     }
@@ -64,7 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         return serve_backward(getattr(package, FUNCTIONS[plan.variant.name])(q, k, v, **common), plan.kernel)
     problem = plan.problem
     cu_q, cu_k, max_q, max_k, needed = _slices(
-        problem.cu_seqlens, problem.mask.causal, plan.rank, problem.world, q.device
+        problem.cu_seqlens, problem.band.causal, plan.rank, problem.world, q.device
     )
     out = package.llama3_flash_attn_varlen_func(
         *(x if plan.packed else x.squeeze(0) for x in (q, k, v)),

@@ -54,7 +54,7 @@ def _choose(causal: bool, rotate: str) -> None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's out, like q `[B, s, H, D]`. With enable_gqa the KV heads travel unrepeated."""
-    causal, rotate = plan.problem.mask.causal, plan.options.rotate
+    causal, rotate = plan.problem.band.causal, plan.options.rotate
     attention = _opened(group or default_group(), q.device)
     _choose(causal, rotate)
     with sdpa_kernel(BACKENDS[plan.kernel.name]):

@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         plan.heads,
         plan.kv_heads,
         q.shape[-1],
-        plan.problem.mask.causal,
+        plan.problem.band.causal,
         plan.scale,
         plan.options.cp_comm_type,
         group or default_group(),

@@ -48,7 +48,9 @@ def problem_pairs(problem: Problem) -> int:
     """(query, key) pairs that the whole problem needs, each once."""
     if problem.q_tokens is not None:
         return problem.q_tokens * problem.cu_seqlens[-1]
-    return global_pairs(problem.cu_seqlens, problem.mask)
+    if isinstance(problem.form, Band):
+        return global_pairs(problem.cu_seqlens, problem.form)
+    return problem.form.pairs(problem.cu_seqlens[-1])
 
 
 def place_flops(problem: Problem, shapes: Shapes, place: int) -> int:

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from attention.geometry import cuts
 from attention.geometry.layouts import CuSeqlens, Layout
-from attention.masks.band import FULL, Band, Interval, Intervals, tile
+from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
+from attention.masks.mask import Mask, of_sequences
+from attention.masks.pattern import Pattern
 from attention.memo import memo
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order
@@ -27,11 +30,12 @@ MANY_SEQUENCES = 8  # with more, a packed batch moves whole shards: one interval
 @dataclass(frozen=True, slots=True)
 class Block:
     """`group`: the number of the query chunk within its sequence, if several chunks of a sequence see prefixes of its
-    keys. A packed kernel call takes the blocks of one group, so that it has each sequence once."""
+    keys. A packed kernel call takes the blocks of one group, so that it has each sequence once. Under a pattern, a
+    block has all queries of the rank and all keys of the step."""
 
     q: Interval
     k: Interval
-    mask: Band
+    mask: Band | Pattern
     group: int = 0
 
     @property
@@ -103,11 +107,13 @@ class Schedule(ABC):
 @dataclass(frozen=True)
 class Problem:
     """The attention problem that a schedule divides among ranks. `layout`: of the keys and values. `q_layout`: of the
-    queries during the computation. `cu_seqlens`: the global ones, (0, S) for a dense batch."""
+    queries during the computation. `cu_seqlens`: the global ones, (0, S) for a dense batch. `form`: one
+    band within every sequence, for which each schedule has its own blocks, or any other mask over all positions, which
+    `geometry.cuts` cuts."""
 
     cu_seqlens: CuSeqlens
     world: int
-    mask: Band
+    form: Band | Mask
     layout: Layout
     q_layout: Layout
     schedule: Schedule
@@ -118,6 +124,27 @@ class Problem:
     def ranks(self) -> int:
         return self.world * self.ulysses
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the mask is cut into patterns: it is not one band in every sequence."""
+        return isinstance(self.form, Mask)
+
+    @property
+    def band(self) -> Band:
+        """The one band within every sequence."""
+        assert isinstance(self.form, Band), "the mask is no band: it is cut"
+        return self.form
+
+    @property
+    def mask(self) -> Mask:
+        """What attends what, over all positions."""
+        return self.form if isinstance(self.form, Mask) else of_sequences(self.form, self.cu_seqlens)
+
+    @property
+    def keys_differ(self) -> bool:
+        """Whether ranks may need few of the keys, each other ones."""
+        return not isinstance(self.form, Band) or self.form.windowed
+
 
 @dataclass(frozen=True)
 class LocalSchedule(Schedule):
@@ -126,6 +153,8 @@ class LocalSchedule(Schedule):
     blocks: Callable[[Problem, int], Iterable[Block]]
 
     def step(self, problem: Problem, rank: int, i: int) -> Step:
+        if problem.is_cut:
+            return cut_step(problem, rank, rank)
         return Step(rank, partial(self.blocks, problem, rank))
 
     def examples(self, problem: Problem) -> Sequence[int]:
@@ -150,10 +179,14 @@ class RingSchedule(Schedule):
 
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         owner = self.owner(problem, rank, i)
+        if problem.is_cut:
+            return cut_step(problem, rank, owner)
         known = self.keys(problem, rank, owner) if self.keys else None
         return Step(owner, partial(self.blocks, problem, rank, owner), known)
 
     def received(self, problem: Problem, rank: int, i: int) -> Intervals:
+        if problem.is_cut:
+            return cuts.needs_by_owner(problem, rank)[self.owner(problem, rank, i)] if i else ()
         known = self.keys(problem, rank, self.owner(problem, rank, i)) if i and self.keys else None
         return super().received(problem, rank, i) if known is None else known
 
@@ -162,7 +195,7 @@ class RingSchedule(Schedule):
 
     def examples(self, problem: Problem) -> Sequence[int]:
         """The first and the last rank: their steps have every difference rank - owner."""
-        return sorted({0, problem.world - 1})
+        return range(problem.world) if problem.is_cut else sorted({0, problem.world - 1})
 
 
 class GatherSchedule(Schedule):
@@ -170,9 +203,13 @@ class GatherSchedule(Schedule):
     the keys that it sees."""
 
     def step(self, problem: Problem, rank: int, i: int) -> Step:
+        if problem.is_cut:
+            return cut_step(problem, rank, SEQUENCE)
         return Step(SEQUENCE, partial(gathered, problem, rank))
 
     def received(self, problem: Problem, rank: int, i: int) -> Intervals:
+        if problem.is_cut:
+            return cuts.needs(problem, rank)
         step = steps(problem, rank)[i]  # from the cache, since this is asked again
         return () if step.owner == rank else step.keys
 
@@ -201,7 +238,19 @@ class GatherByOwner(GatherSchedule):
 
 def _whole_sequences(problem: Problem, rank: int) -> Iterator[Block]:
     for start, stop in pairwise(problem.cu_seqlens):
-        yield from tiles(problem.mask, (0, stop - start), start, (0, stop - start), start)
+        yield from tiles(problem.band, (0, stop - start), start, (0, stop - start), start)
+
+
+def cut_step(problem: Problem, rank: int, owner: int) -> Step:
+    """A step of a mask that is cut: one block with all of the rank's queries."""
+
+    def blocks() -> Iterator[Block]:
+        found = cuts.on_gathered(problem, rank) if owner == SEQUENCE else cuts.on_owner(problem, rank, owner)
+        if found.all_pairs:
+            yield Block((0, found.n_q), (0, found.n_k), found)
+
+    keys = cuts.needs(problem, rank) if owner == SEQUENCE else cuts.needs_by_owner(problem, rank)[owner]
+    return Step(owner, blocks, keys)
 
 
 LOCAL = LocalSchedule(_whole_sequences)
@@ -223,7 +272,7 @@ def gathered(problem: Problem, rank: int) -> list[Block]:
             a, b = max(chunk.start, start), min(chunk.stop, stop)
             if a < b:
                 q, k = (a - start, b - start), (0, stop - start)
-                blocks += tiles(problem.mask, q, at - q[0], k, start, seen[number])
+                blocks += tiles(problem.band, q, at - q[0], k, start, seen[number])
                 seen[number] += 1
                 at += b - a
     return blocks
@@ -272,6 +321,8 @@ def most_keys(problem: Problem) -> tuple[int, ...]:
 def rank_pairs(problem: Problem, rank: int) -> int:
     """The number of (query, key) pairs that a rank computes. Contiguous queries are counted against all keys of their
     sequences, without building the schedule's steps; for others the pairs of the steps are added up."""
+    if problem.is_cut:
+        return cuts.rank_pairs(problem, rank)
     shard = problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]
     if problem.q_tokens is None and all(chunk.step == 1 for chunk in shard):
         return sum(block.pairs for block in gathered(problem, rank))
@@ -280,11 +331,14 @@ def rank_pairs(problem: Problem, rank: int) -> int:
 
 def masks(problem: Problem) -> tuple[Band, ...]:
     """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window,
-    each block is full or has the problem's own mask."""
-    if not problem.mask.windowed:
-        return tuple(dict.fromkeys((FULL, problem.mask)))
+    each block is full or has the problem's own mask. A mask that is cut is computed as whole and causal rectangles and,
+    where it has lower bounds, windows."""
+    if isinstance(problem.form, Mask):
+        return (FULL, CAUSAL, *((Band(1, 1),) if problem.form.windowed(problem.cu_seqlens[-1]) else ()))
+    if not problem.band.windowed:
+        return tuple(dict.fromkeys((FULL, problem.band)))
     ranks = problem.schedule.examples(problem)
-    found = {b.mask for rank in ranks for step in steps(problem, rank) for b in step.blocks}
+    found = {b.mask for rank in ranks for step in steps(problem, rank) for b in step.blocks if isinstance(b.mask, Band)}
     return tuple(sorted(found, key=lambda m: (m.left, m.right)))
 
 

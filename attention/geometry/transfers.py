@@ -13,6 +13,7 @@ from functools import cached_property
 from attention.geometry.layouts import Shard
 from attention.geometry.schedules import SEQUENCE, Block, GatherSchedule, Problem, Step, length, steps
 from attention.masks.band import Band, Interval, Intervals
+from attention.masks.pattern import Pattern
 from attention.memo import memo
 
 Place = Callable[[Interval], Intervals]
@@ -235,18 +236,26 @@ def within(keys: Intervals) -> Place:
     return place
 
 
-def packed_calls(step: Step, mine: bool) -> list[tuple[Intervals, Intervals]]:
+def where(step: Step, rank: int) -> Place:
+    """Where the keys of a step's blocks lie for this rank: its own are used in place, those of others arrive side by side. The
+    keys of a pattern are numbered as they lie."""
+    if step.owner == rank or any(isinstance(block.mask, Pattern) for block in step.blocks):
+        return lambda interval: (interval,)
+    return within(step.keys)
+
+
+def packed_calls(step: Step, rank: int) -> list[tuple[Intervals, Intervals]]:
     """The kernel calls of a step of a packed batch: one for all blocks with the same mask and group. For each call its
-    queries, as intervals of the rank's queries, and its keys, as intervals of the step's keys. `mine`: the step uses
-    the rank's own keys, in place."""
-    place = within(step.keys)
-    alike: dict[tuple[Band, int], list[Block]] = {}
+    queries, as intervals of the rank's queries, and its keys, as intervals of the step's keys as they lie for the
+    rank."""
+    place = where(step, rank)
+    alike: dict[tuple[Band | Pattern, int], list[Block]] = {}
     for block in step.blocks:
         alike.setdefault((block.mask, block.group), []).append(block)
     return [
         (
             joined(dict.fromkeys(block.q for block in found)),
-            joined(x for block in found for x in ((block.k,) if mine else place(block.k))),
+            joined(x for block in found for x in place(block.k)),
         )
         for found in alike.values()
     ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.masks.band import FULL, Band
+from attention.masks.pattern import Pattern
 from attention.runtime.uploads import uploaded
 
 Pair = tuple[Tensor, Tensor]  # out, lse
@@ -25,7 +26,8 @@ class Call:
     `q_lengths`: q `[Tq, H, D]`, k and v `[Tk, Hk, D]`, lse `[H, Tq]`, and sequence i of the queries sees sequence i of
     the keys.
 
-    The mask is aligned bottom-right in every sequence. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
+    The mask is aligned bottom-right in every sequence. With a `pattern` the call is dense, whatever the tensors' form: one sequence
+    of queries, one of keys, and the pattern says what attends what. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
     for a scale that is not positive and finite."""
 
     scale: float
@@ -35,6 +37,7 @@ class Call:
     cu_q: Tensor | None = None  # int32 [n + 1], on the device
     cu_k: Tensor | None = None
     deterministic: bool = False
+    pattern: Pattern | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:

@@ -12,7 +12,8 @@ from typing import Any, Generic, Literal, TypeVar
 from attention.geometry.layouts import CuSeqlens, Layout
 from attention.geometry.options import BEST, Options
 from attention.geometry.schedules import Problem, Schedule
-from attention.masks.band import Band
+from attention.masks.band import CAUSAL, FULL, Band
+from attention.masks.mask import Mask, one_band
 
 Executor = Literal["ring", "gather", "all_to_all", "tree", "external"]  # external: a package's own
 Chosen = TypeVar("Chosen", bound=Options)
@@ -33,6 +34,7 @@ class Variant(Generic[Chosen]):
     options: type[Chosen]
     causal_only: bool = False
     windows: bool = True
+    any_mask: bool = False  # takes masks that are not one band in every sequence
     packs: bool = True  # takes packed batches
     packed: bool = False  # made for packed batches: a benchmark of it is one
     twin: str | None = None  # the variant that is the same algorithm, made for packed batches where this one is not
@@ -72,7 +74,22 @@ class Variant(Generic[Chosen]):
         if mask.windowed and not self.windows:
             raise self.no_window(mask, "ring, ring_allgather, llama3, zigzag_llama3 and ulysses do")
 
+    def check_cut(self, options: Chosen, mask: Mask, tokens: int) -> None:
+        """Raises ValueError for a mask, other than a band, that the variant can't do."""
+        if not self.any_mask:
+            raise ValueError(
+                f"mask={mask}: {self.name} takes full and causal attention only; ring, ring_allgather, llama3, "
+                "zigzag_llama3, ulysses, usp and dense take every mask"
+            )
+        if self.causal_only and not mask.causal(tokens):
+            raise self.not_causal(mask, "ring, ring_allgather, llama3 and ulysses")
+
     # What follows holds for every variant.
+
+    def not_causal(self, mask: Mask, others: str) -> ValueError:
+        return ValueError(
+            f"mask={mask}: some query sees a later key, and {self.name} is for causal masks; {others} take every mask"
+        )
 
     def needs_causal(self, others: str) -> ValueError:
         return ValueError(
@@ -102,18 +119,21 @@ class Variant(Generic[Chosen]):
         self,
         cu_seqlens: CuSeqlens,
         world: int,
-        mask: Band,
+        mask: Band | Mask,
         options: Chosen | Mapping[str, Any] | None = None,
         q_tokens: int | None = None,
     ) -> Problem:
-        """Raises ValueError when the variant cannot do this mask or these lengths in this world."""
+        """mask: the band within every sequence, or any mask over all positions. Raises ValueError when the variant cannot
+        do this mask or these lengths in this world."""
         chosen = self.parse(options)
-        if self.decode and not mask.full:
-            given = "causal=true" if mask.causal else f"window=({mask.left}, {mask.right})"
-            raise ValueError(
-                f"{given}: {self.name} is a decode, whose queries see all keys; use causal=false without a window"
-            )
-        self.check_mask(chosen, mask)
+        form = mask if isinstance(mask, Band) else one_band(mask, cu_seqlens)
+        if isinstance(form, Mask):
+            self.check_cut(chosen, form, cu_seqlens[-1])
+            mask = CAUSAL if form.causal(cu_seqlens[-1]) else FULL  # by which a layout balances
+        else:
+            mask = form
+            self._check_decode(mask)
+            self.check_mask(chosen, mask)
         if len(cu_seqlens) > 2 and not self.packs:
             raise ValueError(
                 f"a pack of {len(cu_seqlens) - 1} sequences: {self.name} takes batches of single sequences; use "
@@ -127,13 +147,20 @@ class Variant(Generic[Chosen]):
         return Problem(
             cu_seqlens=cu_seqlens,
             world=world // sharing,
-            mask=mask,
+            form=form,
             layout=self.outer(chosen),
             q_layout=q_layout,
-            schedule=self.plan(chosen, cu_seqlens, world, mask),
+            schedule=self.schedule if isinstance(form, Mask) else self.plan(chosen, cu_seqlens, world, mask),
             q_tokens=q_tokens if self.decode else None,
             ulysses=sharing,
         )
+
+    def _check_decode(self, mask: Band) -> None:
+        if self.decode and not mask.full:
+            given = "causal=true" if mask.causal else f"window=({mask.left}, {mask.right})"
+            raise ValueError(
+                f"{given}: {self.name} is a decode, whose queries see all keys; use causal=false without a window"
+            )
 
     def check_options(self, options: Chosen | Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
         """Raises ValueError for an option's value that does not go with these heads in this world."""
@@ -146,7 +173,7 @@ class Variant(Generic[Chosen]):
         kv_heads: int,
         cu_seqlens: CuSeqlens,
         world: int,
-        mask: Band,
+        mask: Band | Mask,
         q_tokens: int | None = None,
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """The options with each combination of choices in place of "best" that this variant can do, and of the others,

@@ -16,6 +16,7 @@ register(
         executor="ring",
         layout=REPLICATED,
         schedule=LOCAL,
+        any_mask=True,
         options=RingOptions,
     )
 )

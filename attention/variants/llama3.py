@@ -24,6 +24,7 @@ register(
         executor="gather",
         layout=PACKED,
         schedule=GATHER,
+        any_mask=True,
         options=GatherOptions,
         packed=True,
     )

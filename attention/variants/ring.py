@@ -20,19 +20,19 @@ from attention.variants.base import Variant, register
 
 def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
     """What `rank` computes against the keys of `owner`."""
-    if problem.mask.causal and owner > rank:
+    if problem.band.causal and owner > rank:
         return
     for at, n in equal_shards(problem):
         q, k = (rank * n, (rank + 1) * n), (owner * n, (owner + 1) * n)
-        yield from tiles(problem.mask, q, at - q[0], k, at - k[0])
+        yield from tiles(problem.band, q, at - q[0], k, at - k[0])
 
 
 def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
     """The owner's keys that the rank needs, where they are known without the blocks: all of them or, of later ranks,
     none."""
-    if problem.mask.causal and owner > rank:
+    if problem.band.causal and owner > rank:
         return ()
-    return None if problem.mask.windowed else whole_shard(problem)
+    return None if problem.band.windowed else whole_shard(problem)
 
 
 SCHEDULE = RingSchedule(blocks, keys)
@@ -46,6 +46,7 @@ RING = register(
         executor="ring",
         layout=CONTIGUOUS,
         schedule=SCHEDULE,
+        any_mask=True,
         options=HeadParts,
         twin="ring_varlen",
     )

@@ -36,6 +36,7 @@ register(
         executor="gather",
         layout=CONTIGUOUS,
         schedule=GATHER,
+        any_mask=True,
         options=GatherOptions,
     )
 )

@@ -45,6 +45,7 @@ register(
         executor="all_to_all",
         layout=CONTIGUOUS,
         schedule=LOCAL,
+        any_mask=True,
         options=UlyssesOptions,
     )
 )

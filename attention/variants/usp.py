@@ -11,6 +11,7 @@ from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout
 from attention.geometry.options import HeadParts, check_sharing, divisors, one_of, option, ulysses_group
 from attention.geometry.schedules import Schedule
 from attention.masks.band import Band
+from attention.masks.mask import Mask
 from attention.variants import ring, zigzag
 from attention.variants.base import Variant, register
 
@@ -52,6 +53,10 @@ class _Usp(Variant[UspOptions]):
         if options.ring == "zigzag" and mask.windowed:
             raise self.no_window(mask, "ring=contiguous has one")
 
+    def check_cut(self, options: UspOptions, mask: Mask, tokens: int) -> None:
+        if options.ring == "zigzag" and not mask.causal(tokens):
+            raise self.not_causal(mask, "usp with ring=contiguous, ring, llama3 and ulysses")
+
 
 register(
     _Usp(
@@ -62,6 +67,7 @@ register(
         executor="all_to_all",
         layout=zigzag.ZIGZAG,
         schedule=zigzag.SCHEDULE,
+        any_mask=True,
         options=UspOptions,
     )
 )

@@ -27,6 +27,7 @@ from attention.geometry.schedules import (
     equal_shards,
 )
 from attention.masks.band import FULL, Band, Interval
+from attention.masks.mask import Mask
 from attention.variants import zigzag
 from attention.variants.base import Variant, register
 
@@ -126,6 +127,14 @@ class _ZigzagLlama3(Variant[ZigzagLlama3Options]):
         if mask.windowed and options.own_first:
             raise ValueError(f"{window} own_first=true has no sliding window; own_first=null has one")
 
+    def check_cut(self, options: ZigzagLlama3Options, mask: Mask, tokens: int) -> None:
+        super().check_cut(options, mask, tokens)
+        if options.grouping != "separate" or options.own_first:
+            raise ValueError(
+                f"mask={mask}: {self.name} takes masks with grouping=separate and own_first=null; got "
+                f"grouping={options.grouping} own_first={options.own_first}"
+            )
+
 
 register(
     _ZigzagLlama3(
@@ -137,6 +146,7 @@ register(
         executor="gather",
         layout=zigzag.ZIGZAG,
         schedule=GATHER,
+        any_mask=True,
         options=ZigzagLlama3Options,
         causal_only=True,
     )

@@ -117,7 +117,7 @@ def global_pairs(problem: Problem) -> np.ndarray:
         return np.ones((problem.q_tokens, total), dtype=bool)
     keep = np.zeros((total, total), dtype=bool)
     for a, b in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
-        keep[a:b, a:b] = band(problem.mask, b - a, b - a)
+        keep[a:b, a:b] = band(problem.band, b - a, b - a)
     return keep
 
 

@@ -95,7 +95,7 @@ def test_masks_are_those_of_all_blocks_and_full_or_the_problems_own(name, world)
         found = {b.mask for place in range(problem.world) for step in steps(problem, place) for b in step.blocks}
         known = set(masks(problem))
         assert found <= known, problem
-        assert known == found if problem.mask.windowed else known <= {FULL, problem.mask}, problem
+        assert known == found if problem.band.windowed else known <= {FULL, problem.band}, problem
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
@@ -136,7 +136,7 @@ def test_of_a_large_pack_peers_blocks_are_not_made(name):
 @every_world
 def test_balanced_variants_give_every_rank_the_same_causal_work(name, world):
     for problem in problems(VARIANTS[name], world):
-        if problem.mask.causal and (name != "usp" or problem.layout.name == "zigzag"):
+        if problem.band.causal and (name != "usp" or problem.layout.name == "zigzag"):
             assert set(total_pairs(problem)) == {int(global_pairs(problem).sum()) // problem.world}, problem
 
 
@@ -238,7 +238,7 @@ def test_zigzag_chunks_make_one_call_each_against_their_prefix_of_every_sequence
 @every_world
 def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
     for problem in problems(VARIANTS[name], world):
-        if not problem.mask.causal or problem.schedule is OWN_FIRST:
+        if not problem.band.causal or problem.schedule is OWN_FIRST:
             continue
         for rank in range(world):
             (step,) = steps(problem, rank)

@@ -1,0 +1,173 @@
+"""A mask's pattern as calls of any kernel: its rectangles become a few packed calls, whose results are merged by their LSE. The
+backward takes each call's gradients with the final out and lse and adds them up in fp32. Linear in the rectangles; no matrix
+of all pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attention.dtypes import accumulation_dtype
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
+from attention.masks.band import Band, Intervals
+from attention.masks.pattern import Entry, Pattern
+from attention.reduction.lse_merge import Accumulator
+from attention.tensors import add_, take, token_indices
+
+MOST_GATHERED = 1 << 17  # keys of one call that are copied side by side, where queries see several intervals
+
+
+@dataclass(frozen=True)
+class Part:
+    """One packed call of a pattern: its queries, and its keys, of which several queries may have the same."""
+
+    q: Intervals
+    k: Intervals
+    call: Call
+    overlapping: bool  # whether a key occurs twice
+
+
+class ByRectangles:
+    """A kernel that takes patterns, by packed calls of one that does not."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.name, self.summary, self.align = kernel.name, kernel.summary, kernel.align
+
+    def missing(self, device: str) -> str | None:
+        return self.kernel.missing(device)
+
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
+        return self.kernel.refuses(shape, mask)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        if call.pattern is None:
+            return self.kernel.forward(q, k, v, call, into)
+        if q.dim() == 3:
+            out, lse = self._forward(q[None], k[None], v[None], call)
+            return settle((out[0], lse[0]), into)
+        return settle(self._forward(q, k, v, call), into)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        if call.pattern is None:
+            return self.kernel.backward(dout, q, k, v, out, lse, call, into)
+        if q.dim() == 3:
+            grads = self._backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)
+            return settle((grads[0][0], grads[1][0], grads[2][0]), into)
+        return settle(self._backward(dout, q, k, v, out, lse, call), into)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        found = _parts(call, q)
+        total = Accumulator(q, [part.q for part in found])
+        for part in found:
+            out, lse = self.kernel.forward(_side(q, part.q), _side(k, part.k), _side(v, part.k), part.call)
+            total.add(_batched(out, q), _batched_lse(lse, q))
+        return total.result()
+
+    def _backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call) -> Triple:
+        dtype = accumulation_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+        for part in _parts(call, q):
+            grads = self.kernel.backward(
+                _side(dout, part.q),
+                _side(q, part.q),
+                _side(k, part.k),
+                _side(v, part.k),
+                _side(out, part.q),
+                _side_lse(lse, part.q),
+                part.call,
+            )
+            add_(dq, part.q, _batched(grads[0], q))
+            for total, each in ((dk, grads[1]), (dv, grads[2])):
+                _add_keys(total, part, _batched(each, q), call.deterministic)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _parts(call: Call, q: Tensor) -> tuple[Part, ...]:
+    """The packed calls of a pattern, kept with it."""
+    pattern = call.pattern
+    assert pattern is not None and (pattern.n_q, q.shape[0] > 0) == (q.shape[1], True)
+    key = (call.scale, call.deterministic, q.device, q.shape[0])
+    if key not in pattern.kept:
+        pattern.kept[key] = tuple(_built(call, pattern, q.shape[0], q.device))
+    found: tuple[Part, ...] = pattern.kept[key]
+    return found
+
+
+def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> Iterator[Part]:
+    for each in pattern.rounds:
+        for entries in _limited(each.entries):
+            q = tuple(rows for rows, _ in entries)
+            k = tuple(interval for _, keys in entries for interval in keys)
+            q_lengths = [b - a for a, b in q] * batch
+            k_lengths = [sum(b - a for a, b in keys) for _, keys in entries] * batch
+            packed = Call.of_packed(call.scale, each.band, q_lengths, k_lengths, device, call.deterministic)
+            ends = sorted(k)
+            overlapping = any(a[1] > b[0] for a, b in pairwise(ends))
+            yield Part(_joined(q), k if overlapping else _joined(k), packed, overlapping)
+
+
+def _limited(entries: tuple[Entry, ...]) -> Iterator[list[Entry]]:
+    """Entries whose keys are copied, in groups of a limited number of keys; all others as one group."""
+    group: list[Entry] = []
+    copied = 0
+    for entry in entries:
+        n = sum(b - a for a, b in entry[1])
+        if group and copied + n > MOST_GATHERED:
+            yield group
+            group, copied = [], 0
+        group.append(entry)
+        copied += n if len(entry[1]) > 1 else 0
+    if group:
+        yield group
+
+
+def _joined(intervals: Intervals) -> Intervals:
+    merged: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _side(x: Tensor, intervals: Intervals) -> Tensor:
+    """The tokens of a `[B, S, H, D]` as a packed `[B * n, H, D]`."""
+    return take(x, intervals).flatten(0, 1)
+
+
+def _side_lse(lse: Tensor, intervals: Intervals) -> Tensor:
+    """The tokens of an LSE `[B, H, S]` as a packed `[H, B * n]`."""
+    return take(lse, intervals, -1).transpose(0, 1).flatten(1, 2)
+
+
+def _batched(x: Tensor, like: Tensor) -> Tensor:
+    return x.unflatten(0, (like.shape[0], -1))
+
+
+def _batched_lse(lse: Tensor, like: Tensor) -> Tensor:
+    return lse.unflatten(1, (like.shape[0], -1)).transpose(0, 1)
+
+
+def _add_keys(total: Tensor, part: Part, grads: Tensor, deterministic: bool) -> None:
+    """Add the gradients of a part's keys, of which one may occur many times."""
+    if not (part.overlapping and deterministic and total.is_cuda):
+        add_(total, part.k, grads)
+        return
+    at = token_indices(part.k, total.device)  # index_add_ adds in any order on a GPU
+    total.transpose(0, 1).index_put_((at,), grads.transpose(0, 1).to(total.dtype), accumulate=True)
