@@ -216,8 +216,9 @@ class ContextParallel:
         """The inverse of `shard`: the global tensor, on every rank, from the parts of all ranks. x: this rank's part of
         out, of a gradient of q, k or v, or of anything else that `shard` takes. The out of a decode is already global.
 
-        Differentiable once. The backward takes this rank's part of the gradient that this rank has for the global
-        tensor, so all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not take."""
+        Differentiable once. The backward does not communicate: it cuts this rank's part out of this rank's gradient of
+        the global tensor. So all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not
+        take."""
         dim = token_dim_of(x, cu_seqlens is not None)
         if self.layout.replicated or self.variant.decode or self.world == 1:
             return x

@@ -117,7 +117,7 @@ class Problem:
     layout: Layout
     q_layout: Layout
     schedule: Schedule
-    q_tokens: int | None = None  # of a decode, beside the sequence; None: a query for each key
+    q_tokens: int | None = None  # the number of a decode's queries; None: each key has a query
     ulysses: int = 1  # ranks that share one place in the schedule, each with its part of the heads
 
     @property
