@@ -1,4 +1,4 @@
-"""What `auto` chose, and the estimates and trials that it chose by. Pure Python."""
+"""`auto`'s task, its candidates with their estimated times, and its choice. Pure Python."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ class Candidate:
     @property
     def label(self) -> str:
         defaults = self.options.defaults()
-        given = [f"{k}={v}" for k, v in self.options.plain().items() if defaults[k] != v]
-        return " ".join([self.variant, *given])
+        return " ".join([self.variant, *(f"{k}={v}" for k, v in self.options.plain().items() if defaults[k] != v)])
 
     def problem(self, task: Task) -> Problem:
-        """Raises ValueError where the variant can't do the task."""
+        """Raises ValueError if the variant can't do the task."""
         return VARIANTS[self.variant].problem(task.cu_seqlens, task.world, task.mask, self.options, task.q_tokens)
 
 
@@ -143,10 +142,10 @@ class Choice:
         if self.tried:
             return f"{text}; tried: {'; '.join(f'{label} {_ms(ms)} ms' for label, ms in self.tried.items())}"
         other = next((e for e in self.estimates if e.candidate.variant != best.candidate.variant), None)
-        text += f"; next {other.label}: {_ms(other.ms)} ms" if other else ""
         otherwise = next((e for e in self.estimates if e.graphs != best.graphs), None)
-        way = "launched one by one" if best.graphs else "replayed"
-        return f"{text}; {way} {otherwise.label}: {_ms(otherwise.ms)} ms" if otherwise else text
+        for way, e in ("next", other), ("launched one by one" if best.graphs else "replayed", otherwise):
+            text += f"; {way} {e.label}: {_ms(e.ms)} ms" if e else ""
+        return text
 
     def plain(self) -> dict[str, Any]:
         """As a result records it."""
@@ -164,7 +163,7 @@ class Choice:
 
 
 def check_trials(trials: Any) -> None:
-    """Raises ValueError for a value that is not None or a whole number of at least 2."""
+    """Raises ValueError unless `trials` is None or an integer of at least 2."""
     if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 2):
         raise ValueError(
             f"trials={trials!r}: must be the number of variants to time, a whole number of at least 2, or null for no trials"

@@ -1,4 +1,4 @@
-"""What the model knows of a machine: measured rates of kernels and links, or ceilings in their place, and overheads of launches. Pure
+"""What the model knows of a machine: rates of kernels and links, measured or assumed, and launch overheads. Pure
 Python."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from attention.measured.links import Link, Measured
 from attention.measured.rates import LONG, Rate, Speed
 
 Both = tuple[float, float]  # forward and backward
-KernelOf = Callable[[tuple[Band, ...]], str]
 
 KERNEL_SHARE = 0.8  # of the matrix product rate that a good attention kernel reaches: 672 of 793 on an H200
 
 
 @dataclass(frozen=True)
 class LaunchCosts:
-    """Microseconds of CPU launch overhead: for a call itself, for each kernel call with its merges, and for each exchange."""
+    """CPU launch overhead in µs: of a forward or backward itself, of each kernel call with its merges, and of each
+    exchange."""
 
     whole: Both = (0, 0)
     call: Both = (0, 0)
@@ -30,9 +30,9 @@ class LaunchCosts:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Microseconds. `call`, `merge`: a launch and its tail leave the GPU idle for so long. `eager`, `traced`: CPU launch overhead of
-    launches that run from Python, or are replayed from a launch trace. `decode`: that of a decode with its kernel call, `reduction` of
-    each of its collectives."""
+    """In µs. call, merge: how long a launch and its tail leave the GPU idle. eager, traced: CPU launch overhead from
+    Python, or from a launch trace. decode: CPU overhead of a decode with its kernel call; reduction: of each of its
+    collectives."""
 
     call: Both
     merge: float
@@ -42,16 +42,11 @@ class Overheads:
     reduction: float = 0
 
 
-# cuda: the GPU's from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, whose compute and bytes are the same; the CPU's from 2048
-# tokens a GPU on 2, on hosts that differ by a third; a decode's from results/h200-x4/tree_scaling
+# cuda: `call` from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, with equal compute and bytes. CPU overheads from
+# 2048 tokens a GPU on 2 H200, on hosts that differ by a third; of a decode from results/h200-x4/tree_scaling.
 OVERHEADS = {
     "cuda": Overheads(
-        call=(10, 60),
-        merge=10,
-        eager=LaunchCosts((300, 600), (75, 125), 100),
-        traced=LaunchCosts((20, 280), (75, 90), 20),
-        decode=200,
-        reduction=350,
+        (10, 60), 10, LaunchCosts((300, 600), (75, 125), 100), LaunchCosts((20, 280), (75, 90), 20), 200, 350
     ),
     "cpu": Overheads((20, 20), 20),
 }
@@ -59,8 +54,8 @@ OVERHEADS = {
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What an unmeasured machine is taken to do: TFLOP/s of attention, GB/s of a copy (read plus written), and its link for every
-    pattern. `source` says where that is from."""
+    """Assumed rates of an unmeasured machine: TFLOP/s of attention, GB/s of a copy (read plus written), and one link
+    for every pattern. source: where they are from."""
 
     tflops: float
     copy_gb_s: float
@@ -78,7 +73,7 @@ def ceilings(measured: Mapping[str, float], device: str) -> Ceilings:
     return Ceilings(measured["matmul_tflops"] * KERNEL_SHARE, measured["copy_gb_s"], link, "this machine's ceilings")
 
 
-# a transfer's row in the table of links; symmetric memory leaves reductions to NCCL
+# rows of the table of links by pattern: over symmetric memory, whose reductions are NCCL's, and over other transports
 PULLED: dict[Pattern, tuple[str, str]] = {
     "one": ("symm", "pull"), "all": ("symm", "pull_all"), "gather": ("symm", "pull_all"), "slots": ("symm", "slots"),
     "reduce": ("nccl", "all_gather"),
@@ -90,13 +85,14 @@ SENT: dict[Pattern, str] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """`gpu`: its name in the tables, empty for a CPU. `kernel` gives the kernel that does all of these masks, or raises ValueError.
-    `transports` that work here. `memory`: bytes that a rank may hold beside its inputs. `graphed`: whole calls are captured in a CUDA
-    graph. `replayed`: forward and backward are replayed from CUDA graphs, inputs copied in and results out; "auto": where that is
-    faster. `launch_replay`: launches are replayed where they can be recorded."""
+    """gpu: its name in the tables, empty for a CPU. kernel: returns the kernel that does all these masks, or raises
+    ValueError. transports: those that work here. memory: bytes that a rank may hold besides its inputs. graphed: the
+    caller captures whole calls in a CUDA graph. replayed: forward and backward are replayed from CUDA graphs, with
+    inputs and results copied; "auto": if that is faster. launch_replay: launches are replayed if they can be
+    recorded."""
 
     gpu: str
-    kernel: KernelOf
+    kernel: Callable[[tuple[Band, ...]], str]
     transports: tuple[str, ...]
     rates: tuple[Rate, ...] = ()
     links: tuple[Measured, ...] = ()
@@ -114,7 +110,7 @@ class Machine:
 
     @property
     def ways(self) -> tuple[Machine, ...]:
-        """This machine launching from Python, or replaying graphs; both where that is to be decided."""
+        """This machine launching from Python, or replaying CUDA graphs; both if that is to be decided."""
         over = ("symm",) if self.symmetric else self.transports  # over NCCL a capture may hang
         launched = replace(self, replayed=False)
         replayed = replace(self, graphed=True, replayed=True, transports=over)
@@ -128,7 +124,7 @@ class Machine:
 
     @property
     def fallback(self) -> Ceilings:
-        """For what no table has."""
+        """For what is in no table."""
         return self.ceilings or DEFAULTS[self.device]
 
     @property
@@ -141,17 +137,16 @@ class Machine:
     def speeds(
         self, kernel: str, mask: Band, head_dim: int, gqa: bool, packed: bool, tokens: int
     ) -> tuple[Speed, Speed]:
-        """Forward and backward of 16-bit calls: of the kernel's measured class that is most alike, else by the ceilings. tokens: of a
-        rank."""
+        """Forward and backward speed of a 16-bit call with `tokens` a rank: from the kernel's most similar measured
+        class, else from the ceilings."""
         key = kernel, mask, head_dim, gqa, packed, tokens
         if key not in self.found:
-            # what lies on a mask's edge is counted apart, so that a long sequence's rate holds for short ones, too; a short packed
-            # call would measure its launch
-            long = mask.edges or packed or tokens >= LONG
+            # the cost of a mask's edges is separate, so the rate of long sequences also holds for short ones; a short
+            # packed call would measure its launch
             wanted = (
                 "packed" if packed else "dense",
                 "window" if mask.windowed else "causal" if mask.causal else "full",
-                "long" if long else "short",
+                "long" if mask.edges or packed or tokens >= LONG else "short",
                 "gqa" if gqa else "mha",
             )
 
@@ -166,14 +161,13 @@ class Machine:
 
     @property
     def unmeasured(self) -> tuple[Speed, Speed]:
-        speed = Speed(self.fallback.tflops * 1e12)
-        return speed, speed
+        return (Speed(self.fallback.tflops * 1e12),) * 2
 
     def link(self, transport: str, pattern: Pattern, world: int) -> Link:
         row = PULLED[pattern] if transport == "symm" else (transport, SENT[pattern])
         return links.find(self.links, self.gpu, world, *row) or self.fallback.link
 
     def copy_seconds(self, size: float) -> float:
-        """To read and write `size` bytes in all within a device."""
+        """Time to read and write `size` bytes in total within a device."""
         rate = links.find(self.links, self.gpu, 1, "memory", "copy")
         return size / ((rate.gb_s if rate else self.fallback.copy_gb_s) * 1e9)

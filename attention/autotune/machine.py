@@ -1,8 +1,8 @@
-"""`make("auto")`: the task and this machine are described to the model, and its choice is tried where that is asked for."""
+"""`make("auto")`: describes the task and this machine to the model, and times its first choices on request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,6 @@ from attention.autotune.model import choose, task_of
 from attention.autotune.trials import by_trial
 from attention.geometry.counts import Shapes
 from attention.kernels import Shape
-from attention.masks.band import Band
 from attention.measured import links, rates
 from attention.tensors import on_host
 
@@ -36,17 +35,17 @@ def decide(
     given: dict[str, Any],
     build: Callable[[Estimate], ContextParallel],
 ) -> Choice:
-    """The choice for a problem described by options of `make`. Every rank must be given the same on a GPU of the same kind. On CUDA it is
+    """The choice for options of `make("auto")`. Every rank must give the same ones, on GPUs of one kind. On CUDA it is
     collective, since ranks try whether they can read each other's memory.
 
-    given: `tokens` of a sequence or a packed batch's global `cu_seqlens`; `heads`, `head_dim`; `kv_heads` (default: as many as heads),
-    `batch` (1), `dtype` (torch.bfloat16), `causal` (False), `window`, `backward` (True), `q_tokens` of a decode, `device` (CUDA where
-    there is one), `memory_gb` that a rank may hold beside its inputs (default: all of the GPU's), `ceilings` in place of measured links,
-    and of the rates of a GPU that the table lacks, `graphed` where whole calls are captured in a CUDA graph, `replay` and
-    `deterministic` as `make` has them. `trials`: of so many variants, at least 2, the best is run on random inputs and the fastest
-    taken. That takes some seconds, for long sequences some iterations each; all of them hold their memory at once, and what they
-    exchange through is kept, as any call's is, until `transports.release()`.
-    build: the function of an estimate, for trials.
+    given: `tokens` of a sequence or a packed batch's global `cu_seqlens`; `heads`, `head_dim`. Optional, with defaults:
+    `kv_heads` (heads), `batch` (1), `dtype` (torch.bfloat16), `causal` (False), `window`, `backward` (True), `q_tokens`
+    of a decode, `device` (CUDA if there is one), `memory_gb` that a rank may hold besides its inputs (all of the
+    GPU's), `ceilings` in place of measured links, and of the rates of a GPU without any, `graphed` if the caller
+    captures whole calls in a CUDA graph, `replay` and `deterministic` as for `make`. `trials`: how many variants, at
+    least 2, are timed on random inputs (`trials.by_trial`). That takes some seconds. What they exchange through is kept
+    until `transports.release()`, as for any call.
+    build: makes the function of an estimate, for trials.
     Raises ValueError for options that are missing, unknown or impossible."""
     _check(given)
     world = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -80,8 +79,9 @@ def _check(given: dict[str, Any]) -> None:
 
 def _task(given: dict[str, Any], world: int, dtype: torch.dtype) -> Task:
     packed, heads = given.get("cu_seqlens"), given["heads"]
+    cu_seqlens = (0, given["tokens"]) if packed is None else packed
     return task_of(
-        _plain(packed) if packed is not None else (0, given["tokens"]),
+        on_host(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens,
         world,
         Shapes(given.get("batch") or 1, heads, given.get("kv_heads") or heads, given["head_dim"], dtype.itemsize),
         bool(given.get("causal", False)),
@@ -101,29 +101,26 @@ def machine(
     transport: str,
     given: dict[str, Any],
 ) -> Machine:
-    """This one, with the kernel and transports that work here for the task among those that are asked for."""
-    local, sizes = task.q_tokens or task.tokens, task.shapes
-    shape = Shape(
-        device.type, dtype, sizes.heads, sizes.kv_heads, sizes.head_dim, task.packed, task.backward, local
-    )  # fmt: skip
-
-    def kernel_of(masks: tuple[Band, ...]) -> str:
-        return kernels.select(kernel, shape, masks, task.decode).name
-
-    cuda = device.type == "cuda"
-    works = transports.resolve(transport, device)
+    """This machine, with those of the requested kernel and transports that work here for the task."""
+    sizes, cuda, replay = task.shapes, device.type == "cuda", given.get("replay", "none")
+    local = task.q_tokens or task.tokens
+    shape = Shape(device.type, dtype, sizes.heads, sizes.kv_heads, sizes.head_dim, task.packed, task.backward, local)
     if task.world > 1:
         works = transports.select(transport, device, group).name
-    both = ["nccl"] if cuda and transport == "auto" and works != "nccl" else []
-    memory, replay = given.get("memory_gb"), given.get("replay", "none")
+    else:
+        works = transports.resolve(transport, device)
+    nccl = ["nccl"] if cuda and transport == "auto" and works != "nccl" else []
+    memory: float | None = torch.cuda.get_device_properties(device).total_memory if cuda else None
+    if given.get("memory_gb") is not None:
+        memory = given["memory_gb"] * 1e9
     return Machine(
         gpu=kernels.gpu_name() if cuda else "",
-        kernel=kernel_of,
-        transports=(works, *both),
+        kernel=lambda masks: kernels.select(kernel, shape, masks, task.decode).name,
+        transports=(works, *nccl),
         rates=rates.table(),
         links=() if given.get("ceilings") else links.table(),
         device="cuda" if cuda else "cpu",
-        memory=memory * 1e9 if memory is not None else _gpu_memory(device) if cuda else None,
+        memory=memory,
         ceilings=given.get("ceilings"),
         graphed=bool(given.get("graphed")),
         replayed="auto" if replay == "auto" else replay == "graphs",
@@ -131,15 +128,7 @@ def machine(
     )
 
 
-def _gpu_memory(device: torch.device) -> float:
-    return torch.cuda.get_device_properties(device).total_memory
-
-
 def known(device: torch.device) -> bool:
-    """Whether the tables know this machine's GPU, so that its ceilings are not needed."""
+    """Whether the tables have this machine's GPU, so that its ceilings are not needed."""
     name = kernels.gpu_name() if device.type == "cuda" else ""
     return any(r.gpu == name for r in rates.table()) and any(m.gpu == name for m in links.table())
-
-
-def _plain(cu_seqlens: torch.Tensor | Sequence[int]) -> Sequence[int]:
-    return on_host(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens

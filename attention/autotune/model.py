@@ -1,8 +1,5 @@
-"""`auto`'s model: how long every candidate takes, by its executor's timeline and this machine's measured rates. Pure Python.
-
-A forward or backward takes its kernel calls at their measured rate, the communication that its timeline leaves exposed, and its
-merges at the bandwidth of a copy; or the CPU launch overhead, where that is longer. The slowest rank counts. The model is made to
-order candidates rather than to predict milliseconds."""
+"""`auto`'s model: the time of every candidate, from its executor's timeline and this machine's measured rates. It is
+made to order candidates rather than to predict milliseconds. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,17 +11,16 @@ from itertools import pairwise
 from attention.autotune.choice import Candidate, Choice, Duration, Estimate, Task
 from attention.autotune.hardware import Machine
 from attention.executors import costs, policy
-from attention.executors.timeline import Pattern, TimedStep, Timeline, Transfer
+from attention.executors.timeline import TimedStep, Timeline, Transfer
 from attention.geometry.counts import BACKWARD, Shapes, forward_flops, sampled_places
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import Problem, masks
 from attention.masks.band import Band
-from attention.measured.links import Link
 from attention.measured.rates import Speed
 from attention.variants.registry import VARIANTS
 
-REPLAYED_WORTH = 1.05  # a replay counts as so much longer, for the memory that it keeps
-MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with what it costs the kernels around it
+REPLAYED_WORTH = 1.05  # replayed estimates count as this much longer, for the memory that graphs keep
+MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with its cost to the kernels around it
 COPY_SHARE = 0.85  # of it that the copies around a CUDA graph reach (docs/performance.md)
 
 
@@ -38,7 +34,7 @@ def task_of(
     backward: bool = True,
     q_tokens: int | None = None,
 ) -> Task:
-    """Raises ValueError for sequences that do not rise from 0."""
+    """Raises ValueError if cu_seqlens do not rise from 0."""
     cu = tuple(int(c) for c in cu_seqlens)
     if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)):
         raise ValueError(f"cu_seqlens={cu}: must rise from 0 to the global number of tokens")
@@ -46,7 +42,7 @@ def task_of(
 
 
 def choose(task: Task, machine: Machine) -> Choice:
-    """The candidates' estimates. Raises ValueError, with every variant's reason, where none can do the task."""
+    """The candidates' estimates. Raises ValueError, with every variant's reason, if none can do the task."""
     able, left_out = candidates(task)
     first, *others = machine.ways[:1] if task.decode else machine.ways
     found = []
@@ -61,19 +57,18 @@ def choose(task: Task, machine: Machine) -> Choice:
                 found += _estimates(candidate, task, way)
     if not found:
         raise ValueError(no_candidate(task, left_out))
-    known = machine.measured(found[0].kernel) and task.shapes.itemsize == 2
-    basis = f"rates: {f'measured on {machine.gpu}' if known else machine.fallback.source}"
+    known = {"rates": machine.measured(found[0].kernel) and task.shapes.itemsize == 2}
     if task.world > 1:
-        linked = any(m.gpu == machine.gpu for m in machine.links)
-        basis += f"; links: {f'measured on {machine.gpu}' if linked else machine.fallback.source}"
+        known["links"] = any(m.gpu == machine.gpu for m in machine.links)
+    sources = (f"{k}: {f'measured on {machine.gpu}' if v else machine.fallback.source}" for k, v in known.items())
     replayable = machine.can_replay and not (machine.replayed or task.decode)
     found.sort(key=lambda e: e.ms * (REPLAYED_WORTH if e.graphs else 1))
-    return Choice(tuple(found), left_out, basis, replayable)
+    return Choice(tuple(found), left_out, "; ".join(sources), replayable)
 
 
 def candidates(task: Task) -> tuple[list[Candidate], dict[str, str]]:
-    """Those that can do the task by its mask, lengths and heads in this world, and why the others can't, by label. Raises ValueError
-    for heads that do not go together."""
+    """(the candidates that can do the task's mask, lengths and heads in this world, why the others can't, by label).
+    Raises ValueError for heads that do not go together."""
     check_heads(task.shapes.heads, task.shapes.kv_heads)
     able: list[Candidate] = []
     left_out: dict[str, str] = {}
@@ -94,22 +89,22 @@ def candidates(task: Task) -> tuple[list[Candidate], dict[str, str]]:
 
 
 def no_candidate(task: Task, left_out: Mapping[str, str]) -> str:
-    """The message where no candidate is left: the reasons of the suitable variants, each once."""
+    """The error message if no candidate is left: the reasons of the suitable variants, each once."""
     suitable = {n for n, v in VARIANTS.items() if not v.unsuitable(task.world, task.packed, task.decode)}
     reasons = dict.fromkeys(why for label, why in left_out.items() if label.split()[0] in suitable)
     return f"attention=auto: no variant can do this: {'; '.join(reasons)}"
 
 
 def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estimate]:
-    """Over each transport. Raises ValueError for a candidate that this machine can't run."""
-    problem = candidate.problem(task)
+    """One for each transport. Raises ValueError if this machine can't run the candidate."""
+    problem, options = candidate.problem(task), candidate.options
     kernel = machine.kernel(masks(problem))
     _check_memory(candidate, problem, task, machine)
-    if getattr(candidate.options, "grouping", None) == "fused" and not machine.measured("triton"):
+    if getattr(options, "grouping", None) == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
-    if candidate.options.uncapturable is not None and machine.graphed:
+    if options.uncapturable is not None and machine.graphed:
         raise ValueError("sends lengths to the GPU in each call, which a CUDA graph can't")
-    if getattr(candidate.options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
+    if getattr(options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
         raise ValueError("needs CUDA GPUs with symmetric memory")
     transports = machine.transports if task.world > 1 else machine.transports[:1]  # one rank moves nothing
     return [estimate(candidate, task, machine, kernel, transport) for transport in transports]
@@ -127,24 +122,20 @@ def _check_memory(candidate: Candidate, problem: Problem, task: Task, machine: M
 
 
 def graph_copies(task: Task, problem: Problem, backward: bool) -> int:
-    """Bytes copied around a CUDA graph: q, k and v in and out out; backward dout, q, k, v and out in and their gradients out. An
-    all-to-all also copies its exchanged tensors out, for the backward."""
+    """Bytes copied around a CUDA graph. Forward: q, k, v in, out out; an all-to-all also copies its exchanged tensors
+    out, for the backward. Backward: dout, q, k, v, out in, three gradients out."""
     q, kv = task.tokens * task.shapes.q_token, task.tokens * task.shapes.kv_token
     if backward:
         return 4 * q + 2 * kv
-    exchanged = task.backward and problem.ulysses > 1
-    return (2 * q + kv) * (1 + exchanged)
+    return (2 * q + kv) * (1 + (task.backward and problem.ulysses > 1))
 
 
 def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, transport: str) -> Estimate:
-    """On the slowest rank."""
-    problem = candidate.problem(task)
-    pulls = transport == "symm"
-    found = costs.of(
-        VARIANTS[candidate.variant], problem, task.shapes, candidate.options, pulls=pulls, packed=task.packed
-    )
-    traced = pulls and policy.replays_launches(kernel, task.tokens) and candidate.options.uncapturable is None
-    traced = traced and machine.launch_replay
+    """Of the slowest rank."""
+    problem, options, pulls = candidate.problem(task), candidate.options, transport == "symm"
+    found = costs.of(VARIANTS[candidate.variant], problem, task.shapes, options, pulls=pulls, packed=task.packed)
+    recorded = pulls and policy.replays_launches(kernel, task.tokens) and options.uncapturable is None
+    traced = recorded and machine.launch_replay
 
     def slowest(backward: bool) -> Duration:
         clock = _Clock(task, machine, problem, kernel, transport, backward, traced)
@@ -157,7 +148,8 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
 
 @dataclass(frozen=True)
 class _Clock:
-    """How long a timeline takes. Seconds but for the `duration`."""
+    """Computes the duration of a timeline: its kernel calls at their measured rates, the communication that is exposed,
+    its merges at a share of a copy's bandwidth, and the CPU launch overhead. All but `duration` are in seconds."""
 
     task: Task
     machine: Machine
@@ -168,20 +160,18 @@ class _Clock:
     traced: bool  # launches are replayed from a trace
 
     def duration(self, timeline: Timeline) -> Duration:
-        machine, each = self.machine, self.machine.overheads
+        machine = self.machine
         compute, exposed = self._overlapped(timeline.steps)
         exposed += self._moving(timeline.exposed)
         merges = machine.copy_seconds(timeline.merged) / MERGE_SHARE
-        merges += timeline.merges * each.merge / 1e6
-        copies = 0.0
-        if machine.replayed:
-            moved = 2 * graph_copies(self.task, self.problem, self.backward)
-            copies = machine.copy_seconds(moved) / COPY_SHARE
+        merges += timeline.merges * machine.overheads.merge / 1e6
+        copied = 2 * graph_copies(self.task, self.problem, self.backward) if machine.replayed else 0
+        copies = machine.copy_seconds(copied) / COPY_SHARE
         return Duration(*(1e3 * part for part in (compute, exposed, merges, self._cpu(timeline), copies)))
 
     def _overlapped(self, steps: Sequence[TimedStep]) -> tuple[float, float]:
-        """(compute, exposed communication) of steps that each compute while the next one's keys arrive and the gradients of the one
-        before leave: exposed are the first keys, the last gradients, and transfers longer than the compute beside them."""
+        """(compute, exposed communication). Beside each step's compute, the next step's keys arrive and the gradients
+        of the step before leave. Exposed are the first keys, the last gradients, and what exceeds the compute."""
         incoming = [self._moving(step.incoming) for step in steps]
         outgoing = [self._moving(step.outgoing) for step in steps]
         compute, exposed = 0.0, sum(incoming[:1]) + sum(outgoing[-1:])
@@ -193,7 +183,7 @@ class _Clock:
         return compute, exposed
 
     def _step(self, step: TimedStep) -> float:
-        """A step's copies and kernel calls. Few queries take as long as their keys take to be read."""
+        """A step's copies and kernel calls. A call with few queries takes as long as reading its keys."""
         seconds = self.machine.copy_seconds(step.copied)
         for mask, pairs in step.work.pairs:
             speed = self._speed(mask)
@@ -204,18 +194,16 @@ class _Clock:
         return seconds + step.calls * self.machine.overheads.call[self.backward] / 1e6
 
     def _speed(self, mask: Band) -> Speed:
-        shapes = self.task.shapes
-        if shapes.itemsize != 2:  # the tables are of 16-bit dtypes
+        task, shapes = self.task, self.task.shapes
+        if shapes.itemsize != 2:  # only 16-bit dtypes are measured
             return self.machine.unmeasured[self.backward]
         gqa = shapes.heads != shapes.kv_heads
-        call = self.kernel, mask, shapes.head_dim, gqa, self.task.packed, self.task.tokens
-        return self.machine.speeds(*call)[self.backward]
-
-    def _link(self, pattern: Pattern) -> Link:
-        return self.machine.link(self.transport, pattern, self.task.world)
+        found = self.machine.speeds(self.kernel, mask, shapes.head_dim, gqa, task.packed, task.tokens)
+        return found[self.backward]
 
     def _moving(self, transfers: Sequence[Transfer]) -> float:
-        return sum(self._link(each.pattern).seconds(each.bytes) for each in transfers)
+        link, world = self.machine.link, self.task.world
+        return sum(link(self.transport, each.pattern, world).seconds(each.bytes) for each in transfers)
 
     def _cpu(self, timeline: Timeline) -> float:
         """CPU launch overhead."""

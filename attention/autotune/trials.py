@@ -1,5 +1,5 @@
-"""`auto`'s trials: the variants that the model estimates best are run on random inputs of the task's shapes, and the fastest is taken.
-They measure what no model knows, above all the CPU launch overhead of this host at this time."""
+"""`auto`'s trials: the variants with the best estimates run on random inputs of the task's shapes, and the fastest is
+taken. That measures what no model knows, above all this host's CPU launch overhead at this time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from attention.autotune.choice import Choice, Estimate, Task
 from attention.geometry.layouts import sizes_of
+from attention.runtime.private import default_group
 from attention.transports import captures_undone
+from attention.transports.fabric import agreed
 
 if TYPE_CHECKING:
     from attention.api import ContextParallel
@@ -23,12 +25,12 @@ WARMUP = 4  # iterations before a candidate is timed: they compile, allocate, re
 ROUNDS = 3  # in which all candidates take turns; the best of each counts
 ROUND_MS = 100.0  # length of a candidate's turn
 MOST_RUNS = 20  # iterations of a turn
-LONG_MS = 1000.0  # an iteration from which one is enough
+LONG_MS = 1000.0  # an iteration of this length is timed once
 
 
 @dataclass(frozen=True)
 class Tried:
-    """`ms`: of an iteration on the slowest rank, by label, the fastest first. `left_out`: why the others could not be run."""
+    """ms: of an iteration on the slowest rank, by label, the fastest first. left_out: why the others failed."""
 
     ms: dict[str, float]
     left_out: dict[str, str]
@@ -43,72 +45,72 @@ def by_trial(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Choice:
-    """The choice with measured times: of each of the first `most` variants the best estimated candidate, launched, and replayed where
-    that is in question. One that can't be run is left out with its reason. Collective over the group. The memory of all candidates is
-    held at once, first of those launched, then of those replayed. An error on one rank alone is raised there, and the other ranks wait
-    for it."""
+    """The choice with measured times of its `contenders`. Collective; memory and failures as for `fastest`, first of the
+    launched candidates, then of the replayed ones."""
     estimates = contenders(choice, most)
     if len(estimates) < 2:
         return choice
-    found: dict[str, float] = {}
+    ms: dict[str, float] = {}
     left_out = dict(choice.left_out)
     for replayed in (False, True):  # launched calls are slower once graphs were captured
         functions = {e.label: build(e) for e in estimates if e.graphs == replayed}
         tried = fastest(functions, task, device=device, dtype=dtype)
-        found, left_out = found | tried.ms, left_out | tried.left_out
-    return replace(choice, left_out=left_out, tried=_sorted(found))
+        ms, left_out = ms | tried.ms, left_out | tried.left_out
+    return replace(choice, left_out=left_out, tried=_sorted(ms))
 
 
 def fastest(functions: Mapping[str, ContextParallel], task: Task, *, device: torch.device, dtype: torch.dtype) -> Tried:
-    """Which of the functions, all over one group, is the fastest on random inputs of the task's shapes. Collective; memory and errors as
-    in `by_trial`."""
+    """Times functions over one group on random inputs of the task's shapes. Collective. The memory of all is held at
+    once. A function that fails on any rank is left out on all of them, with the reason. If it fails within an exchange
+    on some ranks only, the others wait until the group's timeout."""
     with torch.inference_mode(False), torch.enable_grad(), captures_undone():
         inputs = _Inputs(task, device, dtype)
-        refusals = {label: _refusal(fn, inputs) for label, fn in functions.items()}
-        ms = _timed({label: fn for label, fn in functions.items() if refusals[label] is None}, inputs)
+        failures = {label: _failure(fn, inputs) for label, fn in functions.items()}
+        ms = _timed({label: fn for label, fn in functions.items() if failures[label] is None}, inputs)
         for fn in functions.values():
             fn.replay.graphs.forget()
-    return Tried(_sorted(ms), {label: why for label, why in refusals.items() if why is not None})
+    return Tried(_sorted(ms), {label: why for label, why in failures.items() if why is not None})
 
 
 def contenders(choice: Choice, most: int) -> list[Estimate]:
-    """The best estimate of each of the first `most` variants; replayed ones beside launched ones only where the GPU may wait for
-    launches."""
+    """The best estimate of each of the first `most` variants. The replayed one comes beside the launched one only if
+    the GPU may wait for launches."""
     names = list(dict.fromkeys(e.candidate.variant for e in choice.estimates))[:most]
     first: dict[tuple[str, bool], Estimate] = {}
     for e in choice.estimates:
         if e.candidate.variant in names:
             first.setdefault((e.candidate.variant, e.graphs), e)
-    launched = {name: e for (name, replayed), e in first.items() if not replayed}
-    return [
-        e for (name, replayed), e in first.items() if not (replayed and name in launched) or launched[name].launch_bound
-    ]
+
+    def worth(name: str, replayed: bool) -> bool:
+        launched = first.get((name, False))
+        return not replayed or launched is None or launched.launch_bound
+
+    return [e for key, e in first.items() if worth(*key)]
 
 
 class _Inputs:
-    """This rank's tensors, shared by all candidates with as many tokens a rank. The caller's random numbers stay as they were."""
+    """This rank's tensors, by role and tokens. The caller's random state stays as it was."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype):
         self.task, self.dtype = task, dtype
-        self.device = torch.empty(0, device=device).device  # with its number
+        self.device = torch.empty(0, device=device).device  # with its index
         self.generator = torch.Generator(self.device).manual_seed(0)
         self.kept: dict[tuple[str, int], Tensor] = {}
         self.options: dict[str, Any] = {
-            "window": (task.mask.left, task.mask.right),  # a causal mask is a window, too
+            "window": (task.mask.left, task.mask.right),  # a causal mask is also a window
             "cu_seqlens": list(task.cu_seqlens) if task.packed else None,
             "kv_tokens": task.cu_seqlens[-1] if task.decode else None,
         }
 
     def iterate(self, fn: ContextParallel) -> None:
-        """A forward and, where the task has one, a backward."""
+        """A forward and, if the task has one, a backward."""
         held = sizes_of(fn.layout, self.task.cu_seqlens, fn.world)[fn.rank]
         queries = held if self.task.q_tokens is None else self.task.q_tokens
         q, k, v = (self._tensor(name, n) for name, n in (("q", queries), ("k", held), ("v", held)))
         out = fn(q, k, v, **self.options)
         if self.task.backward:
-            with torch.autograd.set_multithreading_enabled(
-                False
-            ):  # a model wakes autograd's thread once for its whole backward
+            # a model wakes autograd's thread once for its whole backward, not once for each call
+            with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.grad(out, (q, k, v), self._tensor("dout", queries))
 
     def _tensor(self, name: str, tokens: int) -> Tensor:
@@ -121,17 +123,21 @@ class _Inputs:
         return self.kept[name, tokens]
 
 
-def _refusal(fn: ContextParallel, inputs: _Inputs) -> str | None:
-    """Warms a function up. Returns why it can't be run, on all ranks if on one, or None."""
-    reason = None
-    try:
-        for _ in range(WARMUP):
+def _failure(fn: ContextParallel, inputs: _Inputs) -> str | None:
+    """Warms a function up. Returns why it failed, the same on every rank, or None. The ranks agree after each
+    iteration, so that none starts one that another has given up."""
+    for _ in range(WARMUP):
+        reason = None
+        try:
             inputs.iterate(fn)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        reason = str(error).partition("\n")[0]
-    if _sum(fn, torch.tensor(float(reason is not None), device=inputs.device)) == 0:
-        return None
-    return reason or "another rank could not run it"
+        except Exception as error:
+            kind = "" if isinstance(error, (ValueError, torch.OutOfMemoryError)) else f"{type(error).__name__}: "
+            reason = kind + str(error).partition("\n")[0]
+        if fn.world > 1:
+            reason = agreed(fn.group or default_group(), reason)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _timed(functions: dict[str, ContextParallel], inputs: _Inputs) -> dict[str, float]:
@@ -147,23 +153,21 @@ def _timed(functions: dict[str, ContextParallel], inputs: _Inputs) -> dict[str, 
 
 
 def _ms(fn: ContextParallel, inputs: _Inputs, runs: int) -> float:
-    """Of an iteration on the slowest rank, when they follow one another as in a model."""
-    _sum(fn, torch.zeros(1, device=inputs.device))  # all ranks begin together
+    """Of an iteration on the slowest rank, when iterations follow one another as in a model."""
+    _greatest(fn, 0.0, inputs.device)  # all ranks begin together
     start = time.perf_counter()
     for _ in range(runs):
         inputs.iterate(fn)
     if inputs.device.type == "cuda":
         torch.cuda.synchronize(inputs.device)
-    slowest = torch.tensor((time.perf_counter() - start) / runs * 1e3, device=inputs.device)
-    if fn.world > 1:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=fn.group)
-    return slowest.item()
+    return _greatest(fn, (time.perf_counter() - start) / runs * 1e3, inputs.device)
 
 
-def _sum(fn: ContextParallel, x: Tensor) -> float:
+def _greatest(fn: ContextParallel, value: float, device: torch.device) -> float:
     """Over the ranks; waits for all of them."""
+    x = torch.tensor(value, device=device)
     if fn.world > 1:
-        dist.all_reduce(x, group=fn.group)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=fn.group)
     return x.item()
 
 

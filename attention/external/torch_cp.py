@@ -15,11 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental import _attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.executors.plan import Plan
-from attention.runtime.private import default_group
+from attention.runtime.private import default_group, torch_cp
 
 BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -38,7 +37,7 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
         buffer = torch.zeros(1, 2 * mesh.size(), device=device)
         plain = F.scaled_dot_product_attention
         _open.enter_context(
-            torch_attention.context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer})
+            torch_cp().context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer})
         )
         assert F.scaled_dot_product_attention is not plain, "context_parallel no longer replaces it"
         _attention[group, device.type] = F.scaled_dot_product_attention
@@ -48,8 +47,8 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
 
 def _choose(causal: bool, rotate: str) -> None:
     """Sets the options, which are global, before every forward and every backward."""
-    torch_attention._cp_options.enable_load_balance = causal  # zigzag shards, for a causal mask only
-    torch_attention.set_rotate_method(rotate)
+    torch_cp()._cp_options.enable_load_balance = causal  # zigzag shards, for a causal mask only
+    torch_cp().set_rotate_method(rotate)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:

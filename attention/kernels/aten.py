@@ -269,7 +269,7 @@ def flash_attn_interface() -> Any | None:
         from flash_attn import flash_attn_interface as package
     except ImportError:
         return None
-    return package
+    return None if private.lacks(package, "_flash_attn_forward", "_flash_attn_varlen_forward") else package
 
 
 def _flash2_window(mask: Band) -> dict[str, int]:

@@ -16,6 +16,7 @@ from attention.kernels.fit import fitted
 from attention.kernels.flash4 import dense_like, lse_like, pack_lengths
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Band
+from attention.runtime.private import lacks
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
 
@@ -87,7 +88,9 @@ def interface() -> tuple[ModuleType | None, str]:
     """The package's low-level functions, or None and the reason."""
     for name in ("flash_attn_interface", "flash_attn_3.flash_attn_interface"):
         try:
-            return importlib.import_module(name), ""
+            module = importlib.import_module(name)
+            missing = lacks(module, "_flash_attn_forward", "_flash_attn_backward")
+            return (None, f"{missing}: {INSTALL}") if missing else (module, "")
         except ModuleNotFoundError:
             continue
         except Exception as error:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 from itertools import accumulate
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -184,10 +183,10 @@ def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float) -> Pair:
 
 @cache
 def _compiled(key: tuple[Any, ...]) -> Callable[..., Pair]:
-    """The compiled call of one shape, with a code object of its own: PyTorch limits the compilations per code object.
-    Past the limit it would run uncompiled and hold all scores at once."""
-    code = _call.__code__.replace(co_name=f"flex_{_compiled.cache_info().currsize}")
-    return torch.compile(FunctionType(code, _call.__globals__), dynamic=False, fullgraph=True)
+    """The compiled call of one shape. PyTorch limits the compilations per code object: past the limit it would run
+    uncompiled and hold all scores at once."""
+    own = private.with_own_code(_call, f"flex_{_compiled.cache_info().currsize}")
+    return torch.compile(own, dynamic=False, fullgraph=True)
 
 
 def _heads_first(x: Tensor, call: Call) -> Tensor:

@@ -22,7 +22,7 @@ from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.ops.merge_n import merge_n_triton
-from attention.reduction.lse_merge import empty_result
+from attention.reduction.lse_merge import empty_result, result_tensors
 from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 MAX_ROWS = 64  # queries per program: a larger accumulator costs the occupancy that hides the loads
@@ -199,7 +199,9 @@ def decode(
     parts, lses = _splits(q, k, v, scale, splits, into, q.dtype)
     if parts.shape[0] == 1:
         return into or (parts[0], lses[0])
-    return merge_n_triton(parts, lses, None, *into) if into else merge_n_triton(parts, lses, q.dtype)
+    out, lse = into or result_tensors(parts, lses, q.dtype)
+    merge_n_triton(parts, lses, out, lse)
+    return out, lse
 
 
 def _splits(

@@ -21,19 +21,9 @@ WORDS = 4096  # int32 per program of `copy_words`
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def _copy(  # type: ignore[no-untyped-def]
-    first,
-    targets,
-    sources,
-    n_tokens,
-    columns,
-    target_b,
-    target_t,
-    source_b,
-    source_t,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    first, targets, sources, n_tokens, columns, target_b, target_t, source_b, source_t,
+    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     # a program copies a tile of tokens of one pair, with all heads of a token side by side
     which = tl.program_id(2) % N
     b = (tl.program_id(2) // N).to(tl.int64)
@@ -64,15 +54,9 @@ def _start(shape: torch.Size, target: tuple[int, ...], source: tuple[int, ...], 
     width = min(triton.next_power_of_2(columns), COLUMNS)
     height = max(1, TILE // width)
     strides = [(x[0] if batch > 1 else 0, x[-3]) for x in (target, source)]
-    return TritonLauncher(
-        _copy,
-        (triton.cdiv(n_tokens, height), triton.cdiv(columns, width), batch * n),
-        (n_tokens, columns, *strides[0], *strides[1]),
-        N=n,
-        ROWS=height,
-        COLUMNS=width,
-        num_warps=8,
-    )
+    grid = triton.cdiv(n_tokens, height), triton.cdiv(columns, width), batch * n
+    numbers = n_tokens, columns, *strides[0], *strides[1]
+    return TritonLauncher(_copy, grid, numbers, N=n, ROWS=height, COLUMNS=width, num_warps=8)
 
 
 @triton.jit

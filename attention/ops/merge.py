@@ -18,36 +18,11 @@ TILE = 4096  # elements per program: 32 per thread with 4 warps, four 16-byte lo
 
 @triton.jit(do_not_specialize=["n_tokens", "lse_b", "lse_h", "x_lse_b", "x_lse_h", "y_lse_b", "y_lse_h"])
 def _merge(  # type: ignore[no-untyped-def]
-    out,
-    lse,
-    x,
-    x_lse,
-    y,
-    y_lse,
-    n_tokens,
-    heads,
-    head_dim,
-    out_b,
-    out_t,
-    out_h,
-    x_b,
-    x_t,
-    x_h,
-    y_b,
-    y_t,
-    y_h,
-    lse_b,
-    lse_h,
-    lse_t,
-    x_lse_b,
-    x_lse_h,
-    x_lse_t,
-    y_lse_b,
-    y_lse_h,
-    y_lse_t,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out, lse, x, x_lse, y, y_lse, n_tokens, heads, head_dim,
+    out_b, out_t, out_h, x_b, x_t, x_h, y_b, y_t, y_h,
+    lse_b, lse_h, lse_t, x_lse_b, x_lse_h, x_lse_t, y_lse_b, y_lse_h, y_lse_t,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     t = (tl.program_id(0) // heads) * ROWS + tl.arange(0, ROWS)
     h = (tl.program_id(0) % heads).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)

@@ -1,6 +1,6 @@
 """The merge of n partial attention results over disjoint keys in one Triton kernel (`merge` does two, in place). A
-program takes a few tokens of one head and loads many of their parts at once. Decoding has few rows and many parts, and
-loading them one after another would be slow."""
+program takes a few tokens of one head and loads many of their parts at once, since a decode has few rows and many
+parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.results import result_tensors
 from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 TILE = 4096  # fp32 elements of [rows, parts, head dim] per program: 32 registers per thread with 4 warps
@@ -19,31 +18,11 @@ TILE = 4096  # fp32 elements of [rows, parts, head dim] per program: 32 register
 
 @triton.jit
 def _merge_n(  # type: ignore[no-untyped-def]
-    parts,
-    lses,
-    out,
-    lse,
-    n,
-    n_tokens,
-    head_dim,
-    parts_n,
-    parts_b,
-    parts_t,
-    parts_h,
-    lses_n,
-    lses_b,
-    lses_h,
-    lses_t,
-    out_b,
-    out_t,
-    out_h,
-    lse_b,
-    lse_h,
-    lse_t,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    parts, lses, out, lse, n, n_tokens, head_dim,
+    parts_n, parts_b, parts_t, parts_h, lses_n, lses_b, lses_h, lses_t,
+    out_b, out_t, out_h, lse_b, lse_h, lse_t,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -77,22 +56,15 @@ def _merge_n(  # type: ignore[no-untyped-def]
     tl.store(lse + b * lse_b + h * lse_h + t * lse_t, tl.where(total == 0.0, top, top + tl.log(norm)), mask=live)
 
 
-def merge_n_triton(
-    parts: Tensor,
-    lses: Tensor,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As `attention.reduction.lse_merge.merge_n`, on CUDA, or on a CPU under Triton's interpreter. Sums in fp32."""
-    out, lse = result_tensors(parts, lses, dtype, out, lse)
+def merge_n_triton(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes `attention.reduction.lse_merge.merge_n` to `(out, lse)`, on CUDA, or on a CPU under Triton's interpreter.
+    Sums in fp32. Raises ValueError for strides."""
     if parts.stride(-1) != 1 or out.stride(-1) != 1:
         raise ValueError(
             f"strides {parts.stride()}, {out.stride()}: the merge needs the head dim contiguous; call .contiguous()"
         )
     if out.numel():
         _start(parts.shape, (parts.stride(), lses.stride(), out.stride(), lse.stride()))(parts, lses, out, lse)
-    return out, lse
 
 
 @lru_cache(maxsize=MOST)
@@ -102,11 +74,6 @@ def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> TritonLau
     at_once = min(triton.next_power_of_2(max(n, 1)), max(1, TILE // block_d))
     rows = min(triton.next_power_of_2(n_tokens), max(1, TILE // (block_d * at_once)))
     of_parts, of_lses, of_out, of_lse = strides
-    return TritonLauncher(
-        _merge_n,
-        (triton.cdiv(n_tokens, rows), heads, batch),
-        (n, n_tokens, head_dim, *of_parts[:4], *of_lses, *of_out[:3], *of_lse),
-        ROWS=rows,
-        PARTS=at_once,
-        BLOCK_D=block_d,
-    )
+    numbers = n, n_tokens, head_dim, *of_parts[:4], *of_lses, *of_out[:3], *of_lse
+    grid = triton.cdiv(n_tokens, rows), heads, batch
+    return TritonLauncher(_merge_n, grid, numbers, ROWS=rows, PARTS=at_once, BLOCK_D=block_d)

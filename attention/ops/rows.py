@@ -1,5 +1,5 @@
-"""Sums of tokens by index, in one Triton kernel: a token of the result is the sum of one token of each part. With one
-part it is an indexed copy. PyTorch's index operations do the same at a fraction of the memory bandwidth."""
+"""Sums of tokens by index, in one Triton kernel: a token of the result is the sum of one token of each part. One part
+is an indexed copy. PyTorch's index operations reach a fraction of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -22,21 +22,9 @@ Numbered = Sequence[tuple[Tensor, Tensor]]
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _sum_rows(  # type: ignore[no-untyped-def]
-    out,
-    to,
-    parts,
-    numbers,
-    n_rows,
-    columns,
-    out_b,
-    out_t,
-    parts_b,
-    parts_t,
-    N: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    out, to, parts, numbers, n_rows, columns, out_b, out_t, parts_b, parts_t,
+    N: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.program_id(2).to(tl.int64)
@@ -68,10 +56,9 @@ def sum_rows(out: Tensor, to: Tensor, parts: Numbered) -> None:
         raise ValueError("no parts: give at least one")
     if to.numel() == 0 or out.numel() == 0:
         return
-    given = tuple([part for part, _ in parts])
+    given, numbers = (tuple([pair[i] for pair in parts]) for i in (0, 1))
     strides = tuple([x.stride() for x in (out, *given)])
-    start = _start(out.shape, to.numel(), strides, out.dtype == torch.float64)
-    start(out, to, given, tuple([number for _, number in parts]))
+    _start(out.shape, to.numel(), strides, out.dtype == torch.float64)(out, to, given, numbers)
 
 
 @lru_cache(maxsize=MOST)
@@ -82,12 +69,7 @@ def _start(shape: torch.Size, n_rows: int, strides: tuple[tuple[int, ...], ...],
     height = max(1, TILE // width)
     steps = [(x[0] if batch > 1 else 0, x[-3]) for x in strides]
     return TritonLauncher(
-        _sum_rows,
-        (triton.cdiv(n_rows, height), triton.cdiv(columns, width), batch),
-        (n_rows, columns, *steps[0], tuple(x[0] for x in steps[1:]), tuple(x[1] for x in steps[1:])),
-        N=len(steps) - 1,
-        WIDE=tl.float64 if fp64 else tl.float32,
-        ROWS=height,
-        COLUMNS=width,
-        num_warps=8,
-    )
+        _sum_rows, (triton.cdiv(n_rows, height), triton.cdiv(columns, width), batch),
+        (n_rows, columns, *steps[0], *(tuple(x[i] for x in steps[1:]) for i in (0, 1))),
+        N=len(steps) - 1, WIDE=tl.float64 if fp64 else tl.float32, ROWS=height, COLUMNS=width, num_warps=8,
+    )  # fmt: skip

@@ -1,11 +1,9 @@
-"""Sums of parts that cover different tokens, in one Triton kernel; several sums over the same tokens (dk and dv) go in
-one launch. A program takes a tile of tokens of one sum, with the elements that are contiguous in all its tensors: of
-all heads where heads are adjacent, else of one."""
+"""Sums of parts that cover different tokens, in one Triton kernel. Several sums over the same tokens (dk and dv) share
+a launch. A program takes a tile of tokens of one sum: with all heads if they are adjacent in all tensors, else one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -21,36 +19,14 @@ from attention.runtime.triton_launcher import TritonLauncher
 
 TILE = 2048  # elements per program: 16 per thread with 4 warps, two 16-byte loads of bf16 per part
 COLUMNS = 1024
-# Triton compiles again where a number in a tuple becomes 1 or a multiple of 16. Multiplied by UNIT all are multiples,
-# so new lengths need no new compilation.
-UNIT = 16
+UNIT = 16  # factor of numbers in tuples: Triton compiles again if one becomes, or stops being, a multiple of 16
 
 
 @triton.jit(do_not_specialize=["first", "last"])
 def _sum(  # type: ignore[no-untyped-def]
-    lead,
-    outs,
-    parts,
-    out_b,
-    out_t,
-    out_h,
-    starts,
-    stops,
-    places,
-    parts_b,
-    parts_t,
-    parts_h,
-    first,
-    last,
-    heads,
-    columns,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    WIDE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    lead, outs, parts, out_b, out_t, out_h, starts, stops, places, parts_b, parts_t, parts_h, first, last, heads, columns,
+    M: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     t = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     which = tl.program_id(2) % M
@@ -86,28 +62,22 @@ def sum_triton(outs: Sequence[Tensor], parts: Sequence[tuple[Sequence[Tensor], I
         return
     if out.numel() == 0:
         return
-    strides = (out.stride(), *[of_part[0].stride() for of_part, _ in parts])
-    for x, each in zip((out, *[of_part[0] for of_part, _ in parts]), strides, strict=True):
-        if each[-1] != 1 and x.numel():
-            raise ValueError(f"strides {each}: the sum needs the head dim contiguous; call .contiguous()")
+    tensors = (out, *[of_part[0] for of_part, _ in parts])
+    for x in tensors:
+        if x.stride(-1) != 1 and x.numel():
+            raise ValueError(f"strides {x.stride()}: the sum needs the head dim contiguous; call .contiguous()")
+    strides = tuple([x.stride() for x in tensors])
     intervals = tuple([x for _, x in parts])
-    for piece in _pieces(out.shape, strides, intervals, out.dtype == torch.float64, len(outs)):
-        piece.start(out, tuple(outs), tuple([x for i in piece.parts for x in parts[i][0]]))
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """One launch of a sum, and the numbers of the parts that it adds."""
-
-    start: TritonLauncher
-    parts: tuple[int, ...]
+    for start, numbers in _pieces(out.shape, strides, intervals, out.dtype == torch.float64, len(outs)):
+        start(out, tuple(outs), tuple([x for i in numbers for x in parts[i][0]]))
 
 
 @lru_cache(maxsize=MOST_STARTS)
 def _pieces(
     shape: torch.Size, strides: tuple[tuple[int, ...], ...], parts: tuple[Intervals, ...], fp64: bool, together: int
-) -> tuple[_Piece, ...]:
-    """strides: of out and of the parts. together: the number of sums."""
+) -> tuple[tuple[TritonLauncher, tuple[int, ...]], ...]:
+    """The launches of a sum, each with the numbers of the parts that it adds. strides: of out and of the parts.
+    together: the number of sums."""
     heads, head_dim = shape[-2:]
     batch, columns = (shape[0] if len(shape) == 4 else 1), head_dim
     if all(x[-2] == head_dim for x in strides):
@@ -123,26 +93,13 @@ def _pieces(
         n = triton.next_power_of_2(len(entries)) if entries else 0
         numbers = [e.part for e in entries] + [entries[0].part] * (n - len(entries)) if entries else []
         spare = (0,) * (n - len(entries))
+        grid = triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads * together
+        places = (tuple(UNIT * getattr(e, x) for e in entries) + spare for x in ("start", "stop", "at"))
+        strides_of = (tuple(steps[1 + i][k] for i in numbers) for k in range(3))
+        wide = tl.float64 if fp64 else tl.float32
         start = TritonLauncher(
-            _sum,
-            (triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads * together),
-            (
-                *steps[0],
-                tuple(UNIT * e.start for e in entries) + spare,
-                tuple(UNIT * e.stop for e in entries) + spare,
-                tuple(UNIT * e.at for e in entries) + spare,
-                *(tuple(steps[1 + i][k] for i in numbers) for k in range(3)),
-                found.start,
-                found.stop,
-                heads,
-                columns,
-            ),
-            M=together,
-            N=n,
-            WIDE=tl.float64 if fp64 else tl.float32,
-            UNIT=UNIT,
-            ROWS=rows,
-            COLUMNS=width,
-        )
-        pieces.append(_Piece(start, tuple(numbers)))
+            _sum, grid, (*steps[0], *places, *strides_of, found.start, found.stop, heads, columns),
+            M=together, N=n, WIDE=wide, UNIT=UNIT, ROWS=rows, COLUMNS=width,
+        )  # fmt: skip
+        pieces.append((start, tuple(numbers)))
     return tuple(pieces)

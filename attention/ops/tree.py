@@ -22,35 +22,10 @@ WARP = 32  # threads: each flag is read by one of them
 
 @triton.jit
 def _exchange(  # type: ignore[no-untyped-def]
-    parts,
-    parts_lse,
-    out,
-    out_lse,
-    table,
-    n,
-    rank,
-    capacity,
-    row_pieces,
-    head_dim,
-    queries,
-    heads,
-    lses,
-    flags,
-    turns,
-    marks,
-    parts_n,
-    parts_b,
-    parts_t,
-    parts_h,
-    lses_n,
-    lses_b,
-    lses_h,
-    lses_t,
-    WORLD: tl.constexpr,
-    PEERS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    parts, parts_lse, out, out_lse, table, n, rank, capacity, row_pieces, head_dim, queries, heads,
+    lses, flags, turns, marks, parts_n, parts_b, parts_t, parts_h, lses_n, lses_b, lses_h, lses_t,
+    WORLD: tl.constexpr, PEERS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     piece = tl.program_id(0)
     row = piece // row_pieces
     at = (piece % row_pieces) * PIECE
@@ -143,32 +118,20 @@ def exchange(parts: Tensor, lses: Tensor, boxes: int, box: Mailbox, rank: int, l
     batch, queries, heads, _ = like.shape
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=like.device)
-    _start(like.shape, parts.shape[0], parts.stride(), lses.stride(), boxes, box, rank)(parts, lses, out, lse)
+    _start(like.shape, parts.stride(), parts.shape[0], lses.stride(), boxes, box, rank)(parts, lses, out, lse)
     return out, lse
 
 
 @lru_cache(maxsize=MOST)
 def _start(
-    shape: torch.Size,
-    n: int,
-    of_parts: tuple[int, ...],
-    of_lses: tuple[int, ...],
-    boxes: int,
-    box: Mailbox,
-    rank: int,
+    shape: torch.Size, parts: tuple[int, ...], n: int, lses: tuple[int, ...], boxes: int, box: Mailbox, rank: int
 ) -> TritonLauncher:
+    """parts, lses: strides."""
     batch, queries, heads, head_dim = shape
-    grid = (pieces(batch * queries * heads, head_dim),)
     return TritonLauncher(
-        _exchange,
-        grid,
-        (
-            boxes, n, rank, box.capacity, pieces(1, head_dim), head_dim, queries, heads, box.lses, box.flags, box.turns,
-            box.marks, *of_parts[:4], *of_lses,
-        ),
-        WORLD=box.world,
-        PEERS=max(WARP, triton.next_power_of_2(box.world)),
-        PARTS=min(AT_ONCE, triton.next_power_of_2(max(n, 1))),
-        PIECE=PIECE,
-        num_warps=1,
+        _exchange, (pieces(batch * queries * heads, head_dim),),
+        (boxes, n, rank, box.capacity, pieces(1, head_dim), head_dim, queries, heads,
+         box.lses, box.flags, box.turns, box.marks, *parts[:4], *lses),
+        WORLD=box.world, PEERS=max(WARP, triton.next_power_of_2(box.world)),
+        PARTS=min(AT_ONCE, triton.next_power_of_2(max(n, 1))), PIECE=PIECE, num_warps=1,
     )  # fmt: skip

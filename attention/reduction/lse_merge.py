@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.geometry.transfers import Intervals
-from attention.ops.results import result_tensors
 from attention.reduction.stepwise import Stepwise
 from attention.tensors import empty_lse, empty_tokens, token_dim, tokens
 
@@ -75,33 +74,55 @@ def merge_n(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge n partial results over disjoint keys; a part without keys has lse -inf and out 0.
+    """Merges n partial results over disjoint keys. A part without keys has lse -inf and out 0.
 
     parts: `[n, B, S, H, D]`; lses: `[n, B, H, S]`, fp32 (fp64 for fp64 parts), natural log.
-    Returns (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). `dtype` is the dtype of a new out, by default
-    that of the parts. A given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
-
+    Returns (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). dtype: of a new out, by default that of the
+    parts. A given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
     Raises ValueError for shapes that do not belong together."""
+    out, lse = result_tensors(parts, lses, dtype, out, lse)
     if parts.is_cuda and parts.dtype != torch.float64:
         from attention.ops.merge_n import merge_n_triton
 
-        return merge_n_triton(parts, lses, dtype, out, lse)
-    return merge_n_eager(parts, lses, dtype, out, lse)
+        merge_n_triton(parts, lses, out, lse)
+    else:
+        merge_n_eager(parts, lses, out, lse)
+    return out, lse
 
 
-def merge_n_eager(
-    parts: Tensor,
-    lses: Tensor,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`merge_n` in eager PyTorch, on any device."""
-    out, lse = result_tensors(parts, lses, dtype, out, lse)
+def merge_n_eager(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes `merge_n` to `(out, lse)` in eager PyTorch, on any device."""
     total = torch.logsumexp(lses, 0)
     # where every part is empty the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
     safe = total.masked_fill(total == -torch.inf, 0)
     weights = (lses - safe).exp().transpose(-1, -2).unsqueeze(-1)
     out.copy_((parts.to(accumulation_dtype(parts.dtype)) * weights).sum(0))
     lse.copy_(total)
+
+
+def result_tensors(
+    parts: Tensor,
+    lses: Tensor,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The tensors that `merge_n` writes to: the given ones, or new ones. Raises ValueError as it does."""
+    if parts.dim() != 5:
+        raise ValueError(f"parts {list(parts.shape)}: must be [n, B, S, H, D]; unsqueeze what is missing")
+    n, batch, n_tokens, heads, head_dim = parts.shape
+    if lses.shape != (n, batch, heads, n_tokens):
+        raise ValueError(
+            f"lses {list(lses.shape)}: must be [n, B, H, S] = {[n, batch, heads, n_tokens]} as parts {list(parts.shape)}"
+        )
+    if out is None:
+        out = torch.empty((batch, n_tokens, heads, head_dim), dtype=dtype or parts.dtype, device=parts.device)
+    elif dtype not in (None, out.dtype):
+        raise ValueError(f"dtype={dtype}: the given out is {out.dtype}; leave dtype out, or let out be made")
+    if lse is None:
+        lse = torch.empty((batch, heads, n_tokens), dtype=lses.dtype, device=lses.device)
+    if out.shape != parts.shape[1:] or lse.shape != lses.shape[1:]:
+        raise ValueError(
+            f"out {list(out.shape)}, lse {list(lse.shape)}: must be {list(parts.shape[1:])}, {list(lses.shape[1:])}"
+        )
     return out, lse

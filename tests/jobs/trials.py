@@ -12,10 +12,16 @@ from runner.launch.rank import Rank
 
 
 def auto_by_trial(
-    me: Rank, slowed: str | None = None, broken: tuple[str, ...] = (), replay: str = "none", **given: Any
+    me: Rank,
+    slowed: str | None = None,
+    broken: tuple[str, ...] = (),
+    unexpected: bool = False,
+    late: bool = False,
+    replay: str = "none",
+    **given: Any,
 ) -> list[dict[str, Any]]:
-    """What `auto` chooses by trial on each rank. One executor may be slow, others may fail before they exchange
-    anything."""
+    """What `auto` chooses by trial on each rank. One executor may be slow. Others may fail, with an
+    `unexpected` error or not: before they exchange anything, or `late`, on rank 1 alone after a forward."""
     executors: dict[Any, Any] = attention.executors._loaded
     before: dict[Any, Any] = {name: attention.executors.executor(name) for name in attention.executors.NAMES}
 
@@ -23,10 +29,16 @@ def auto_by_trial(
         time.sleep(0.25)
         return before[slowed].forward(*args)
 
-    def fail(*args: Any) -> Any:
-        raise attention.UnsupportedCall("broken here")
+    def failing(name: str) -> Any:
+        def fail(*args: Any) -> Any:
+            results = before[name].forward(*args) if late else None
+            if late and me.rank != 1:
+                return results
+            raise (RuntimeError if unexpected else attention.UnsupportedCall)("broken here")
 
-    for name, forward in [(slowed, slow)] * (slowed is not None) + [(name, fail) for name in broken]:
+        return fail
+
+    for name, forward in [(slowed, slow)] * (slowed is not None) + [(name, failing(name)) for name in broken]:
         other = type("Other", (), {"forward": staticmethod(forward), "backward": staticmethod(before[name].backward)})
         executors[name] = other()
     random = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()

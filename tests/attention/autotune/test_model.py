@@ -495,6 +495,18 @@ def test_a_candidate_that_fails_in_a_trial_is_left_out_on_all_ranks_alike(in_wor
         assert VARIANTS[found["variant"]].executor not in broken
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["on all ranks", "on one rank alone"])
+def test_a_trial_that_fails_by_any_error_is_recorded_and_passed_over_on_all_ranks(in_world, late):
+    given = SHORT | {"trials": 4, "backward": not late}
+    (usual, _) = in_world(trials.auto_by_trial, 2, **(given | {"trials": None}))
+    broken = VARIANTS[usual["variant"]].executor
+    found, other = in_world(trials.auto_by_trial, 2, broken=[broken], unexpected=True, late=late, **given)
+    assert found == other
+    failed = [label for label, why in found["left_out"].items() if why == "RuntimeError: broken here"]
+    assert failed and not set(failed) & set(found["tried_ms"])
+    assert VARIANTS[found["variant"]].executor != broken
+
+
 def test_trials_that_cannot_be_say_why():
     given = {"tokens": 64, "heads": 4, "head_dim": 16}
     for wrong in (1, -1, 2.0, "two", True):

@@ -28,7 +28,7 @@ from attention.kernels.triton_decode import Decode, decode, split_count  # noqa:
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward, tiling  # noqa: E402
 from attention.ops.merge_n import merge_n_triton  # noqa: E402
-from attention.reduction.lse_merge import merge_n, merge_n_eager  # noqa: E402
+from attention.reduction.lse_merge import merge_n, merge_n_eager, result_tensors  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -126,7 +126,7 @@ def test_fp32_results_over_shards_of_the_keys_merge_to_the_whole(splits):
     )
     assert all(out.dtype == torch.float32 for out in outs)
     assert any((out != out.half()).any() for out in outs)  # none was rounded on the way
-    assert_full_attention(merge_n_triton(torch.stack(outs), torch.stack(lses)), q, k, v, 0.125, 1e-3)
+    assert_full_attention(merged(merge_n_triton, torch.stack(outs), torch.stack(lses)), q, k, v, 0.125, 1e-3)
 
 
 def test_large_scores_neither_overflow_nor_vanish_in_decode():
@@ -200,6 +200,13 @@ def parts_case(n: int, n_tokens: int, head_dim: int, dtype: torch.dtype):
     return parts.to(dtype), lses.float()
 
 
+def merged(write, *given, **options):
+    """As `merge_n`, by a given kernel."""
+    out, lse = result_tensors(*given, **options)
+    write(*given[:2], out, lse)
+    return out, lse
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("n, n_tokens, head_dim", [(1, 1, 64), (2, 9, 80), (3, 40, 128), (8, 1, 128), (70, 2, 96)])
 def test_n_parts_merge_in_one_kernel_as_in_eager_and_in_fp64(dtype, n, n_tokens, head_dim):
@@ -207,22 +214,22 @@ def test_n_parts_merge_in_one_kernel_as_in_eager_and_in_fp64(dtype, n, n_tokens,
     total = lses.double().logsumexp(0)
     weights = (lses.double() - total.masked_fill(total == -torch.inf, 0)).exp().transpose(-1, -2).unsqueeze(-1)
     expected = (parts.double() * weights).sum(0)
-    for merge in (merge_n_triton, merge_n_eager, merge_n):
-        out, lse = merge(parts, lses, torch.float32)
+    results = [merged(write, parts, lses, torch.float32) for write in (merge_n_triton, merge_n_eager)]
+    for out, lse in [*results, merge_n(parts, lses, torch.float32)]:
         assert out.dtype == lse.dtype == torch.float32
         assert (out[:, -1] == 0).all() and (lse[..., -1] == -torch.inf).all()
         assert relative(out, expected) < 1e-6
         assert_lse(lse, total, 1e-6)
 
 
-@pytest.mark.parametrize("merge", [merge_n_triton, merge_n_eager])
-def test_a_merge_writes_where_it_is_told_also_onto_its_first_part(merge):
+@pytest.mark.parametrize("write", [merge_n_triton, merge_n_eager])
+def test_a_merge_writes_where_it_is_told_also_onto_its_first_part(write):
     parts, lses = parts_case(5, 6, 64, torch.float32)
-    expected, expected_lse = merge(parts, lses)
+    expected, expected_lse = merged(write, parts, lses)
     heads_first = torch.empty(2, 3, 6, 64, dtype=torch.float16).transpose(1, 2)
-    out, lse = merge(parts, lses, out=heads_first)
+    out, lse = merged(write, parts, lses, out=heads_first)
     assert out is heads_first and torch.equal(out, expected.half()) and torch.equal(lse, expected_lse)
-    out, lse = merge(parts, lses, out=parts[0], lse=lses[0])
+    merged(write, parts, lses, out=parts[0], lse=lses[0])
     assert torch.equal(parts[0], expected) and torch.equal(lses[0], expected_lse)
 
 
@@ -236,7 +243,7 @@ def test_a_merge_refuses_what_does_not_belong_together():
         ((parts.transpose(-1, -2).contiguous().transpose(-1, -2), lses), "head dim contiguous"),
     ):
         with pytest.raises(ValueError, match=rule):
-            merge_n_triton(*given)
+            merged(merge_n_triton, *given)
 
 
 # grouped

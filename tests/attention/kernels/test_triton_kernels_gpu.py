@@ -18,7 +18,7 @@ from attention.kernels.triton_decode import decode  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
 from attention.reduction.grad_sum import sum_all, sum_eager, sum_parts  # noqa: E402
-from attention.reduction.lse_merge import empty_result, merge, merge_eager, merge_n, merge_n_eager  # noqa: E402
+from attention.reduction.lse_merge import empty_result, merge, merge_eager, merge_n, merge_n_eager, result_tensors  # noqa: E402
 
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
@@ -84,7 +84,8 @@ def test_n_parts_merge_in_one_kernel_as_in_eager(dtype, seed, n, n_tokens, heads
     lses = 4 * normal(n, 2, heads, n_tokens, dtype=torch.float32, seed=seed + 1, device="cuda")
     parts[0, 0], lses[0, 0] = 0, -torch.inf
     parts[:, 1, -1], lses[:, 1, :, -1] = 0, -torch.inf
-    expected, expected_lse = merge_n_eager(parts, lses, torch.float32)
+    expected, expected_lse = result_tensors(parts, lses, torch.float32)
+    merge_n_eager(parts, lses, expected, expected_lse)
     for result, tolerance in ((merge_n(parts, lses, torch.float32), 1e-6), (merge_n(parts, lses), 4e-3)):
         assert relative(result[0], expected.double()) < tolerance
         assert_lse(result[1], expected_lse.double(), 1e-6)

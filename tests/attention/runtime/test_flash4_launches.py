@@ -98,7 +98,7 @@ def package(monkeypatch):
     def put(version):
         calls: list[str] = []
         module = interface(calls)
-        monkeypatch.setattr(private, "_version", lambda _: version)
+        monkeypatch.setattr(private.metadata, "version", lambda _: version)
         monkeypatch.setattr(flash4, "interface", lambda: (module, ""))
         flash4.launches.cache_clear()
         return module, calls

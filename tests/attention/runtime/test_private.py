@@ -14,45 +14,50 @@ from attention.runtime import private
 from attention.runtime.launch_recorder import LaunchRecorder
 from attention.runtime.private import Private
 
-GONE = AttributeError("it is gone")
+EVERY = [name for name, x in vars(private).items() if isinstance(x, Private)]
 
 
-def lost():
-    raise GONE
+def lost(found=None):
+    raise AttributeError("it is gone")
+
+
+def broken(whole: Private) -> Private:
+    return Private(whole.name, whole.public, whole.instead, lost)
+
+
+def forget_checks():
+    private.aten.cache_clear()
+    for name in EVERY:
+        vars(getattr(private, name)).pop("function", None)
 
 
 @pytest.fixture(autouse=True)
 def forget():
     """What was found out in one test is not known in the next."""
-    caches = (
-        private._triton_knobs, private._run_is_known, private._warn_once, private.aten, private.inductor_errors,
-        private.profile_all_threads,
-    )  # fmt: skip
-    for cache in caches:
-        cache.cache_clear()
+    forget_checks()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    forget_checks()
 
 
 def test_a_function_of_another_form_is_named_once_and_the_public_one_is_used():
-    found = Private("torch._C.thing", lost, lambda x: 2 * x, "the slower torch.thing is used instead")
-    with pytest.warns(
-        UserWarning, match=r"torch\._C\.thing is not as expected \(it is gone\): the slower torch\.thing"
-    ):
+    found = Private("torch._C._no_such_thing", lambda x: 2 * x, "the slower torch.thing is used instead")
+    message = r"torch\._C\._no_such_thing is not as expected \(.*no attribute.*\): the slower torch\.thing"
+    with pytest.warns(UserWarning, match=message):
         assert found(3) == 6
     assert found(4) == 8  # and warns no more
 
 
-EVERY = [name for name, x in vars(private).items() if isinstance(x, Private)]
-
-
 @pytest.mark.parametrize("name", EVERY)
-def test_every_private_function_has_a_public_one_beside_it(name):
+def test_every_private_function_is_replaced_by_a_public_one_or_refused(name, monkeypatch):
     whole = getattr(private, name)
-    broken = Private(whole.name, lost, whole.public, whole.instead)
-    with pytest.warns(UserWarning, match=re.escape(f"{whole.name} is not as expected (it is gone): {whole.instead}")):
-        assert broken.function is whole.public
+    monkeypatch.setattr(private.pkgutil, "resolve_name", lambda name: lost())
+    message = re.escape(f"{whole.name} is not as expected (it is gone): {whole.instead}")
+    if whole.public is None:
+        with pytest.raises(RuntimeError, match=message):
+            broken(whole)()
+        return
+    with pytest.warns(UserWarning, match=message):
+        assert broken(whole).function is whole.public
 
 
 @pytest.mark.gpu
@@ -69,7 +74,7 @@ def test_on_a_gpu_every_interface_is_as_expected_and_the_public_ones_give_the_sa
             before = private.stream_id(device)
             private.set_stream.public(*before)
             assert private.stream_id(device) == before
-    assert not private.profiled() and private._run_is_known()
+    assert not private.profiled()
     assert not [x for x in recwarn if "is not as expected" in str(x.message)]
 
 
@@ -82,16 +87,16 @@ def test_a_stream_of_another_form_is_not_taken(monkeypatch):
         monkeypatch.setattr(torch._C, name, lambda *_, found=found: found, raising=False)
     monkeypatch.setattr(private, "current_device", lambda: 0)
     for whole, what in ((private.stream_id, "it gives 'stream 7'"), (private.raw_stream, "it gives None")):
-        again = Private(whole.name, whole.find, lambda index: "public", whole.instead)
+        again = Private(whole.name, lambda index: "public", whole.instead, whole.check)
         with pytest.warns(UserWarning, match=what):
             assert again(0) == "public"
 
 
 def test_without_its_private_names_transforms_are_always_expected(monkeypatch):
-    monkeypatch.setattr(private, "transformed", Private("transforms", lost, private.transformed.public, "autograd"))
+    monkeypatch.setattr(private, "transformed", broken(private.transformed))
     fn = attention.make("dense", kernel="math")
     q = torch.randn(1, 4, 2, 16)
-    with pytest.warns(UserWarning, match="transforms is not as expected"):
+    with pytest.warns(UserWarning, match="transforms_active is not as expected"):
         out = fn(q, q, q)
     assert not out.requires_grad
 
@@ -109,7 +114,8 @@ def test_symmetric_memory_of_another_form_is_refused_with_its_name(monkeypatch):
 
     assert private.symmetric_memory() is symmetric
     monkeypatch.delattr(symmetric, "rendezvous")
-    with pytest.raises(RuntimeError, match="_symmetric_memory has no rendezvous; use transport=nccl"):
+    forget_checks()
+    with pytest.raises(RuntimeError, match=r"_symmetric_memory has no rendezvous\): use transport=nccl"):
         private.symmetric_memory()
 
 
@@ -121,9 +127,8 @@ def test_an_operator_that_is_gone_is_an_unsupported_call():
 
 def test_the_compilers_errors_and_the_profilers_threads_are_done_without(monkeypatch):
     assert len(private.inductor_errors()) == 1 and private.profile_all_threads()
-    private.inductor_errors.cache_clear()
-    private.profile_all_threads.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "torch._inductor.exc", None)
+    forget_checks()
+    monkeypatch.delattr("torch._inductor.exc.InductorError")
     monkeypatch.delattr(torch._C._profiler, "_ExperimentalConfig")
     with pytest.warns(UserWarning, match="InductorError is not as expected"):
         assert private.inductor_errors() == ()
@@ -200,18 +205,18 @@ def test_a_submitted_launch_by_triton_is_recorded_and_a_profiler_is_told_from_th
 def test_where_tritons_hooks_are_others_nothing_is_recorded(monkeypatch):
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(type(knobs.runtime), "launch_enter_hook", None)
-    trace, _ = recorded(lambda x: (x,), torch.ones(3))
-    assert "Triton's launches can't be watched" in trace
     with pytest.warns(UserWarning, match=r"triton\.knobs\.runtime is not as expected"):
-        assert private.profiled()
+        trace, _ = recorded(lambda x: (x,), torch.ones(3))
+    assert "Triton's launches can't be watched" in trace
+    assert private.profiled()
 
 
 def test_where_tritons_kernels_run_otherwise_its_python_launches_them(monkeypatch):
     compiler = pytest.importorskip("triton.compiler")
-    assert private._run_is_known()
-    private._run_is_known.cache_clear()
+    assert private.triton_run(Compiled(), (1, 1, 1), 0) is not None
+    forget_checks()
     monkeypatch.setattr(compiler.CompiledKernel, "__getitem__", Compiled.__getitem__)
-    with pytest.warns(UserWarning, match=r"CompiledKernel\.run is not as expected"):
+    with pytest.warns(UserWarning, match=r"CompiledKernel is not as expected \(the arguments of run"):
         assert private.triton_run(Compiled(), (1, 1, 1), 0) is None
 
 
@@ -261,8 +266,15 @@ def test_on_a_gpu_launches_by_triton_and_the_driver_past_submit_are_named():
     assert x.item() == 0
 
 
+def test_a_package_without_its_private_functions_is_named():
+    package = SimpleNamespace(__name__="flash_attn_interface", _flash_attn_forward=print)
+    assert private.lacks(package, "_flash_attn_forward") is None
+    assert private.lacks(package, "_flash_attn_forward", "_gone") == "flash_attn_interface has no _gone"
+
+
 LIBRARIES = re.compile(
-    r"ctypes\.(CDLL|cdll|PyDLL)|torch\._C\b|compile_cache|launch_enter_hook|_get_default_group|_get_backend"
+    r"ctypes\.(CDLL|cdll|PyDLL)|torch\._C\b|compile_cache|launch_enter_hook|_get_default_group|_get_backend|__code__"
+    r"|experimental import _attention"
 )
 HOME = {"cuda_driver.py", "private.py", "flash4_launches.py"}
 
