@@ -1,8 +1,9 @@
-"""The profiler method: a pass of its own under torch.profiler, a trace a rank, a kernel table, and from the trace's
-intervals the busy time of compute and of communication, how much of them overlaps, and how much communication is
-exposed. On a CPU the same from the executors' phases, which the recorder makes ranges of the trace. On CUDA a stream
-that waits for a peer's flag runs nothing that a trace could show: there the recorder's events say when it stood still.
-And there the hosts get ahead of their GPUs by what the profiler costs them, or it would be seen as idle time."""
+"""The profiler method: an additional pass under torch.profiler, with a trace and a kernel table for each rank. From the
+trace's intervals: the busy time of compute and of communication, their overlap, and how much communication is exposed.
+
+On a CPU the intervals are the executors' phases, which the recorder writes into the trace. On CUDA a trace shows nothing
+while a stream waits for a remote rank's flag, so these waits come from the recorder's events. There the CPU also gets ahead
+of the GPU by what the profiler costs it, which would appear as idle time otherwise."""
 
 from __future__ import annotations
 
@@ -25,12 +26,11 @@ from runner.measure.timing import Stopwatch, leads_ms, record
 from runner.measure.workload import Workpiece
 
 Span = tuple[float, float]
-# the stopwatch's, see runner.measure.timing; NCCL does a minimum by kernels of several names, and no variant reduces
-# bytes
-ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")
-LEAD = re.compile("spin_kernel")  # the stopwatch's, too
+LEAD = re.compile("spin_kernel")  # of `timing.CudaStopwatch`, as is the next: no variant reduces bytes
+ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")  # NCCL has several names for a minimum
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
-SHOWN = 40
+SHOWN = 40  # kernels in the table
+IN_MS = ("stretch_ms", "compute_ms", "communication_ms", "overlapped_ms", "exposed_communication_ms", "idle_ms")
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -50,73 +50,60 @@ def covered(spans: Iterable[Span]) -> float:
 
 def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
     """How long both are busy."""
-    x, y = merged(a), merged(b)
-    return covered(x) + covered(y) - covered([*x, *y])
+    x, y = [*a], [*b]
+    return covered(x) + covered(y) - covered(x + y)
 
 
-def analyse(
-    events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[tuple[float, float]]] = ()
-) -> dict[str, Any]:
-    """Of one rank's trace events (Chrome format, us). ms a profiled stretch. `waits`: of each pass, when its compute
-    stream stood still for a transfer, in ms since the pass was aligned."""
-    compute: list[Span] = []
-    alignment: list[Span] = []
-    lead: list[Span] = []
-    communication: list[Span] = []
+def _kind(event: dict[str, Any], device: str) -> str | None:
+    """What a trace event is: compute, communication, alignment, lead, other (only in the kernel table), or None."""
+    category, name = event.get("cat", ""), event["name"]
+    if device == "cuda":
+        if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            return None
+        patterns = {"alignment": ALIGNMENT, "lead": LEAD, "communication": COMMUNICATION}
+        return next((kind for kind, pattern in patterns.items() if pattern.search(name)), "compute")
+    by_prefix = {"comm_": "communication", "comp_": "compute"}
+    return by_prefix.get(name[:5]) or ("other" if category == "cpu_op" else None)
+
+
+def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[Span]] = ()) -> dict[str, Any]:
+    """ms of one rank's trace events (Chrome format, us). waits: for each pass, when its compute stream waited for a transfer,
+    in ms since the pass was aligned."""
+    spans: dict[str, list[Span]] = defaultdict(list)
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        if event.get("ph") != "X":
-            continue
-        category, name = event.get("cat", ""), event["name"]
-        span = (float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0)))
-        if device == "cuda":
-            if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
-                continue
-            if ALIGNMENT.search(name):
-                alignment.append(span)
-                continue
-            if LEAD.search(name):
-                lead.append(span)
-                continue
-            (communication if COMMUNICATION.search(name) else compute).append(span)
-        elif name.startswith("comm_"):
-            communication.append(span)
-        elif name.startswith("comp_"):
-            compute.append(span)
-        elif category != "cpu_op":
-            continue
-        kernels[name].append(span[1] - span[0])
-    busy = covered(compute)
-    moving = covered(communication)
-    both = overlap(compute, communication)
+        kind = _kind(event, device) if event.get("ph") == "X" else None
+        if kind is not None:
+            start, length = float(event["ts"]), float(event.get("dur", 0))
+            spans[kind].append((start, start + length))
+            if kind not in ("alignment", "lead"):
+                kernels[event["name"]].append(length)
+    compute, communication = spans["compute"], spans["communication"]
+    busy, moving, both = covered(compute), covered(communication), overlap(compute, communication)
     waiting: list[Span] = []
-    placed = len(waits) == len(alignment)  # else it is not known where they belong
+    placed = len(waits) == len(spans["alignment"])  # else it is unknown where they belong
     if placed:
-        for (_, start), spans in zip(sorted(alignment), waits, strict=True):
-            waiting += [(start + a * 1e3, start + b * 1e3) for a, b in spans]
+        for (_, start), pass_waits in zip(sorted(spans["alignment"]), waits, strict=True):
+            waiting += [(start + a * 1e3, start + b * 1e3) for a, b in pass_waits]
     everything = merged([*compute, *communication, *waiting])
     length = everything[-1][1] - everything[0][0] if everything else 0.0
-    pauses = [span for span in (*alignment, *lead) if everything and span[0] > everything[0][0]]
+    pauses = [span for span in spans["alignment"] + spans["lead"] if everything and span[0] > everything[0][0]]
     length -= covered(pauses) - overlap(pauses, everything)
+    us = (length, busy, moving, both, covered(everything) - busy, length - covered(everything))
     table = [
-        {"kernel": name, "calls": len(us), "total_ms": sum(us) / 1e3, "mean_us": sum(us) / len(us)}
-        for name, us in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        {"kernel": name, "calls": len(each), "total_ms": sum(each) / 1e3, "mean_us": sum(each) / len(each)}
+        for name, each in sorted(kernels.items(), key=lambda item: -sum(item[1]))
     ]
     return {
-        "stretch_ms": length / 1e3,
-        "compute_ms": busy / 1e3,
-        "communication_ms": moving / 1e3,
-        "overlapped_ms": both / 1e3,
+        **{name: x / 1e3 for name, x in zip(IN_MS, us, strict=True)},
         "overlapped_share": both / moving if moving else None,
-        "exposed_communication_ms": (covered(everything) - busy) / 1e3,
-        "idle_ms": (length - covered(everything)) / 1e3,
         "waits_known": placed or not any(waits),
         "kernels": table,
     }
 
 
 def _write(path: Path, text: str) -> None:
-    """A trace, whole or not at all. Raises OSError when the disk is full."""
+    """Writes a trace, whole or not at all. Raises OSError when the disk is full."""
     part = path.with_name(f".{path.name}")
     try:
         with gzip.open(part, "wt", compresslevel=3) as out:
@@ -133,9 +120,8 @@ def profile(
     """Profile `runs` iterations on every rank. Returns this rank's analysis, by iteration, and the trace's file name
     (written into `folder`, on this rank's node)."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if me.device.type == "cuda" else [])
-    extra: dict[str, Any] = {}
-    if me.device.type == "cpu":  # the transport has a thread of its own
-        extra = private.profile_all_threads()
+    # on a CPU the transport has its own thread
+    extra: dict[str, Any] = private.profile_all_threads() if me.device.type == "cpu" else {}
     recorder = Recorder(me.device, annotate=True)
 
     @contextmanager
@@ -153,13 +139,9 @@ def profile(
     text = scratch.read_text()
     scratch.unlink()
     found = analyse(json.loads(text)["traceEvents"], me.device.type, waits)
-    for key in ("stretch_ms", "compute_ms", "communication_ms", "overlapped_ms", "exposed_communication_ms", "idle_ms"):
-        found[key] /= runs
-    found["runs"] = runs
-    files = []
-    if folder is not None:
-        name = f"trace_rank{me.rank}.json.gz"
-        _write(folder / name, text)
-        files.append(name)
-    found["kernels"] = found["kernels"][:SHOWN]
-    return found, files
+    found |= {key: found[key] / runs for key in IN_MS} | {"runs": runs, "kernels": found["kernels"][:SHOWN]}
+    if folder is None:
+        return found, []
+    name = f"trace_rank{me.rank}.json.gz"
+    _write(folder / name, text)
+    return found, [name]
