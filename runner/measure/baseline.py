@@ -1,31 +1,29 @@
-"""baseline=single: the same global work on one device, by rank 0 alone while the others wait."""
+"""`baseline=single`: the same global work on one device, by rank 0 alone while the others wait."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from runner.config.experiment import Experiment
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import memory, metrics, timing
-from runner.measure.statistics import slowest, summarize
+from runner.measure.statistics import slowest
 from runner.measure.timed import beats, flush_buffer, sampled_passes, settle_ms, silent_s
-from runner.measure.timing import Stopwatch
-from runner.measure.workload import Passes
 from runner.measure.workloads import WORKLOADS
 
 LEAST_TOKENS = 2048  # a shorter sequence that does not fit is an error
 
-_known: dict[Any, dict[str, Any]] = {}  # of rank 0: the variants of a sweep share one
+_known: dict[Any, dict[str, Any]] = {}  # on rank 0; the variants of a sweep share a baseline
 
 
 def measure(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: float) -> dict[str, Any]:
-    """The baseline, with speedup and efficiency of the run against it. Where the work does not fit one device, it is measured
-    at half the length (and so on), extrapolated by FLOPs and marked so. `measured`: the run's metrics. `single_s`: seconds
-    that an iteration on one device should take."""
+    """The baseline, with speedup and efficiency of the run against it. If the work does not fit one device, it is measured
+    at half the length (and so on), extrapolated by FLOPs and marked so. measured: the run's metrics. single_s: seconds that
+    an iteration on one device should take."""
     options = spec.timing
     key = (
         spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
@@ -49,7 +47,7 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
     while True:
         here = replace(spec, workload=replace(spec.workload, seq_len=length))
         try:
-            medians, runs, kernel = _medians(me, here, single_s)
+            medians, about = _medians(me, here, single_s)
             break
         except (UnsupportedHere, ValueError) as error:
             return {"unsupported": str(error)}
@@ -62,38 +60,33 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
             return {"unsupported": "the pack does not fit one device"}
     extrapolated = length != spec.workload.seq_len
     scale = metrics.flops(spec)["forward"] / metrics.flops(here)["forward"] if extrapolated else 1.0
-    return {
-        "kernel": kernel,
-        "passes": {which: ms * scale for which, ms in medians.items()},
-        "samples": runs,
-        "extrapolated": extrapolated,
-        "measured_seq_len": length,
-    }
+    passes = {which: ms * scale for which, ms in medians.items()}
+    return {**about, "passes": passes, "extrapolated": extrapolated, "measured_seq_len": length}
 
 
-def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], int, str]:
-    """The median of each pass in ms, the number of samples, and the kernel."""
+def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], dict[str, Any]]:
+    """The median of each pass in ms; `kernel` and the number of `samples`."""
     work = WORKLOADS[spec.model].single(me, spec)
     watch = timing.stopwatch(me, together=False)
     flush, passes, layers = flush_buffer(me, spec), sampled_passes(spec, work), spec.timing.layers
     single_s *= layers
     beat = beats(me, "baseline", watch, single_s)
     beat()
+
+    def seconds_each(at_least_ms: float) -> float:
+        """Of an iteration, in a warm-up of at least so long and at least one."""
+        start = time.perf_counter()
+        done = timing.warm(passes, watch, 1, at_least_ms, beat=beat).iterations
+        return (time.perf_counter() - start) / done
+
     with timing.undisturbed():
-        once = _seconds_each(passes, watch, 0.0, beat)
+        once = seconds_each(0.0)
         if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated
-            once = _seconds_each(passes, watch, spec.timing.warmup_ms, beat)
-            cap_ms = settle_ms(spec.timing)
+            once = seconds_each(spec.timing.warmup_ms)
             me.say("baseline", silent_s(me, max(once, single_s), timing.WINDOW))
-            timing.settle(passes, watch, cap_ms, once * 1e3, lambda mine: [mine], lambda more: more, flush, beat)
+            timing.settle(passes, watch, settle_ms(spec.timing), once * 1e3, flush=flush, beat=beat)
         runs = timing.baseline_runs(spec.timing.timing_runs, once)
         me.say("baseline", silent_s(me, max(once, single_s), runs))
         samples = slowest([timing.sample(passes, watch, runs, flush, beat)])
-    return {which: summarize(ms).median / layers for which, ms in samples.items()}, runs, work.report()["kernel"]
-
-
-def _seconds_each(passes: Passes, watch: Stopwatch, at_least_ms: float, beat: Callable[[], None]) -> float:
-    """Of an iteration, in a warm-up of at least so long and at least one."""
-    start = time.perf_counter()
-    done = timing.warm(passes, watch, 1, at_least_ms, lambda more: more, beat).iterations
-    return (time.perf_counter() - start) / done
+    about = {"kernel": work.report()["kernel"], "samples": runs}
+    return {which: median(ms) / layers for which, ms in samples.items()}, about

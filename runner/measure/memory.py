@@ -13,6 +13,7 @@ import torch
 
 from attention import transports
 from attention.runtime import cuda_graphs
+from runner.measure.timing import iterate
 from runner.measure.workload import Passes
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
@@ -34,8 +35,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def of_gpu(device: torch.device) -> dict[str, int]:
-    """Bytes since `reset_peak`: PyTorch's peaks, symmetric memory (outside its allocator), and the pools of CUDA
-    graphs."""
+    """Bytes since `reset_peak`: PyTorch's peaks, symmetric memory (outside its allocator), and the pools of CUDA graphs."""
     return {
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
@@ -45,33 +45,29 @@ def of_gpu(device: torch.device) -> dict[str, int]:
 
 
 def of_cpu(work: Passes, inputs: int) -> dict[str, int]:
-    """Runs one iteration and returns its peak in bytes: the inputs plus the growth of the process, without the
-    interpreter, libraries and caches. Meanwhile each tensor gets fresh pages, so that memory freed by earlier runs
-    hides nothing."""
+    """The peak of one iteration in bytes: the inputs plus the growth of the process, without the interpreter, libraries and
+    caches. Each tensor gets fresh pages, since reused memory of earlier runs would not count as growth."""
     gc.collect()
     with _fresh_pages():
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status_bytes("VmRSS")
-        for which in work.passes:
-            work.run(which)
+        iterate(work)
         return {"peak_resident": inputs + _status_bytes("VmHWM") - before}
 
 
 @contextlib.contextmanager
 def _fresh_pages() -> Iterator[None]:
-    try:
-        c = ctypes.CDLL(None)
+    c = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # another C library than glibc
         c.mallopt(MMAP_THRESHOLD, FRESH)
         c.malloc_trim(0)
-    except (OSError, AttributeError):  # another C library
-        yield
-        return
     try:
         yield
     finally:
-        c.mallopt(MMAP_THRESHOLD, USUAL)
-        c.mallopt(TRIM_THRESHOLD, 2 * USUAL)
+        with contextlib.suppress(AttributeError):
+            c.mallopt(MMAP_THRESHOLD, USUAL)
+            c.mallopt(TRIM_THRESHOLD, 2 * USUAL)
 
 
 def _status_bytes(key: str) -> int:

@@ -1,5 +1,5 @@
-"""Clocks, power, temperature and throttle reasons, sampled during timing by a separate process, one per node, so that
-it delays no rank's Python. It uses the standard library only and starts in some 20 ms."""
+"""Clocks, power, temperature and throttle reasons, sampled during timing by a separate process, one per node, so that it
+delays no rank's Python. It uses the standard library only and starts in some 20 ms."""
 
 from __future__ import annotations
 
@@ -19,43 +19,36 @@ from typing import Any
 
 PERIOD_S = {"cuda": 0.1, "cpu": 0.25}
 ANSWER_S = 10.0  # a sampler that answers later is given up
-REASONS = {  # NVML's bits
-    0x1: "gpu_idle",
-    0x2: "applications_clocks_setting",
-    0x4: "sw_power_cap",
-    0x8: "hw_slowdown",
-    0x10: "sync_boost",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
+REASONS = (  # NVML's bits, the lowest first
+    "gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown",
+    "hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting",
+)  # fmt: skip
 Reading = dict[str, dict[str, Any]]  # by GPU, or "cpu": the values read at one time
 
 
 def reasons(bits: int) -> list[str]:
     """The names of a GPU's throttle reasons."""
-    return [REASONS.get(1 << i, f"bit {i}") for i in range(bits.bit_length()) if bits >> i & 1]
+    return [REASONS[i] if i < len(REASONS) else f"bit {i}" for i in range(bits.bit_length()) if bits >> i & 1]
 
 
 def summary(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
-    """For each GPU or the CPU: the number of samples, min, median and max of each value, and all throttle reasons
-    seen."""
+    """For each GPU or the CPU: the number of samples, min, median and max of each value, and all throttle reasons seen."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for reading in readings for name in reading):
         taken = [reading[name] for reading in readings if name in reading]
-        entry: dict[str, Any] = {"samples": len(taken)}
+        entry = found[name] = {"samples": len(taken)}
         for key in dict.fromkeys(key for each in taken for key in each):
             values = [each[key] for each in taken if each.get(key) is not None]
             if key == "throttle_reasons":
                 entry[key] = sorted({reason for bits in values for reason in reasons(bits)})
             else:
-                numbers = (
-                    {"min": min(values), "median": statistics.median(values), "max": max(values)} if values else None
-                )
-                entry[key] = numbers
-        found[name] = entry
+                entry[key] = of_values(values, values, values)
     return found
+
+
+def of_values(lows: Sequence[float], middles: Sequence[float], highs: Sequence[float]) -> dict[str, float] | None:
+    """The least, the median and the most; None without values."""
+    return {"min": min(lows), "median": statistics.median(middles), "max": max(highs)} if middles else None
 
 
 def _text(path: str) -> str:
@@ -69,13 +62,10 @@ def read_cpu() -> Reading:
     """MHz (the mean over the cores), the load average of a minute, and the number of running threads."""
     mhz = [float(x) for x in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", _text("/proc/cpuinfo"), re.MULTILINE)]
     load = _text("/proc/loadavg").split()
-    return {
-        "cpu": {
-            "mhz": statistics.fmean(mhz) if mhz else None,
-            "load": float(load[0]) if load else None,
-            "running": int(load[3].split("/")[0]) if load else None,
-        }
-    }
+    values = (
+        {"load": float(load[0]), "running": int(load[3].split("/")[0])} if load else {"load": None, "running": None}
+    )
+    return {"cpu": {"mhz": statistics.fmean(mhz) if mhz else None, **values}}
 
 
 class Nvml:
@@ -86,14 +76,12 @@ class Nvml:
         if status := self.library.nvmlInit_v2():
             raise OSError(f"nvmlInit_v2: status {status}")
         count = self._number(ctypes.c_uint, "nvmlDeviceGetCount_v2") or 0
-        handles = [
-            self._number(ctypes.c_void_p, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(i)) for i in range(count)
-        ]
+        by_index = "nvmlDeviceGetHandleByIndex_v2"
+        handles = [self._number(ctypes.c_void_p, by_index, ctypes.c_uint(i)) for i in range(count)]
         self.gpus = {self._uuid(handle): ctypes.c_void_p(handle) for handle in handles if handle}
 
     def _number(self, kind: Any, function: str, *arguments: Any) -> int | None:
-        """The value that the function writes into its last argument; None where this GPU or driver does not support
-        it."""
+        """The value that the function writes into its last argument; None if this GPU or driver does not support it."""
         value = kind()
         call = getattr(self.library, function, None)
         return value.value if call is not None and call(*arguments, ctypes.byref(value)) == 0 else None
@@ -125,8 +113,7 @@ class Nvml:
 
 
 def serve(device: str) -> None:
-    """The process: samples between a line `start` and a line `stop`, then answers with a line of JSON. Ends at the end
-    of its input."""
+    """The process: samples between a line `start` and a line `stop`, then answers with a line of JSON. Ends with its input."""
     period = PERIOD_S[device]
     try:
         read: Callable[[], Reading] = Nvml().read if device == "cuda" else read_cpu
@@ -152,7 +139,7 @@ def serve(device: str) -> None:
 
 
 class Sampler:
-    """This side of that process. Where it can't be had, or is lost, it says so instead of samples."""
+    """A handle on that process, for the rank that starts it."""
 
     def __init__(self, device: str):
         command = [sys.executable, "-I", "-S", __file__, device, str(os.getpid())]
@@ -161,7 +148,7 @@ class Sampler:
         self.input, self.output = self.process.stdin, self.process.stdout
 
     def ask(self, word: str) -> None:
-        with suppress(OSError):  # where it has ended, what it said last is still there
+        with suppress(OSError):  # it has ended; its last answer can still be read
             self.input.write(word.encode() + b"\n")
 
     def answer(self) -> dict[str, Any]:
@@ -183,21 +170,18 @@ _samplers: dict[str, Sampler] = {}  # by device, as long as the process lives
 
 @contextmanager
 def sampling(device: str, here: bool) -> Iterator[dict[str, Any]]:
-    """Samples while within; what was found is in the dict afterwards: `period_ms` and `of`, by GPU or `cpu` as
-    `summary` has it, or `unavailable`, why there is nothing. `here`: whether this is the process that samples for its
-    node."""
+    """Samples within the context. Afterwards the dict has `period_ms` and `of` (as `summary`), or `unavailable` with the
+    reason. here: whether this process samples for its node."""
     found: dict[str, Any] = {}
     if not here:
         yield found
         return
     try:
-        if device not in _samplers:
-            _samplers[device] = Sampler(device)
+        sampler = _samplers[device] = _samplers.get(device) or Sampler(device)
     except OSError as error:
         yield found
         found["unavailable"] = str(error)
         return
-    sampler = _samplers[device]
     sampler.ask("start")
     yield found
     sampler.ask("stop")
@@ -207,6 +191,6 @@ def sampling(device: str, here: bool) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its rank, however that ends
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its rank
     if os.getppid() == int(sys.argv[2]):
         serve(sys.argv[1])
