@@ -1,6 +1,6 @@
 """This machine's ceilings: the rate of a matrix product, the copy bandwidth within a device, and the bandwidth of an
-all-gather. Disturbances can only make a measurement too low. So each is repeated until it is steady, the highest value
-is kept in a file for this machine, and a run that exceeds it triggers a new measurement."""
+all-gather. Disturbances can only make a measurement too low. So each is repeated until it is steady, the highest value is
+kept in a file for this machine, and a run that exceeds it triggers a new measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from runner import environment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import DTYPES
-from runner.measure.timing import stopwatch
+from runner.measure.timing import between_marks, stopwatch
 
 RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
@@ -30,8 +30,7 @@ _again: set[tuple[str, int]] = set()  # measured again after a run exceeded them
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "attention-runner"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "attention-runner")
 
 
 def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
         cached = me.agree(_read(_path(me, dtype)) if me.rank == 0 else None)
         if cached is None:
             _known[key] = _write(me, dtype, _measured(me, dtype) | {"source": "measured"})
-        elif me.device.type == "cuda" and _room(me):
+        elif me.device.type == "cuda" and _fits(me):
             _known[key] = _write(me, dtype, highest(cached, _measured(me, dtype)) | {"source": "cached and checked"})
         else:
             _known[key] = cached | {"source": "cached"}
@@ -52,11 +51,11 @@ def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
 
 
 def again(me: Rank, dtype: str) -> dict[str, Any]:
-    """The ceilings after a run that exceeded them: measured again, once per world, with the old ones as `before`;
-    unchanged where there is no memory for it. Collective."""
+    """The ceilings after a run that exceeded them: measured again, once per world, with the old ones as `before`; unchanged
+    if there is no memory for it. Collective."""
     key = dtype, me.world
     before = ceilings(me, dtype)
-    if key not in _again and _room(me):
+    if key not in _again and _fits(me):
         _again.add(key)
         me.say("ceilings")
         found = highest(before, _measured(me, dtype)) | {"source": "measured again"}
@@ -71,9 +70,8 @@ def highest(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _path(me: Rank, dtype: str) -> Path:
-    here, host = environment.of_torch(me.device.type), environment.host()
-    known = [here.get(key) for key in ("torch", "threads", "gpu", "cuda", "nccl")]
-    known += [host[key] for key in ("machine_id", "cpu", "cores")]
+    facts = environment.host() | environment.of_torch(me.device.type)
+    known = [facts.get(key) for key in ("torch", "threads", "gpu", "cuda", "nccl", "machine_id", "cpu", "cores")]
     name = hashlib.sha256(json.dumps([VERSION, known, me.world, dtype]).encode()).hexdigest()[:16]
     return cache_folder() / f"ceilings-{name}.json"
 
@@ -102,24 +100,23 @@ def _write(me: Rank, dtype: str, found: dict[str, Any]) -> dict[str, Any]:
 def _measured(me: Rank, dtype: str) -> dict[str, Any]:
     """The ceilings of the slowest rank, measured now."""
     fastest = me.agree(_fastest(me, DTYPES[dtype]))
-    found: dict[str, Any] = {
+    found = {
         "matmul_tflops": steady(lambda: min(me.gather(_matmul_tflops(me, fastest)))),
         "copy_gb_s": steady(lambda: min(me.gather(_copy_gb_s(me)))),
-        "measured_at": time.time(),
     }
     if me.world > 1:
         found["link_gb_s"] = steady(lambda: min(me.gather(_link_gb_s(me))))
-    return found
+    return {**found, "measured_at": time.time()}
 
 
-def _room(me: Rank) -> bool:
+def _fits(me: Rank) -> bool:
     """Whether every rank has enough free memory to measure."""
     try:
         torch.empty(2 * _copied(me) + (me.world + 1) * _sent(me), dtype=torch.uint8, device=me.device)
-        room = True
+        fits = True
     except (RuntimeError, MemoryError):
-        room = False
-    return all(me.gather(room))
+        fits = False
+    return all(me.gather(fits))
 
 
 def _copied(me: Rank) -> int:
@@ -160,18 +157,19 @@ def _fastest(me: Rank, dtype: torch.dtype) -> torch.dtype:
 
 def _best_s(me: Rank, run: Callable[[], object], inner: int) -> float:
     """The least time of one call, in seconds, over marks around `inner` calls each."""
-    repeats, watch = 5 if me.device.type == "cuda" else 2, stopwatch(me, together=me.world > 1)
-    run()
-    times = []
-    for _ in range(repeats):
-        watch.align()
-        start = watch.mark()
+
+    def several() -> None:
         for _ in range(inner):
             run()
-        stop = watch.mark()
+
+    watch = stopwatch(me, together=me.world > 1)
+    run()
+    times = []
+    for _ in range(5 if me.device.type == "cuda" else 2):
+        marks = between_marks(watch, several)
         watch.settle()
-        times.append(watch.elapsed(start, stop) / inner / 1e3)
-    return min(times)
+        times.append(watch.elapsed(*marks))
+    return min(times) / inner / 1e3
 
 
 def _matmul_tflops(me: Rank, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""What a run takes where its configuration leaves a choice: the variant of attention=auto, and options that are best."""
+"""Choices that a configuration leaves to the run: the variant of `attention=auto`, and options that are `best`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from runner.launch.rank import Rank
 from runner.measure import ceilings, memory
 from runner.measure.attention_work import DTYPES, build, decide
 
-LEADING = 4  # iterations until calls are replayed
-TRIAL_RUNS = 3  # of a long iteration, by each candidate
+LEADING = 4  # iterations until launch replay begins
+TRIAL_RUNS = 3  # iterations of a candidate, if they are long
 
 T = TypeVar("T")
 
 
 def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment with all choices made, the same on every rank, and what the result says of them. Raises UnsupportedHere
-    and InvalidConfig."""
+    """The experiment with all choices made, the same on every rank, and the result's fields about them. Raises
+    UnsupportedHere and InvalidConfig."""
     about: dict[str, Any] = {}
     if spec.variant == AUTO:
         choice = _choice(me, spec)
@@ -50,22 +50,21 @@ def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, Any]]:
 
 
 def together(me: Rank, make: Callable[[], T]) -> T:
-    """What every rank makes alike, before any of them waits for another: a refusal of one is a refusal of all."""
-    refusal: tuple[type[ValueError], str] | None = None
+    """The result of `make`, which every rank calls. If it refuses on one rank, all ranks raise that error, so that none waits
+    for another: UnsupportedHere, or InvalidConfig for another ValueError."""
+    refusal: ValueError | None = None
     try:
         made = make()
-    except UnsupportedHere as error:
-        refusal = UnsupportedHere, str(error)
     except ValueError as error:
-        refusal = InvalidConfig, str(error)
-    first = next((r for r in me.gather(refusal) if r is not None), None)
-    if first is not None:
-        raise first[0](first[1])
+        refusal = (UnsupportedHere if isinstance(error, UnsupportedHere) else InvalidConfig)(str(error))
+    for each in me.gather(refusal):
+        if each is not None:
+            raise each
     return made
 
 
 def _choice(me: Rank, spec: Experiment) -> Choice:
-    """What auto takes; by this machine's own ceilings where its GPU is in no table."""
+    """The choice of `auto`, by this machine's measured ceilings if no table has its GPU."""
     measured = None
     if spec.launch.nodes > 1 or not automatic.known(me.device):
         measured = choose_ceilings(ceilings.ceilings(me, spec.workload.dtype), spec.device)
@@ -81,8 +80,7 @@ def _choice(me: Rank, spec: Experiment) -> Choice:
 
 
 def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
-    """The experiment with the fastest of the settings in question, and what was tried. Raises UnsupportedHere where none can
-    be run."""
+    """The experiment with the fastest of the possible settings, and the trials. Raises UnsupportedHere if none runs."""
     call, chosen = spec.workload, variant(spec.variant)
     about = call.heads, call.kv_heads, call.cu_seqlens, spec.world_size, call.mask, call.q_len
     settings, left_out = chosen.settings(spec.options, *about)
@@ -102,7 +100,7 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
 
 
 def _forget_trials(me: Rank) -> None:
-    """So that the buffers of the other candidates do not count as memory of the chosen one."""
+    """Frees the buffers of the other candidates, so that they do not count as memory of the chosen one."""
     transports.release()
     memory.empty_caches(me.device)
 

@@ -1,11 +1,10 @@
-"""One run within a world: inputs, the correctness check, timing, phases, profile, baseline. Runs on every rank; rank 0's
+"""One run within a world: inputs, the correctness check, timing, phases, profile, baseline. It runs on every rank; rank 0's
 return value is the run's result."""
 
 from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ NOT_TIMED = "not timed: launch.share_gpu=true has all ranks on one GPU"
 
 
 def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, Any]:
-    """The result of an experiment, with status ok or incorrect. `folder` is the run's, for the traces."""
+    """The result of an experiment, with status ok or incorrect. folder: of the run, for the traces."""
     spec = Experiment.from_plain(experiment)
     me.fault = spec.launch.fault
     gc.freeze()  # collections around the timing need not look through modules and caches, which takes 0.1 s each
@@ -48,7 +47,7 @@ def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, A
 
 
 class _Run:
-    """A run in stages. Each adds its fields to `result`."""
+    """A run in stages, each of which adds its fields to `result`."""
 
     def __init__(self, me: Rank, spec: Experiment, folder: Path | None):
         self.me, self.folder = me, folder
@@ -84,7 +83,7 @@ class _Run:
         return self.result
 
     def estimate(self) -> None:
-        """How long an iteration should take, and the whole run; announced before it begins."""
+        """Announces how long an iteration and the whole run should take."""
         me, spec = self.me, self.spec
         me.say("estimate")
         self.iteration_s = each = me.agree(max(me.gather(self.work.flops() / self.work.rate())))
@@ -100,10 +99,10 @@ class _Run:
         self.result["estimate"] = {"iteration_ms": each * 1e3}
 
     def check(self) -> Checked | None:
-        """Against the reference; None without a check."""
-        if self.work.replays:  # so that the checked calls are replayed, too
-            for which in self.work.passes * choosing.LEADING:
-                self.work.run(which)
+        """The comparison with the reference; None if it is off."""
+        if self.work.replays:  # the checked calls shall be launch replays, too
+            for _ in range(choosing.LEADING):
+                timing.iterate(self.work)
             self.work.release()
         if not self.spec.check.enabled:
             self.result["correctness"] = {"passed": None, "why": "check.enabled=false"}
@@ -115,7 +114,7 @@ class _Run:
         return checked
 
     def time(self) -> tuple[Passes, dict[str, Any]]:
-        """The passes that were timed, and the clocks that were sampled meanwhile."""
+        """The passes that were timed, and the clocks sampled meanwhile."""
         me, spec, work = self.me, self.spec, self.work
         watch = self._watch()
         work.release()
@@ -128,7 +127,7 @@ class _Run:
         return passes, sampled
 
     def check_timed(self, checked: Checked | None, passes: Passes) -> None:
-        """The outputs of the timed passes against those that were checked. Only then are the times in the result."""
+        """Compares the outputs of the timed passes with the checked ones. The times enter the result only if they agree."""
         if checked is not None:
             again = correctness.check_timed(self.me, self.spec, self.work, passes, checked.kept)
             checked.found["timed"] = again
@@ -142,17 +141,18 @@ class _Run:
         """After the check, since it overwrites the outputs of the last timed iteration."""
         if self.spec.timing.do_bench:
             watch, flush = timing.stopwatch(self.me, together=False), timed.flush_buffer(self.me, self.spec)
-            announce = partial(self.me.say, "timing", self.iteration_s)
-            self.result["timing"]["do_bench"] = do_bench.compare(self.work, watch, flush, announce)
+            found = do_bench.compare(self.work, watch, flush, lambda: self.me.say("timing", self.iteration_s))
+            self.result["timing"]["do_bench"] = found
 
     def compute_metrics(self) -> None:
-        result, pulls = self.result, self.work.transport.pulls
-        medians = {which: summary["median"] for which, summary in result["timing"]["passes"].items()}
-        found = metrics.compute(self.spec, medians, result["ceilings"], pulls)
-        if metrics.exceeds(found):
-            result["ceilings"] = ceilings.again(self.me, self.spec.workload.dtype)
-            found = metrics.compute(self.spec, medians, result["ceilings"], pulls)
-        result["metrics"] = metrics.without_exceeded(found)
+        medians = {which: summary["median"] for which, summary in self.result["timing"]["passes"].items()}
+
+        def found() -> dict[str, Any]:
+            return metrics.compute(self.spec, medians, self.result["ceilings"], self.work.transport.pulls)
+
+        if metrics.exceeds(found()):
+            self.result["ceilings"] = ceilings.again(self.me, self.spec.workload.dtype)
+        self.result["metrics"] = metrics.without_exceeded(found())
         self.measured_s = sum(medians[which] for which in self.work.passes) / 1e3
 
     def record_phases(self) -> None:
@@ -178,7 +178,7 @@ class _Run:
         return timing.stopwatch(self.me, together=self.me.world > 1)
 
     def _memory(self) -> dict[str, Any]:
-        """Peak of an iteration on each rank, in bytes, beside its inputs. On a GPU of the iterations just timed."""
+        """The peak of an iteration and the inputs, by rank, in bytes. On a GPU the peak is of the iterations just timed."""
         inputs = memory.tensor_bytes(self.work.inputs)
         if self.me.device.type == "cuda":
             mine = memory.of_gpu(self.me.device)

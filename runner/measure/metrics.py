@@ -13,18 +13,22 @@ from attention.variants.base import Variant
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 
+PARTS = {"forward": (False,), "backward": (True,), "total": (False, True)}  # whether each part is a backward
+CEILINGS = {
+    "compute": "matrix product measured here",
+    "memory": "copy within a device measured here",
+    "communication": "all-gather measured here",
+}
 EXCEEDED = 1.03  # a run above this share of its limit shows that the measured ceiling is too low
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
     """FLOPs of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
-    work = experiment.workload
-    forward = counts.forward_flops(experiment.workload.shapes, work.pairs)
-    found = {"forward": forward}
-    if experiment.mode == "forward_backward":
-        found["backward"] = int(forward * counts.BACKWARD)
-        found["total"] = forward + found["backward"]
-    return found
+    forward = counts.forward_flops(experiment.workload.shapes, experiment.workload.pairs)
+    if not experiment.backward:
+        return {"forward": forward}
+    backward = int(forward * counts.BACKWARD)
+    return {"forward": forward, "backward": backward, "total": forward + backward}
 
 
 def compute(
@@ -32,42 +36,34 @@ def compute(
 ) -> dict[str, Any]:
     """All metrics, from the slowest rank's medians (pass to ms) and this machine's ceilings. pulls: whether the run's
     transport pulls, as in `costs.of`."""
-    work = experiment.workload
+    work, sizes, options = experiment.workload, experiment.workload.shapes, experiment.options
     chosen = variant(experiment.variant)
-    problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, experiment.options, work.q_len)
-    sizes = experiment.workload.shapes
-    whole = flops(experiment)
+    problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, options, work.q_len)
     by_rank = counts.rank_flops(problem, sizes)
-    found: dict[str, Any] = {
-        "tokens": work.batch * work.queries,
-        "flops": whole,
-        "flops_forward_by_rank": by_rank,
-        "passes": {},
-    }
-    if "grouping" in experiment.options:
-        how = experiment.options["grouping"]
-        found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, how) for rank in range(problem.world)]
+    found = {"tokens": work.batch * work.queries, "flops": flops(experiment), "flops_forward_by_rank": by_rank}
+    if "grouping" in options:
+        ranks = range(problem.world)
+        found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, options["grouping"]) for rank in ranks]
+    passes: dict[str, dict[str, Any]] = {}
     for which in median_ms:
         # the exchange of an external package does not follow a schedule
-        received = None if chosen.external else _received(chosen, problem, sizes, which, experiment.options, pulls)
-        entry: dict[str, Any] = {"bytes_received_by_rank": received}
+        received = None if chosen.external else _received(chosen, problem, sizes, which, options, pulls)
+        passes[which] = {"bytes_received_by_rank": received}
         if ceilings:
-            entry |= _limit(problem, sizes, which, max(by_rank), _most(received), ceilings)
-        found["passes"][which] = entry
-    return at(found, median_ms, experiment.world_size)
+            passes[which] |= _limit(problem, sizes, which, max(by_rank), _most(received), ceilings)
+    return at({**found, "passes": passes}, median_ms, experiment.world_size)
 
 
 def at(found: dict[str, Any], median_ms: dict[str, float], world: int) -> dict[str, Any]:
     """The metrics of `compute` for a run on `world` ranks, with other medians (pass to ms)."""
     passes = {}
     for which, ms in median_ms.items():
-        seconds = ms / 1e3
         entry = {key: x for key, x in found["passes"][which].items() if key != "no_sol"}
         most = _most(entry["bytes_received_by_rank"])
         entry |= {
-            "tokens_per_s": found["tokens"] / seconds,
-            "tflops_per_device": found["flops"][which] / seconds / world / 1e12,
-            "received_gb_s": most / seconds / 1e9 if most is not None else None,
+            "tokens_per_s": found["tokens"] / ms * 1e3,
+            "tflops_per_device": found["flops"][which] / ms / world / 1e9,
+            "received_gb_s": most / ms / 1e6 if most is not None else None,
         }
         passes[which] = entry | ({"sol": entry["limit_ms"] / ms} if "limit_ms" in entry else {})
     return {**found, "passes": passes}
@@ -92,31 +88,21 @@ def exceeds(found: dict[str, Any]) -> bool:
 def without_exceeded(found: dict[str, Any]) -> dict[str, Any]:
     """The metrics of `compute`, where a pass faster than its limit has `sol` null and the reason in `no_sol`. A short
     pass may have higher clocks than a long matrix product, and caches are faster than memory."""
-
-    def refused(entry: dict[str, Any]) -> dict[str, Any]:
-        if (entry.get("sol") or 0) <= EXCEEDED:
-            return entry
-        why = f"{entry['sol']:.0%} of what the {_CEILINGS[entry['limited_by']]} allows: that is no ceiling of this pass"
-        return {**entry, "sol": None, "no_sol": why}
-
-    return {**found, "passes": {which: refused(entry) for which, entry in found["passes"].items()}}
-
-
-_CEILINGS = {
-    "compute": "matrix product measured here",
-    "memory": "copy within a device measured here",
-    "communication": "all-gather measured here",
-}
+    passes = dict(found["passes"])
+    for which, entry in passes.items():
+        if (entry.get("sol") or 0) > EXCEEDED:
+            ceiling = CEILINGS[entry["limited_by"]]
+            why = f"{entry['sol']:.0%} of what the {ceiling} allows: that is no ceiling of this pass"
+            passes[which] = {**entry, "sol": None, "no_sol": why}
+    return {**found, "passes": passes}
 
 
 def _received(
     chosen: Variant[Any], problem: Problem, sizes: Shapes, which: str, options: dict[str, Any], pulls: bool
 ) -> list[dict[str, int]]:
     one = costs.of(chosen, problem, sizes, options, pulls=pulls).bytes_received
-    if which != "total":
-        return [one(rank, which == "backward") for rank in range(problem.ranks)]
-    both = [(one(rank, False), one(rank, True)) for rank in range(problem.ranks)]
-    return [{key: f.get(key, 0) + b.get(key, 0) for key in {*f, *b}} for f, b in both]
+    by_rank = [[one(rank, backward) for backward in PARTS[which]] for rank in range(problem.ranks)]
+    return [{key: sum(part.get(key, 0) for part in parts) for part in parts for key in part} for parts in by_rank]
 
 
 def _limit(
@@ -128,15 +114,15 @@ def _limit(
     ceilings: dict[str, float],
 ) -> dict[str, Any]:
     """The least time that this machine's ceilings allow the slowest rank, and the binding ceiling."""
-    times = {"forward": 1.0, "backward": counts.BACKWARD, "total": 1 + counts.BACKWARD}[which]
-    passes = {"forward": [False], "backward": [True], "total": [False, True]}[which]
+    times = sum(counts.BACKWARD if backward else 1.0 for backward in PARTS[which])
     moved = max(
-        sum(counts.kernel_bytes(problem, sizes, rank, backward) for backward in passes) for rank in range(problem.ranks)
+        sum(counts.kernel_bytes(problem, sizes, r, part) for part in PARTS[which]) for r in range(problem.ranks)
     )
+    link = ceilings.get("link_gb_s")
     terms = {
         "compute": most_flops * times / ceilings["matmul_tflops"] / 1e9,
         "memory": moved / ceilings["copy_gb_s"] / 1e6,
-        "communication": most_bytes / ceilings["link_gb_s"] / 1e6 if most_bytes and ceilings.get("link_gb_s") else 0.0,
+        "communication": most_bytes / link / 1e6 if most_bytes and link else 0.0,
     }
     binding = max(terms, key=lambda term: terms[term])
     return {"limit_ms": terms[binding], "limited_by": binding}

@@ -118,7 +118,7 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _between_marks(watch: Stopwatch, run: Callable[..., object], *arguments: Any) -> tuple[Any, Any]:
+def between_marks(watch: Stopwatch, run: Callable[..., object], *arguments: Any) -> tuple[Any, Any]:
     """The marks before and after `run`, which all ranks start together."""
     watch.align()
     start = watch.mark()
@@ -226,7 +226,7 @@ def sample(
             for which in work.passes:
                 if flush is not None:
                     flush.zero_()
-                marks[which].append(_between_marks(watch, work.run, which))
+                marks[which].append(between_marks(watch, work.run, which))
             beat()
         watch.settle()
     return {which: [watch.elapsed(a, b) for a, b in pairs] for which, pairs in marks.items()}
@@ -250,7 +250,7 @@ def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads:
             for which in work.passes:
                 if isinstance(watch, CudaStopwatch):
                     watch.lead_ms = leads[which]
-                found.append(Recorded(which, *_between_marks(watch, work.run, which), recorder.spans[:]))
+                found.append(Recorded(which, *between_marks(watch, work.run, which), recorder.spans[:]))
                 recorder.spans.clear()
         watch.settle()
     return found
@@ -288,7 +288,7 @@ def simple(work: Workpiece, watch: Stopwatch, runs: int) -> Samples:
     with undisturbed():
         for which in work.passes:
             watch.settle()
-            marks = _between_marks(watch, work.repeat, which, runs)
+            marks = between_marks(watch, work.repeat, which, runs)
             watch.settle()
             samples[which] = [watch.elapsed(*marks) / runs]
     return samples
@@ -331,7 +331,7 @@ def baseline_runs(runs: int, iteration_s: float) -> int:
 
 def overhead_ms(watch: Stopwatch) -> float:
     """The time that an empty region measures, in ms: the least of five."""
-    pairs = [_between_marks(watch, lambda: None) for _ in range(5)]
+    pairs = [between_marks(watch, lambda: None) for _ in range(5)]
     watch.settle()
     return min(watch.elapsed(a, b) for a, b in pairs)
 
