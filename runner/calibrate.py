@@ -95,10 +95,6 @@ class Work:
         else:
             self.kernel.backward(self.dout, self.q, self.k, self.v, *self.result, self.call)
 
-    def repeat(self, which: str, times: int) -> None:
-        for _ in range(times):
-            self.run(which)
-
 
 def inputs(call: CallClass, given: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Call]:
     """(q, k, v, dout, the kernel call), bf16."""

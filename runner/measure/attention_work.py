@@ -1,9 +1,9 @@
-"""Attention as a workload: seeded inputs, sharded, with a forward and a backward of one call."""
+"""Attention as a workload: seeded inputs, sharded, with the forward and backward of one call."""
 
 from __future__ import annotations
 
 import random
-import time
+import timeit
 from collections.abc import Sequence
 from itertools import accumulate, cycle
 from typing import Any
@@ -28,20 +28,18 @@ from runner.launch.rank import Rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NAMES = ("q", "k", "v", "dout")
-# whose rows each output follows: the queries or the keys
-ROLES = {"out": "q", "dq": "q", "dk": "kv", "dv": "kv", "lse": "q"}
+ROLES = {"out": "q", "dq": "q", "dk": "kv", "dv": "kv", "lse": "q"}  # an output has a row for each query or each key
 
 _rates: dict[Any, float] = {}  # FLOP/s of kernels, measured by this process
 
 
 def global_input(work: AttentionCall, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
-    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`): normal, clamped to [-1, 1], the
-    same on every rank. Each batch element has a generator of its own, so that one can be had without the others."""
+    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`): normal, clamped to [-1, 1], the same
+    on every rank. Each batch element has its own generator, so that one can be made without the others."""
     keys = which in ("k", "v")
     tokens, heads = (work.seq_len, work.kv_heads) if keys else (work.queries, work.heads)
-    elements = range(work.batch) if batch is None else [batch]
     parts = []
-    for b in elements:
+    for b in range(work.batch) if batch is None else [batch]:
         generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
         x = torch.empty(tokens, heads, work.head_dim, dtype=torch.float32, device=device)
         parts.append(x.normal_(generator=generator).clamp_(-1, 1).to(DTYPES[work.dtype]))
@@ -62,14 +60,13 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
 
 
 def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | None) -> Choice:
-    """What attention=auto takes for the experiment. Raises ValueError where no variant can do it here."""
+    """The choice of `attention=auto` for the experiment. Raises ValueError if no variant can do it here."""
     work = experiment.workload
-    shape = {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
-    given = {
-        **shape,
-        **{name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "causal", "window")},
+    given = {name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "causal", "window")}
+    given |= {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
+    given |= {
         "dtype": DTYPES[work.dtype],
-        "backward": experiment.mode == "forward_backward",
+        "backward": experiment.backward,
         "q_tokens": work.q_len,
         "device": device,
         "ceilings": ceilings,
@@ -82,7 +79,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
 
 
 def alone(experiment: Experiment) -> ContextParallel:
-    """The same global call on one device, of a world of several."""
+    """The same global call on one device, within a world of several."""
     chosen = variant(experiment.variant)
     fn = ContextParallel(chosen, None, experiment.kernel, "auto", experiment.deterministic, chosen.parse())
     fn.world, fn.rank = 1, 0
@@ -90,16 +87,16 @@ def alone(experiment: Experiment) -> ContextParallel:
 
 
 class AttentionWork:
-    """A rank's shards of the inputs, and the passes over them. Implements `workloads.Workload`. Raises UnsupportedHere when
-    the kernel cannot do the call."""
+    """A rank's shards of the inputs, and the passes over them: implements `workload.Workload`. Raises UnsupportedHere if the
+    kernel cannot do the call."""
 
     def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel | None = None):
         fn = build(experiment) if fn is None else fn
         work = self.spec = experiment.workload
         self.me, self.experiment, self.fn = me, experiment, fn
-        self.has_phases = not isinstance(fn.variant, External)  # another package's are its own affair
+        self.has_phases = not fn.variant.external
         self.autograd_thread: bool = experiment.timing.autograd_thread
-        self.backward = experiment.mode == "forward_backward"
+        self.backward = experiment.backward
         self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
         self.packs = work.cu_seqlens if work.seqlens else None
         self.inputs: list[Tensor] = []
@@ -118,27 +115,21 @@ class AttentionWork:
             raise UnsupportedHere(str(error)) from None
         self.out: Tensor | None = None
         self.gradients: tuple[Tensor, ...] = ()
-        self.last: Tensor | None = None  # the out that the last backward was of
+        self.last: Tensor | None = None  # the out of the last backward
 
     def run(self, which: str) -> None:
         if which == "forward":
-            self.out = self.last = None  # as are the last iteration's gradients: none of this one's memory
+            self.out = self.last = None  # freed first: not part of this iteration's memory
             self.out = self.fn(self.q, self.k, self.v, **self.options)
         else:
             self._backward(keep=False)
 
     def repeat(self, which: str, times: int) -> None:
-        if which == "forward":
-            for _ in range(times):
+        for _ in range(times):
+            if which == "forward":
                 self.run("forward")
-        else:
-            for _ in range(times):
-                self.again()
-            self.out = None
-
-    def again(self) -> None:
-        """The last forward's backward, which can then be had again."""
-        self._backward(keep=True)
+            else:
+                self._backward(keep=True)
 
     def _backward(self, keep: bool) -> None:
         assert self.out is not None and self.dout is not None, "backward before forward"
@@ -150,7 +141,6 @@ class AttentionWork:
             self.out = None
 
     def outputs(self) -> dict[str, Tensor]:
-        """What the last iteration left: this rank's out and gradients; fewer where they were let go."""
         if not self.backward:
             return {} if self.out is None else {"out": self.out.detach()}
         if self.last is None or not self.gradients:
@@ -159,7 +149,6 @@ class AttentionWork:
 
     @property
     def left(self) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
-        """All that the last iteration left, to be set again by who has it computed anew in place."""
         return self.out, self.last, self.gradients
 
     @left.setter
@@ -167,13 +156,12 @@ class AttentionWork:
         self.out, self.last, self.gradients = left
 
     def negate(self) -> None:
-        """Change the sign of all inputs, in place. Scores stay, and out and the gradients change their sign."""
+        """Changes the sign of all inputs, in place. The scores keep theirs; out and the gradients change it."""
         with torch.no_grad():
             for x in self.inputs:
                 x.neg_()
 
     def release(self) -> None:
-        """Let go of results, so that their memory does not count for what comes next."""
         self.out = self.last = None
         self.gradients = ()
 
@@ -183,30 +171,23 @@ class AttentionWork:
 
     @property
     def replays(self) -> bool:
-        """Whether later calls replay what the first ones recorded."""
         return self.experiment.replay != "none"
 
     def resolved(self) -> dict[str, Any]:
-        """The variant's options, with values for those that were left open."""
         return self.plan.options.plain()
 
     def report(self) -> dict[str, Any]:
         """kernel, transport and a note on them; with kernel=auto why preferred kernels were passed over."""
-        found: dict[str, Any] = {
-            "kernel": self.plan.kernel.name,
-            "transport": self.transport.name,
-            "note": self.transport.note,
-        }
-        if isinstance(self.fn.variant, External):
-            return found | {"note": self.fn.variant.served(self.plan.kernel.name)}
-        if self.experiment.kernel == "auto":
+        kernel, chosen = self.plan.kernel.name, self.fn.variant
+        found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name, "note": self.transport.note}
+        if isinstance(chosen, External):
+            found["note"] = chosen.served(kernel)
+        elif self.experiment.kernel == "auto":
             shape = Shape.of(self.q, self.k, self.backward)
-            decode = self.fn.variant.decode
-            found["passed_over"] = passed_over(self.plan.kernel.name, shape, masks(self.plan.problem), decode)
+            found["passed_over"] = passed_over(kernel, shape, masks(self.plan.problem), chosen.decode)
         return found
 
     def flops(self) -> float:
-        """Of an iteration on the busiest rank."""
         forward = max(counts.rank_flops(self.plan.problem, self.spec.shapes))
         return forward * (1 + counts.BACKWARD if self.backward else 1)
 
@@ -217,14 +198,13 @@ class AttentionWork:
         if key not in _rates:
             n, heads = min(spec.seq_len, 4096 if self.me.device.type == "cuda" else 512), min(spec.heads, 8)
             q = torch.randn(1, n, heads, spec.head_dim, device=self.me.device).to(self.q.dtype)
-            seconds = []
-            for _ in range(3):
-                self.me.synchronize()
-                start = time.perf_counter()
+
+            def call() -> None:
                 kernel.forward(q, q, q, Call(spec.head_dim**-0.5))
                 self.me.synchronize()
-                seconds.append(time.perf_counter() - start)
-            _rates[key] = 4 * n * n * heads * spec.head_dim / min(seconds)
+
+            self.me.synchronize()
+            _rates[key] = 4 * n * n * heads * spec.head_dim / min(timeit.repeat(call, number=1, repeat=3))
         return _rates[key]
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
@@ -232,7 +212,6 @@ class AttentionWork:
         return self.fn.shard(whole, self.packs, role=ROLES[name])
 
     def rows(self, name: str) -> Tensor:
-        """Which token each row of this rank's shard of an output is, int64 on the CPU."""
         tokens = torch.arange(self.spec.seq_len if ROLES[name] == "kv" else self.spec.queries)
         shape = (-1, 1, 1) if self.packs is not None else (1, -1, 1, 1)
         return self.shard(name, tokens.view(shape)).flatten()
@@ -248,7 +227,7 @@ class AttentionWork:
 
 
 def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:
-    """n different packed batches: the same lengths in other orders than the given one."""
+    """n different packed batches: the same lengths, not in the given order."""
     draw, order = random.Random(seed), list(lengths)
     found: dict[CuSeqlens, None] = {}
     given = tuple(accumulate(lengths, initial=0))
@@ -262,7 +241,7 @@ def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:
 
 class Layers:
     """The passes of a model with so many layers, all with the same inputs: every layer's forward, then every layer's backward,
-    the last layer first. `packs`: the packed batches of the iterations, in turn; default: always the work's own."""
+    the last layer first. packs: the packed batches of the iterations, in turn; default: always the work's own."""
 
     def __init__(self, work: AttentionWork, layers: int, packs: Sequence[CuSeqlens] = ()):
         self.work, self.layers, self.passes = work, layers, work.passes

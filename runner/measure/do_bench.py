@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,7 @@ class _OnePass:
 
     def __init__(self, work: Workload, which: str):
         self.passes: tuple[str, ...] = (which,)
-        self.call = work.again if which == "backward" else lambda: work.run(which)
+        self.call = partial(work.repeat, which, 1)
 
     def run(self, which: str) -> None:
         self.call()

@@ -23,7 +23,7 @@ from attention.profiling import Recorder, recording
 from attention.runtime import private
 from runner.launch.rank import Rank
 from runner.measure.timing import Stopwatch, leads_ms, record
-from runner.measure.workload import Workpiece
+from runner.measure.workload import Passes
 
 Span = tuple[float, float]
 LEAD = re.compile("spin_kernel")  # of `timing.CudaStopwatch`, as is the next: no variant reduces bytes
@@ -115,7 +115,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def profile(
-    me: Rank, work: Workpiece, watch: Stopwatch, runs: int, folder: Path | None
+    me: Rank, work: Passes, watch: Stopwatch, runs: int, folder: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Profile `runs` iterations on every rank. Returns this rank's analysis, by iteration, and the trace's file name
     (written into `folder`, on this rank's node)."""

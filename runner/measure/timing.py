@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from attention.profiling import Recorder, Span
 from attention.runtime import private
 from runner.measure import statistics
 from runner.measure.statistics import Samples
-from runner.measure.workload import Passes, Workload, Workpiece
+from runner.measure.workload import Passes, Workload
 
 if TYPE_CHECKING:
     from runner.launch.rank import Rank
@@ -38,23 +38,9 @@ Gather = Callable[[Samples], list[Samples]]  # every rank's samples
 Agree = Callable[[int], int]  # rank 0's number
 
 
-class Stopwatch(Protocol):
-    def align(self) -> None:
-        """Makes all ranks start the next pass together."""
-
-    def mark(self) -> Any: ...
-
-    def elapsed(self, start: Any, stop: Any) -> float:
-        """ms between two marks, after `settle`."""
-
-    def settle(self) -> None:
-        """Waits until all marks are reached."""
-
-
 class CudaStopwatch:
-    """Events on the current stream. `align` is an all-reduce of one element on the stream, so the CPU runs ahead: a minimum
-    over uint8, which no variant uses, so a profile can tell it apart. First the GPU is kept busy for `lead_ms`, so that every
-    rank's CPU is ahead when the ranks start: a replay of some tens of µs would otherwise wait for the slowest CPU."""
+    """Events on the current stream. lead_ms: how long `align` keeps the GPU busy first, so that every rank's CPU is ahead when
+    the ranks start; a replay of some tens of µs would otherwise wait for the slowest CPU. together: as `stopwatch`."""
 
     def __init__(self, device: torch.device, together: bool, lead_ms: float = 0.0):
         self.device = device
@@ -62,24 +48,30 @@ class CudaStopwatch:
         self.lead_ms = lead_ms
 
     def align(self) -> None:
+        """Makes all ranks start the next pass together: an all-reduce of one element on the stream, so the CPU runs ahead. It
+        is a minimum over uint8, which no variant uses, so a profile can tell it apart."""
         if self.lead_ms:
             private.sleep_cycles(int(self.lead_ms * CYCLES_A_MS))
         if self.token is not None:
             dist.all_reduce(self.token, dist.ReduceOp.MIN)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed(self, start: Any, stop: Any) -> float:
+        """ms between two marks, after `settle`."""
         return start.elapsed_time(stop)
 
     def settle(self) -> None:
+        """Waits until all marks are reached."""
         torch.cuda.synchronize(self.device)
 
 
 class CpuStopwatch:
+    """The same by the CPU's clock. group: whose ranks start each pass together."""
+
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
 
@@ -87,13 +79,16 @@ class CpuStopwatch:
         if self.group is not None:
             dist.barrier(self.group)
 
-    def mark(self) -> int:
+    def mark(self) -> Any:
         return time.perf_counter_ns()
 
     def elapsed(self, start: Any, stop: Any) -> float:
         return (stop - start) / 1e6
 
     def settle(self) -> None: ...
+
+
+Stopwatch = CudaStopwatch | CpuStopwatch
 
 
 def stopwatch(me: Rank, together: bool, lead_ms: float = 0.0) -> Stopwatch:
@@ -259,7 +254,7 @@ def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads:
 def leads_ms(
     work: Passes, watch: Stopwatch, observed: Callable[[], AbstractContextManager[object]]
 ) -> dict[str, float]:
-    """How far the CPU must be ahead of the GPU in each pass, in ms, so that the cost of recording (`observed`) does not
+    """How far the CPU must be ahead of the GPU in each pass, in ms, so that the cost of recording (within `observed`) does not
     appear as idle time of the GPU. Empty on a CPU."""
     if not isinstance(watch, CudaStopwatch):
         return {}
@@ -281,7 +276,7 @@ def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
     return found
 
 
-def simple(work: Workpiece, watch: Stopwatch, runs: int) -> Samples:
+def simple(work: Workload, watch: Stopwatch, runs: int) -> Samples:
     """One untimed iteration, then one pair of marks around `runs` calls of each pass: a single mean."""
     iterate(work)
     samples = {}
@@ -337,8 +332,8 @@ def overhead_ms(watch: Stopwatch) -> float:
 
 
 class Graphed:
-    """Work captured in CUDA graphs, one per pass; `run` replays. Capturing collectives may hang on a broken
-    installation; the launcher's time limit ends that."""
+    """Work captured in CUDA graphs, one per pass; `run` replays them. Capturing collectives may hang on a broken installation;
+    the launcher's time limit ends that."""
 
     def __init__(self, work: Workload):
         self.passes = work.passes
@@ -361,7 +356,3 @@ class Graphed:
     def run(self, which: str) -> None:
         self.graphs[which].replay()
         self.work.left = self.left  # the graph has rewritten these tensors
-
-    def repeat(self, which: str, times: int) -> None:
-        for _ in range(times):
-            self.run(which)

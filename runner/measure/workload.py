@@ -1,4 +1,4 @@
-"""What a run measures, as the modules that time and check it see it."""
+"""The protocol of measured work, for the modules that time and check it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,12 @@ class Passes(Protocol):
         """Runs one pass; `backward` belongs to the last `forward`."""
 
 
-class Workpiece(Passes, Protocol):
-    """Passes of which each can be repeated by itself."""
-
-    def repeat(self, which: str, times: int) -> None:
-        """Runs one pass `times` times."""
-
-
-class Workload(Workpiece, Protocol):
+class Workload(Passes, Protocol):
     """A rank's share of the work: inputs, and passes over them that can be timed and compared with a reference."""
 
     inputs: list[Tensor]
     has_phases: bool  # whether its phases and the bytes that it moves are known
-    left: Any  # the results of the last iteration, to be put back after they were computed anew in place
+    left: Any  # the last iteration's results; settable, because a CUDA graph writes them in place
 
     @property
     def transport(self) -> Transport: ...
@@ -42,34 +35,35 @@ class Workload(Workpiece, Protocol):
         """Whether later calls replay what the first ones recorded."""
 
     def resolved(self) -> dict[str, Any]:
-        """The experiment's options, with values for those that were left open."""
+        """The experiment's options, with values for the open ones."""
 
     def report(self) -> dict[str, Any]:
         """The kernel, the transport and a note on them, for the result."""
 
     def flops(self) -> float:
-        """Of an iteration on the busiest rank."""
+        """FLOPs of an iteration on the busiest rank."""
 
     def rate(self) -> float:
         """FLOP/s that this rank is expected to reach."""
 
-    def again(self) -> None:
-        """Repeat the last backward."""
-
     def outputs(self) -> dict[str, Tensor]:
-        """What the last iteration left, by name: results and gradients; empty where they were released."""
+        """The last iteration's results and gradients on this rank by name, `[B, tokens, H, D]` or `[tokens, H, D]`; empty
+        after `release`."""
+
+    def repeat(self, which: str, times: int) -> None:
+        """Runs one pass `times` times; `backward` can be repeated after one `forward`."""
 
     def negate(self) -> None:
-        """Change the sign of all inputs, in place: every output changes its sign."""
+        """Changes the sign of all inputs, in place: every output changes its sign."""
 
     def release(self) -> None:
-        """Drop the results."""
+        """Drops the results, so that their memory does not count for what comes next."""
 
     def layered(self, layers: int, new_packs: bool) -> Passes:
         """The passes of a model with so many layers; with `new_packs` each iteration has another packed batch."""
 
     def rows(self, name: str) -> Tensor:
-        """Which token each row of this rank's shard of an output is, int64 on the CPU."""
+        """The token of each row of this rank's shard of an output, int64 on the CPU."""
 
 
 @dataclass(frozen=True)
