@@ -107,9 +107,9 @@ class Schedule(ABC):
 @dataclass(frozen=True)
 class Problem:
     """The attention problem that a schedule divides among ranks. `layout`: of the keys and values. `q_layout`: of the
-    queries during the computation. `cu_seqlens`: the global ones, (0, S) for a dense batch. `form`: one
-    band within every sequence, for which each schedule has its own blocks, or any other mask over all positions, which
-    `geometry.cuts` cuts."""
+    queries during the computation. `cu_seqlens`: the global ones, (0, S) for a dense batch. `form`: the
+    mask. A band holds within every sequence, and each schedule has its own blocks for it. Any other mask is over all
+    positions, and `geometry.cuts` cuts it into blocks."""
 
     cu_seqlens: CuSeqlens
     world: int
@@ -142,7 +142,7 @@ class Problem:
 
     @property
     def keys_differ(self) -> bool:
-        """Whether ranks may need few of the keys, each other ones."""
+        """Whether each rank may need only a few of the keys, which differ from rank to rank."""
         return not isinstance(self.form, Band) or self.form.windowed
 
 
@@ -331,7 +331,7 @@ def rank_pairs(problem: Problem, rank: int) -> int:
 
 def masks(problem: Problem) -> tuple[Band, ...]:
     """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window,
-    each block is full or has the problem's own mask. A mask that is cut is computed as whole and causal rectangles and,
+    each block is full or has the problem's own mask. A mask that is cut becomes full and causal rectangles and,
     where it has lower bounds, windows."""
     if isinstance(problem.form, Mask):
         return (FULL, CAUSAL, *((Band(1, 1),) if problem.form.windowed(problem.cu_seqlens[-1]) else ()))

@@ -58,8 +58,9 @@ def check(me: Rank, experiment: Experiment, work: Workload) -> Checked:
 
 
 def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes, kept: Kept | None) -> dict[str, Any]:
-    """Compares the outputs of the last `timed` iteration (unless it had another packed batch) and of one more iteration with
-    negated inputs with the checked ones. The result has the errors by iteration, `passed` and, if it failed, `why`."""
+    """Compares outputs after the timing with the checked ones: those of the last `timed` iteration, unless it had another packed
+    batch, and those of one more iteration with negated inputs. The result has the errors of each, `passed` and, if it
+    failed, `why`."""
     me.say("check_timed")
     if kept is None:
         return {"passed": None, "why": "launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in"}
@@ -75,7 +76,7 @@ def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes,
     last = work.outputs()
     new_packs = experiment.timing.new_packs
     if new_packs:
-        found["last"] = {"why": "not compared: the last timed iteration was of another pack"}
+        found["last"] = {"why": "not compared: the last timed iteration had another packed batch"}
     elif not all(me.gather(last.keys() == kept.outputs.keys())):
         found["last"] = {"why": "not compared: the last timed iteration left no outputs"}
     else:
