@@ -124,8 +124,8 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """One line for the user: the best candidate's estimate by parts, then the times of all trials. Without trials, the
-        estimates of the next best variant and, if both were considered, of the other choice about CUDA graphs."""
+        """One line for the user: the best candidate's estimate by parts, then the times of all trials. Without trials,
+        the estimate of the next best variant, and the best estimate that differs in whether CUDA graphs are used."""
         best = self.best
 
         def total(part: str) -> str:

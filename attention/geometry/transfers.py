@@ -237,8 +237,8 @@ def within(keys: Intervals) -> Place:
 
 
 def where(step: Step, rank: int) -> Place:
-    """Where the keys of a step's blocks lie for this rank: its own are used in place, those of others arrive side by side. The
-    keys of a pattern are numbered as they lie."""
+    """A function that says where the keys of a step's blocks lie for this rank. Its own keys are used in place, remote
+    ones arrive side by side. A pattern already numbers its keys as they lie."""
     if step.owner == rank or any(isinstance(block.mask, Pattern) for block in step.blocks):
         return lambda interval: (interval,)
     return within(step.keys)

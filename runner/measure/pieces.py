@@ -95,8 +95,8 @@ def tflop(work: AttentionCall, backward: bool) -> float:
 def pieces_of(
     work: AttentionCall, world: int, rank: int, limit_tflop: float, backward: bool
 ) -> tuple[list[Piece], float, int]:
-    """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or none).
-    With fewer pieces than ranks, several ranks share a piece by its queries."""
+    """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
+    none). With fewer pieces than ranks, several ranks share a piece: each takes some of its queries."""
     everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
     each = tflop(work, backward) / len(everything)
     wanted = max(1, int(min(len(everything), limit_tflop / each)))
