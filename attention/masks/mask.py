@@ -59,7 +59,7 @@ class Mask(ABC):
             keep[q0:q1, k0:k1] |= (distance >= lo) & (distance <= hi)
         return keep
 
-    def causal(self, tokens: int) -> bool:
+    def is_causal(self, tokens: int) -> bool:
         """Whether no query sees a later key."""
         x = self.rectangles(tokens)
         return bool((np.minimum(x[:, 5], x[:, K1] - 1 - x[:, Q0]) <= 0).all())
@@ -83,7 +83,7 @@ class Mask(ABC):
 
     def describe(self) -> str:
         """The call that makes the mask; long lists are cut short."""
-        return f"{self.name}({', '.join(f'{x.name}={_short(getattr(self, x.name))}' for x in fields(self))})"
+        return f"{self.name}({', '.join(f'{x.name}={short(getattr(self, x.name))}' for x in fields(self))})"
 
     def __str__(self) -> str:
         return self.describe()
@@ -102,11 +102,12 @@ def _built(mask: Mask, tokens: int) -> Rectangles:
     return found
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a message or a label: of a long list the first four."""
     if isinstance(value, tuple) and len(value) > 6:
-        return f"[{', '.join(map(_short, value[:4]))}, … {len(value)} in all]"
+        return f"[{', '.join(map(short, value[:4]))}, … {len(value)} in all]"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_short, value))}]"
+        return f"[{', '.join(map(short, value))}]"
     return str(value)
 
 

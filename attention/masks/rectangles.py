@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from attention.masks.band import Band, Interval, Intervals
 
@@ -22,6 +22,14 @@ MOST_JOINED = 4096  # with more rectangles only whole ones beside each other are
 def rectangles(rows: Iterable[Sequence[int]]) -> Rectangles:
     """The rows (q0, q1, k0, k1, lo, hi), trimmed; those without a pair are left out."""
     return trimmed(np.array(list(rows), np.int64).reshape(-1, 6))
+
+
+def from_columns(
+    q0: ArrayLike, q1: ArrayLike, k0: ArrayLike, k1: ArrayLike, lo: ArrayLike = -UNBOUNDED, hi: ArrayLike = UNBOUNDED
+) -> Rectangles:
+    """The rectangles of these columns, each an array or one number for all, trimmed."""
+    columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(x, np.int64)) for x in (q0, q1, k0, k1, lo, hi)))
+    return trimmed(np.stack(columns, 1))
 
 
 def rectangle(q: Interval, k: Interval, band: Band) -> tuple[int, ...]:
@@ -97,14 +105,15 @@ def placed(x: Rectangles, places: Sequence[tuple[int, int, int]], keys: bool) ->
     for bound in (LO, HI):
         bounded = np.abs(x[:, bound]) < UNBOUNDED
         x[bounded, bound] += (shift if keys else -shift)[bounded]
-    kept = _has_pairs(x)
+    kept = has_pairs(x)
     return trimmed(x[kept]), which[kept]
 
 
-def _has_pairs(x: Rectangles) -> NDArray[np.bool_]:
+def has_pairs(x: Rectangles) -> NDArray[np.bool_]:
+    """Whether a rectangle has any pair, for each `[n]`."""
     q0, q1, k0, k1, lo, hi = x.T
     q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
-    found: NDArray[np.bool_] = (q0 < q1) & (np.maximum(k0, q0 + lo) < np.minimum(k1, q1 + hi))
+    found: NDArray[np.bool_] = (lo <= hi) & (q0 < q1) & (np.maximum(k0, q0 + lo) < np.minimum(k1, q1 + hi))
     return found
 
 

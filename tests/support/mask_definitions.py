@@ -1,0 +1,146 @@
+"""The masks as boolean matrices, straight from their definitions and without code of `attention`: each pair (q, k) by itself.
+
+`DEFINITIONS[name](S, **parameters)` is `[S, S]`, by numpy. `random_parameters(name, S, draw)` draws parameters that are valid
+for a sequence of S tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Dense = np.ndarray
+
+
+def places(S: int) -> tuple[Dense, Dense]:
+    """q as a column, k as a row."""
+    return np.arange(S)[:, None], np.arange(S)[None, :]
+
+
+def full(S):
+    return np.ones((S, S), bool)
+
+
+def causal(S):
+    q, k = places(S)
+    return k <= q
+
+
+def sliding_window(S, left, right=0):
+    q, k = places(S)
+    return (k >= q - left if left >= 0 else full(S)) & (k <= q + right if right >= 0 else full(S))
+
+
+def chunked(S, chunk):
+    q, k = places(S)
+    return (k <= q) & (k // chunk == q // chunk)
+
+
+def prefix_lm(S, prefix):
+    q, k = places(S)
+    return (k <= q) | (k < prefix)
+
+
+def _documents(S, lengths) -> tuple[Dense, Dense]:
+    """Each token's document, and its position in it."""
+    assert sum(lengths) == S
+    document = np.array([number for number, length in enumerate(lengths) for _ in range(length)], int)
+    position = np.array([i for length in lengths for i in range(length)], int)
+    return document, position
+
+
+def documents(S, lengths, inner=(-1, 0)):
+    """inner: the (left, right) of a band."""
+    document, at = _documents(S, lengths)
+    distance = at[None, :] - at[:, None]
+    left, right = inner
+    seen = (distance >= -left if left >= 0 else full(S)) & (distance <= right if right >= 0 else full(S))
+    return (document[:, None] == document[None, :]) & seen
+
+
+def prefix_lm_documents(S, lengths, prefixes):
+    document, at = _documents(S, lengths)
+    prefix = np.array(prefixes, int)[document] if S else np.zeros(0, int)
+    return (document[:, None] == document[None, :]) & ((at[None, :] <= at[:, None]) | (at < prefix)[None, :])
+
+
+def block_causal_documents(S, lengths):
+    document, _ = _documents(S, lengths)
+    return document[None, :] <= document[:, None]
+
+
+def shared_prompt(S, prompt, answers):
+    q, k = places(S)
+    part, _ = _documents(S, [prompt, *answers])
+    return (k <= q) & ((part == 0)[None, :] | (part[None, :] == part[:, None]))
+
+
+def rectangles(S, parts):
+    seen = np.zeros((S, S), bool)
+    for (q0, q1), (k0, k1), (left, right) in parts:
+        for i in range(q1 - q0):
+            for j in range(k1 - k0):
+                diagonal = i + (k1 - k0) - (q1 - q0)
+                if (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right):
+                    seen[q0 + i, k0 + j] = True
+    return seen
+
+
+DEFINITIONS: dict[str, Callable[..., Dense]] = {
+    function.__name__: function
+    for function in (
+        full,
+        causal,
+        sliding_window,
+        chunked,
+        prefix_lm,
+        documents,
+        prefix_lm_documents,
+        block_causal_documents,
+        shared_prompt,
+        rectangles,
+    )
+}
+
+
+def lengths_of(S: int, draw: random.Random) -> list[int]:
+    """Lengths that sum to S, some of them 0."""
+    cuts = sorted(draw.randint(0, S) for _ in range(draw.randint(0, 6)))
+    return [stop - start for start, stop in zip([0, *cuts], [*cuts, S], strict=True)]
+
+
+def random_parameters(name: str, S: int, draw: random.Random) -> dict[str, Any]:
+    bound = lambda least: draw.choice([least, 0, draw.randint(0, S), draw.randint(0, 8)])  # noqa: E731
+    lengths = lengths_of(S, draw)
+    if name == "sliding_window":
+        return {"left": bound(-1), "right": bound(-1)}
+    if name == "chunked":
+        return {"chunk": draw.randint(1, S + 2)}
+    if name == "prefix_lm":
+        return {"prefix": draw.randint(0, S)}
+    if name == "documents":
+        return {"lengths": lengths, "inner": draw.choice([(-1, -1), (-1, 0), (bound(-1), bound(-1))])}
+    if name == "prefix_lm_documents":
+        return {"lengths": lengths, "prefixes": [draw.randint(0, length) for length in lengths]}
+    if name == "block_causal_documents":
+        return {"lengths": lengths}
+    if name == "shared_prompt":
+        return {"prompt": lengths[0], "answers": lengths[1:]}
+    if name == "rectangles":
+        return {"parts": _random_rectangles(S, draw)}
+    assert name in ("full", "causal"), name
+    return {}
+
+
+def _random_rectangles(S: int, draw: random.Random) -> list:
+    """Disjoint ones: cells of a grid, each with a band."""
+    q = sorted({0, S, *(draw.randint(0, S) for _ in range(3))})
+    k = sorted({0, S, *(draw.randint(0, S) for _ in range(3))})
+    cells = [(a, b) for a in itertools.pairwise(q) for b in itertools.pairwise(k)]
+    bands = [(-1, -1), (-1, 0), (0, -1), (2, 3), (0, 0)]
+    found = [(a, b, draw.choice(bands)) for a, b in cells if draw.random() < 0.7]
+    draw.shuffle(found)
+    return found
