@@ -31,7 +31,8 @@ from attention.geometry.schedules import Problem, masks
 from attention.kernels import Kernel, Shape
 from attention.kernels.patterns import ByRectangles
 from attention.masks.band import Band
-from attention.masks.mask import Mask, mask_of
+from attention.masks.mask import Mask
+from attention.masks.sequences import mask_of
 from attention.replay import Replay
 from attention.tensors import tokens
 from attention.transports import Transport

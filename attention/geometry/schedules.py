@@ -19,8 +19,9 @@ from itertools import pairwise
 from attention.geometry import cuts
 from attention.geometry.layouts import CuSeqlens, Layout
 from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
-from attention.masks.mask import Mask, of_sequences
+from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
+from attention.masks.sequences import of_sequences
 from attention.memo import memo
 
 SEQUENCE = -1  # the owner of keys that were gathered into sequence order

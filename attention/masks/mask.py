@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -136,39 +135,6 @@ class Banded(Mask):
 
     def describe(self) -> str:
         return self.band.describe()
-
-
-def of_sequences(band: Band, cu_seqlens: tuple[int, ...]) -> Mask:
-    """The mask of one band within every sequence of a packed batch, or of one sequence."""
-    if len(cu_seqlens) == 2:
-        return Banded.of(band)
-    from attention.masks.documents import Documents
-
-    return Documents(tuple(b - a for a, b in pairwise(cu_seqlens)), Banded.of(band))
-
-
-def one_band(mask: Mask, cu_seqlens: tuple[int, ...]) -> Band | Mask:
-    """The band within every sequence, where the mask is that; else the mask."""
-    if len(cu_seqlens) == 2:
-        return mask if mask.band is None else mask.band
-    from attention.masks.documents import Documents
-
-    if isinstance(mask, Documents) and mask.lengths == tuple(b - a for a, b in pairwise(cu_seqlens)):
-        return mask if mask.inner.band is None else mask.inner.band
-    return mask
-
-
-def mask_of(band: Band, cu_seqlens: tuple[int, ...], mask: Mask | None) -> Band | Mask:
-    """What `causal`, `window` and `cu_seqlens` leave of a mask: no query sees another sequence's keys, and the band
-    holds, too. The band within every sequence where it is that."""
-    if mask is None:
-        return band
-    if mask.band is not None:
-        return narrower(mask.band, band)
-    if len(cu_seqlens) == 2 and band.full:
-        return one_band(mask, cu_seqlens)
-    within = of_sequences(band, cu_seqlens)
-    return one_band(mask if within == mask else mask & within, cu_seqlens)
 
 
 @dataclass(frozen=True)

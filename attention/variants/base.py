@@ -13,7 +13,8 @@ from attention.geometry.layouts import CuSeqlens, Layout
 from attention.geometry.options import BEST, Options
 from attention.geometry.schedules import Problem, Schedule
 from attention.masks.band import CAUSAL, FULL, Band
-from attention.masks.mask import Mask, one_band
+from attention.masks.mask import Mask
+from attention.masks.sequences import one_band
 
 Executor = Literal["ring", "gather", "all_to_all", "tree", "external"]  # external: a package's own
 Chosen = TypeVar("Chosen", bound=Options)
@@ -81,7 +82,7 @@ class Variant(Generic[Chosen]):
                 f"mask={mask}: {self.name} takes full and causal attention only; ring, ring_allgather, llama3, "
                 "zigzag_llama3, ulysses, usp and dense take every mask"
             )
-        if self.causal_only and not mask.causal(tokens):
+        if self.causal_only and not mask.is_causal(tokens):
             raise self.not_causal(mask, "ring, ring_allgather, llama3 and ulysses")
 
     # What follows holds for every variant.
@@ -129,7 +130,7 @@ class Variant(Generic[Chosen]):
         form = mask if isinstance(mask, Band) else one_band(mask, cu_seqlens)
         if isinstance(form, Mask):
             self.check_cut(chosen, form, cu_seqlens[-1])
-            mask = CAUSAL if form.causal(cu_seqlens[-1]) else FULL  # by which a layout balances
+            mask = CAUSAL if form.is_causal(cu_seqlens[-1]) else FULL  # by which a layout balances
         else:
             mask = form
             self._check_decode(mask)

@@ -54,7 +54,7 @@ class _Usp(Variant[UspOptions]):
             raise self.no_window(mask, "ring=contiguous has one")
 
     def check_cut(self, options: UspOptions, mask: Mask, tokens: int) -> None:
-        if options.ring == "zigzag" and not mask.causal(tokens):
+        if options.ring == "zigzag" and not mask.is_causal(tokens):
             raise self.not_causal(mask, "usp with ring=contiguous, ring, llama3 and ulysses")
 
 
