@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from attention.executors.timeline import Pattern
 from attention.masks.band import Band
@@ -18,38 +18,30 @@ Both = tuple[float, float]  # forward and backward
 KERNEL_SHARE = 0.8  # of the matrix product rate that a good attention kernel reaches: 672 of 793 on an H200
 
 
-@dataclass(frozen=True)
-class LaunchCosts:
-    """CPU launch overhead in µs: of a forward or backward itself, of each kernel call with its merges, and of each
-    exchange."""
+class LaunchCosts(NamedTuple):
+    """CPU launch overhead in µs: of a whole forward or backward, of each kernel call with its merges, of each exchange."""
 
     whole: Both = (0, 0)
     call: Both = (0, 0)
     exchange: float = 0
 
 
-@dataclass(frozen=True)
-class Overheads:
-    """In µs. call, merge: how long a launch and its tail leave the GPU idle. eager, traced: CPU launch overhead from
-    Python, or from a launch trace. decode: CPU overhead of a decode with its kernel call; reduction: of each of its
-    collectives."""
+class Overheads(NamedTuple):
+    """In µs. call, merge: how long a launch and its tail leave the GPU idle. eager, traced: launches from Python, or from
+    a launch trace. decode, reduction: CPU overhead of a decode with its kernel call, and of each of its collectives."""
 
     call: Both
     merge: float
-    eager: LaunchCosts = field(default_factory=LaunchCosts)
-    traced: LaunchCosts = field(default_factory=LaunchCosts)
+    eager: LaunchCosts = LaunchCosts()
+    traced: LaunchCosts = LaunchCosts()
     decode: float = 0
     reduction: float = 0
 
 
-# cuda: `call` from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, with equal compute and bytes. CPU overheads from
-# 2048 tokens a GPU on 2 H200, on hosts that differ by a third; of a decode from results/h200-x4/tree_scaling.
-OVERHEADS = {
-    "cuda": Overheads(
-        (10, 60), 10, LaunchCosts((300, 600), (75, 125), 100), LaunchCosts((20, 280), (75, 90), 20), 200, 350
-    ),
-    "cpu": Overheads((20, 20), 20),
-}
+# `call` from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, with equal compute and bytes. CPU overheads from 2048
+# tokens a GPU on 2 H200, on hosts that differ by a third; of a decode from results/h200-x4/tree_scaling.
+CUDA = Overheads((10, 60), 10, LaunchCosts((300, 600), (75, 125), 100), LaunchCosts((20, 280), (75, 90), 20), 200, 350)
+OVERHEADS = {"cuda": CUDA, "cpu": Overheads((20, 20), 20)}
 
 
 @dataclass(frozen=True)
@@ -109,14 +101,13 @@ class Machine:
         return "symm" in self.transports
 
     @property
-    def ways(self) -> tuple[Machine, ...]:
+    def ways(self) -> list[Machine]:
         """This machine launching from Python, or replaying CUDA graphs; both if that is to be decided."""
         over = ("symm",) if self.symmetric else self.transports  # over NCCL a capture may hang
-        launched = replace(self, replayed=False)
-        replayed = replace(self, graphed=True, replayed=True, transports=over)
+        ways = [replace(self, replayed=False), replace(self, graphed=True, replayed=True, transports=over)]
         if self.replayed == "auto":
-            return (launched, replayed) if self.can_replay else (launched,)
-        return (replayed,) if self.replayed else (launched,)
+            return ways if self.can_replay else ways[:1]
+        return ways[1:] if self.replayed else ways[:1]
 
     @property
     def can_replay(self) -> bool:

@@ -78,14 +78,9 @@ def contenders(choice: Choice, most: int) -> list[Estimate]:
     names = list(dict.fromkeys(e.candidate.variant for e in choice.estimates))[:most]
     first: dict[tuple[str, bool], Estimate] = {}
     for e in choice.estimates:
-        if e.candidate.variant in names:
-            first.setdefault((e.candidate.variant, e.graphs), e)
-
-    def worth(name: str, replayed: bool) -> bool:
-        launched = first.get((name, False))
-        return not replayed or launched is None or launched.launch_bound
-
-    return [e for key, e in first.items() if worth(*key)]
+        first.setdefault((e.candidate.variant, e.graphs), e)
+    busy = {name for (name, graphs), e in first.items() if not graphs and not e.launch_bound}
+    return [e for (name, graphs), e in first.items() if name in names and not (graphs and name in busy)]
 
 
 class _Inputs:
@@ -116,8 +111,8 @@ class _Inputs:
     def _tensor(self, name: str, tokens: int) -> Tensor:
         if (name, tokens) not in self.kept:
             shapes = self.task.shapes
-            leading = (tokens,) if self.task.packed else (shapes.batch, tokens)
-            shape = (*leading, shapes.kv_heads if name in ("k", "v") else shapes.heads, shapes.head_dim)
+            heads = shapes.kv_heads if name in ("k", "v") else shapes.heads
+            shape = (shapes.batch, tokens, heads, shapes.head_dim)[self.task.packed :]
             x = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
             self.kept[name, tokens] = x.requires_grad_(self.task.backward and name != "dout")
         return self.kept[name, tokens]
@@ -164,7 +159,7 @@ def _ms(fn: ContextParallel, inputs: _Inputs, runs: int) -> float:
 
 
 def _greatest(fn: ContextParallel, value: float, device: torch.device) -> float:
-    """Over the ranks; waits for all of them."""
+    """Of all ranks; waits for all of them."""
     x = torch.tensor(value, device=device)
     if fn.world > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=fn.group)

@@ -1,5 +1,5 @@
-"""Measured bandwidth and latency by GPU, world size, transport and pattern, from the table `links.csv` beside this
-file. A GPU without a row is estimated from `runner.measure.ceilings` or from defaults. No torch.
+"""Measured bandwidth and latency by GPU, world size, transport and pattern, from `links.csv` beside this file. GPUs
+without a row are estimated from `runner.measure.ceilings` or from defaults. No torch.
 
 Patterns: `pull`, from one remote rank; `pull_all`, from all at once; `p2p`, send and receive; `all_gather`; `slots`,
 small partial results exchanged between all ranks in one kernel; `copy`, within a GPU (bytes read plus written)."""
@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 
 COLUMNS = ("gpu", "world", "transport", "pattern", "gb_s", "latency_us", "measured_with")
@@ -61,21 +60,17 @@ def parse(text: str) -> tuple[Measured, ...]:
     rows = csv.DictReader(io.StringIO(text))
     if tuple(rows.fieldnames or ()) != COLUMNS:
         raise ValueError(f"columns {', '.join(rows.fieldnames or ())}: must be {', '.join(COLUMNS)}")
-    return tuple(_measured(row) for row in rows)
-
-
-def path() -> Path:
-    return Path(str(resources.files("attention.measured") / "links.csv"))
+    found = []
+    for row in rows:
+        link = Link(float(row["gb_s"]), float(row["latency_us"]))
+        if not (link.gb_s > 0 and link.latency_us >= 0):
+            raise ValueError(f"{row['transport']} {row['pattern']}: {link}: must be above 0")
+        where = row["gpu"], int(row["world"]), row["transport"], row["pattern"]
+        found.append(Measured(*where, link, row["measured_with"]))
+    return tuple(found)
 
 
 @lru_cache
 def table() -> tuple[Measured, ...]:
     """The package's table."""
-    return parse(path().read_text())
-
-
-def _measured(row: dict[str, str]) -> Measured:
-    link = Link(float(row["gb_s"]), float(row["latency_us"]))
-    if not (link.gb_s > 0 and link.latency_us >= 0):
-        raise ValueError(f"{row['transport']} {row['pattern']}: {link}: must be above 0")
-    return Measured(row["gpu"], int(row["world"]), row["transport"], row["pattern"], link, row["measured_with"])
+    return parse(Path(__file__).with_name("links.csv").read_text())

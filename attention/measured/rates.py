@@ -1,6 +1,5 @@
-"""Measured speed of the local kernels, by GPU and class of call, and their order by it. Only
-`python -m runner.calibrate --write` writes the table `rates.csv` beside this file. Where a GPU or a class has no row,
-`FASTEST` in `attention/kernels` gives the order. No torch."""
+"""Measured speed of the local kernels by GPU and class of call, and their order, from `rates.csv` beside this file, which
+`python -m runner.calibrate --write` writes. Without a row, `FASTEST` in `attention/kernels` gives the order. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,18 +101,17 @@ def class_of(shape: Shape, masks: Sequence[Band]) -> CallClass | None:
 
 
 def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> list[str]:
-    """The kernels measured for the class on that GPU, fastest first; with `backward` by forward plus backward. A head
-    dim that was not measured counts as the next larger one that was, since kernels pad to it. Empty without
-    measurements."""
-    here = [r for r in rates if r.gpu == gpu and _but_head_dim(r.call) == _but_head_dim(call)]
-    measured = [r.call.head_dim for r in here if r.call.head_dim >= call.head_dim]
-    found = [r for r in here if measured and r.call.head_dim == min(measured)]
+    """The kernels measured for the class on that GPU, fastest first; with `backward` by forward plus backward. Since
+    kernels pad the head dim, one that was not measured counts as the next larger one."""
+    here = [r for r in rates if r.gpu == gpu and replace(r.call, head_dim=call.head_dim) == call]
+    measured = min((r.call.head_dim for r in here if r.call.head_dim >= call.head_dim), default=0)
+    found = [r for r in here if r.call.head_dim == measured]
     return [r.kernel for r in sorted(found, key=lambda r: r.seconds_per_tflop(backward))]
 
 
 def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
-    """(forward, backward) speeds of a measured class. The cost of an edge follows from the difference between the same
-    kernel's long and short dense sequences, by preference with the same heads."""
+    """(forward, backward) speeds of a measured class. The cost of an edge follows from the same kernel's long and short
+    dense sequences, preferably with the same heads."""
     of: dict[str, Rate] = {}
     for heads in (measured.call.heads, *("gqa", "mha")):
         if len(of) < 2:
@@ -145,7 +142,15 @@ def parse(text: str) -> list[Rate]:
         raise ValueError(
             f"columns {', '.join(rows.fieldnames)}: must be {', '.join(COLUMNS)}; write it anew with calibrate"
         )
-    return [_rate(row) for row in rows]
+    found = []
+    for row in rows:
+        call = CallClass(int(row["head_dim"]), row["heads"], row["mask"], row["layout"], row["length"])
+        forward, backward = float(row["forward_tflops"]), float(row["backward_tflops"])
+        if not (forward > 0 and backward > 0):
+            why = f"{forward} and {backward} TFLOP/s: must be above 0; calibrate again"
+            raise ValueError(f"{row['kernel']}, {call}: {why}")
+        found.append(Rate(row["gpu"], call, row["kernel"], forward, backward, row["versions"]))
+    return found
 
 
 def render(rates: Iterable[Rate]) -> str:
@@ -159,30 +164,17 @@ def render(rates: Iterable[Rate]) -> str:
 
 
 def renewed(old: Iterable[Rate], new: Sequence[Rate]) -> list[Rate]:
-    """The old rows and the new. A GPU's class is replaced as a whole, so that kernels are compared within one
-    measurement."""
+    """The old rows and the new. A GPU's class is replaced as a whole: its kernels were measured together."""
     replaced = {(r.gpu, r.call) for r in new}
     return [*(r for r in old if (r.gpu, r.call) not in replaced), *new]
 
 
 def path() -> Path:
-    """Where the package's table lies, whether it exists or not."""
-    return Path(str(resources.files("attention.measured") / "rates.csv"))
+    """Of the package's table, which need not exist."""
+    return Path(__file__).with_name("rates.csv")
 
 
 @lru_cache
 def table() -> tuple[Rate, ...]:
     """The package's table; empty where nothing has been measured."""
     return tuple(parse(path().read_text())) if path().exists() else ()
-
-
-def _but_head_dim(call: CallClass) -> tuple[str, ...]:
-    return call.heads, call.mask, call.layout, call.length
-
-
-def _rate(row: dict[str, str]) -> Rate:
-    call = CallClass(int(row["head_dim"]), row["heads"], row["mask"], row["layout"], row["length"])
-    forward, backward = float(row["forward_tflops"]), float(row["backward_tflops"])
-    if not (forward > 0 and backward > 0):
-        raise ValueError(f"{row['kernel']}, {call}: {forward} and {backward} TFLOP/s: must be above 0; calibrate again")
-    return Rate(row["gpu"], call, row["kernel"], forward, backward, row["versions"])

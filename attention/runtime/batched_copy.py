@@ -1,6 +1,5 @@
-"""Several copies within a device in one launch. PyTorch copies strided rows, such as some heads of every token, at a
-third of the memory bandwidth and with one launch each. On CUDA one Triton kernel does all copies of the same form, and
-another all contiguous ones."""
+"""Several copies within a CUDA device in one launch: one Triton kernel does all copies of the same form, another all
+contiguous ones. PyTorch copies strided rows, such as some heads of every token, at a third of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ def copy_all(pairs: Pairs) -> None:
         for i in range(0, len(found), MOST):
             copy_triton(found[i : i + MOST])
     if len(plain) == 1:
-        plain[0][0].copy_(plain[0][1])
+        target, source = plain[0]
+        target.copy_(source)
     elif plain:
         from attention.ops.copy import copy_words
 

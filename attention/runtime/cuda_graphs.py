@@ -1,6 +1,6 @@
-"""CUDA graph replay: forward and backward are captured, and launched as one graph each from then on. That removes the
-CPU launch overhead, which bounds calls with few tokens a GPU. A graph reads and writes the memory that it was captured
-with: inputs are copied there and results from there, which takes the GPU some tens of µs."""
+"""CUDA graph replay: forward and backward are captured, then launched as one graph each. That removes the CPU launch
+overhead, which bounds calls with few tokens a GPU. A graph uses the memory that it was captured with: copying inputs
+there and results from there takes the GPU some tens of µs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ _every: WeakSet[GraphReplay] = WeakSet()
 
 
 class GraphReplay:
-    """A strategy: a call is eager the first and the second time, captured after the second, when all that is compiled,
-    allocated or kept for it is there, and replayed from then on. It stays eager where phases are recorded or the caller
-    captures a graph of its own.
+    """A strategy: a call is eager twice, then captured, since all that is compiled, allocated or kept for it exists by
+    then, and replayed from then on. It stays eager while phases are recorded or the caller captures a graph.
 
     fallback: the strategy of calls that can't be captured; None: they raise.
-    All ranks of a group must make the same calls and record alike, so they run, capture and replay the same ones."""
+    All ranks of a group must make the same calls and record phases alike: they run, capture and replay the same ones."""
 
     def __init__(self, fallback: Strategy | None = None) -> None:
         self.fallback = fallback
@@ -59,22 +58,14 @@ class GraphReplay:
         results = run(*inputs)
         if form in self.graphs:
             self.graphs.move_to_end(form)
-            self._try_capture(form, run, inputs)
+            self._capture(form, run, inputs)
         else:
             while len(self.graphs) >= MOST:
-                self._drop()
+                _, oldest = self.graphs.popitem(last=False)
+                if oldest is not None:
+                    oldest.finish()
             self.graphs[form] = None
         return results
-
-    def _try_capture(self, form: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
-        try:
-            self._capture(form, run, inputs)
-        except UnsupportedCall as error:
-            if self.fallback is None:
-                raise
-            warnings.warn(f"{error}; its launches are replayed from now on", stacklevel=3)
-            self.refused[form] = self.fallback
-            del self.graphs[form]
 
     def _capture(self, form: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
         device = inputs[0].device
@@ -82,14 +73,13 @@ class GraphReplay:
             self.places[device] = _Place(device)
         try:
             self.graphs[form] = _Graph(run, inputs, self.places[device])
-        except Exception:
+        except Exception as error:
             del self.places[device]  # what a broken capture leaves of it is not used again
-            raise
-
-    def _drop(self) -> None:
-        _, oldest = self.graphs.popitem(last=False)
-        if oldest is not None:
-            oldest.finish()
+            if self.fallback is None or not isinstance(error, UnsupportedCall):
+                raise
+            warnings.warn(f"{error}; its launches are replayed from now on", stacklevel=3)
+            self.refused[form] = self.fallback
+            del self.graphs[form]
 
     def forget(self) -> None:
         self.graphs.clear()
@@ -97,9 +87,9 @@ class GraphReplay:
 
 
 class _Place:
-    """What a function's graphs share: the memory of tensors that live within a call, since nothing in it is needed
-    after a replay. So they run one after another, whatever streams they are called on, and are captured on one stream,
-    as an allocator's pool uses memory again within one stream only."""
+    """What a function's graphs share: the memory of tensors that live within a call. So they run one after another, on
+    whatever streams they are called. They are captured on one stream, within which alone the allocator's pool reuses
+    memory."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -114,8 +104,8 @@ class _Place:
 
 
 class _Graph:
-    """One captured call. given: its inputs in the graph's memory; made: its results that are not inputs; kept: what
-    else it reads."""
+    """A captured call. given: its inputs in the graph's memory; made: its results that are not inputs; kept: all else
+    that it reads."""
 
     def __init__(self, run: Run, inputs: Sequence[Tensor], place: _Place):
         self.place = place
@@ -172,13 +162,12 @@ class _Graph:
         return tuple([inputs[i] if is_input else fresh[i] for is_input, i in self.found])
 
     def finish(self) -> None:
-        """Return when its replays are over, so that its memory may be another's."""
+        """Returns when its replays are over, so that its memory is free."""
         torch.cuda.synchronize(self.place.device)
 
 
 def held_bytes(device: torch.device) -> int:
-    """What graphs on a device hold for tensors that live within a call, which the allocator does not count as
-    allocated."""
+    """The memory of graphs on a device for tensors that live within a call, which the allocator counts as free."""
     pools = {tuple(place.pool) for replay in _every for place in replay.places.values()}
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -188,6 +177,6 @@ def held_bytes(device: torch.device) -> int:
 
 
 def forget() -> None:
-    """Drop all graphs, before the memory that they exchange through is given back; they are captured anew."""
+    """Drops all graphs, before the memory that they exchange through is released. They are captured anew."""
     for replay in list(_every):
         replay.forget()

@@ -1,5 +1,5 @@
-"""Launches of FlashAttention-4's compiled kernels. The package caches its kernels. A kernel from a cache goes through
-`submit` while a call of ours is recorded; a launch in any other way ends the recording."""
+"""Launches of FlashAttention-4's compiled kernels, which the package caches. While a call of ours is recorded, a kernel
+from a cache goes through `submit`. A launch in any other way ends the recording."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class _Local(threading.local):
-    submits: bool = False  # whether the package's launches are submitted
+    submits = False  # whether the package's launches are submitted
 
 
 _local = _Local()

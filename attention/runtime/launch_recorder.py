@@ -30,22 +30,16 @@ WRITES: dict[Any, Callable[..., object]] = {
 }
 
 
-def _cat(into: Tensor, dim: int, *parts: Tensor) -> None:
-    torch.cat(parts, dim, out=into)
-
-
-def _index_select(into: Tensor, x: Tensor, dim: int, index: Tensor) -> None:
-    torch.index_select(x, dim, index, out=into)
-
-
 # operators that allocate and write their result: a function that writes to a given tensor, and its arguments
 MAKES: dict[Any, tuple[Callable[..., object], Callable[..., tuple[Any, ...]]]] = {
-    aten.cat.default: (_cat, lambda parts, dim=0: (dim, *parts)),
-    aten.index_select.default: (_index_select, lambda x, dim, index: (x, dim, index)),
-    aten.zeros.default: (Tensor.zero_, lambda *_, **__: ()),
-    aten.new_zeros.default: (Tensor.zero_, lambda *_, **__: ()),
-    aten.zeros_like.default: (Tensor.zero_, lambda *_, **__: ()),
-}
+    aten.cat.default: (lambda into, dim, *parts: torch.cat(parts, dim, out=into), lambda parts, dim=0: (dim, *parts)),
+    aten.index_select.default: (
+        lambda into, x, dim, index: torch.index_select(x, dim, index, out=into),
+        lambda x, dim, index: (x, dim, index),
+    ),
+} | dict.fromkeys(
+    (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default), (Tensor.zero_, lambda *_, **__: ())
+)
 
 
 def shared(inputs: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
@@ -141,25 +135,23 @@ class LaunchRecorder(TorchDispatchMode):
             allocation.last = len(self.made), self.stream()
         self.made.append(Launch(launch, tuple(recorded), addresses, scope, cleanup))
 
-    def _find(self, address: int) -> Allocation | None:
-        """The newest allocation at that address: older ones were freed."""
-        return next((x for x in reversed(self.allocations) if x.low <= address < x.high), None)
+    def _find(self, address: int, used: list[Allocation] | None = None) -> Allocation | None:
+        """The newest allocation at that address, which is added to `used`: older ones were freed."""
+        found = next((x for x in reversed(self.allocations) if x.low <= address < x.high), None)
+        if found is not None and used is not None:
+            used.append(found)
+        return found
 
     def _address(self, address: int, used: list[Allocation]) -> Place | int:
-        found = self._find(address)
-        if found is None:
-            return address
-        used.append(found)
-        return Place(found.number, address - found.first)
+        found = self._find(address, used)
+        return address if found is None else Place(found.number, address - found.first)
 
     def _tensor(self, x: Tensor, used: list[Allocation]) -> Place | Layout | Tensor:
         if not x.numel():
             return Layout.of(x)  # an empty view may hold much memory
-        found = self._find(x.data_ptr())
-        if found is None:
-            return x  # from outside the call: the trace holds it
-        used.append(found)
-        return Place(self._number(x, found))
+        found = self._find(x.data_ptr(), used)
+        # a tensor from outside the call is held by the trace
+        return x if found is None else Place(self._number(x, found))
 
     def _number(self, x: Tensor, allocation: Allocation) -> int:
         """Of the tensor itself, or of a view of it."""
@@ -173,7 +165,7 @@ class LaunchRecorder(TorchDispatchMode):
         if key not in self.views:
             self.count += 1
             self.views[key] = self.count
-            self.made.append(View(self.count, allocation.number, layout, offset, allocation.given))
+            self.made.append(View(self.count, allocation.number, layout, offset))
         return self.views[key]
 
     def trace(self, results: Sequence[Tensor]) -> LaunchTrace | str:
@@ -184,12 +176,10 @@ class LaunchRecorder(TorchDispatchMode):
         for x in results:
             if id(x) in given:
                 wanted.append((True, given[id(x)]))
-                continue
-            place = self._tensor(x, returned)
-            if not isinstance(place, Place):
+            elif isinstance(place := self._tensor(x, returned), Place):
+                wanted.append((False, place.number))
+            else:
                 self.refuse("a result was not made by this call")
-                continue
-            wanted.append((False, place.number))
         if self.why is not None:
             return self.why
         freed = {id(self.made[i]): numbers for i, numbers in self._freed(returned).items()}
@@ -200,9 +190,8 @@ class LaunchRecorder(TorchDispatchMode):
         views = [x for x in self.made if isinstance(x, View)]
         freed: dict[int, list[int]] = {}
         for x in self.allocations:
-            # memory that another stream uses last is kept to the end, when the caller's stream has waited for all
-            # others; memory that another stream used before that was waited for by its own stream, which could not have
-            # used it otherwise
+            # Memory that another stream uses last is kept to the end, when the caller's stream has waited for all
+            # others. If its own stream uses it last, that stream has waited for the others.
             if not x.given and x not in returned and x.last is not None and x.last[1] == x.stream:
                 numbers = [x.number, *(view.number for view in views if view.base == x.number)]
                 freed.setdefault(x.last[0], []).extend(numbers)

@@ -45,14 +45,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class View:
-    """Tensor `number`: a view of tensor `base`, `offset` elements after its first. of_input: whether the base is an
-    input, which may itself begin within its storage."""
+    """Tensor `number`: a view of tensor `base`, `offset` elements after its first."""
 
     number: int
     base: int
     layout: Layout
     offset: int
-    of_input: bool
+
+    def step(self) -> Step:
+        number, base, shape, stride, offset = self.number, self.base, self.layout.shape, self.layout.stride, self.offset
+
+        def view(tensors: list[Any], starts: list[int]) -> None:
+            x = tensors[base]
+            tensors[number] = x.as_strided(shape, stride, x.storage_offset() + offset)
+
+        return view
 
 
 @dataclass(eq=False)
@@ -69,6 +76,16 @@ class Allocation:
     given: bool
     last: tuple[int, Hashable] | None = None  # the last launch that uses it, and its stream
 
+    def step(self) -> Step:
+        number, x = self.number, self.layout
+        shape, stride, dtype, device = x.shape, x.stride, x.dtype, x.device
+
+        def allocate(tensors: list[Any], starts: list[int]) -> None:
+            x = tensors[number] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            starts[number] = x.data_ptr()
+
+        return allocate
+
 
 @dataclass
 class Launch:
@@ -79,6 +96,38 @@ class Launch:
     addresses: dict[int, Place | tuple[Place | int, ...]]  # by position
     scope: Scope
     cleanup: bool
+
+    def step(self) -> Step:
+        function, arguments = self.function, [x.empty() if isinstance(x, Layout) else x for x in self.arguments]
+        if not (self.addresses or any(isinstance(x, Place) for x in arguments)):
+            return lambda tensors, starts: function(*arguments)
+        constants: list[Any] = []
+
+        def constant(value: Any) -> str:
+            constants.append(value)
+            return f"c[{len(constants) - 1}]"
+
+        def address(place: Place | int) -> str:
+            if not isinstance(place, Place):
+                return constant(place)
+            return f"a[{place.number}]" + (f" + {constant(place.offset)}" if place.offset else "")
+
+        words = []
+        for i, x in enumerate(arguments):
+            place = self.addresses.get(i)
+            if isinstance(place, tuple):
+                words.append(f"({''.join(address(y) + ',' for y in place)})")
+            elif place is not None:
+                words.append(address(place))
+            else:
+                words.append(f"t[{x.number}]" if isinstance(x, Place) else constant(x))
+        return cast(Step, _compiled(f"lambda f, c: lambda t, a: f({', '.join(words)})")(function, constants))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(text: str) -> Callable[..., Any]:
+    """Generated code, because it is faster than a loop over arguments. Traces have most of their texts in common."""
+    return cast(Callable[..., Any], eval(text, {"__builtins__": {}}))
 
 
 @dataclass
@@ -106,17 +155,14 @@ class LaunchTrace:
             try:
                 for step in steps:
                     step(tensors, starts)
-            except BaseException:
-                self._clean_up(list(steps), tensors, starts)
+            except BaseException:  # then other streams or ranks wait for some of the remaining steps
+                left = list(steps)
+                for step, wanted in zip(left, self.cleanup[len(self.cleanup) - len(left) :], strict=True):
+                    if wanted:
+                        with suppress(Exception):
+                            step(tensors, starts)
                 raise
         return tuple([inputs[i] if is_input else tensors[i] for is_input, i in self.wanted])
-
-    def _clean_up(self, left: list[Step], tensors: list[Any], starts: list[int]) -> None:
-        """After an exception, does the remaining steps for which other streams or ranks wait."""
-        for step, wanted in zip(left, self.cleanup[len(self.cleanup) - len(left) :], strict=True):
-            if wanted:
-                with suppress(Exception):
-                    step(tensors, starts)
 
 
 def trace_of(
@@ -131,73 +177,12 @@ def trace_of(
     steps: list[Step] = []
     cleanup: list[bool] = []
     for each in made:
-        steps.append(_step(each))
+        steps.append(each.step())
         cleanup.append(isinstance(each, Launch) and each.cleanup)
         if id(each) in freed:
             steps.append(_freeing(freed[id(each)]))
             cleanup.append(False)
     return LaunchTrace(count, steps, cleanup, wanted, kept)
-
-
-def _step(x: Launch | Allocation | View) -> Step:
-    if isinstance(x, Allocation):
-        return _allocation(x.number, x.layout)
-    if isinstance(x, View):
-        return _view(x)
-    arguments = [each.empty() if isinstance(each, Layout) else each for each in x.arguments]
-    if not (x.addresses or any(isinstance(each, Place) for each in arguments)):
-        return _constant(x.function, tuple(arguments))
-    constants: list[Any] = []
-
-    def constant(value: Any) -> str:
-        constants.append(value)
-        return f"c[{len(constants) - 1}]"
-
-    def address(place: Place | int) -> str:
-        if not isinstance(place, Place):
-            return constant(place)
-        return f"a[{place.number}]" + (f" + {constant(place.offset)}" if place.offset else "")
-
-    words = []
-    for i, each in enumerate(arguments):
-        place = x.addresses.get(i)
-        if isinstance(place, tuple):
-            words.append(f"({''.join(address(y) + ',' for y in place)})")
-        elif place is not None:
-            words.append(address(place))
-        else:
-            words.append(f"t[{each.number}]" if isinstance(each, Place) else constant(each))
-    return cast(Step, _compiled(f"lambda f, c: lambda t, a: f({', '.join(words)})")(x.function, constants))
-
-
-@lru_cache(maxsize=4096)
-def _compiled(text: str) -> Callable[..., Any]:
-    """Generated code, because it is faster than a loop over arguments. Cached: traces have most of their texts in
-    common."""
-    return cast(Callable[..., Any], eval(text, {"__builtins__": {}}))
-
-
-def _allocation(number: int, layout: Layout) -> Step:
-    shape, stride, dtype, device = layout.shape, layout.stride, layout.dtype, layout.device
-
-    def allocate(tensors: list[Any], starts: list[int]) -> None:
-        x = tensors[number] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        starts[number] = x.data_ptr()
-
-    return allocate
-
-
-def _view(x: View) -> Step:
-    number, of, shape, stride, offset = x.number, x.base, x.layout.shape, x.layout.stride, x.offset
-
-    def view(tensors: list[Any], starts: list[int]) -> None:
-        tensors[number] = tensors[of].as_strided(shape, stride, offset)
-
-    def view_of_input(tensors: list[Any], starts: list[int]) -> None:
-        base = tensors[of]
-        tensors[number] = base.as_strided(shape, stride, base.storage_offset() + offset)
-
-    return view_of_input if x.of_input else view
 
 
 def _freeing(numbers: Sequence[int]) -> Step:
@@ -206,7 +191,3 @@ def _freeing(numbers: Sequence[int]) -> Step:
             tensors[number] = None
 
     return free
-
-
-def _constant(function: Callable[..., object], arguments: tuple[Any, ...]) -> Step:
-    return lambda tensors, starts: function(*arguments)

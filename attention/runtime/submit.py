@@ -47,13 +47,12 @@ def submit(
 ) -> R:
     """`launch(*arguments)`, which a recorder adds to its trace as one launch, with all that is submitted within it.
 
-    pointers: the positions of arguments that are addresses, or tuples of them. A replay puts the current call's
-    tensors, and addresses within them, in the place of those that were recorded. Other tensors and addresses stay;
-    `keep` has the tensors of such addresses, unless something else holds them for as long as the transport's state is
-    the same.
-    scope: "stream", it goes to the current stream; "any", it does not depend on the current stream; "switch", it makes
+    pointers: the positions of arguments that are addresses, or tuples of them. A replay replaces tensors of the
+    recorded call, and addresses within them, by the current call's. Other tensors and addresses stay.
+    keep: the tensors of such addresses, unless something holds them while the transport's state is the same.
+    scope: "stream": it goes to the current stream; "any": it does not depend on the current stream; "switch": it makes
     its one argument the current stream.
-    cleanup: it is also done when a replay ends by an exception, because other streams or ranks wait for it."""
+    cleanup: it is also done if a replay raises, because other streams or ranks wait for it."""
     recorder = _local.recorder
     if recorder is None or _local.submitting:
         return launch(*arguments)

@@ -1,6 +1,5 @@
-"""Launches of a Triton kernel. Triton looks at every argument of each launch, which takes more CPU time than a small
-kernel takes the GPU; a `TritonLauncher` prepares a launch once for its shapes, and calls the compiled kernel directly
-from then on."""
+"""Cheap launches of Triton kernels. Triton looks at every argument of each launch, which can take longer than the
+kernel itself. A `TritonLauncher` does that once for its shapes, and then calls the compiled kernel directly."""
 
 from __future__ import annotations
 
@@ -19,9 +18,8 @@ MOST = 4096  # launchers cached for one kernel
 
 
 class TritonLauncher:
-    """A launch without its tensors. The kernel's parameters are tensors (or tuples of them), then integers that change
-    from call to call, then `numbers` (or tuples of them), then constants. constants: the latter and Triton's options,
-    by name."""
+    """A launch without its tensors. The kernel takes tensors (or tuples of them), then integers that change from call
+    to call, then `numbers` (or tuples of them), then constants. constants: those and Triton's options, by name."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], **constants: Any):
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
@@ -36,11 +34,18 @@ class TritonLauncher:
         key, addresses = _key(first, tensors, changing)
         compiled = self.compiled.get(key)
         with on_device_of(first):
-            if compiled is None:
-                self._compile(key, tensors, changing)
+            if compiled is None:  # Triton compiles it if needed, and launches it
+                refuse_recording("a Triton kernel was compiled")
+                compiled = self.kernel[self.grid](*tensors, *changing, *self.numbers, **self.constants)
+                if compiled is not None:  # the interpreter compiles nothing
+                    names = self.kernel.arg_names[len(tensors) + len(changing) + len(self.numbers) :]
+                    self.rest = (*self.numbers, *(self.constants[name] for name in names))
+                    self.compiled[key] = compiled
                 return
             rest = *changing, *self.rest
-            prepared = private.triton_run(compiled, self.grid, _stream(first))
+            prepared = private.triton_run(
+                compiled, self.grid, private.raw_stream(first.get_device()) if first.is_cuda else 0
+            )
             if prepared is None:
                 refuse_recording("a profiler wants to hear of each launch by Triton")
                 compiled[self.grid](*addresses, *rest)
@@ -48,17 +53,6 @@ class TritonLauncher:
             run, known = prepared
             pointers = range(len(known), len(known) + len(addresses))
             submit(run, *known, *addresses, *rest, pointers=pointers, scope="any", keep=tensors)
-
-    def _compile(
-        self, key: tuple[object, ...], tensors: tuple[Tensor | tuple[Tensor, ...], ...], changing: tuple[int, ...]
-    ) -> None:
-        """Compiles the kernel if needed, and launches it, through Triton."""
-        refuse_recording("a Triton kernel was compiled")
-        compiled = self.kernel[self.grid](*tensors, *changing, *self.numbers, **self.constants)
-        if compiled is not None:  # the interpreter compiles nothing
-            names = self.kernel.arg_names[len(tensors) + len(changing) + len(self.numbers) :]
-            self.rest = (*self.numbers, *(self.constants[name] for name in names))
-            self.compiled[key] = compiled
 
 
 def _key(
@@ -82,10 +76,6 @@ def _key(
     aligned = tuple([at % ALIGNED == 0 for at in flat])
     integers = tuple([(n == 1, n % ALIGNED == 0, n >= 2**31) for n in changing])
     return (first.get_device(), tuple(dtypes), aligned, integers), addresses
-
-
-def _stream(x: Tensor) -> int:
-    return private.raw_stream(x.get_device()) if x.is_cuda else 0
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
