@@ -1,5 +1,4 @@
-"""`python -m runner`: compose, launch, check, time and record. All that takes long to import is imported where Ctrl-C
-already has its answer."""
+"""`python -m runner`: compose, launch, check, time and record. Slow imports come after the handler of Ctrl-C is set."""
 
 from __future__ import annotations
 
@@ -7,29 +6,30 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Collection
 from typing import Any
 
-CLOSING_S = 30.0  # what was started is ended well within
-LONGEST_MESSAGE = 1000  # characters, of another package's
+CLOSING_S = 30.0  # ending the worlds takes less
+LONGEST_MESSAGE = 1000  # characters of another package's message
 
 
 class Stops:
-    """Ctrl-C and SIGTERM: the first one unwinds the program; while what was started is being ended, which takes seconds,
-    more of them change nothing."""
+    """Ctrl-C and SIGTERM: the first one unwinds the program. More of them are ignored while worlds are ended, which
+    takes seconds."""
 
     def __init__(self) -> None:
-        self.deaf_until = 0.0
-        self.exit_status: int | None = None  # what the program ends with once one came
+        self.ignored_until = 0.0
+        self.exit_status: int | None = None  # the program's, once a signal came
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a script
             signal.signal(signal.SIGINT, self)
         signal.signal(signal.SIGTERM, self)
 
     def hold(self) -> None:
-        self.deaf_until = time.monotonic() + CLOSING_S
+        self.ignored_until = time.monotonic() + CLOSING_S
 
     def __call__(self, signum: int, _: Any) -> None:
-        if time.monotonic() < self.deaf_until:
+        if time.monotonic() < self.ignored_until:
             return
         self.hold()
         self.exit_status = 128 + signum
@@ -44,7 +44,7 @@ def _interrupted_at_once(*_: Any) -> None:
 
 
 def refuse(reason: str, arguments: list[str]) -> int:
-    """Record and say that the command line cannot work; nothing was started."""
+    """Record and print why the command line cannot work; nothing was started. Returns the exit status."""
     import hashlib
     from pathlib import Path
 
@@ -63,22 +63,21 @@ def refuse(reason: str, arguments: list[str]) -> int:
         )  # fmt: skip
         results.write_result(folder, value)
     except (OSError, ValueError) as error:  # ValueError: no path can be that
-        why = getattr(error, "strerror", None) or error
-        print(
-            f"error: output={shown(output)}: cannot write there ({why}); give another with output=DIR", file=sys.stderr
-        )
+        cause = f"cannot write there ({getattr(error, 'strerror', None) or error})"
+        print(f"error: output={shown(output)}: {cause}; give another with output=DIR", file=sys.stderr)
     print(f"invalid: {reason}", file=sys.stderr)
     return 2
 
 
 def _output(arguments: list[str]) -> str:
-    """The folder that the overrides name; where none of them can be one, the default."""
+    """The output folder that the overrides name, else the default."""
     given = [a.partition("=")[2] for a in arguments if a.startswith("output=")]
     return next((text for text in given if text and "${" not in text), "outputs")
 
 
 def message(error: BaseException) -> str:
-    """In one line; that of its cause where it has none of its own, as Hydra's while it composes."""
+    """The error's message in one line. One without a message, as Hydra raises while it composes, gives that of its
+    cause."""
     while not str(error) and error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
@@ -86,15 +85,15 @@ def message(error: BaseException) -> str:
 
 
 def exit_status(statuses: list[str]) -> int:
-    """0 when a run is ok, or there was none: a sweep goes on after failures. 2 when all are invalid, else 1."""
+    """0 when a run is ok, or there was none; 2 when all are invalid, else 1."""
     if "ok" in statuses or not statuses:
         return 0
     return 2 if set(statuses) == {"invalid"} else 1
 
 
 class Output:
-    """Standard output that may end before the program does, as `| head -1` has it: what comes after is dropped, and the runs
-    go on. `error` is why, where it is not the reader's own choice: a full disk, say."""
+    """Standard output whose reader may leave, as in `| head -1`: the runs go on and later output is dropped. `error` is
+    another reason for that, such as a full disk."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -121,7 +120,7 @@ class Output:
             self._drop()
 
     def _drop(self) -> None:
-        """What is still to be written, the stream's buffer included, goes nowhere."""
+        """Drop later output, and the stream's buffer."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.stream.fileno())
         os.close(nowhere)
@@ -142,10 +141,10 @@ def main() -> int:
         status = _main()
         output.flush()
         return status or (1 if output.error else 0)
-    except KeyboardInterrupt:  # another one, after an end that took too long
+    except KeyboardInterrupt:  # a second one, after CLOSING_S
         return 130
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter's own end would die of it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # else it could interrupt the interpreter's exit
 
 
 def version() -> str:
@@ -158,7 +157,7 @@ def version() -> str:
 
 
 def _misread(flags: list[str]) -> str | None:
-    """Why Hydra would not take these flags, or None."""
+    """Why Hydra would refuse these flags, or None."""
     import argparse
 
     from hydra._internal.utils import get_args_parser
@@ -173,8 +172,8 @@ def _misread(flags: list[str]) -> str | None:
         given = parser.parse_args([f for f in flags if f not in ("-h", "--help", "--version")])
     except argparse.ArgumentError as wrong:
         return f"{wrong}; python -m runner --hydra-help lists the flags"
-    commands = (given.run, given.multirun, given.cfg, given.info, given.shell_completion)
-    if sum(map(bool, commands)) > 1:
+    names = ("run", "multirun", "cfg", "info", "shell_completion")
+    if sum(bool(getattr(given, name)) for name in names) > 1:
         return (
             f"{' '.join(flags)}: several commands; give one of --run, --multirun, --cfg, --info and --shell-completion"
         )
@@ -191,11 +190,11 @@ def _main() -> int:
         print(version())
         return 0
     completes = any(flag in ("-sc", "--shell-completion") for flag in flags)
-    # as usage has it; what a shell completes is the installed command
+    # the name in Hydra's help; a shell completes the installed command
     installed = completes or sys.argv[0].endswith("attention-runner")
     sys.argv[0] = "attention-runner" if installed else "python -m runner"
     resolve.register()
-    # Hydra's parser wants all flags together; here they may stand anywhere
+    # Hydra's parser wants all flags together
     sys.argv[1:] = flags + arguments
     multirun = any(f in ("-m", "--multirun") for f in flags)
     reason = _misread(flags) or (None if completes else overrides.problem(arguments, multirun))
@@ -205,7 +204,7 @@ def _main() -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Hydra's program, its errors and signals turned into one line each."""
+    """Run Hydra's program; an error or a signal is one line. Returns the exit status."""
     import warnings
 
     import hydra
@@ -213,19 +212,19 @@ def _run(arguments: list[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, and not as Hydra prints them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
     from runner import app, interleave
     from runner.config.values import Refused, shown
     from runner.output import display, summary
 
     interleave.register()
     stops = Stops()
-    # Hydra only warns of a folder that it does not find
+    # Hydra only warns of a searchpath that does not exist
     warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
     try:
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(app.execute)()
     except (KeyboardInterrupt, SystemExit, Exception) as error:
-        if stops.exit_status is not None:  # also where unwinding raised something else, as OmegaConf's flags may
+        if stops.exit_status is not None:  # even where unwinding raised another error
             how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
             display.err.print(f"{how}; what was finished is recorded")
             return stops.exit_status
@@ -252,14 +251,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _from(functions: Collection[Any], error: BaseException) -> bool:
-    """Whether an error came out of one of our functions; else it is Hydra's, with what it was given as `hydra.*`."""
+    """Whether an error was raised within one of our functions, and not by Hydra for a value of `hydra.*`."""
     codes = {function.__code__ for function in functions}
-    at = error.__traceback__
-    while at is not None:
-        if at.tb_frame.f_code in codes:
-            return True
-        at = at.tb_next
-    return False
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Joins a further node to a world over several nodes: `python -m runner.agent HOST:PORT`, on each node but the program's.
+"""Join a further node to a world over several nodes: `python -m runner.agent HOST:PORT`, on each node but the
+program's.
 
-The program's node is the first one, whichever starts earlier. This one learns from it what world it is, starts its share of
-the ranks (runner.launch.node) and ends with the world."""
+It reads the world's spec from the program's node, which may start later, starts its share of the ranks
+(runner.launch.node) and ends with the world."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from runner.launch.files import TAIL_LINES, WorldSpec
 from runner.launch.node import JOINED, SPEC
 from runner.launch.ownership import own_folder, remove_abandoned
 from runner.launch.processes import process_group
-from runner.launch.worlds import node_environment
+from runner.launch.worlds import start_node
 
 TRY_S, CONNECT_S = 0.5, 2.0
 
@@ -40,9 +40,6 @@ class Joined:
     def ranks(self) -> range:
         each = self.spec.world_size // self.spec.nodes
         return range(self.node * each, (self.node + 1) * each)
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self.spec) | {"node": self.node}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -87,23 +84,14 @@ def join(where: str, timeout_s: float) -> Joined:
 
 def serve(joined: Joined, folder: Path) -> int:
     """Run this node's ranks in `folder` until the world ends; the exit status."""
-    command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(joined.plain())]
     with (folder / "node.log").open("wb") as log:
-        node = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=node_environment(joined.spec, folder),
-            start_new_session=True,
-        )
+        node = start_node(joined.spec, asdict(joined.spec) | {"node": joined.node}, folder, log)
         try:
             return node.wait()
         finally:
             deadline = time.monotonic() + TRY_S
-            while (
-                process_group(node.pid) and time.monotonic() < deadline
-            ):  # ranks end, and what unlinks their semaphores
+            # ranks end, and then the resource tracker, which unlinks their semaphores
+            while process_group(node.pid) and time.monotonic() < deadline:
                 time.sleep(TRY_S / 10)
             with contextlib.suppress(OSError):
                 os.killpg(node.pid, signal.SIGKILL)

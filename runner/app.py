@@ -57,9 +57,9 @@ class Unfinished:
 
 
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
-    """Does one of Hydra's jobs: a whole run, or its first round if it takes turns with others. A run that fails is recorded
-    as a result and raises nothing. compared: the number of runs that a sweep compares, this one included. Returns the
-    run if it lacks rounds."""
+    """Does one of Hydra's jobs: a whole run, or its first round if it takes turns with others. A run that fails is
+    recorded as a result and raises nothing. compared: the number of runs that a sweep compares, this one included.
+    Returns the run if it lacks rounds."""
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
@@ -92,13 +92,12 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     with _writing(folder):
         results.write_result(folder, value)
     result = Result.of(value, folder)
-    if result.status == "ok":
+    if result.status == "ok" or (result.correctness and result.correctness.tensors):
         display.run_table(result)
-    else:
-        if result.correctness and result.correctness.tensors:
-            display.run_table(result)
+    if result.status != "ok":
         display.err.print(f"[red]{result.status}[/]: {escape(result.reason or '')}", soft_wrap=True)
-    display.out.print(f"Result: {_relative(folder)}", soft_wrap=True)
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    display.out.print(f"Result: {shown}", soft_wrap=True)
     return None
 
 
@@ -210,8 +209,8 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
 
 
 def _earlier(folder: Path, key: str) -> Result | None:
-    """The earlier result of this run. A file that cannot be read, or that belongs to another run, is reported on stderr and
-    not used."""
+    """The earlier result of this run. A file that cannot be read, or that belongs to another run, is reported on stderr
+    and not used."""
     earlier = reader.read_result(folder)
     if isinstance(earlier, Result) and earlier.key != key:
         earlier = Problem(folder / reader.RESULT, f"its key is {earlier.key}, this run's is {key}")
@@ -238,22 +237,18 @@ def _writing(where: Path) -> Iterator[None]:
 
 def cannot_write(where: Path | str, error: OSError) -> str:
     """Why a file of a run could not be written (full disk, no permission, missing folder), and what helps."""
-    message = f"{where}: could not be written ({error.strerror})"
+    way_out = "give another folder with output=DIR"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{message}; free some space or give another folder with output=DIR"
-    if error.errno == errno.ENOENT:
-        return f"{message}; the folder was removed while the run went on"
-    return f"{message}; give another folder with output=DIR"
-
-
-def _relative(folder: Path) -> Path:
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        way_out = f"free some space or {way_out}"
+    elif error.errno == errno.ENOENT:
+        way_out = "the folder was removed while the run went on"
+    return f"{where}: could not be written ({error.strerror}); {way_out}"
 
 
 def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> dict[str, Any]:
-    """Runs the experiment, or its first round if it takes turns with others, and returns the result, whatever the outcome.
-    Writes the run's other files. seed: used if the configuration has none. place: the run's place in its sweep, for
-    messages. compared: the number of runs that the sweep compares, this one included."""
+    """Runs the experiment, or its first round if it takes turns with others, and returns the result, whatever the
+    outcome. Writes the run's other files. seed: used if the configuration has none. place: the run's place in its
+    sweep, for messages. compared: the number of runs that the sweep compares, this one included."""
     started = time.time()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
@@ -261,7 +256,8 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     try:
         gpus = usable_gpus(cfg)
         spec = experiment(cfg, gpus, seed)
-        check_fits(spec, _machine(gpus))
+        gpu_memory = environment.gpu_memory_bytes() if gpus else None
+        check_fits(spec, Machine(cores(), environment.memory_bytes(), gpus, gpu_memory))
         if cfg.hardware.name == "cuda" and not gpus:
             raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
         chosen = everything().get(spec.variant)  # none: attention=auto
@@ -294,11 +290,6 @@ def _variables(spec: Experiment) -> dict[str, str]:
     return {name: str(value) for name, value in (spec.launch.env or {}).items()}
 
 
-def _machine(gpus: int) -> Machine:
-    """The part of the machine that a run may use."""
-    return Machine(cores(), environment.memory_bytes(), gpus, environment.gpu_memory_bytes() if gpus else None)
-
-
 def _progress(spec: Experiment, place: str, note: str = "") -> display.Progress:
     flops = metrics.flops(spec)
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
@@ -313,16 +304,14 @@ def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, 
         found = outcome.result
         about |= {"correctness": found["correctness"]}
         return results.result(status=found["status"], reason=found["reason"], artifacts=artifacts, **about)
-    failure = None
-    if outcome.world_lost:
-        failure = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
+    lost = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
+    failure = lost if outcome.world_lost else None
     return results.result(status=outcome.status, reason=outcome.reason, failure=failure, artifacts=artifacts, **about)
 
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
-    launch = spec.launch
+    launch, variables = spec.launch, tuple(sorted(_variables(spec).items()))
     where = launch.nodes, launch.endpoint, launch.start_timeout_s, launch.share_gpu
-    variables = tuple(sorted(_variables(spec).items()))
     world = WorldSpec(spec.world_size, spec.device, *where, variables)
     arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
     log = folder / "run.log"
@@ -346,12 +335,5 @@ def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> di
             artifacts["kernels"] = "kernels.csv"
         artifacts |= {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
     about["environment"] |= measured.pop("environment")
-    about["environment"]["ceilings"] = measured.pop("ceilings", None)
-    about["environment"]["estimate"] = measured.pop("estimate", None)
-    return results.result(
-        **about,
-        status=measured.pop("status"),
-        reason=measured.pop("reason", None),
-        artifacts=artifacts,
-        **measured,
-    )
+    about["environment"] |= {key: measured.pop(key, None) for key in ("ceilings", "estimate")}
+    return results.result(**about, **measured, artifacts=artifacts)

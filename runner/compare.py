@@ -3,15 +3,15 @@
     python -m runner.compare outputs/multirun/2026-01-31_12-00-00 outputs/multirun/2026-01-31_13-00-00
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
 
-Runs are compared whose configurations agree: variant, options (a changed default separates runs), workload, ranks, kernel,
-transport, replay and timing. Of a repeated run the latest counts.
+Runs are compared whose configurations agree: variant, options (a changed default separates runs), workload, ranks,
+kernel, transport, replay and timing. Of a repeated run the latest counts.
 
-A pass is slower or faster when the whole 95% interval of the ratio of medians, B over A, lies beyond the tolerance, even when the
-whole interval lies within it, and else inconclusive, as with fewer than 6 samples. The interval covers the samples of these two
-runs, not the variation between starts of a program.
+A pass is slower or faster when the whole 95% interval of the ratio of medians, B over A, lies beyond the tolerance,
+even when the whole interval lies within it, and else inconclusive, as with fewer than 6 samples. The interval covers
+the samples of these two runs, not the variation between starts of a program.
 
-Exit status: 0 when nothing is worse; 1 when a run in B is slower, larger, not ok any more, not timed or missing; 2 for sets that
-cannot be compared. Inconclusive runs, and runs only in B, are not worse."""
+Exit status: 0 when nothing is worse; 1 when a run in B is slower, larger, not ok any more, not timed or missing; 2 for
+sets that cannot be compared. Inconclusive runs, and runs only in B, are not worse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from runner.report.verdicts import Interval, Verdict, speed
 
 @dataclass(frozen=True)
 class Pair:
-    """The runs of both sets of which the same was asked; None where a set has none. `ratio` is that of the medians, B over A."""
+    """The runs of both sets of which the same was asked; None where a set has none. `ratio` is that of the medians, B
+    over A."""
 
     a: Run | None
     b: Run | None
@@ -103,18 +104,8 @@ def _asked(run: Run) -> tuple[object, ...]:
     if not run.attention:
         return ("not understood", run.result.key, str(config))
     keys = [
-        "batch",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "seq_len",
-        "q_len",
-        "causal",
-        "window",
-        "seqlens",
-        "mode",
-        "deterministic",
-    ]
+        "batch", "heads", "kv_heads", "head_dim", "seq_len", "q_len", "causal", "window", "seqlens", "mode", "deterministic",
+    ]  # fmt: skip
     keys += ["seqlens_mean", "seqlens_std", "seed"] if config.get("seqlens") == "random" else []
     names = [*(group(key).get("name") for key in ("kernel", "transport", "dtype")), group("timing").get("method")]
     options = sorted((k, v) for k, v in group("attention").items() if v is not None)

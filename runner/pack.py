@@ -3,12 +3,11 @@
     python -m runner.pack outputs/multirun/2026-01-31_12-00-00 --into results/MACHINE    # results/MACHINE/2026-01-31_12-00-00
     python -m runner.pack results/MACHINE/EXPERIMENT --remove                            # in its place
 
-A packed sweep has `results.parquet` (a row for each run: the columns of the summary, and its whole result.json in the column
-`result`), `phases.parquet`, `samples.parquet` and `kernels.parquet` (the runs' tables one after another, with the column `run`
-before their own), and `summary.md`. `runner.report`, `runner.compare` and resume=true read it as they read the folders. A target
-that is packed already keeps its other runs; a run of the same name is replaced. Everything is read back and compared before the
-command reports success, and before --remove deletes the run folders. Logs, traces and .hydra are not packed (the configuration is in
-the result)."""
+A packed sweep has `results.parquet` (a row for each run: the columns of the summary, and its result.json in the column
+`result`), `phases.parquet`, `samples.parquet` and `kernels.parquet` (the tables of all runs, with the column `run`
+first), and `summary.md`. `runner.report`, `runner.compare` and resume=true read it like run folders. A packed target
+keeps its other runs; a run of the same name is replaced. Everything is read back and compared before --remove deletes
+the run folders. Logs, traces and .hydra are not packed; the configuration is in the result."""
 
 from __future__ import annotations
 
@@ -16,8 +15,9 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -39,11 +39,10 @@ def _main(options: argparse.Namespace) -> int:
         target = options.into / sweep.resolve().name if options.into else sweep
         runs = pack(sweep, target)
         if unfinished := [run.name for run in runs if run.timing and run.timing.rounds.unfinished]:
-            print(
-                f"{sweep}: without all their rounds: {', '.join(unfinished)}; resume=true continues them in their folders, "
-                "and runs them anew where only the packed sweep is left",
-                file=sys.stderr,
+            way_out = (
+                "resume=true continues them in their folders, or runs them anew where only the packed sweep is left"
             )
+            print(f"{sweep}: without all their rounds: {', '.join(unfinished)}; {way_out}", file=sys.stderr)
         if options.remove:
             remove(sweep, runs)
         size = sum(path.stat().st_size for path in target.glob("*.parquet"))
@@ -61,18 +60,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def pack(sweep: Path, target: Path) -> list[Result]:
-    """Pack the runs of a sweep into `target` and read everything back; returns the runs. Raises ValueError for a folder without
-    runs, for a file that is no result, and where the data read back differs."""
+    """Pack the runs of a sweep into `target` and read everything back; returns the runs. Raises ValueError for a folder
+    without runs, for a file that is no result, and where the data read back differs."""
     runs = _runs(sweep)
     target.mkdir(parents=True, exist_ok=True)
     every = {run.name: run for run in (*reader.read_results(target, below=False)[0], *runs)}
     written = {target / reader.PACKED: _results_table([every[name] for name in sorted(every)])}
     for kind, name in TABLES.items():
         tables = _kept(target / f"{kind}.parquet", {run.name for run in runs})
-        tables += [_with_run(read_table(run.folder / name), run.name) for run in runs if (run.folder / name).exists()]
+        for run in runs:
+            if (run.folder / name).exists():
+                table = read_table(run.folder / name)
+                tables.append(table.add_column(0, "run", pa.array([run.name] * len(table), pa.string())))
         if tables:
             written[target / f"{kind}.parquet"] = pa.concat_tables(tables)
-    for path, table in written.items():  # only now: a table that cannot be made leaves the packed sweep as it was
+    for path, table in written.items():  # after all are made: an error leaves the packed sweep as it was
         _write(path, table)
     _verify(runs, target)
     write_text(target / "summary.md", summary.markdown(summary.sweep_rows(target)))
@@ -103,10 +105,6 @@ def _results_table(runs: Sequence[Result]) -> pa.Table:
     return pa.Table.from_pylist([{key: row[key] for key in filled} for row in rows])
 
 
-def _with_run(table: pa.Table, run: str) -> pa.Table:
-    return table.add_column(0, "run", pa.array([run] * len(table), pa.string()))
-
-
 def _kept(path: Path, replaced: set[str]) -> list[pa.Table]:
     """The packed table of the runs that are not replaced; empty where there is no such file."""
     if not path.exists():
@@ -119,15 +117,9 @@ def _kept(path: Path, replaced: set[str]) -> list[pa.Table]:
 def _write(path: Path, table: pa.Table) -> None:
     numbers = [field.name for field in table.schema if pa.types.is_floating(field.type)]
     with replacing(path) as scratch:
-        pq.write_table(
-            table,
-            scratch,
-            compression="zstd",
-            compression_level=19,
-            use_dictionary=[name for name in table.column_names if name not in (*numbers, "result")],
-            use_byte_stream_split=numbers,
-            write_statistics=False,
-        )
+        words = [name for name in table.column_names if name not in (*numbers, "result")]
+        how: dict[str, Any] = {"use_dictionary": words, "use_byte_stream_split": numbers, "write_statistics": False}
+        pq.write_table(table, scratch, compression="zstd", compression_level=19, **how)
 
 
 def _verify(runs: Sequence[Result], target: Path) -> None:
@@ -137,25 +129,15 @@ def _verify(runs: Sequence[Result], target: Path) -> None:
         if packed.get(run.name) != run.plain:
             raise ValueError(f"{run.folder}: packed into {target}, its result reads back otherwise")
     for kind, name in TABLES.items():
-        packed_table = _by_run(target / f"{kind}.parquet")
+        path = target / f"{kind}.parquet"
+        all_runs = pq.read_table(path) if path.exists() else None
         for run in runs:
-            path, found = run.folder / name, packed_table(run.name)
+            path = run.folder / name
             table = read_table(path) if path.exists() else None
+            found = all_runs.filter(pc.field("run") == run.name).drop_columns(["run"]) if all_runs else None
             # a table without rows is not packed
             if not (table.equals(found) if table and found else not table and not found):
                 raise ValueError(f"{path}: packed into {target}, it reads back otherwise")
-
-
-def _by_run(path: Path) -> Callable[[str], pa.Table | None]:
-    """A function that returns a run's rows of a packed table, without the column `run`; None where it has none."""
-    if not path.exists():
-        return lambda run: None
-    table = pq.read_table(path)
-    places: dict[str, list[int]] = {}
-    for i, run in enumerate(table["run"].to_pylist()):
-        places.setdefault(run, []).append(i)
-    rest = table.drop_columns(["run"])
-    return lambda run: rest.take(places[run]).combine_chunks() if run in places else None
 
 
 def remove(sweep: Path, runs: Iterable[Result]) -> None:

@@ -19,20 +19,20 @@ from runner.config.values import InvalidConfig, Refused
 from runner.output import reader
 
 SEEDS = 1 << 31
-SEED = "seed"  # the file of a sweep's folder that has it
+SEED = "seed"  # its file in a sweep's folder
 
 _runs: int | None = None  # of this program's sweep, once it is known
 _started = time.monotonic()
 
 
 class Count(Callback):
-    """Counts a sweep's runs before the first, and refuses too many: those of an experiment's file, too."""
+    """Count a sweep's runs, those of an experiment's file included, before the first starts; too many are refused."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         global _runs
         texts = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
         try:
-            # as they were given: read one by one, an override with an interpolation in it would be resolved
+            # unresolved: iterating would resolve interpolations
             given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
             _runs = overrides.count([*texts, *given])  # type: ignore[misc, list-item]
         except InvalidConfig as error:
@@ -40,7 +40,7 @@ class Count(Callback):
 
 
 def place(number: int) -> str:
-    """Where a sweep is at its run of that number (from 0), and how long it has been going: `3 of 11, 24 s`."""
+    """The place of run `number` (from 0) in its sweep, and the time since the start: `3 of 11, 24 s`."""
     of = f" of {_runs}" if _runs is not None else ""
     return f"{number + 1}{of}, {time.monotonic() - _started:.0f} s"
 
@@ -52,8 +52,8 @@ def fresh_seed() -> int:
 
 
 def seed_of(folder: Path) -> int:
-    """The one seed of a sweep's folder: as it has recorded it, else as its earlier runs drew theirs, else a fresh one. So a
-    sweep that goes on later, or in several programs, has the same inputs for all."""
+    """The seed of a sweep's folder: the recorded one, else that of its earlier runs, else a fresh one. So a sweep that
+    is resumed, or done by several programs, has the same inputs for all runs."""
     known = _recorded(folder)
     if known is not None:
         return known
@@ -88,8 +88,7 @@ def _recorded(folder: Path) -> int | None:
 
 
 def _drawn(folder: Path) -> Iterator[int]:
-    """The seeds of a folder's runs for which none was given."""
-    found, _ = reader.read_results(folder, below=False)
-    for result in found:
+    """The seeds of a folder's runs whose configuration has none."""
+    for result in reader.read_results(folder, below=False)[0]:
         if result.experiment and result.experiment.seed is not None and result.config.get("seed") is None:
             yield result.experiment.seed

@@ -1,4 +1,4 @@
-"""One run, fully resolved and checked. The program hands it to the ranks as a plain dict. No torch here."""
+"""One run, resolved and checked. The ranks receive it as a plain dict."""
 
 from __future__ import annotations
 

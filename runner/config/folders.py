@@ -1,4 +1,4 @@
-"""The output folder is tried before anything else happens in it, and every invocation gets one of its own."""
+"""Output folders: a new one for each invocation, tested for writing before the first run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def now() -> str:
 
 
 def stamp(parent: str) -> str:
-    """`${stamp:PARENT}`: the time as a folder's name in `parent`, the same through the whole program, and its own once
-    `claim` has made it."""
+    """The resolver `${stamp:PARENT}`: the time as the name of a folder in `parent`, the same during the whole program.
+    `claim` makes the folder."""
     return _stamps.setdefault(parent, now())
 
 
@@ -69,18 +69,17 @@ def require_writable(folder: Path) -> None:
 
 
 class WritableFolder(Callback):
-    """Hydra would answer a folder that cannot be made with a traceback, and two programs of one second would share one."""
+    """Make the output folder before Hydra does, which gives a traceback where it cannot be made, and which lets two
+    programs that start in the same second share one."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with suppress(OmegaConfBaseException):  # what cannot be resolved is said where the folder is made
-            _prepare(Path(config.hydra.run.dir))
+        _prepare(config.hydra.run)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with suppress(OmegaConfBaseException):
-            _prepare(Path(config.hydra.sweep.dir))
+        _prepare(config.hydra.sweep)
 
 
-def _prepare(folder: Path) -> None:
-    require_writable(folder)
-    with suppress(OSError):  # Hydra makes it next and says so
+def _prepare(mode: DictConfig) -> None:
+    with suppress(OmegaConfBaseException, OSError):  # Hydra makes the folder next and reports these errors
+        require_writable(Path(mode.dir))
         claim()

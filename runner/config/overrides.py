@@ -1,12 +1,12 @@
-"""Command-line overrides, looked at before Hydra composes anything: an unknown name or a wrong type gets one clear line
-with the nearest names, for every value of a sweep at once."""
+"""Check command-line overrides before Hydra composes: an unknown name or a wrong type, in any value of a sweep, is
+refused in one line with the nearest names."""
 
 from __future__ import annotations
 
 import copy
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import product
@@ -28,45 +28,25 @@ from runner.config.values import InvalidConfig, shown, written
 
 # Hydra's flags that take a value
 VALUED = (
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--config-dir",
-    "-cd",
-    "--info",
-    "-i",
-)
-
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--info", "-i",
+)  # fmt: skip
 KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[int]: "a list of whole numbers",
-}
-
-# where the value that a key has, or what null stands for, would say little
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list[int]: "a list of whole numbers",
+}  # fmt: skip
+# examples in messages; of other keys the present value, or the one that null stands for
 EXAMPLES = {"window": [512, 0], "mode": "forward", "launch.fault": "1:timing:raise", "launch.endpoint": "node0:29500"}
-
-# keys that one may look for, and why there is none
+# keys that a user may expect, and why there are none
 LEFT_OUT = {
     "dropout": "not supported by any variant; leave it out",
     "graphs": "is now replay; give replay=graphs for graphs=true, replay=none for false, replay=auto for auto",
 }
-
-
-MOST_CHARACTERS = 10_000  # of an override, and
-MOST_VALUES = 1_024  # in it: Hydra's parser takes their square in time
+MOST_CHARACTERS = 10_000  # of an override
+MOST_VALUES = 1_024  # of an override: the time of Hydra's parser is quadratic in them
 MOST_RUNS = 10_000  # of a sweep
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """A command line's flags with their values, and its overrides, which may stand among them."""
+    """The flags of a command line with their values, and its overrides. They may alternate."""
     flags: list[str] = []
     found: list[str] = []
     valued = False
@@ -80,7 +60,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def problem(arguments: list[str], multirun: bool = True) -> str | None:
-    """What is wrong with the overrides, in one line, or None."""
+    """Why the overrides are refused, in one line, or None."""
     try:
         return _problem(arguments, multirun)
     except InvalidConfig as error:
@@ -104,7 +84,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
             return f"{shown(text)}: several values are a sweep; add -m"
         if name in known:
             if override.package is not None:
-                return f"{shown(text)}: a group has its place, which @ would change; write {name}=NAME"
+                return f"{shown(text)}: the package of a group is fixed; write {name}=NAME"
             if name == "experiment" and not override.is_add():
                 return f"{shown(text)}: an experiment is added to the defaults; write +{shown(text)}"
             if name != "experiment" and (override.is_add() or override.is_force_add()):
@@ -126,7 +106,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
 
 
 def _parse(text: str) -> Override:
-    """Raises InvalidConfig for what is no override."""
+    """Raises InvalidConfig for a text that is no override."""
     if any("\udc80" <= c <= "\udcff" for c in text):
         raise InvalidConfig(f"{shown(text)}: not UTF-8; write it in that encoding")
     if len(text) > MOST_CHARACTERS or text.count(",") >= MOST_VALUES:
@@ -142,7 +122,8 @@ def _parse(text: str) -> Override:
 
 
 def check_sweep(parsed: list[Override], known: dict[str, list[str]]) -> int:
-    """How many runs the overrides of a sweep are, the last one of each key. Raises InvalidConfig for none or too many."""
+    """The number of runs of a sweep; of a key given twice, the last override counts. Raises InvalidConfig for none or
+    too many."""
     counts: dict[str, int] = {}
     for override in parsed:
         key = override.key_or_group
@@ -150,20 +131,18 @@ def check_sweep(parsed: list[Override], known: dict[str, list[str]]) -> int:
         text = shown(override.input_line)
         if number == 0:
             raise InvalidConfig(f"{text}: a sweep over no value; give at least one")
-        if prod(counts.values()) > MOST_RUNS:
-            raise InvalidConfig(
-                f"{text}: {prod(counts.values()):g} runs; a sweep has at most {MOST_RUNS:,}; give fewer values"
-            )
+        if (runs := prod(counts.values())) > MOST_RUNS:
+            raise InvalidConfig(f"{text}: {runs:g} runs; a sweep has at most {MOST_RUNS:,}; give fewer values")
     return prod(counts.values())
 
 
 def count(texts: list[str]) -> int:
-    """How many runs a sweep of these overrides is. Raises InvalidConfig."""
+    """The number of runs of a sweep of these overrides. Raises InvalidConfig."""
     return check_sweep([_parse(text) for text in texts], groups())
 
 
 def _count(override: Override, choices: list[str]) -> int:
-    """The values that an override stands for, without making them."""
+    """The number of an override's values, which are not listed: a range may have billions."""
     if not override.is_sweep_override():
         return 1
     value = override.value()
@@ -182,46 +161,40 @@ def _count(override: Override, choices: list[str]) -> int:
 
 
 def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
-    # a variant's options differ: each variant of a sweep is composed, of the other groups the first choice
+    # options differ by variant, so each variant of a sweep is composed; of the other groups, the first choice
     varied = [c if c[0].startswith("attention=") else c[:1] for c in choices]
     for chosen in product(*varied):
         try:
             cfg = copy.deepcopy(_composed(chosen))
         except HydraException as error:
             return " ".join(str(error).split())
-        found = _against(cfg, keys, known)
-        if found is not None:
+        if found := _against(cfg, keys, known):
             return found
     return None
 
 
 @cache
 def _composed(chosen: tuple[str, ...]) -> Any:
-    """The configuration of these choices of groups. Not to be changed."""
+    """The configuration of these choices of groups. Callers must not change it."""
     with initialize_config_module("runner.conf", version_base="1.3"):
         return compose("config", overrides=list(chosen))
 
 
 def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str | None:
+    """Why a configuration cannot take these overrides of keys, or None."""
     paths = list(_paths(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
     interpolated: list[tuple[str, Any, str]] = []
     for override in keys:
         name = override.key_or_group
         if name not in paths:
-            if name.startswith("attention."):
-                options = [p for p in paths if p.startswith("attention.") and p != "attention.name"]
-                available = ", ".join(options) or "none"
-                return f"{shown(name)}: attention={cfg.attention.name} has no such option; its options: {available}"
-            if name in LEFT_OUT:
-                return f"{name}: {LEFT_OUT[name]}"
-            return f"{shown(name)}: not a key; {_nearest_keys(shown(name), [*paths, *known])}"
+            return _unknown(name, cfg.attention.name, paths, known)
         for value in _values(override, []):
             text = f"{name}={shown(value)}"
             if "???" in str(value):
                 return f"{text}: ??? is the mark of a value that is still missing; give one"
-            if not _has_form(name, value):
-                return f"{text}: {_expected(name, OmegaConf.select(cfg, name))}"
             try:
+                if not _has_form(name, value):
+                    raise ValueError
                 OmegaConf.update(cfg, name, value)
             except GrammarParseError:
                 return f"{text}: not an interpolation; write ${{KEY}} for another key's value"
@@ -242,12 +215,18 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
     return None
 
 
-def _nearest_keys(name: str, known: list[str]) -> str:
-    """A hint for an unknown key: the likely ones or, where none is, three that look like it and where all are listed."""
-    if difflib.get_close_matches(name, known, cutoff=0.5):
-        return nearest(name, known)
-    close = ", ".join(difflib.get_close_matches(name, known, cutoff=0.0))
-    return f"the nearest are {close}; python -m runner --help lists all"
+def _unknown(name: str, variant: str, paths: list[str], known: Iterable[str]) -> str:
+    """The message for a key that a configuration of this variant lacks, with the nearest keys."""
+    if name.startswith("attention."):
+        options = [path for path in paths if path.startswith("attention.") and path != "attention.name"]
+        return f"{shown(name)}: attention={variant} has no such option; its options: {', '.join(options) or 'none'}"
+    if name in LEFT_OUT:
+        return f"{name}: {LEFT_OUT[name]}"
+    keys = [*paths, *known]
+    if difflib.get_close_matches(shown(name), keys, cutoff=0.5):
+        return f"{shown(name)}: not a key; {nearest(shown(name), keys)}"
+    close = ", ".join(difflib.get_close_matches(shown(name), keys, cutoff=0.0))
+    return f"{shown(name)}: not a key; the nearest are {close}; python -m runner --help lists all"
 
 
 def _kind(name: str) -> Any:
@@ -259,7 +238,7 @@ def _kind(name: str) -> Any:
 
 
 def _has_form(name: str, value: Any) -> bool:
-    """Whether a value is a dict, a list or neither, as its key needs it: OmegaConf takes others, and fails later."""
+    """Whether a value is a dict, a list or neither, as its key needs it. OmegaConf accepts others and fails later."""
     kind = _kind(name)
     if is_dataclass(kind):
         return isinstance(value, dict)
@@ -269,7 +248,7 @@ def _has_form(name: str, value: Any) -> bool:
 
 
 def _expected(name: str, value: Any) -> str:
-    """What the schema wants of a key that now has this value, with an example."""
+    """The schema's type of a key that now has this value, in words, with an example."""
     kind = _kind(name)
     if is_dataclass(kind):
         key, default = next(iter(value.items()))

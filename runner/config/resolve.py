@@ -1,4 +1,5 @@
-"""From a composed configuration to an experiment and to the name of its run. No torch here: a bad value answers at once."""
+"""From a composed configuration to an experiment and the name of its run. Without torch, so that a bad value is refused
+at once."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def identity(cfg: DictConfig) -> str:
 
 
 def run_name(cfg: DictConfig, gpus: int) -> str:
-    """The run folder's name on a machine with `gpus` usable GPUs: variant, config, sizes and the hash. world_size=auto
-    appears as its value here."""
+    """The name of the run's folder: variant, config, sizes and the hash. world_size=auto becomes its value with `gpus`
+    usable GPUs."""
     world = cfg.world_size
     if world == "auto" and cfg.hardware.name in schema.HARDWARE:
         world = launch.world_size(cfg, gpus)
@@ -79,14 +80,11 @@ def _check_values(cfg: DictConfig) -> None:
             node = cfg[key]
             if OmegaConf.is_config(node):
                 OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-        except MissingMandatoryValue as error:
-            raise InvalidConfig(
-                f"{error.full_key or str(key)}=???: this is the mark of a value that is still missing; give one"
-            ) from None
         except OmegaConfBaseException as error:
-            raise InvalidConfig(
-                f"{error.full_key or str(key)}: {shown(str(error).splitlines()[0])}; give a value"
-            ) from None
+            why = f": {shown(str(error).splitlines()[0])}; give a value"
+            if isinstance(error, MissingMandatoryValue):
+                why = "=???: this is the mark of a value that is still missing; give one"
+            raise InvalidConfig(f"{error.full_key or str(key)}{why}") from None
 
 
 def _check_names(cfg: DictConfig) -> None:
@@ -104,17 +102,14 @@ def _check_names(cfg: DictConfig) -> None:
 
 def _check_dtype(cfg: DictConfig) -> None:
     way_out = f"leave it out for that of dtype={cfg.dtype.name}"
-    for key in cfg.dtype:
-        if key == "name":
-            continue
+    for key in (key for key in cfg.dtype if key != "name"):
         above_zero(f"dtype.{key}", cfg.dtype[key], way_out, FINITE)
         if str(key).endswith("rel_l2") or key in ("row", "grad_row", "gain", "lse"):
             above_zero(f"dtype.{key}", cfg.dtype[key], f"an output of zeros is 1 off; {way_out}", 0.5)
 
 
 def _check_check(cfg: DictConfig) -> None:
-    way_out = "null for what this hardware does, check.enabled=false for no check"
-    above_zero("check.max_tflop", cfg.check.max_tflop, way_out)
+    above_zero("check.max_tflop", cfg.check.max_tflop, "null for this hardware's, check.enabled=false for no check")
 
 
 # rules of one config group each
@@ -127,10 +122,8 @@ RUN_RULES = (
 
 
 def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
-    """The experiment of a composed configuration on a machine with `gpus` usable GPUs. `seed`: for a configuration that has
-    none.
-
-    Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
+    """The experiment of a composed configuration on a machine with `gpus` usable GPUs; `seed` is for a configuration
+    without one. Raises InvalidConfig for a broken rule, UnsupportedHere for what this machine cannot do."""
     for check_group in GROUP_RULES:
         check_group(cfg)
     chosen = None if cfg.attention.name == AUTO else variant(cfg.attention.name)

@@ -70,9 +70,7 @@ class TimingConf:
 @dataclass
 class Check:
     enabled: bool = True
-    max_tflop: float | None = (
-        None  # most work of the reference; above it a sample of heads is checked; null: by hardware
-    )
+    max_tflop: float | None = None  # work of the reference above which a sample of heads is checked; null: by hardware
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Values that a user gave: how one is shown in a message, and the rules for a single one."""
+"""Values that a user gave: how a message shows one, and rules for a single value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 80  # characters of a value in a message
 
 
 class InvalidConfig(ValueError):
-    """A value that breaks a rule: the message gives the value, the rule and the way out."""
+    """A value breaks a rule. The message gives the value, the rule and the way out."""
 
 
 class UnsupportedHere(ValueError):
@@ -25,7 +25,7 @@ class UnsupportedHere(ValueError):
 
 
 class Refused(SystemExit):
-    """What Hydra's callbacks raise for a command line that cannot work: they swallow other exceptions."""
+    """A callback refuses the command line. Hydra swallows other exceptions of its callbacks."""
 
 
 def plain(node: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def plain(node: Any) -> dict[str, Any]:
 
 
 def written(value: Any) -> str:
-    """A value as one writes it on the command line."""
+    """A value as it is written on the command line."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value)
     if isinstance(value, (list, tuple)):
@@ -49,7 +49,7 @@ def written(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A received value in a message: as it is written, on one line, shortened in its middle."""
+    """A value for a message: as `written`, on one line, shortened in the middle."""
     text = written(value)
     cut = len(text) - LONGEST
     if cut > 0:
@@ -84,11 +84,8 @@ def above_zero(key: str, value: Any, way_out: str, most: float = math.inf) -> No
     """Raises InvalidConfig unless the value is None or a number above 0, at most `most`."""
     if value is None:
         return
+    text = f"{value:g}" if isinstance(value, float) else shown(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise InvalidConfig(f"{key}={_number(value)}: must be above 0; {way_out}")
+        raise InvalidConfig(f"{key}={text}: must be above 0; {way_out}")
     if value > most:
-        raise InvalidConfig(f"{key}={_number(value)}: must be at most {most:g}; {way_out}")
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else shown(value)
+        raise InvalidConfig(f"{key}={text}: must be at most {most:g}; {way_out}")

@@ -37,8 +37,8 @@ def resolve(endpoint: str) -> tuple[str, int]:
 
 
 def listen(endpoint: str | None) -> socket.socket:
-    """A listening socket: on the loopback alone without an endpoint, or where that is there; else on all addresses of this
-    machine, since its own name may resolve to the loopback here. Raises Unusable."""
+    """A listening socket: on the loopback alone without an endpoint, or where that is there; else on all addresses of
+    this machine, since its own name may resolve to the loopback here. Raises Unusable."""
     if endpoint is None:
         return _listening(LOOPBACK)
     address, port = resolve(endpoint)
@@ -51,7 +51,7 @@ def listen(endpoint: str | None) -> socket.socket:
         return _listening(("0.0.0.0", port))
     except OSError as error:
         raise Unusable(
-            f"launch.endpoint={endpoint}: this machine cannot listen there ({os.strerror(error.errno or 0)}); give another port"
+            f"launch.endpoint={endpoint}: cannot listen there ({os.strerror(error.errno or 0)}); give another port"
         ) from None
 
 

@@ -92,7 +92,8 @@ class WorldFiles:
                     out.write(f"[rank {rank}] {line}\n")
 
     def request_stacks(self) -> None:
-        """Make each rank write its stack to its log, and wait until it is there, which takes a while on a busy machine."""
+        """Make each rank write its stack to its log, and wait until it is there, which takes a while on a busy
+        machine."""
         before = sizes = self.log_sizes()
         asked = set()
         for state in self.states():

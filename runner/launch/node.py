@@ -1,14 +1,15 @@
-"""One node's part of a world: starts its ranks through torch.distributed's elastic launch, and records which ranks failed.
-Usage: `python -m runner.launch.node FOLDER SPEC`. The program runs this for its own node, runner.agent for every other node. SPEC
-is a `WorldSpec` as JSON; on another node it also has the key `node`, that node's number.
+"""One node's part of a world: starts its ranks through torch.distributed's elastic launch, and records which ranks
+failed. Usage: `python -m runner.launch.node FOLDER SPEC`. The program runs this for its own node, runner.agent for
+every other node. SPEC is a `WorldSpec` as JSON; on another node it also has the key `node`, that node's number.
 
-The program's node holds the store through which the ranks find each other. With one node, it listens on the loopback only.
+The program's node holds the store through which the ranks find each other. With one node, it listens on the loopback
+only.
 
-Ranks are forked from a server that has imported what they need (runner.launch.preload). They are not forked from this process, for
-two reasons. The elastic launch has threads, and a lock that a thread holds at the fork is never released in the child: about one
-in thirty worlds of eight ranks hung in getaddrinfo. And the elastic launch asks the driver for GPUs, after which a forked process
-cannot use them. For ranks on a CPU the server is a fork of this process, so that a world imports torch once. For ranks on GPUs it
-is a new process, which imports while this one does."""
+Ranks are forked from a server that has imported what they need (runner.launch.preload). They are not forked from this
+process, for two reasons. The elastic launch has threads, and a lock that a thread holds at the fork is never released
+in the child: about one in thirty worlds of eight ranks hung in getaddrinfo. And the elastic launch asks the driver for
+GPUs, after which a forked process cannot use them. For ranks on a CPU the server is a fork of this process, so that a
+world imports torch once. For ranks on GPUs it is a new process, which imports while this one does."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ SPEC, JOINED = "spec", "joined"  # keys of the store: what world this is, and ho
 
 
 def _serve_forks(folder: Path, device: str) -> None:
-    """Start multiprocessing's fork server. For ranks on a CPU it is a fork of this process, since a new process would import
-    everything again. Call it before this process has other threads: a lock that one holds would stay locked in the fork."""
+    """Start multiprocessing's fork server. For ranks on a CPU it is a fork of this process, since a new process would
+    import everything again. Call it before this process has other threads: a lock that one holds would stay locked in
+    the fork."""
     if device == "cuda":
         set_forkserver_preload(["runner.launch.preload"])
         with _socket_in(folder):
@@ -75,7 +77,8 @@ def _serve_forks(folder: Path, device: str) -> None:
 
 
 def _be_new(descriptors: Sequence[int]) -> None:
-    """Make a fork like a new process: close all descriptors but these and the standard ones, reset multiprocessing's state."""
+    """Make a fork like a new process: close all descriptors but these and the standard ones, reset multiprocessing's
+    state."""
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number not in descriptors:
             with suppress(OSError):  # the descriptor of this listing
@@ -87,8 +90,8 @@ def _be_new(descriptors: Sequence[int]) -> None:
 
 @contextmanager
 def _socket_in(folder: Path) -> Iterator[None]:
-    """A fork server started in this context puts its socket into `folder`, so it is removed with the folder. The path is in
-    /proc because a socket's path must be short. Afterwards the setting is removed: ranks would inherit it."""
+    """A fork server started in this context puts its socket into `folder`, so it is removed with the folder. The path
+    is in /proc because a socket's path must be short. Afterwards the setting is removed: ranks would inherit it."""
     config = current_process()._config  # type: ignore[attr-defined]
     config["tempdir"] = f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}"
     try:
@@ -105,12 +108,10 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
     try:
         listener = endpoint.listen(spec["endpoint"]) if node == 0 else None
     except endpoint.Unusable as error:
-        _say_end(folder, "unsupported", str(error))
+        _write(folder / "end.json", json.dumps({"status": "unsupported", "reason": str(error)}))  # for the launcher
         return 1
     _serve_forks(folder, spec["device"])
-    tempfile.tempdir = str(
-        folder
-    )  # files that the elastic launch leaves are removed with it; ranks do not inherit this
+    tempfile.tempdir = str(folder)  # removes what the elastic launch leaves; ranks do not inherit it
     store = _store(spec, listener)
     if nodes > 1 and node == 0:
         _await_nodes(store, folder, spec)
@@ -122,32 +123,21 @@ def _store(spec: dict[str, Any], listener: socket.socket | None) -> Any:
     from torch.distributed import TCPStore
 
     limit = endpoint.wait_limit(spec["start_timeout_s"])
-    if listener is None:
-        host, port = endpoint.parse(spec["endpoint"])
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    host, port = endpoint.local(listener)
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
-    )
+    host, port = endpoint.local(listener) if listener else endpoint.parse(spec["endpoint"])
+    fd = listener.detach() if listener else None
+    return TCPStore(host, port, is_master=fd is not None, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
 
 
 def _await_nodes(store: Any, folder: Path, spec: dict[str, Any]) -> None:
-    """On the program's node: publish the world's spec in the store, and wait until all nodes have joined. The launcher reads
-    their number in the file `joined`, and ends this process if it takes too long."""
-    store.set(
-        SPEC, json.dumps({**spec, "env": []})
-    )  # without the variables: they are for this node, and may be private
+    """On the program's node: publish the world's spec in the store, and wait until all nodes have joined. The launcher
+    reads their number in the file `joined`, and ends this process if it takes too long."""
+    store.set(SPEC, json.dumps({**spec, "env": []}))  # variables are for this node, and may be private
     joined = 0
     while joined < spec["nodes"]:
         before, joined = joined, 1 + store.add(JOINED, 0)
         if joined > before:
             _write(folder / "joined", str(joined))
         time.sleep(AGAIN_S)
-
-
-def _say_end(folder: Path, status: str, reason: str) -> None:
-    """Tell the launcher why there is no world."""
-    _write(folder / "end.json", json.dumps({"status": status, "reason": reason}))
 
 
 def _write(path: Path, text: str) -> None:
@@ -162,7 +152,6 @@ def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
-        RendezvousParameters,
         RendezvousStoreInfo,
         rendezvous_handler_registry,
     )
@@ -170,8 +159,6 @@ def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
     meet = RendezvousStoreInfo(store.host, store.port)
 
     class Numbered(RendezvousHandler):
-        """A rendezvous that keeps the nodes' numbers, in whatever order they arrive."""
-
         use_agent_store = True  # type: ignore[assignment]
 
         def get_backend(self) -> str:
@@ -195,10 +182,7 @@ def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
         def shutdown(self) -> bool:
             return True
 
-    def numbered(_: RendezvousParameters) -> RendezvousHandler:
-        return Numbered()
-
-    rendezvous_handler_registry.register(BACKEND, numbered)
+    rendezvous_handler_registry.register(BACKEND, lambda _: Numbered())
 
 
 def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: int) -> int:
@@ -225,11 +209,9 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: in
     try:
         elastic_launch(config, live)(str(folder), spec["device"], spec["share_gpu"])
     except ChildFailedError as error:
-        failures = [
-            {"rank": rank, "exitcode": failure.exitcode, "time": failure.timestamp}
-            for rank, failure in error.failures.items()
-        ]
-        _write(folder / "failures.json", json.dumps(sorted(failures, key=lambda f: f["time"])))
+        first = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        failures = [{"rank": rank, "exitcode": f.exitcode, "time": f.timestamp} for rank, f in first]
+        _write(folder / "failures.json", json.dumps(failures))
         return 1
     return 0
 

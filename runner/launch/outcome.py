@@ -1,4 +1,4 @@
-"""How a job in a world ended, and for a world that is lost: which rank was first, where, and why."""
+"""How a job ended and, where its world is lost, which rank failed first, in which phase and why."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Silence(NamedTuple):
 def silent(
     spec: WorldSpec, job: int, states: list[State], called: float, now: float, timeout_s: float
 ) -> Silence | None:
-    """The rank that has been silent for too long since the job was `called`, the longest where there are several. A rank
-    that waits for others is late only when all wait and none of them said anything meanwhile."""
+    """The rank that has been silent for too long since the job was `called`; of several, the longest. A rank that waits
+    for others is late only when all wait and none has announced a phase meanwhile."""
     here = {state["rank"]: state for state in states if state["job"] == job}
     first = (spec.start_timeout_s, "start_timeout_s")  # in its first job a rank imports what it needs
     usual = (timeout_s, "timeout_s")
@@ -129,13 +129,9 @@ class Diagnosis:
         if raised:
             # a rank that left before the job began makes the others fail in it
             first_error = min(state["error"]["time"] for state in raised.values())
-            before = [
-                failure
-                for failure in silent
-                if failure["time"] <= first_error and states.get(failure["rank"], {}).get("job") != self.job
-            ]
-            if before:
-                return self._exited(min(before, key=lambda f: f["time"]), states)
+            early = [f for f in silent if f["time"] <= first_error and states.get(f["rank"], {}).get("job") != self.job]
+            if early:
+                return self._exited(min(early, key=lambda f: f["time"]), states)
             oom = {rank: state for rank, state in raised.items() if state["error"]["kind"] == "oom"}
             return self._raised(min((oom or raised).values(), key=lambda state: state["error"]["time"]))
         return self._exited(failures[0], states)
@@ -169,9 +165,8 @@ class Diagnosis:
             name = signal.Signals(-status).name
             reason = f"the agent that had started the ranks was killed by {name}{_oom_hint(name)}"
         else:
-            reason = (
-                f"the world ended: {tail[-1] if tail else f'its agent ended with exit code {status} and no output'}"
-            )
+            last = tail[-1] if tail else f"its agent ended with exit code {status} and no output"
+            reason = f"the world ended: {last}"
         return self._failed("crash", reason, None, None, tail)
 
     def _failed(

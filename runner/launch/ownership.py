@@ -1,4 +1,5 @@
-"""A world's folder belongs to its program by a file lock, so that the folders of killed programs can be recognised and removed."""
+"""A world's folder belongs to its program by a file lock, so that the folders of killed programs can be recognised and
+removed."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def own_folder() -> tuple[Path, int]:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of worlds whose program was killed before it could do so. The kernel drops a program's locks when it
-    ends, whatever its process id. Folders that another kernel locked, on a shared file system, stay."""
+    """Remove the folders of worlds whose program was killed before it could do so. The kernel drops a program's locks
+    when it ends, whatever its process id. Folders that another kernel locked, on a shared file system, stay."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), _opened_lock(folder) as descriptor:  # locked, or removed meanwhile
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,8 +40,8 @@ def remove_abandoned() -> None:
 
 @contextlib.contextmanager
 def _opened_lock(folder: Path) -> Iterator[int]:
-    """The descriptor of a world's lock. Anyone may put anything into a shared temporary folder, so all but a regular file
-    in a folder of this user, without symbolic links, raises OSError, and opening waits for nothing."""
+    """The descriptor of a world's lock. Anyone may put anything into a shared temporary folder, so all but a regular
+    file in a folder of this user, without symbolic links, raises OSError, and opening waits for nothing."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe waits for its other end
     with contextlib.ExitStack() as opened:
         here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)

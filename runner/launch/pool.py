@@ -65,10 +65,8 @@ class Pool:
             try:
                 world = self.get(spec, fresh and not again)
             except OSError as error:
-                where = f"TMPDIR={tempfile.gettempdir()}"
-                return Outcome(
-                    "crash", f"no world could be started in {where} ({error.strerror}): free space there or set TMPDIR"
-                )
+                where = f"TMPDIR={tempfile.gettempdir()} ({error.strerror})"
+                return Outcome("crash", f"no world could be started in {where}: free space there or set TMPDIR")
             outcome = world.call(job, arguments, timeout_s, log, progress)
             if outcome.begun or world.jobs == 1:
                 break

@@ -49,23 +49,14 @@ class Rank:
     def say(
         self, phase: str, expected_s: float = 0.0, note: str | None = None, waiting: bool = False, **facts: Any
     ) -> None:
-        """Announce the phase this rank is in: the launcher shows it, and knows from it what a hang is. `expected_s`:
-        how long the stretch that begins should take. `waiting`: this rank only waits for others in it."""
+        """Announce the phase that begins, by which the launcher shows progress and recognises a hang. `expected_s`: how
+        long it should take. `waiting`: this rank only waits for others in it."""
         self.facts |= facts
         now = time.perf_counter()
         self.stages[self.phase] = self.stages.get(self.phase, 0.0) + now - self.entered
         self.phase, self.entered = phase, now
-        state = {
-            "rank": self.rank,
-            "pid": os.getpid(),
-            "job": self.job,
-            "phase": phase,
-            "since": time.time(),
-            "expected_s": expected_s,
-            "waiting": waiting,
-            "note": note,
-            **self.facts,
-        }
+        state = {"rank": self.rank, "pid": os.getpid(), "job": self.job, "phase": phase, "since": time.time()}
+        state |= {"expected_s": expected_s, "waiting": waiting, "note": note, **self.facts}
         path = self.folder / f"rank{self.rank}.state"
         path.with_suffix(".tmp").write_text(json.dumps(state))
         path.with_suffix(".tmp").replace(path)
@@ -108,7 +99,7 @@ def live(folder: str, device_type: str, share_gpu: bool) -> None:
         _live(rank, world, local, Path(folder), device_type, share_gpu)
     except BaseException as error:  # else the elastic launch leaves a file
         try:
-            if _peer_gone(str(error)):
+            if _remote_rank_gone(str(error)):
                 time.sleep(SETTLE_S)
             traceback.print_exc()  # which raises on a full disk
         finally:
@@ -118,22 +109,17 @@ def live(folder: str, device_type: str, share_gpu: bool) -> None:
 
 
 def _live(rank: int, world: int, local: int, folder: Path, device_type: str, share_gpu: bool) -> None:
-    if share_gpu:  # NCCL refuses two ranks on one GPU
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-        dist.init_process_group("gloo", timeout=FOREVER)
-        control = dist.new_group(backend="gloo", timeout=FOREVER)
-    elif device_type == "cuda":
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=FOREVER, device_id=device)
-        control = dist.new_group(backend="gloo", timeout=FOREVER)
-    else:
+    if device_type == "cpu":
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cores() // world))
+    else:
+        device = torch.device("cuda", 0 if share_gpu else local)
+        torch.cuda.set_device(device)
+    if device_type == "cpu" or share_gpu:  # NCCL refuses two ranks on one GPU
         dist.init_process_group("gloo", timeout=FOREVER)
-        control = dist.new_group(backend="gloo", timeout=FOREVER)
-    me = Rank(rank, world, device, folder, control)
+    else:
+        dist.init_process_group("nccl", timeout=FOREVER, device_id=device)
+    me = Rank(rank, world, device, folder, control=dist.new_group(backend="gloo", timeout=FOREVER))
     me.say("idle")
     _work(me)
     me.barrier()  # nobody leaves while another still listens to it
@@ -163,9 +149,8 @@ def _work(me: Rank) -> None:
 
 
 def _one(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The reply of one job, once every rank has ended it: what happens to a rank until then is that job's outcome. What
-    the whole world refuses together is an answer; any other exception ends this rank and with it the world, for others
-    may be waiting for it."""
+    """The reply of one job, once every rank has ended it. A refusal by the whole world is a reply. Any other exception
+    ends this rank and with it the world, since other ranks may wait for it."""
     try:
         me.say("start")
         reply = _reply(me, target, arguments)
@@ -196,7 +181,7 @@ def _give_up(me: Rank, error: BaseException) -> None:
         out_of_memory = is_out_of_memory(error)
         message = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {message[0] if message else ''}"
-        if not out_of_memory and _peer_gone(text):
+        if not out_of_memory and _remote_rank_gone(text):
             time.sleep(SETTLE_S)
         me.fault = None
         kind = "oom" if out_of_memory else "raise"
@@ -209,28 +194,20 @@ def _give_up(me: Rank, error: BaseException) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = str(error)
-    return isinstance(error, (RuntimeError, OSError)) and any(
-        sign in text
-        for sign in (
-            "can't allocate memory",
-            "out of memory",
-            "Cannot allocate memory",
-            "DefaultCPUAllocator",
-            "could not create a primitive",  # what oneDNN says of it
-        )
-    )
+    onednn = "could not create a primitive"
+    signs = ("can't allocate memory", "out of memory", "Cannot allocate memory", "DefaultCPUAllocator", onednn)
+    return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error) for sign in signs)
 
 
-def _peer_gone(text: str) -> bool:
+def _remote_rank_gone(text: str) -> bool:
     signs = ("Connection", "onnection reset", "Broken pipe", "closed by peer", "gloo", "NCCL", "transport=symm: rank")
     return any(sign in text for sign in signs)
 
 
 @contextlib.contextmanager
 def memory_limit(me: Rank, gigabytes: float | None) -> Iterator[None]:
-    """At most this much memory for this rank beside what it holds already: on CUDA of the GPU, on a CPU of the
-    process's data."""
+    """Limit this rank's memory: to so many GiB of the GPU or, on a CPU, of the process's data beyond what it holds
+    already."""
     if gigabytes is None:
         yield
         return

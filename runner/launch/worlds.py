@@ -1,7 +1,6 @@
-"""Worlds: groups of rank processes that stay warm between runs. This side never imports torch: it starts an agent
-process (runner.launch.node), which starts the ranks through torch.distributed's elastic launch, hands rank 0 one job
-after another through a named pipe and reads the replies from a second one. Whatever happens to a rank comes back as an
-`Outcome`."""
+"""Worlds: groups of rank processes that stay warm between runs. The program starts an agent process
+(runner.launch.node), which starts the ranks, sends jobs to rank 0 through a named pipe and reads the replies from a
+second one. Whatever happens to a rank comes back as an `Outcome`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from runner.launch.files import State, WorldFiles, WorldSpec
 from runner.launch.outcome import Diagnosis, Outcome, silent
@@ -56,23 +55,12 @@ class World:
         self.replies = os.open(self.folder / "replies", os.O_RDWR | os.O_NONBLOCK)
         self.buffer = b""
         self.log = (self.folder / "agent.log").open("wb")
-        self.agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "runner.launch.node", str(self.folder), json.dumps(asdict(spec))],
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            env=node_environment(spec, self.folder),
-            start_new_session=True,  # Ctrl-C is ours to handle
-        )
+        self.agent = start_node(spec, asdict(spec), self.folder, self.log)
         self.pipe = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
         self.unsent = b""
 
-    def states(self) -> list[State]:
-        """The last announced state of each rank of this node."""
-        return self.files.states()
-
     def pids(self) -> list[int]:
-        return [state["pid"] for state in self.states()]
+        return [state["pid"] for state in self.files.states()]
 
     def call(
         self,
@@ -82,14 +70,12 @@ class World:
         log: Path | None = None,
         progress: Progress | None = None,
     ) -> Outcome:
-        """Run `job` on every rank, called with the rank and the arguments. Rank 0's return value, which must be plain
-        data, comes back once all ranks have ended the job. `timeout_s` is the longest silence of a rank; a rank that
-        says how long its next stretch should take is given ten times that. `log`: where the ranks' output of this job
-        goes."""
+        """Call `job` on every rank with the rank and the arguments. Rank 0's return value, plain data, comes back once
+        all ranks have ended the job. `timeout_s` is the longest silence of a rank; a phase with an expected duration
+        gets ten times that. `log`: where the ranks' output of this job goes."""
         assert self.alive, "this world is gone"
-        target = job_name(job)
+        target, offsets = job_name(job), self.files.log_sizes()
         self.jobs += 1
-        offsets = self.files.log_sizes()
         self.unsent = json.dumps({"job": self.jobs, "target": target, "arguments": arguments}).encode() + b"\n"
         try:
             outcome = self._await(timeout_s, progress)
@@ -112,7 +98,7 @@ class World:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
             if ended is not None:
                 return why_lost.ended(ended)
-            states = self.states()
+            states = self.files.states()
             if progress is not None:
                 progress(states)
             dead = next((state for state in states if not lives(state["pid"])), None)
@@ -156,7 +142,8 @@ class World:
         pids = self.pids()
         try:
             self.ask_to_stop()
-            if self._idle():
+            states = self.files.states()  # ranks that are starting do not listen yet
+            if len(states) == len(self.spec.local_ranks) and all(state["phase"] == "idle" for state in states):
                 self.agent.wait(STOP_S)
         except subprocess.TimeoutExpired:
             pass
@@ -178,24 +165,26 @@ class World:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.close(self.owned)
 
-    def _idle(self) -> bool:
-        """Whether every rank of this node waits for a job; those that are starting do not listen yet."""
-        states = self.states()
-        return len(states) == len(self.spec.local_ranks) and all(s["phase"] == "idle" for s in states)
-
     def _kill(self, pids: list[int]) -> None:
-        # multiprocessing's tracker ends by itself once the others have, and unlinks their semaphores: not before
-        trackers = [pid for pid in process_group(self.agent.pid) if is_tracker(pid)]
-        for pid in {*process_group(self.agent.pid), *(pid for pid in pids if belongs(pid, self.folder))} - set(
-            trackers
-        ):
+        group = set(process_group(self.agent.pid))
+        # multiprocessing's resource tracker unlinks the others' semaphores and then ends by itself
+        trackers = {pid for pid in group if is_tracker(pid)}
+        for pid in (group | {pid for pid in pids if belongs(pid, self.folder)}) - trackers:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + STOP_S
-        while set(trackers) & set(process_group(self.agent.pid)) and time.monotonic() < deadline:
+        while trackers & set(process_group(self.agent.pid)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         with contextlib.suppress(OSError):
             os.killpg(self.agent.pid, signal.SIGKILL)
+
+
+def start_node(spec: WorldSpec, plain: dict[str, Any], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start `runner.launch.node` with the spec as it is and as `plain` data, in a session of its own: Ctrl-C is for
+    this process."""
+    command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(plain)]
+    environment, null = node_environment(spec, folder), subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=null, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:

@@ -15,7 +15,8 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def exit_status(command: Callable[[], int], os_error: int = 1) -> int:
-    """The command's exit status: 2 where it raises ValueError and `os_error` for OSError, with the error as a line on stderr."""
+    """The command's exit status: 2 where it raises ValueError and `os_error` for OSError, with the error as a line on
+    stderr."""
     try:
         return command()
     except ValueError as error:

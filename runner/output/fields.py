@@ -1,5 +1,5 @@
-"""The parts of a result, as in result.json, whose other fields no module reads. Times are in ms, memory in bytes. A field that a
-run may lack is None or empty."""
+"""The parts of a result, as in result.json, whose other fields no module reads. Times are in ms, memory in bytes. A
+field that a run may lack is None or empty."""
 
 from __future__ import annotations
 

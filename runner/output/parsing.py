@@ -14,8 +14,8 @@ NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 
 
 def parsed(kind: Any, value: Any, at: str = "") -> Any:
-    """A JSON value as the type `kind`; `at` is its path, for messages. Keys that a dataclass lacks are ignored, and null
-    stands for a field's default. Raises ValueError, which names the path and the value."""
+    """A JSON value as the type `kind`; `at` is its path, for messages. Keys that a dataclass lacks are ignored, and
+    null stands for a field's default. Raises ValueError, which names the path and the value."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -37,7 +37,8 @@ def parsed(kind: Any, value: Any, at: str = "") -> Any:
 
 
 def what_parses(kind: Any, value: Any) -> Any:
-    """The dataclass `kind` from a JSON value that may be anything: a field whose value has another type keeps its default."""
+    """The dataclass `kind` from a JSON value that may be anything: a field whose value has another type keeps its
+    default."""
     found = {}
     for name, (hint, _) in _fields(kind).items():
         entry = value.get(name) if isinstance(value, dict) else None

@@ -1,5 +1,5 @@
-"""Read recorded runs: `result.json` in a folder for each run, or a packed sweep (`runner/pack.py`). A file that is no result is
-returned as a `Problem`."""
+"""Read recorded runs: `result.json` in a folder for each run, or a packed sweep (`runner/pack.py`). A file that is no
+result is returned as a `Problem`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def read_result(folder: Path) -> Result | Problem | None:
 
 
 def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[Problem]]:
-    """All results of a folder, which is that of a run, a sweep or a packed sweep, or (`below`) holds any of these. A run's
-    own folder replaces a packed run of the same name."""
+    """All results of a folder, which is that of a run, a sweep or a packed sweep, or (`below`) holds any of these. A
+    run's own folder replaces a packed run of the same name."""
     read: list[Result | Problem] = []
     for path in sorted(folder.rglob(PACKED)) if below else [folder / PACKED]:
         packed = _packed(path)
@@ -56,7 +56,8 @@ def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[P
 
 
 def packed_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """The JSON of each run in a packed sweep, by the run's name. Raises ValueError for a file that is no packed sweep."""
+    """The JSON of each run in a packed sweep, by the run's name. Raises ValueError for a file that is no packed
+    sweep."""
     packed = _packed(folder / PACKED)
     if isinstance(packed, Problem):
         raise ValueError(str(packed))

@@ -1,4 +1,5 @@
-"""A recorded run as typed values. `Result.of` checks the JSON of a result.json once; all other modules read its fields."""
+"""A recorded run as typed values. `Result.of` checks the JSON of a result.json once; all other modules read its
+fields."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ STATUSES = ("ok", "invalid", "unsupported", "incorrect", "oom", "timeout", "cras
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The work that a run was to do, and how: from its experiment or, of a refused run without one, from its configuration, where a
-    value of another type is None here. `kernel` and `transport` are as configured, which may be auto."""
+    """The work that a run was to do, and how: from its experiment or, of a refused run without one, from its
+    configuration, where a value of another type is None here. `kernel` and `transport` are as configured, which may be
+    auto."""
 
     attention: str | None = None
     config: str | None = None

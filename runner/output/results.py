@@ -1,4 +1,5 @@
-"""Write the files of a run. Each file appears whole or not at all: it is written under another name and then renamed."""
+"""Write the files of a run. Each file appears whole or not at all: it is written under another name and then
+renamed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ FIELDS = (
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A scratch path to write to, which replaces `path` at the end of the block. When the block raises, `path` stays as it was."""
+    """A scratch path to write to, which replaces `path` at the end of the block. When the block raises, `path` stays as
+    it was."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield scratch
@@ -65,8 +67,8 @@ def _finite(value: Any) -> Any:
 
 
 def write_samples(path: Path, samples: list[dict[str, list[float]]], rounds: Sequence[int] | None = None) -> None:
-    """Write samples.parquet, a row for each iteration of each rank and pass. `samples`: by rank, the ms of each iteration by pass.
-    `rounds`: the number of iterations in each round; None: one round."""
+    """Write samples.parquet, a row for each iteration of each rank and pass. `samples`: by rank, the ms of each
+    iteration by pass. `rounds`: the number of iterations in each round; None: one round."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -39,8 +39,8 @@ def with_round(samples: pa.Table) -> pa.Table:
 
 
 def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:
-    """The rows of a run's table; `kind` is one of TABLES. None where there is none. Raises ValueError for a file that cannot be
-    read."""
+    """The rows of a run's table; `kind` is one of TABLES. None where there is none. Raises ValueError for a file that
+    cannot be read."""
     path, packed = run.folder / TABLES[kind], run.folder.parent / f"{kind}.parquet"
     try:
         if path.exists():

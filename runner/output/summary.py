@@ -103,7 +103,8 @@ def _lengths(seqlens: Sequence[int], new_order: bool) -> str:
 
 
 def sweep_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a sweep's folder in the order in which its runs started. Files that are no results are named on stderr."""
+    """The rows of a sweep's folder in the order in which its runs started. Files that are no results are named on
+    stderr."""
     found, problems = read_results(folder, below=False)
     report_problems(problems)
     found.sort(key=lambda result: result.environment.started_at)
@@ -152,8 +153,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def differ(rows: list[dict[str, Any]], key: str) -> bool:
-    """Whether the runs differ in a column. An empty cell is a value for `q_len` (no decode) and `seqlens` (no packed batch), and
-    means unknown elsewhere."""
+    """Whether the runs differ in a column. An empty cell is a value for `q_len` (no decode) and `seqlens` (no packed
+    batch), and means unknown elsewhere."""
     found = {entry.get(key) for entry in rows if entry.get("device") is not None or entry.get(key) is not None}
     return len(found if key in ("q_len", "seqlens") else found - {None}) > 1
 

@@ -36,8 +36,9 @@ def new_table(title: str | None = None) -> Table:
 def fit(table: Table, width: int, words: Collection[str] = (), drop: Sequence[str] = ()) -> tuple[Table, list[str]]:
     """The table in a terminal of `width` characters, and the titles of the columns that were left out.
 
-    Columns of `drop` are left out until the rest fits: first those with the same cell in all rows, then in the order of `drop`. The
-    cells of the columns in `words` wrap at spaces; other cells are never broken, even where the table stays too wide."""
+    Columns of `drop` are left out until the rest fits: first those with the same cell in all rows, then in the order of
+    `drop`. The cells of the columns in `words` wrap at spaces; other cells are never broken, even where the table stays
+    too wide."""
     columns = [(str(c.header), c.justify, [str(cell) for cell in c.cells]) for c in table.columns]
     same = [title for title, _, cells in columns if title in drop and len(cells) > 1 and len(set(cells)) == 1]
     dropped: list[str] = []
@@ -75,8 +76,8 @@ def _widths(columns: Sequence[tuple[str, Any, list[str]]], words: Collection[str
 
 
 def show(table: Table, words: Collection[str] = (), drop: Sequence[str] = ()) -> list[str]:
-    """Print a table fitted to the terminal; returns the titles of the columns that were left out. No number is ever cut: a table that
-    is still too wide continues in the terminal's next line."""
+    """Print a table fitted to the terminal; returns the titles of the columns that were left out. No number is ever
+    cut: a table that is still too wide continues in the terminal's next line."""
     fitted, dropped = fit(table, out.width, words, drop)
     wide = Console(width=10_000, height=25)  # without a height, dumb terminals are 80 wide
     needed = Measurement.get(wide, wide.options, fitted).maximum

@@ -26,8 +26,9 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a chart. `over` is the x axis, one of OVER, or None for bars. `panel` has the other facts of the workload that
-    vary: each combination has its own panel. `weak` is the number of tokens of each rank, where all runs have the same."""
+    """The axes of a chart. `over` is the x axis, one of OVER, or None for bars. `panel` has the other facts of the
+    workload that vary: each combination has its own panel. `weak` is the number of tokens of each rank, where all runs
+    have the same."""
 
     over: str | None
     panel: tuple[str, ...]

@@ -153,7 +153,8 @@ def _between(name: str) -> re.Pattern[str]:
 
 
 def _picture(runs: list[Run], options: argparse.Namespace) -> str:
-    """Write the section's chart and return its link, relative to the file. Raises ValueError where it cannot be made."""
+    """Write the section's chart and return its link, relative to the file. Raises ValueError where it cannot be
+    made."""
     if missing := charts.missing():
         raise ValueError(f"{missing}, or leave the picture out with --chart none")
     chart = _charts(runs, options.which).get(options.chart)

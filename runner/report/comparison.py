@@ -73,8 +73,8 @@ def side_by_side(
     own: Sequence[str] = (),
     key: Sequence[str] = WORKLOAD,
 ) -> Table:
-    """The facts of `key` in which the rows differ, the `text` of each column's run, and `ratios` by title. The last fact of a row
-    that mixes commits or machines is marked. `own` notes come first."""
+    """The facts of `key` in which the rows differ, the `text` of each column's run, and `ratios` by title. The last
+    fact of a row that mixes commits or machines is marked. `own` notes come first."""
     first = [next(iter(row.runs.values())) for row in rows]
     shown = [name for name in key if len({getattr(run, name) for run in first}) > 1] or ["seq_len"]
     titles = [*(FACTS[name.removeprefix("asked_")] for name in shown), *columns, *ratios]
@@ -89,9 +89,10 @@ def side_by_side(
 
 
 def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
-    """The times of `which`, a member of COMPARED, in ms; the best of a row in bold. Where several variants ran over several local
-    kernels each, a row is a workload and a kernel. Beside external packages, the last column is the ratio of the fastest of them to
-    `auto` or, without it, to the fastest of ours; it is empty in a row of several commits or machines."""
+    """The times of `which`, a member of COMPARED, in ms; the best of a row in bold. Where several variants ran over
+    several local kernels each, a row is a workload and a kernel. Beside external packages, the last column is the ratio
+    of the fastest of them to `auto` or, without it, to the fastest of ours; it is empty in a row of several commits or
+    machines."""
     runs = comparable(runs)
     by_kernel = each_over_several_kernels(runs)
     named = labels(runs, without={"asked_kernel"} if by_kernel else ())

@@ -1,5 +1,5 @@
-"""Draw charts with altair. One definition of a chart gives both the picture and the page. This module is imported only when
-a chart is made, since altair is optional."""
+"""Draw charts with altair. One definition of a chart gives both the picture and the page. This module is imported only
+when a chart is made, since altair is optional."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Chart:
         return alt.Color("label:N", title=None, scale=scale, sort=names)
 
     def _height(self) -> Any:
-        """From zero; times that differ by more than a factor of 3 on a logarithmic scale, with ticks at 1, 2, 5, 10 and so on."""
+        """From zero; times that differ by more than a factor of 3 on a logarithmic scale, with ticks at 1, 2, 5, 10 and
+        so on."""
         low, high = (pick(row[self.kind] for row in self.rows) for pick in (min, max))
         if self.kind == "time" and high > 3 * low:
             low, high = low / 1.15, high * 1.15

@@ -1,4 +1,5 @@
-"""Fair comparison: whether two medians differ by more than their spreads, and whether runs are of one commit and machine."""
+"""Fair comparison: whether two medians differ by more than their spreads, and whether runs are of one commit and
+machine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ MIXED = "‡"
 
 
 def spread(run: Run, which: str) -> tuple[float, float] | None:
-    """The 95% interval of a pass's median or, with too few samples, p10 to p90, in ms. None for a pass without samples."""
+    """The 95% interval of a pass's median or, with too few samples, p10 to p90, in ms. None for a pass without
+    samples."""
     found = run.times(which)
     if found is None or found.ci95 is not None:
         return found.ci95 if found else None

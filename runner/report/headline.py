@@ -23,9 +23,9 @@ def package(run: Run) -> str:
 
 
 def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool = False) -> Table:
-    """A row for each workload that `auto` did: its time, the time of each external package's fastest setting, which the cell
-    names, and their ratio. Raises ValueError without runs of auto and of an external package, and for rows of several commits or
-    machines unless `allow_mixed`."""
+    """A row for each workload that `auto` did: its time, the time of each external package's fastest setting, which the
+    cell names, and their ratio. Raises ValueError without runs of auto and of an external package, and for rows of
+    several commits or machines unless `allow_mixed`."""
     runs = [run for run in comparable(runs) if run.external or run.attention == AUTO]
     if {run.external for run in runs} != {True, False}:
         raise ValueError("--table headline: needs runs of attention=auto and of an external package in these folders")

@@ -31,8 +31,9 @@ def each_over_several_kernels(runs: Sequence[Run]) -> bool:
 
 
 def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]:
-    """A label for each run: its variant, and those of its options, kernel, transport, replay and timing in which the runs
-    differ. Runs of one label differ in their workload only. `without`: members of WAYS that the table shows elsewhere."""
+    """A label for each run: its variant, and those of its options, kernel, transport, replay and timing in which the
+    runs differ. Runs of one label differ in their workload only. `without`: members of WAYS that the table shows
+    elsewhere."""
     varying = varying_options(runs)
     valid = [run for run in runs if run.status != "invalid"]
     ways = [key for key in WAYS if key not in without and len({getattr(run, key) for run in valid}) > 1]

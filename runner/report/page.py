@@ -33,8 +33,8 @@ details td:first-child { white-space: nowrap; }
 
 @dataclass(frozen=True)
 class Part:
-    """The report of some runs. `charts` has the vega-lite specification of each kind, whose PNG is `prefix` and the kind; `why` says
-    why there are none."""
+    """The report of some runs. `charts` has the vega-lite specification of each kind, whose PNG is `prefix` and the
+    kind; `why` says why there are none."""
 
     title: str
     summary: str

@@ -157,8 +157,8 @@ def _pack(asked: Asked) -> str | None:
 
 
 def read(folders: Iterable[Path]) -> list[Run]:
-    """The runs in these folders and below, in the order of the tables. Files that are no results are named on stderr. Raises
-    ValueError where there is no result."""
+    """The runs in these folders and below, in the order of the tables. Files that are no results are named on stderr.
+    Raises ValueError where there is no result."""
     folders = list(folders)
     found: dict[Path, Result] = {}
     for folder in folders:

@@ -10,7 +10,8 @@ from runner.report.runs import WORKLOAD, Run
 
 @dataclass(frozen=True)
 class Scaling:
-    """Against one device. `mark`: "" for the run's own baseline, "*" for one extrapolated by FLOPs, "†" for the fastest other run."""
+    """Against one device. `mark`: "" for the run's own baseline, "*" for one extrapolated by FLOPs, "†" for the fastest
+    other run."""
 
     speedup: float
     efficiency: float
@@ -18,8 +19,9 @@ class Scaling:
 
 
 def scaling(runs: Sequence[Run]) -> dict[Run, Scaling]:
-    """Of each run with a baseline, or with runs on one device among `runs`: of the same workload (strong scaling) or, if there are
-    none, of as many tokens as a rank has (weak scaling). The efficiency is then the ratio of TFLOP/s per device."""
+    """Of each run with a baseline, or with runs on one device among `runs`: of the same workload (strong scaling) or,
+    if there are none, of as many tokens as a rank has (weak scaling). The efficiency is then the ratio of TFLOP/s per
+    device."""
     found: dict[Run, Scaling] = {}
     several = any(run.ok and (run.world_size or 0) > 1 for run in runs)
     for run in filter(lambda run: run.ok, runs):

@@ -17,7 +17,8 @@ NOISY = "`!`: noisy, the interquartile range is above 5% of the median."
 
 @dataclass
 class Table:
-    """Cells are plain text or **bold**. `left` has the titles of the columns that are aligned left; `notes` stand below."""
+    """Cells are plain text or **bold**. `left` has the titles of the columns that are aligned left; `notes` stand
+    below."""
 
     titles: list[str]
     rows: list[list[str]]

@@ -22,7 +22,8 @@ def rate_title(runs: Sequence[Run]) -> str:
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
-    """A row for each run: the facts in which the runs differ, and what was measured. Columns without a text are left out."""
+    """A row for each run: the facts in which the runs differ, and what was measured. Columns without a text are left
+    out."""
     varying, against = varying_options(runs), scaling(runs)
     columns: dict[str, Callable[[Run], str]] = {
         FACTS[key]: lambda run, key=key: fact(run, key, varying)  # type: ignore[misc]

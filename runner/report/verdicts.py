@@ -32,7 +32,8 @@ class Verdict(StrEnum):
 
 
 def speed(a: Run, b: Run, which: str, tolerance: float) -> tuple[Verdict, Interval | None]:
-    """The verdict on a pass, and the interval of the ratio of its medians. The total of a run without a backward is its forward."""
+    """The verdict on a pass, and the interval of the ratio of its medians. The total of a run without a backward is its
+    forward."""
     if a.ms(which) is None:
         return Verdict.EVEN, None
     if b.ms(which) is None:

@@ -20,9 +20,9 @@ def options(cfg: DictConfig, chosen: Variant[Any] | None) -> dict[str, Any]:
     known = choice.OPTIONS if chosen is None else chosen.options.names()
     for option in found:
         if option not in known:
+            names = ", ".join(known) or "none"
             raise InvalidConfig(
-                f"attention.{shown(option)}: {cfg.attention.name} has no such option; its options: "
-                f"{', '.join(known) or 'none'}"
+                f"attention.{shown(option)}: {cfg.attention.name} has no such option; its options: {names}"
             )
     return found
 
@@ -47,15 +47,13 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
             about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
             chosen.settings(run.options, *about)
     except ValueError as error:
-        drawn = call.seqlens is not None and cfg.seqlens == "random"
-        way_out = (
-            "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64" if drawn else ""
-        )
-        raise InvalidConfig(f"{_by_keys(str(error), run)}{way_out}") from None
+        drawn = "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64"
+        random = call.seqlens is not None and cfg.seqlens == "random"
+        raise InvalidConfig(f"{_by_keys(str(error), run)}{drawn if random else ''}") from None
 
 
 def _by_keys(message: str, run: Experiment) -> str:
-    """A message of the library, which names its arguments, with the command line's keys and values for them."""
+    """A message of the library with the command line's keys and values in place of its arguments."""
     mask = run.workload.mask
     named = {f"window=({mask.left}, {mask.right})": f"window={shown(run.workload.window)}"}
     for key, value in run.options.items():
@@ -84,9 +82,7 @@ def check_replay(run: Experiment, cfg: DictConfig) -> None:
     if replay not in REPLAY:
         raise InvalidConfig(f"replay={shown(replay)}: must be one of {', '.join(REPLAY)}")
     if run.graphs and cudagraph:
-        raise InvalidConfig(
-            f"replay={replay} timing=cudagraph: either forward and backward are captured or whole calls are; use one of the two"
-        )
+        raise InvalidConfig(f"replay={replay} timing=cudagraph: two ways to capture graphs; use one of the two")
     if run.has_trials and cudagraph:
         asked, way_out = f"attention.trials={run.options.get('trials')}", "attention.trials=null"
         if run.best_options:

@@ -44,19 +44,16 @@ def check_group(cfg: DictConfig) -> None:
     launch = cfg.launch
     for key in ("timeout_s", "start_timeout_s"):
         above_zero(f"launch.{key}", launch[key], f"the default is {getattr(Launch, key):g}, inf for no limit")
+    no_limit = "launch.memory_limit_gb=null is no limit"
     if launch.memory_limit_gb == math.inf:
-        raise InvalidConfig(
-            "launch.memory_limit_gb=inf: must be a number of GiB; launch.memory_limit_gb=null is no limit"
-        )
-    above_zero("launch.memory_limit_gb", launch.memory_limit_gb, "launch.memory_limit_gb=null is no limit", 1e9)
+        raise InvalidConfig(f"launch.memory_limit_gb=inf: must be a number of GiB; {no_limit}")
+    above_zero("launch.memory_limit_gb", launch.memory_limit_gb, no_limit, 1e9)
     whole("launch.nodes", launch.nodes, most=MOST_RANKS)
     _check_env(launch.env)
     if launch.endpoint is not None:
         _check_endpoint(launch.endpoint)
     elif launch.nodes > 1:
-        raise InvalidConfig(
-            f"launch.nodes={launch.nodes}: the nodes meet at launch.endpoint=HOST:PORT of the first one; none is given"
-        )
+        raise InvalidConfig(f"launch.nodes={launch.nodes}: needs launch.endpoint=HOST:PORT of the first node")
 
 
 def _check_env(variables: Any) -> None:
@@ -102,18 +99,15 @@ def check_shared_gpu(run: Experiment, cfg: DictConfig) -> None:
     if run.chosen is None:
         raise InvalidConfig(f"{asked} attention=auto: it chooses by times, which mean nothing here; name a variant")
     for option in run.best_options:
-        raise InvalidConfig(
-            f"{asked} attention.{option}=best: it is chosen by times, which mean nothing here; give a value"
-        )
+        raise InvalidConfig(f"{asked} attention.{option}=best: chosen by times, which mean nothing here; give a value")
     if run.transport not in ("auto", "symm"):
         raise InvalidConfig(
             f"{asked} transport={run.transport}: NCCL refuses two ranks on one GPU, and gloo has CPU tensors only; "
             "use transport=symm"
         )
     if run.chosen.external:
-        raise UnsupportedHere(
-            f"{asked} attention={run.variant}: it exchanges over NCCL, which refuses two ranks on one GPU"
-        )
+        nccl = "it exchanges over NCCL, which refuses two ranks on one GPU"
+        raise UnsupportedHere(f"{asked} attention={run.variant}: {nccl}")
     if run.device == "cpu":
         raise UnsupportedHere(f"{asked} on a CPU: no GPU to share; launch.share_gpu=false works here")
 

@@ -21,12 +21,13 @@ class Machine:
 
 
 def check_fits(run: Experiment, machine: Machine) -> None:
-    """Raises InvalidConfig for more ranks than this machine's cores can serve, or inputs that its memory cannot hold."""
+    """Raises InvalidConfig for more ranks than this machine's cores can serve, or inputs that its memory cannot
+    hold."""
     ranks = -(-run.world_size // run.launch.nodes)  # on this node
     most = RANKS_A_CORE * machine.cores
     if run.device == "cpu" and ranks > most:
         raise InvalidConfig(
-            f"world_size={run.world_size}: {ranks} ranks on this machine's {machine.cores} cores; it takes at most {most}"
+            f"world_size={run.world_size}: {ranks} ranks on {machine.cores} cores, which take at most {most}"
         )
     memory, sharing = machine.memory, ranks
     if run.device == "cuda":

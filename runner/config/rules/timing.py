@@ -27,13 +27,9 @@ def check_group(cfg: DictConfig) -> None:
             whole(f"timing.{key}", timing[key], least, MOST_RUNS)
     for key in ("warmup_ms", "settle_ms"):
         if timing[key] is not None and not 0 <= timing[key] <= MOST_MS:
-            raise InvalidConfig(
-                f"timing.{key}={timing[key]:g}: must be a time of at least 0 and at most a day, or null"
-            )
+            raise InvalidConfig(f"timing.{key}={timing[key]:g}: must be from 0 to a day, or null")
     if cfg.order == "interleaved" and timing.method == "simple":
-        raise InvalidConfig(
-            "order=interleaved timing=simple: one mean can't be taken in rounds; use timing=warmup or order=auto"
-        )
+        raise InvalidConfig("order=interleaved timing=simple: one mean has no rounds; use timing=warmup or order=auto")
     for key, highest in {"precision": FINITE, "time_cap_s": MOST_MS / 1e3}.items():
         above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}", highest)
 
@@ -45,9 +41,7 @@ def check_layers(run: Experiment, cfg: DictConfig) -> None:
     asked += ["timing.new_packs=true"] if timing.new_packs else []
     for what in asked:
         if timing.method not in ("warmup", "adaptive"):
-            raise InvalidConfig(
-                f"{what} timing={timing.method}: samples are of one call there; timing=warmup and adaptive have layers"
-            )
+            raise InvalidConfig(f"{what} timing={timing.method}: has one call a sample; use timing=warmup or adaptive")
         if timing.do_bench:
             raise InvalidConfig(f"{what} timing.do_bench=true: that times one call by itself; use one of the two")
     if timing.new_packs:
@@ -60,7 +54,7 @@ def _check_new_packs(run: Experiment) -> None:
         raise InvalidConfig("timing.new_packs=true: this is no pack; give seqlens=random or a list of lengths")
     if run.graphs:
         raise InvalidConfig(
-            f"timing.new_packs=true replay={run.replay}: a graph is of lengths that come again; use replay=none or launches"
+            f"timing.new_packs=true replay={run.replay}: a graph has fixed lengths; use replay=none or launches"
         )
     orders = factorial(len(lengths)) // prod(factorial(n) for n in Counter(lengths).values())
     if orders <= NEW_PACKS:

@@ -16,8 +16,8 @@ MOST_SEQUENCES = 1 << 19  # of a packed batch
 
 
 def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = None, seed: int = 0) -> AttentionCall:
-    """The call that a configuration asks for. Sizes that it leaves open follow from `device` and the variant (None:
-    attention=auto), random lengths from `seed`. Raises InvalidConfig."""
+    """The call of a configuration. Open sizes follow from `device` and the variant (None: attention=auto), random
+    lengths from `seed`. Raises InvalidConfig."""
     sizes = {
         key: whole(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
         for key in ("batch", "heads", "kv_heads", "head_dim", "seq_len")
@@ -71,8 +71,8 @@ def _window(cfg: DictConfig) -> tuple[int, int]:
 
 
 def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) -> tuple[int, ...] | None:
-    """The lengths of a packed batch: as given, drawn, or S/8, S/4, S/2, S/8 for every batch element of a variant for packed
-    batches. None where the batch is not packed."""
+    """The lengths of a packed batch: given, drawn, or S/8, S/4, S/2, S/8 for each batch element of a variant for packed
+    batches. None for a batch that is not packed."""
     given = cfg.seqlens
     seq_len, batch = sizes["seq_len"], sizes["batch"]
     if given is None:
@@ -88,28 +88,20 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
         return (eighth, 2 * eighth, 4 * eighth, eighth) * batch
     if given == "random":
         return _random_lengths(cfg, seq_len * batch, seq_len, seed)
-    if not OmegaConf.is_list(given) or not given or any(not _is_length(n) for n in given):
-        raise InvalidConfig(
-            f"seqlens={shown(given)}: must be a list of lengths, for instance seqlens=[512,1024], random or null"
-        )
+    if not OmegaConf.is_list(given) or not given or any(type(n) is not int or not 1 <= n <= LARGEST for n in given):
+        raise InvalidConfig(f"seqlens={shown(given)}: must be a list such as seqlens=[512,1024], random or null")
     _check_sequences("seqlens", len(given))
     return tuple(given)
 
 
-def _is_length(n: Any) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= LARGEST
-
-
 def _check_sequences(what: str, number: int) -> None:
     if number > MOST_SEQUENCES:
-        raise InvalidConfig(
-            f"{what}: {number} sequences; a packed batch has at most {MOST_SEQUENCES}; give fewer or longer ones"
-        )
+        raise InvalidConfig(f"{what}: {number} sequences; at most {MOST_SEQUENCES}; give fewer or longer ones")
 
 
 def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tuple[int, ...]:
-    """Normal lengths with the given mean and standard deviation that add up to `total`. They are multiples of 64, which any
-    layout on up to 32 ranks divides; of a smaller power of two where the mean is below 128 or 64 does not divide `total`."""
+    """Normally distributed lengths that add up to `total`: multiples of 64, which any layout on up to 32 ranks divides,
+    or of a smaller power of two where the mean is below 128 or 64 does not divide `total`."""
     mean = whole("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
     spread = whole("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
     _check_sequences(f"seqlens=random seqlens_mean={mean}", total // mean)

@@ -323,7 +323,7 @@ def test_passes_are_not_replayed_within_replays_of_whole_calls():
 def test_a_new_pack_each_time_is_not_replayed():
     pack = ("attention=llama3", "seq_len=4096", "seqlens=random", "seqlens_mean=128", "timing.new_packs=true")
     assert resolved(*pack, "timing.layers=4", gpus=2).timing.layers == 4
-    with pytest.raises(InvalidConfig, match=r"replay=graphs: a graph is of lengths that come again"):
+    with pytest.raises(InvalidConfig, match=r"replay=graphs: a graph has fixed lengths"):
         resolved(*pack, "replay=graphs", gpus=2)
 
 

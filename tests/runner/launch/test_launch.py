@@ -74,7 +74,7 @@ def kill_when_working(world, pid):
     """SIGKILL for a process of a world as soon as every rank is at work, while the test waits for what the world answers."""
 
     def kill():
-        while world.alive and [state["phase"] for state in world.states()] != ["working"] * world.spec.world_size:
+        while world.alive and [state["phase"] for state in world.files.states()] != ["working"] * world.spec.world_size:
             time.sleep(0.02)
         if world.alive:
             os.kill(pid, signal.SIGKILL)
@@ -266,7 +266,7 @@ def test_a_rank_that_exited_between_two_jobs_is_no_outcome_of_the_next_one():
     spec = WorldSpec(2, "cpu")
     with Pool() as pool:
         assert pool.call(spec, faults.exit_later, {"rank": 1, "seconds": 0.3}).status == "ok"
-        states = pool.get(spec).states()
+        states = pool.get(spec).files.states()
         while lives(states[1]["pid"]):
             time.sleep(0.01)
         outcome = pool.call(spec, faults.echo, {"value": 1})
@@ -437,7 +437,7 @@ def test_two_nodes_make_one_world_whichever_starts_first(tmp_path, patient, firs
             world = World(spec)
         started.callback(world.close)
         assert world.call(faults.echo, {"value": 1}).result == [1] * 4
-        assert [state["rank"] for state in world.states()] == [0, 1]
+        assert [state["rank"] for state in world.files.states()] == [0, 1]
         time.sleep(0.5)  # all ranks are idle again
         world.close()
         said, errors = agent.communicate(timeout=30)
