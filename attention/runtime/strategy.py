@@ -1,19 +1,16 @@
-"""How a call's launches are made. A strategy takes a key, the function `run`, and its inputs, and gives what
-`run(*inputs)` gives: `eager` calls it; `LaunchReplay` and `GraphReplay` call it the first times, and repeat its
-launches from then on."""
+"""How a call's launches are made. A strategy takes a key, the function `run`, and its inputs, and returns what
+`run(*inputs)` returns. `eager` calls it. `LaunchReplay` and `GraphReplay` call it the first times, and then repeat its
+launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 Run = Callable[..., tuple[Tensor, ...]]
-
-
-def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,10 @@ class Key:
     owner: Any
     stage: Hashable
     state: Hashable = None
-    begin: Callable[[], None] = field(default=_nothing, compare=False)
+    begin: Callable[[], object] = field(default=lambda: None, compare=False)
 
 
-class Strategy(Protocol):
-    def __call__(self, key: Key, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+Strategy = Callable[[Key, Run, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def eager(key: Key, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
