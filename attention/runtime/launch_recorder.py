@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.runtime.launch_trace import Allocation, Launch, LaunchTrace, Layout, Place, View, trace_of
+from attention.runtime.launch_trace import Allocation, Launch, LaunchTrace, Layout, Place, Step, View, freeing
 from attention.runtime.private import triton_launches_watched
 from attention.runtime.strategy import Run
 from attention.runtime.submit import NO_POINTERS, Kept, Scope, recorded_by, submitting
@@ -109,8 +109,9 @@ class LaunchRecorder(TorchDispatchMode):
     def _allocation(self, x: Tensor, given: bool) -> Allocation:
         low, high = _span(x)
         self.count += 1
-        self.allocations.append(Allocation(self.count, Layout.of(x), low, low, high, self.stream(), given))
-        return self.allocations[-1]
+        found = Allocation(self.count, Layout.of(x), low, low, high, self.stream(), given)
+        self.allocations.append(found)
+        return found
 
     def launched(
         self,
@@ -182,8 +183,17 @@ class LaunchRecorder(TorchDispatchMode):
                 self.refuse("a result was not made by this call")
         if self.why is not None:
             return self.why
-        freed = {id(self.made[i]): numbers for i, numbers in self._freed(returned).items()}
-        return trace_of(self.count, self._needed(returned), freed, wanted, self.kept)
+        freed = self._freed(returned)
+        steps: list[Step] = []
+        cleanup: list[bool] = []
+        for i in self._needed(returned):
+            entry = self.made[i]
+            steps.append(entry.step())
+            cleanup.append(isinstance(entry, Launch) and entry.cleanup)
+            if i in freed:
+                steps.append(freeing(freed[i]))
+                cleanup.append(False)
+        return LaunchTrace(self.count, steps, cleanup, wanted, self.kept)
 
     def _freed(self, returned: Sequence[Allocation]) -> dict[int, list[int]]:
         """The numbers of the tensors that are freed after each entry of `made`."""
@@ -197,28 +207,22 @@ class LaunchRecorder(TorchDispatchMode):
                 freed.setdefault(x.last[0], []).extend(numbers)
         return freed
 
-    def _needed(self, returned: Sequence[Allocation]) -> list[Launch | Allocation | View]:
-        """Drops unused allocations, and switches to a stream on which nothing is launched."""
-        switches = self._needed_switches()
-
-        def needed(i: int, x: Launch | Allocation | View) -> bool:
-            if isinstance(x, Allocation):
-                return x.last is not None or x in returned
-            return not (isinstance(x, Launch) and x.scope == "switch") or i in switches
-
-        return [x for i, x in enumerate(self.made) if needed(i, x)]
-
-    def _needed_switches(self) -> set[int]:
-        """The stream switches on which a later launch, a later allocation or the caller depends."""
+    def _needed(self, returned: Sequence[Allocation]) -> list[int]:
+        """The entries of `made` without unused allocations, and without stream switches on which no later launch, no
+        later allocation and not the caller depends."""
+        unused = {
+            i for i, x in enumerate(self.made) if isinstance(x, Allocation) and x.last is None and x not in returned
+        }
         switches = [i for i, x in enumerate(self.made) if isinstance(x, Launch) and x.scope == "switch"]
-        needed, now = set(), self.first
+        now = self.first
         for i, end in pairwise([*switches, len(self.made)]):
             (stream,) = cast(Launch, self.made[i]).arguments
             last = end == len(self.made)
             if stream != now and (last or any(map(_on_current_stream, self.made[i + 1 : end]))):
-                needed.add(i)
                 now = stream
-        return needed
+            else:
+                unused.add(i)
+        return [i for i in range(len(self.made)) if i not in unused]
 
 
 def _on_current_stream(x: Launch | Allocation | View) -> bool:

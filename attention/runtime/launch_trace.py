@@ -4,7 +4,7 @@ it does what the eager call would do, so some ranks may replay a call that other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -165,27 +165,7 @@ class LaunchTrace:
         return tuple([inputs[i] if is_input else tensors[i] for is_input, i in self.wanted])
 
 
-def trace_of(
-    count: int,
-    made: Sequence[Launch | Allocation | View],
-    freed: Mapping[int, Sequence[int]],
-    wanted: list[tuple[bool, int]],
-    kept: list[Tensor],
-) -> LaunchTrace:
-    """The trace of recorded entries. freed: by the identity of an entry, the numbers of the tensors that nothing uses
-    after it."""
-    steps: list[Step] = []
-    cleanup: list[bool] = []
-    for each in made:
-        steps.append(each.step())
-        cleanup.append(isinstance(each, Launch) and each.cleanup)
-        if id(each) in freed:
-            steps.append(_freeing(freed[id(each)]))
-            cleanup.append(False)
-    return LaunchTrace(count, steps, cleanup, wanted, kept)
-
-
-def _freeing(numbers: Sequence[int]) -> Step:
+def freeing(numbers: Sequence[int]) -> Step:
     def free(tensors: list[Any], starts: list[int]) -> None:
         for number in numbers:
             tensors[number] = None
