@@ -1,7 +1,6 @@
-"""`python -m runner.calibrate`: measures the kernels that `auto` chooses among, for each class of call, on this GPU,
-and prints the table; `--write` renews the package's own, `--output FILE` another. Each kernel is first compared with a
-reference, and one that fails, runs out of memory or refuses is not ranked. Classes not reached within `--limit-s` keep
-what the table had."""
+"""`python -m runner.calibrate`: measures the kernels that `auto` chooses among, for each class of call, on this GPU, and
+prints the table; `--write` renews the package's own, `--output FILE` another. Each kernel is first compared with a reference,
+and one that fails, runs out of memory or refuses is not ranked. Classes not reached within `--limit-s` keep their rates."""
 
 from __future__ import annotations
 
@@ -12,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from attention.geometry import counts
 from attention.masks.band import Band
 from attention.measured import rates
 from attention.measured.rates import CallClass, Rate
+from runner import environment
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # --help needs no torch
     from torch import Tensor
 
     from attention.kernels import Call, Kernel
@@ -118,23 +119,17 @@ def inputs(call: CallClass, given: Sizes, device: str) -> tuple[Tensor, Tensor, 
 
 def worst_error(kernel: Kernel, call: CallClass, given: Sizes, device: str) -> str | None:
     """The result that exceeds its tolerance against plain attention in fp32, with its error; None if all pass."""
-    import torch
-
     from attention.kernels import KERNELS
+    from runner.measure.reference import exact_matmul
 
     q, k, v, dout, made = inputs(call, given, device)
     out, lse = kernel.forward(q, k, v, made)
     found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, made))
     q_, k_, v_, dout_ = (x.float() for x in (q, k, v, dout))
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        expected_out, expected_lse = KERNELS["math"].forward(q_, k_, v_, made)
-        grads = KERNELS["math"].backward(dout_, q_, k_, v_, expected_out, expected_lse, made)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    names = ("out", "lse", "dq", "dk", "dv")
-    for name, x, expected in zip(names, found, (expected_out, expected_lse, *grads), strict=True):
+    with exact_matmul():
+        of_forward = KERNELS["math"].forward(q_, k_, v_, made)
+        reference = (*of_forward, *KERNELS["math"].backward(dout_, q_, k_, v_, *of_forward, made))
+    for name, x, expected in zip(("out", "lse", "dq", "dk", "dv"), found, reference, strict=True):
         error = ((x.float() - expected).norm() / expected.norm()).item()
         if not error < TOLERANCES[name.startswith("d")]:  # NaN too
             return f"incorrect: {name} is off by {error:.2g}"
@@ -148,17 +143,14 @@ def measure(
     import torch
 
     from attention.kernels import Shape, refusal
-    from runner.measure import statistics, timing
+    from runner.measure import timing
 
     given = sizes(call, tiny)
-    packed = call.layout == "packed"
-    shape = Shape(device, torch.bfloat16, given.heads, given.kv_heads, call.head_dim, packed)
-    reason = refusal(kernel, shape, given.mask)
-    if reason:
+    shape = Shape(device, torch.bfloat16, given.heads, given.kv_heads, call.head_dim, call.layout == "packed")
+    if reason := refusal(kernel, shape, given.mask):
         return reason
     try:
-        reason = worst_error(kernel, call, checked(call, tiny), device)
-        if reason:
+        if reason := worst_error(kernel, call, checked(call, tiny), device):
             return reason
         work = Work(kernel, call, given, device)
         if device == "cuda":
@@ -168,9 +160,8 @@ def measure(
         else:
             watch, flush = timing.CpuStopwatch(None), None
         with timing.undisturbed():
-            each_ms = timing.warm(work, watch, 3, 0 if tiny else 50, lambda more: more).back_to_back_ms
-            cap_ms = 0 if tiny else SETTLE_MS
-            timing.settle(work, watch, cap_ms, each_ms or 1.0, lambda mine: [mine], lambda more: more, flush)
+            each_ms = timing.warm(work, watch, 3, 0 if tiny else 50).back_to_back_ms
+            timing.settle(work, watch, 0 if tiny else SETTLE_MS, each_ms or 1.0, flush=flush)
             taken = timing.sample(work, watch, samples, flush)
     except Exception as error:  # one kernel that fails must not end the rest
         if device == "cuda":
@@ -178,7 +169,7 @@ def measure(
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     shapes = counts.Shapes(given.batch, given.heads, given.kv_heads, call.head_dim, 2)
     flops = counts.forward_flops(shapes, given.pairs)
-    forward, backward = (statistics.quantile(sorted(taken[which]), 0.5) for which in work.passes)
+    forward, backward = (median(taken[which]) for which in work.passes)
     return flops / forward / 1e9, counts.BACKWARD * flops / backward / 1e9
 
 
@@ -236,19 +227,16 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"--kernels {' '.join(unknown)}: no such kernel; there are {', '.join(KERNELS)}", file=sys.stderr)
         return 2
-    tiny = asked.hardware == "cpu"
     wanted = classes(**{name: getattr(asked, name) for name in CHOICES})
     stop = time.monotonic() + asked.limit_s
     made: list[Rate] = []
     done = 0
-    for call, found, reasons in calibrate(
-        wanted,
-        names,
-        lambda name, call: measure(KERNELS[name], call, asked.hardware, tiny, asked.samples),
-        gpu_name() or "cpu",
-        versions(),
-        lambda: stop - time.monotonic(),
-    ):
+
+    def one(name: str, call: CallClass) -> tuple[float, float] | str:
+        return measure(KERNELS[name], call, asked.hardware, asked.hardware == "cpu", asked.samples)
+
+    about = gpu_name() or "cpu", versions()
+    for call, found, reasons in calibrate(wanted, names, one, *about, lambda: stop - time.monotonic()):
         made += found
         done += 1
         ranked = sorted(found, key=lambda r: r.seconds_per_tflop(True))
@@ -270,11 +258,9 @@ def main(arguments: list[str]) -> int:
 
 def versions() -> str:
     """The versions that a rate depends on, in a line."""
-    from runner import environment
-
-    found = {name: environment.host()["packages"].get(name) for name in PACKAGES}
     import torch
 
+    found = {name: environment.host()["packages"].get(name) for name in PACKAGES}
     found |= {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
     return " ".join(f"{name}={version}" for name, version in found.items() if version)
 

@@ -23,6 +23,7 @@ PACKAGES = (
 )  # fmt: skip
 VARIABLES = re.compile(r"^(NCCL|TORCH|CUDA|OMP|MKL|GLOO|PYTORCH|TRITON|NVSHMEM|SLURM_(JOB_ID|NNODES|NTASKS|NODELIST))")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+DIRTY = {"1": True, "true": True, "dirty": True, "0": False, "false": False, "clean": False}
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = Path(__file__).with_name("COMMIT")  # in a copy without .git; git ignores it
 
@@ -35,24 +36,20 @@ def _output(*command: str, cwd: Path | None = None) -> str | None:
 
 
 def period(started: float) -> dict[str, float]:
-    """From then (Unix time) until now."""
+    """The start (Unix time) and the seconds since then."""
     return {"started_at": started, "seconds": time.time() - started}
 
 
 @lru_cache
 def host() -> dict[str, Any]:
     """Facts that do not change while the program runs. No torch."""
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
     return {
         "host": platform.node(),
         "machine_id": _identity("/etc/machine-id"),
         "boot_id": _identity("/proc/sys/kernel/random/boot_id"),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "cpu": cpu,
+        "cpu": _value("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory_bytes(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
@@ -64,8 +61,8 @@ def host() -> dict[str, Any]:
 
 def memory_bytes() -> int | None:
     """This machine's memory."""
-    lines = _lines("/proc/meminfo")
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal")), None)
+    total = _value("/proc/meminfo", "MemTotal")
+    return int(total.split()[0]) * 1024 if total else None
 
 
 def _version(package: str) -> str | None:
@@ -82,6 +79,11 @@ def _lines(path: str) -> list[str]:
         return []
 
 
+def _value(path: str, key: str) -> str | None:
+    """The value of a line `key: value`."""
+    return next((line.split(":", 1)[1].strip() for line in _lines(path) if line.startswith(key)), None)
+
+
 def _identity(path: str) -> str | None:
     """A short hash of the id in a file. It distinguishes machines (or boots) and reveals nothing else."""
     lines = [line for line in _lines(path) if line.strip()]
@@ -89,41 +91,32 @@ def _identity(path: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """`commit` and `dirty` of this copy of the program, and their `source`: git, or for a copy without its history the
-    variables RUNNER_GIT_COMMIT and RUNNER_GIT_DIRTY, or its file runner/COMMIT; null where they are unknown."""
+    """`commit` and `dirty` of this copy of the program, and their `source`: git, or for a copy without .git the variables
+    RUNNER_GIT_COMMIT and RUNNER_GIT_DIRTY, or its file runner/COMMIT; null if unknown."""
     top = _output("git", "rev-parse", "--show-toplevel", cwd=ROOT)
     commit = _output("git", "rev-parse", "HEAD", cwd=ROOT) if top and Path(top) == ROOT.resolve() else None
     if commit is not None:
         status = _output("git", "status", "--porcelain", cwd=ROOT)
         return {"commit": commit, "dirty": bool(status) if status is not None else None, "source": "git"}
-    commit = os.environ.get("RUNNER_GIT_COMMIT")
-    if commit:
-        return {"commit": commit, "dirty": _truth(os.environ.get("RUNNER_GIT_DIRTY")), "source": "RUNNER_GIT_COMMIT"}
-    stamp = (*" ".join(_lines(str(STAMP))).split(), "")
-    if stamp[0]:
-        return {"commit": stamp[0], "dirty": {"clean": False, "dirty": True}.get(stamp[1]), "source": "runner/COMMIT"}
-    return {"commit": None, "dirty": None, "source": None}
-
-
-def _truth(text: str | None) -> bool | None:
-    return {"1": True, "true": True, "0": False, "false": False}.get((text or "").strip().lower())
+    if commit := os.environ.get("RUNNER_GIT_COMMIT"):
+        dirty = os.environ.get("RUNNER_GIT_DIRTY", "").strip().lower()
+        return {"commit": commit, "dirty": DIRTY.get(dirty), "source": "RUNNER_GIT_COMMIT"}
+    commit, dirty = [*" ".join(_lines(str(STAMP))).split(), "", ""][:2]
+    return {"commit": commit or None, "dirty": DIRTY.get(dirty), "source": "runner/COMMIT" if commit else None}
 
 
 def changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two results' environments so that their times are not of one kind: the commit, the packages,
-    the machine, or its GPUs. Empty where nothing does."""
-    differ: dict[str, tuple[Any, Any]] = {
-        "commit": (_commit(earlier), _commit(now)),
-        "packages": (earlier.get("packages"), now.get("packages")),
-        "machine": (earlier.get("machine_id"), now.get("machine_id")),
-        "GPUs": (_gpus(earlier), _gpus(now)),
-    }
-    return [what for what, (before, after) in differ.items() if before != after]
+    """The differences between two results' environments that make their times incomparable: the commit, the packages, the
+    machine, or its GPUs."""
+    before, after = _compared(earlier), _compared(now)
+    return [what for what in before if before[what] != after[what]]
 
 
-def _commit(found: Mapping[str, Any]) -> tuple[Any, Any]:
+def _compared(found: Mapping[str, Any]) -> dict[str, Any]:
     git = found.get("git") or {}
-    return git.get("commit"), git.get("dirty")
+    commit = git.get("commit"), git.get("dirty")
+    machine = found.get("machine_id")
+    return {"commit": commit, "packages": found.get("packages"), "machine": machine, "GPUs": _gpus(found)}
 
 
 def _gpus(found: Mapping[str, Any]) -> tuple[list[Any], Any] | None:
@@ -145,9 +138,8 @@ def commit_text(git: dict[str, Any] | None) -> str:
 
 
 def stamp() -> str:
-    """What runner/COMMIT holds in a copy made of this checkout: the commit, and `clean` or `dirty`.
-
-    Raises RuntimeError where the commit, or whether there are uncommitted changes, is unknown."""
+    """The content of runner/COMMIT for a copy of this checkout: the commit, and `clean` or `dirty`. Raises RuntimeError if
+    either is unknown."""
     found = _git()
     if found["commit"] is None or found["dirty"] is None:
         raise RuntimeError(f"{commit_text(found)}: only a git checkout can be stamped")
@@ -162,13 +154,13 @@ def gpu_count() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    return min(present, len([x for x in visible.split(",") if x.strip() and x.strip() != "-1"]))
+    return min(present, sum(x.strip() not in ("", "-1") for x in visible.split(",")))
 
 
 @lru_cache
 def gpu_memory_bytes() -> int | None:
-    """Memory of the largest GPU that this process may use, without touching CUDA. CUDA_VISIBLE_DEVICES is followed where it
-    names GPUs by their UUID, or by number in nvidia-smi's order; in CUDA's own order a number may be any GPU."""
+    """Memory of the largest GPU that this process may use, without initialising CUDA. CUDA_VISIBLE_DEVICES counts if it names
+    GPUs by UUID, or by number in nvidia-smi's order; in CUDA's own order a number may be any GPU."""
     listed = _output("nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits") or ""
     rows = [line.rpartition(",")[::2] for line in listed.splitlines()]
     found = {uuid.strip(): int(size) * 2**20 for uuid, size in rows if size.strip().isdigit()}
@@ -208,7 +200,7 @@ def topology() -> str | None:
 
 
 def of_torch(device: str) -> dict[str, Any]:
-    """What torch knows, from within a rank."""
+    """The facts from torch, within a rank."""
     import torch
 
     found: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}

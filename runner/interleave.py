@@ -1,4 +1,4 @@
-"""This program's launcher for Hydra: compared runs of a sweep take turns. `runner.rounds` describes the design."""
+"""A launcher for Hydra: compared runs of a sweep take turns, as `runner.rounds` describes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Interleaving(BasicLauncher):
 
 
 def _further(runs: Sequence[app.Unfinished]) -> None:
-    """Does the missing rounds of one group of runs; an earlier command may have done some."""
+    """Does the missing rounds of a group of runs; an earlier command may have done some."""
     left: list[app.Unfinished | None] = list(runs)
     most = max((run.rounds for run in runs), default=1)
     for this in range(1, most):
@@ -58,6 +58,5 @@ def _further(runs: Sequence[app.Unfinished]) -> None:
 
 
 def register() -> None:
-    """Replaces `hydra/launcher=basic` by our launcher. Hydra finds launchers by a class name in its own packages or in
-    installed plugins; this is neither."""
+    """Replaces `hydra/launcher=basic` by our launcher, which is neither in Hydra's packages nor an installed plugin."""
     Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = Interleaving

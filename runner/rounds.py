@@ -1,49 +1,45 @@
-"""Sweeps that compare runs take their samples in rounds, so that a drift of the machine affects all runs equally.
-
-A sweep that runs job after job would compare the first minutes of a machine with its last: GPUs get warmer, other jobs
-start. So compared runs take turns. Runs are compared if their overrides differ only in the attention variant, its
-options, the kernel, the transport and the replay (`COMPARED`). Three of them, in three rounds, run as
+"""Sweeps that compare runs take their samples in rounds, so that a drift of the machine affects all runs equally: GPUs get
+warmer, other jobs start. Runs are compared if their overrides differ only in `COMPARED`. Three of them, in three rounds, run as
 
     A B C   B C A   C A B
 
 and each turn takes a third of a run's samples.
 
-- A turn is a job in the warm world: inputs from the same seed, the correctness check, a warm-up, then this round's
-  share of `timing_runs`. So every number is checked, and only one run's inputs are in memory.
-- The first turn does everything that is done once: phases, profile, baseline, memory, do_bench, counters.
-  `attention=auto` chooses there, and later turns run its choice.
-- After each turn `result.json` and `samples.parquet` are rewritten completely. The statistics cover all samples so far;
-  `timing.rounds` has the number of rounds done and planned, each round's medians and their drift. An interrupted sweep
-  leaves valid results with fewer samples, and `resume=true` does the missing rounds.
-- A run that fails in a later turn is a failed run, without times. Its other turns are skipped. The other runs continue,
-  in a new world if the old one was lost.
+- A turn is a job in the warm world: inputs from the same seed, the correctness check, a warm-up, then this round's share of
+  `timing_runs`. So every number is checked, and only one run's inputs are in memory.
+- The first turn also does phases, profile, baseline, memory, do_bench and counters, once. `attention=auto` chooses there, and
+  later turns run its choice.
+- After each turn `result.json` and `samples.parquet` are rewritten. The statistics cover all samples so far; `timing.rounds`
+  has the rounds done and planned, each round's medians and their drift. An interrupted sweep leaves valid results with fewer
+  samples, and `resume=true` does the missing rounds.
+- A run that fails in a later turn is a failed run, without times. Its other turns are skipped. The other runs continue, in a
+  new world if the old one was lost.
 
-`order=auto` interleaves if a sweep compares runs and each turn gets at least `LEAST_SAMPLES` samples: 20 samples are
-three rounds, the 6 of a CPU are two, and `timing=simple`, with its single mean, is one. One round is also used with
-`launch.fresh=true`, where each turn would start a world, and on a CPU where the samples have less than
-`LEAST_CPU_FLOP`: they take about a second, in which a machine does not drift, and less than the check and warm-up of a
-turn. (A sweep of 20 tiny runs took three times as long in turns.) `order=interleaved` also makes turns of single
-samples; `order=sequential` runs job after job, as on the command line.
+`order=auto` interleaves if a sweep compares runs and each turn gets at least `LEAST_SAMPLES` samples. There is one round with
+`timing=simple` (a single mean), with `launch.fresh=true` (each turn would start a world), and on a CPU where the samples have
+less than `LEAST_CPU_FLOP`: they take about a second, in which a machine does not drift, and less than a turn's check and
+warm-up. `order=interleaved` also makes turns of single samples; `order=sequential` runs job after job.
 
-This module needs no world: which runs are compared, how samples are divided, and how rounds are joined.
-`runner.interleave` gives Hydra's jobs in that order, and `runner.app` does a turn. No torch here."""
+This module divides samples and joins rounds; it needs no world and no torch. `runner.interleave` gives Hydra's jobs in that
+order, and `runner.app` does a turn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
-from statistics import median
 from typing import Any
 
 from runner.config.experiment import Experiment
 from runner.measure import metrics, statistics
+from runner.measure.sampler import of_values
 from runner.measure.statistics import Samples
 
 ROUNDS = 3
 LEAST_SAMPLES = 3  # per turn, under order=auto
 LEAST_CPU_FLOP = 1e11  # in all samples of a run on a CPU, under order=auto; two cores do some 50 GFLOP/s
 METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # with one sample per call; `simple` has one mean
+OF_WARMUP = ("warmup_iterations", "warmup_settled", "back_to_back_ms")
 COMPARED = ("attention", "kernel", "transport", "replay", "launch.fault")
 
 
@@ -62,7 +58,7 @@ def _compared(override: str) -> bool:
 
 
 def number(order: str, spec: Experiment, compared: int) -> int:
-    """The rounds of a run that is one of `compared`."""
+    """The number of rounds of a run in a group of `compared` runs."""
     samples = spec.timing.timing_runs
     if order == "sequential" or compared < 2 or spec.timing.method not in METHODS:
         return 1
@@ -74,7 +70,7 @@ def number(order: str, spec: Experiment, compared: int) -> int:
 
 
 def _short(spec: Experiment) -> bool:
-    """Whether the samples take too little time for a machine to drift. On GPUs a warm world's turn is cheap: never."""
+    """Whether the samples take too little time for a machine to drift. Never on GPUs, where a turn is cheap."""
     flops = metrics.flops(spec)
     one = flops.get("total", flops["forward"]) * spec.timing.layers
     return spec.device == "cpu" and one * spec.timing.timing_runs < LEAST_CPU_FLOP
@@ -87,8 +83,8 @@ def turns(runs: int, this: int, rounds: int) -> list[int]:
 
 
 def part(spec: Experiment, this: int, rounds: int) -> Experiment:
-    """What a run does in round `this` of `rounds`, counted from 0: its share of the samples, and what is done once only
-    in the first. Adaptive needs sqrt(rounds) times less precision of a round, as its samples are that share of all."""
+    """The run's turn in round `this` of `rounds`, counted from 0: its share of the samples. Adaptive timing needs sqrt(rounds)
+    times less precision in a round than in all."""
     timing = spec.timing
     if rounds > 1:
         every, more = divmod(timing.timing_runs, rounds)
@@ -115,9 +111,7 @@ def _one(found: Mapping[str, Any], started_at: float) -> dict[str, Any]:
     return {
         "samples": timing["passes"]["forward"]["n"],
         "median_ms": {which: summary["median"] for which, summary in timing["passes"].items()},
-        **{
-            key: timing.get(key) for key in ("warmup_iterations", "warmup_settled", "back_to_back_ms")
-        },  # none of simple
+        **{key: timing.get(key) for key in OF_WARMUP},  # missing with timing=simple
         "started_at": started_at,
         "during": found["environment"]["during"],
     }
@@ -139,8 +133,8 @@ def unfinished(value: Mapping[str, Any]) -> bool:
 def joined(
     value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], period: Mapping[str, float]
 ) -> dict[str, Any]:
-    """A result with one more round: `samples` are all ranks' of all rounds, `later` is what that round's job returned,
-    and `period` when it began and how long it took, as `environment.period` has it."""
+    """A result with one more round. samples: all ranks' of all rounds. later: what that round's job returned. period: when it
+    began and how long it took, as `environment.period`."""
     spec = Experiment.from_plain(value["experiment"])
     before = value["timing"]
     found = statistics.of_ranks(samples)
@@ -171,15 +165,14 @@ def joined(
 
 
 def _all_during(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What was sampled in all rounds: of each device the least and the most, the median of the rounds' medians, and
-    every throttle reason that was seen."""
+    """The clocks of all rounds: for each device the least, the most, the median of the rounds' medians, and all throttle
+    reasons seen."""
     by_device: dict[str, list[Mapping[str, Any]]] = {}
     for during in rounds:
         for entry in during["by_device"]:
             by_device.setdefault(entry["device"], []).append(entry)
-    common = {
-        key: next((one[key] for one in rounds if one[key] is not None), None) for key in ("period_ms", "unavailable")
-    }
+    names = ("period_ms", "unavailable")
+    common = {name: next((one[name] for one in rounds if one[name] is not None), None) for name in names}
     return {**common, "by_device": [_one_device(entries) for entries in by_device.values()]}
 
 
@@ -189,11 +182,8 @@ def _one_device(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         taken = [entry[key] for entry in entries if entry.get(key) is not None]
         if key == "throttle_reasons":
             whole[key] = sorted({reason for reasons in taken for reason in reasons})
-        elif taken:
-            lows, middles, highs = ([each[name] for each in taken] for name in ("min", "median", "max"))
-            whole[key] = {"min": min(lows), "median": median(middles), "max": max(highs)}
         else:
-            whole[key] = None
+            whole[key] = of_values(*([each[name] for each in taken] for name in ("min", "median", "max")))
     return whole
 
 
