@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
 MOST_ROUNDS = 6
 VERSION = 2  # of the method
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """rows: of the square matrices. copied: bytes of the copied tensor. sent: bytes that a rank sends."""
+
+    rows: int
+    copied: int
+    sent: int
+    repeats: int
+
+
+SIZES = {"cuda": Sizes(8192, 1 << 30, 1 << 27, 5), "cpu": Sizes(768, 1 << 26, 1 << 22, 2)}
 
 _known: dict[tuple[str, int], dict[str, Any]] = {}  # by dtype and world size, in this process
 _again: set[tuple[str, int]] = set()  # measured again after a run exceeded them, which is done once
@@ -112,21 +126,12 @@ def _measured(me: Rank, dtype: str) -> dict[str, Any]:
 def _fits(me: Rank) -> bool:
     """Whether every rank has enough free memory to measure."""
     try:
-        torch.empty(2 * _copied(me) + (me.world + 1) * _sent(me), dtype=torch.uint8, device=me.device)
+        sizes = SIZES[me.device.type]
+        torch.empty(2 * sizes.copied + (me.world + 1) * sizes.sent, dtype=torch.uint8, device=me.device)
         fits = True
     except (RuntimeError, MemoryError):
         fits = False
     return all(me.gather(fits))
-
-
-def _copied(me: Rank) -> int:
-    """Bytes of the copied tensor."""
-    return 1 << 30 if me.device.type == "cuda" else 1 << 26
-
-
-def _sent(me: Rank) -> int:
-    """Bytes that a rank sends."""
-    return 1 << 27 if me.device.type == "cuda" else 1 << 22
 
 
 def steady(rate: Callable[[], float]) -> float:
@@ -165,7 +170,7 @@ def _best_s(me: Rank, run: Callable[[], object], inner: int) -> float:
     watch = stopwatch(me, together=me.world > 1)
     run()
     times = []
-    for _ in range(5 if me.device.type == "cuda" else 2):
+    for _ in range(SIZES[me.device.type].repeats):
         marks = between_marks(watch, several)
         watch.settle()
         times.append(watch.elapsed(*marks))
@@ -173,21 +178,21 @@ def _best_s(me: Rank, run: Callable[[], object], inner: int) -> float:
 
 
 def _matmul_tflops(me: Rank, dtype: torch.dtype) -> float:
-    n = 8192 if me.device.type == "cuda" else 768
+    n = SIZES[me.device.type].rows
     a, b = (torch.randn(n, n, device=me.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * n**3 / _best_s(me, lambda: torch.mm(a, b, out=out), 3) / 1e12
 
 
 def _copy_gb_s(me: Rank) -> float:
-    n = _copied(me)
+    n = SIZES[me.device.type].copied
     a = torch.ones(n, dtype=torch.uint8, device=me.device)
     b = torch.empty_like(a)
     return 2 * n / _best_s(me, lambda: b.copy_(a), 2) / 1e9
 
 
 def _link_gb_s(me: Rank) -> float:
-    n = _sent(me)
+    n = SIZES[me.device.type].sent
     mine = torch.ones(n, dtype=torch.uint8, device=me.device)
     everything = torch.empty(n * me.world, dtype=torch.uint8, device=me.device)
     seconds = _best_s(me, lambda: dist.all_gather_into_tensor(everything, mine), 2)

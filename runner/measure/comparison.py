@@ -18,7 +18,6 @@ from runner.measure import pieces
 from runner.measure.attention_work import ROLES, AttentionWork
 from runner.measure.errors import Error, Tolerance, described, total
 from runner.measure.pieces import Piece
-from runner.measure.reference import Reference
 from runner.measure.workload import Compared
 
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
@@ -91,7 +90,7 @@ class _Comparison:
         if not with_scales:
             self.scales = {}
         # an external package's `auto` is a kernel of its own
-        own = experiment.kernel == "auto" and work.fn.variant.executor != "external"
+        own = experiment.kernel == "auto" and not work.fn.variant.external
         self.kernel = "auto" if own else work.plan.kernel.name
 
     def add_pieces(self, most_bytes: int) -> float:
@@ -126,25 +125,16 @@ class _Comparison:
         reference = piece.reference.to(device)
         for name, x in self.whole.items():
             heads = 1 if ROLES[name] == "kv" else spec.heads // spec.kv_heads
-            value, scales, here = reference.values[name], reference.scales(name), piece.of(x, heads)
-            if name == "lse":
-                here, value = without_keys(here, value.unsqueeze(-1))
             rtol = self.limits[name].absolute if name in self.limits else 0.0
-            self.errors[name].add(here, value, scales, rtol, piece.places(heads))
+            piece.add(self.errors[name], piece.of(x, heads), reference, name, rtol)
             if name in self.scales:
-                piece.put(self.scales[name], heads, scales)
+                piece.put(self.scales[name], heads, reference.scales(name))
         if new:
-            piece.local[self.kernel] = self._local_errors(piece, inputs, reference)
+            errors = piece.local[self.kernel] = {name: Error() for name in self.local}
+            for name, x in self._local(inputs).items():
+                here = piece.mine(x if x.dim() == 3 else x[0])
+                piece.add(errors[name], here, reference, name, self.limits[name].absolute)
         self.local = {name: error.plus(piece.local[self.kernel][name]) for name, error in self.local.items()}
-
-    def _local_errors(self, piece: Piece, inputs: dict[str, Tensor], reference: Reference) -> dict[str, Error]:
-        errors = {}
-        for name, x in self._local(inputs).items():
-            errors[name] = Error()
-            found = piece.mine(x if x.dim() == 3 else x[0])
-            rtol, places = self.limits[name].absolute, piece.places(found.shape[1])
-            errors[name].add(found, reference.values[name], reference.scales(name), rtol, places)
-        return errors
 
     def _local(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """out, dq, dk, dv of a call of the kernel on one device, with a batch dim of 1 unless packed."""
@@ -191,9 +181,3 @@ class _Comparison:
         tolerance |= {name: getattr(self.experiment.dtype, name) for name in IN_RESULT}
         text = "; ".join(why) or None
         return {"passed": not why, "why": text, "tensors": tensors, "lse": lse, "tolerance": tolerance}
-
-
-def without_keys(x: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """x and expected, with 0 where both are -inf: the LSE of a row without keys."""
-    both = (x == -torch.inf) & (expected == -torch.inf)
-    return x.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)

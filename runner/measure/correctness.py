@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure.errors import Error, Place, Tolerance, total
+from runner.measure.errors import Error, Tolerance, total
 from runner.measure.timing import iterate
 from runner.measure.workload import Passes, Workload
 from runner.measure.workloads import WORKLOADS
@@ -95,14 +95,10 @@ def _errors(me: Rank, work: Workload, outputs: dict[str, Tensor], kept: Kept, si
     """The errors of the outputs against `sign` times the kept ones, over all ranks."""
     errors = {name: Error() for name in outputs}
     for name, x in outputs.items():
-        tokens = work.rows(name)
-        for number, (mine, value, scale) in enumerate(_by_batch(x, kept.outputs[name], kept.scales[name])):
+        tokens, atol = work.rows(name), kept.limits[name].absolute
+        for batch, (mine, value, scale) in enumerate(_by_batch(x, kept.outputs[name], kept.scales[name])):
             expected = sign * value.to(me.device, torch.float32)
-
-            def place(token: int, head: int, batch: int = number, tokens: Tensor = tokens) -> Place:
-                return batch, int(tokens[token]), head
-
-            errors[name].add(mine, expected, scale.to(me.device), kept.limits[name].absolute, place)
+            errors[name].add(mine, expected, scale.to(me.device), atol, batch, tokens)
     everyone = me.gather(errors)
     return {name: total(rank[name] for rank in everyone) for name in errors}
 

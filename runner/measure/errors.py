@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -48,10 +48,17 @@ class Error:
     weight: float = 0.0  # sum over rows of <ref, ref> / scale^2
 
     def add(
-        self, x: Tensor, reference: Tensor, scales: Tensor, rtol: float, place: Callable[[int, int], Place]
+        self,
+        x: Tensor,
+        reference: Tensor,
+        scales: Tensor,
+        rtol: float,
+        batch: int = 0,
+        tokens: Tensor | None = None,
+        head: int = 0,
     ) -> None:
-        """Adds x and reference, `[tokens, heads, D]`; scales: `[tokens, heads]`. place: (token, head) to the place in
-        the whole."""
+        """Adds x and reference, `[rows, heads, D]`; scales: `[rows, heads]`. batch, tokens, head: the batch element, each row's
+        token (default: its number) and the first head, to name a place in the whole."""
         delta = x.to(reference.dtype) - reference
         self.finite &= bool(torch.isfinite(x).all())
         self.difference += float(delta.double().square().sum())
@@ -64,7 +71,9 @@ class Error:
         rows = (norms / scales).masked_fill_(norms == 0, 0.0).nan_to_num_(math.inf, math.inf)
         worst = int(rows.argmax())
         if float(rows.flatten()[worst]) > self.row or self.row_at is None:
-            self.row, self.row_at = float(rows.flatten()[worst]), place(*divmod(worst, rows.shape[1]))
+            row, here = divmod(worst, rows.shape[1])
+            self.row = float(rows.flatten()[worst])
+            self.row_at = batch, row if tokens is None else int(tokens[row]), head + here
         by = scales.masked_fill(scales == 0, math.inf).unsqueeze(-1)
         scaled = reference / by
         along = (delta / by * scaled).sum(-1).double()

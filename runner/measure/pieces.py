@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from attention.geometry import counts
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import global_input
-from runner.measure.errors import Error, Place
+from runner.measure.errors import Error
 from runner.measure.reference import Reference, Rows, Seen, attend
 
 SHARED_ROWS = 64  # ranks share a piece if each gets two chunks of at least so many queries
@@ -36,13 +35,14 @@ class Piece:
     local: dict[str, dict[str, Error]] = field(default_factory=dict)  # errors of a local call, by the requested kernel
 
     @property
-    def tokens(self) -> Tensor | slice:
-        """An index of this rank's tokens."""
-        return slice(None) if self.rows is None else torch.cat([torch.arange(*rows) for rows in self.rows])
+    def tokens(self) -> Tensor | None:
+        """This rank's tokens, int64 on the CPU; None for all."""
+        return None if self.rows is None else torch.cat([torch.arange(*rows) for rows in self.rows])
 
     def mine(self, x: Tensor) -> Tensor:
         """This rank's tokens of `[S, ...]`."""
-        return x[self.tokens]
+        tokens = self.tokens
+        return x if tokens is None else x[tokens]
 
     def _heads(self, whole: Tensor, packed: bool, heads: int) -> Tensor:
         """This piece's `[S, heads, ...]` of a tensor of all batch elements and heads."""
@@ -54,16 +54,21 @@ class Piece:
 
     def put(self, whole: Tensor, heads: int, x: Tensor) -> None:
         """Writes `[tokens, heads]` of this rank's tokens to their place in a whole `[B, S, H]` or `[T, H]`."""
-        self._heads(whole, whole.dim() == 2, heads)[self.tokens] = x.to(whole.dtype)
-
-    def places(self, heads: int) -> Callable[[int, int], Place]:
-        """A function from a row of `of` to its place in the whole tensor."""
         tokens = self.tokens
+        self._heads(whole, whole.dim() == 2, heads)[... if tokens is None else tokens] = x.to(whole.dtype)
 
-        def place(row: int, head: int) -> Place:
-            return self.batch, row if isinstance(tokens, slice) else int(tokens[row]), self.head * heads + head
+    def add(self, error: Error, x: Tensor, reference: Reference, name: str, rtol: float) -> None:
+        """Adds the error of `x`, `[tokens, heads, D]` of this rank's tokens, against its reference."""
+        value = reference.values[name]
+        if name == "lse":
+            x, value = without_keys(x, value.unsqueeze(-1))
+        error.add(x, value, reference.scales(name), rtol, self.batch, self.tokens, self.head * x.shape[1])
 
-        return place
+
+def without_keys(x: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """x and expected, with 0 where both are -inf: the LSE of a row without keys."""
+    both = (x == -torch.inf) & (expected == -torch.inf)
+    return x.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
 
 
 def kept_bytes() -> int:

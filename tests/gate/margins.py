@@ -24,8 +24,8 @@ import yaml
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal
 from attention.masks.band import Band
 from runner.measure.attention_work import DTYPES
-from runner.measure.comparison import without_keys
 from runner.measure.errors import Error
+from runner.measure.pieces import without_keys
 from runner.measure.reference import Seen, attend
 from tests.conftest import ROOT
 
@@ -113,11 +113,11 @@ def errors_of(name: str, dtype: str, case: Case, device: str, seed: int = 0) -> 
     for tensor, x in zip(TENSORS, (out, *gradients), strict=True):
         errors[tensor] = Error()
         x = x if packed else x[0]
-        errors[tensor].add(x, expected.values[tensor], expected.scales(tensor), 0.0, lambda *at: (0, *at))
+        errors[tensor].add(x, expected.values[tensor], expected.scales(tensor), 0.0)
     rows = (lse if packed else lse[0]).T.unsqueeze(-1)
     both = without_keys(rows, expected.values["lse"].unsqueeze(-1))
     errors["lse"] = Error()
-    errors["lse"].add(*both, expected.scales("lse"), 0.0, lambda *at: (0, *at))
+    errors["lse"].add(*both, expected.scales("lse"), 0.0)
     return errors
 
 

@@ -1,0 +1,77 @@
+"""The correctness check knows nothing of attention: a workload of another kind plugs in by its registration."""
+
+import pytest
+import torch
+
+from runner.config.experiment import Experiment
+from runner.launch.rank import Rank
+from runner.measure import correctness
+from runner.measure.errors import Error, Tolerance
+from runner.measure.workload import Compared
+from runner.measure.workloads import WORKLOADS, Kind
+from tests.support.composing import resolved
+
+LIMITS = {"logits": Tolerance(rel_l2=1e-6, absolute=1e-6, row=1e-5, gain=1e-5)}
+
+
+class Linear:
+    """logits `[tokens, 1, D]` of a linear layer, whose weights are all 2; `factor` is a fault."""
+
+    passes = ("forward",)
+
+    def __init__(self):
+        self.x = torch.arange(12.0).view(4, 1, 3) - 5
+        self.factor = 1.0
+        self.release()
+
+    def run(self, which: str) -> None:
+        self.logits = 2 * self.factor * self.x
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        return {} if self.logits is None else {"logits": self.logits}
+
+    def negate(self) -> None:
+        self.x.neg_()
+
+    def release(self) -> None:
+        self.logits = None
+
+    def rows(self, name: str) -> torch.Tensor:
+        return torch.arange(4) + 100
+
+
+def compare(me: Rank, experiment: Experiment, work: Linear, outputs, with_scales: bool) -> Compared:
+    error, expected = Error(), 2 * work.x
+    scales = expected.norm(dim=-1)
+    error.add(outputs.pop("logits"), expected, scales, LIMITS["logits"].absolute)
+    why = "; ".join(error.faults("logits", LIMITS["logits"])) or None
+    return Compared({"passed": why is None, "why": why}, {"logits": scales}, LIMITS)
+
+
+@pytest.fixture
+def check(monkeypatch):
+    monkeypatch.setitem(WORKLOADS, "none", Kind(None, None, compare))
+    me = Rank(0, 1, torch.device("cpu"), None, None)
+    monkeypatch.setattr(me, "say", lambda *_, **__: None)
+    monkeypatch.setattr(me, "gather", lambda value: [value])
+    spec = resolved("attention=ring", "hardware=cpu", "world_size=1")
+    return lambda work: (me, spec, work, correctness.check(me, spec, work))
+
+
+def test_a_right_workload_passes_before_and_after_the_timing(check):
+    me, spec, work, checked = check(Linear())
+    assert checked.found == {"passed": True, "why": None}
+    work.run("forward")
+    found = correctness.check_timed(me, spec, work, work, checked.kept)
+    assert found["passed"] and found["last"].keys() == found["negated"].keys() == {"logits"}
+
+
+def test_a_wrong_one_fails_before_and_one_that_goes_wrong_later_after_the_timing(check):
+    wrong = Linear()
+    wrong.factor = 1.01
+    assert "logits rel L2" in check(wrong)[-1].found["why"]
+    me, spec, work, checked = check(Linear())
+    work.factor = 1.01
+    work.run("forward")
+    why = correctness.check_timed(me, spec, work, work, checked.kept)["why"]
+    assert "the last timed iteration: logits" in why and "token 10" in why
