@@ -17,7 +17,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from runner.launch import endpoint
 from runner.launch.files import TAIL_LINES, WorldSpec
@@ -105,13 +104,9 @@ def _failed_log(folder: Path) -> list[str]:
     return (folder / "node.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
 
 
-def _interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     given = arguments().parse_args()
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         endpoint.parse(given.endpoint)
         print(f"waiting for the program at {given.endpoint}", flush=True)

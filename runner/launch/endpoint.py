@@ -16,7 +16,7 @@ def wait_limit(seconds: float) -> timedelta:
 
 
 class Unusable(Exception):
-    """An endpoint at which nobody can meet, with the reason in one line."""
+    """An endpoint where nodes cannot meet, with the reason in one line."""
 
 
 def parse(endpoint: str) -> tuple[str, int]:

@@ -149,40 +149,20 @@ def _write(path: Path, text: str) -> None:
 def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
     """Make the elastic launch use `store` and the numbers that the nodes have. The program's node is 0."""
     from torch.distributed import PrefixStore
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousStoreInfo,
-        rendezvous_handler_registry,
-    )
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    meet = RendezvousStoreInfo(store.host, store.port)
-
-    class Numbered(RendezvousHandler):
-        use_agent_store = True  # type: ignore[assignment]
+    class WithStore(StaticTCPRendezvous):
+        """The static rendezvous, which would open a store of its own, with the world's."""
 
         def get_backend(self) -> str:
             return BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(PrefixStore("nodes", store), node, nodes, meet)
+            return RendezvousInfo(PrefixStore("nodes", store), node, nodes, RendezvousStoreInfo(store.host, store.port))
 
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return "world"
-
-        def shutdown(self) -> bool:
-            return True
-
-    rendezvous_handler_registry.register(BACKEND, lambda _: Numbered())
+    handler = WithStore(store.host, store.port, node, nodes, run_id="world", timeout=1)
+    rendezvous_handler_registry.register(BACKEND, lambda _: handler)
 
 
 def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: int) -> int:

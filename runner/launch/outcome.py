@@ -30,7 +30,7 @@ class Outcome:
 
 
 class Silence(NamedTuple):
-    """A rank that said nothing for longer than its limit."""
+    """A rank that announced nothing for longer than its limit."""
 
     rank: int
     phase: str
@@ -143,7 +143,7 @@ class Diagnosis:
         return self._failed(status, f"rank {rank} in phase {phase}: {error['message']}", rank, phase)
 
     def _exited(self, failure: dict[str, Any], states: dict[int, State]) -> Outcome:
-        """A rank that ended without a word."""
+        """A rank that ended without an exception of its own."""
         rank, code = failure["rank"], failure["exitcode"]
         phase = states.get(rank, {}).get("phase", None if code < 0 else "start")
         if code == UNKNOWN:
@@ -157,7 +157,7 @@ class Diagnosis:
         return self._failed("crash", reason, rank, phase)
 
     def _agent_ended(self, status: int) -> Outcome:
-        """The agent ended without a word about its ranks."""
+        """The agent ended and recorded nothing about its ranks."""
         tail, end = self.files.agent_tail(), self.files.end()
         if end is not None:
             return self._failed(end["status"], end["reason"], None, "start", [])

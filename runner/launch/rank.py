@@ -122,7 +122,7 @@ def _live(rank: int, world: int, local: int, folder: Path, device_type: str, sha
     me = Rank(rank, world, device, folder, control=dist.new_group(backend="gloo", timeout=FOREVER))
     me.say("idle")
     _work(me)
-    me.barrier()  # nobody leaves while another still listens to it
+    me.barrier()  # a rank that left would break the connections of the others
 
 
 def _end(status: int = 0) -> None:
@@ -248,7 +248,7 @@ def _provoke(me: Rank, fault: str) -> None:
     if kind == "oom":
         on_cpu = me.device.type == "cpu"  # where without a limit other programs would be killed first
         unlimited = on_cpu and resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
-        hoard = []
+        held = []
         with memory_limit(me, PROVOKED_GIB if unlimited else None):
             while True:  # as any rank would: ask for more than there is
-                hoard.append(torch.empty(1 << 26, device=me.device))  # not written: threads would start for that
+                held.append(torch.empty(1 << 26, device=me.device))  # not written, which would start threads

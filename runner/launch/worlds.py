@@ -195,7 +195,7 @@ def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if spec.share_gpu:
         environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    if spec.nodes == 1:  # nobody beyond this machine has anything to connect to
+    if spec.nodes == 1:  # no connection from other machines
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     environment |= dict(spec.env)

@@ -116,11 +116,6 @@ class Environment(Part):
     cudnn: int | None = None
 
     @property
-    def uuids(self) -> list[str]:
-        """The UUIDs of the GPUs that the ranks ran on; older results do not have them."""
-        return [gpu.device for gpu in self.during.by_device if gpu.device != "cpu"]
-
-    @property
     def commit(self) -> str:
         """The commit in a few words."""
         return commit_text(vars(self.git) if self.git else None)

@@ -45,7 +45,9 @@ WHERE_DIFFERENT = {
 def row(result: Result) -> dict[str, Any]:
     """A result as a row of COLUMNS. All columns but `settings`, which depends on the other runs of the sweep."""
     found = _asked(result) | {"name": result.name, "status": result.status, "reason": result.reason} | _measured(result)
-    return {column: _storable(found.get(column)) for column in COLUMNS}
+    # parquet holds int64; a larger number was refused, and the reason names it
+    large = {key for key, value in found.items() if isinstance(value, int) and not -(2**63) <= value < 2**63}
+    return {column: None if column in large else found.get(column) for column in COLUMNS}
 
 
 def _asked(result: Result) -> dict[str, Any]:
@@ -78,11 +80,6 @@ def _measured(result: Result) -> dict[str, Any]:
         found |= {f"forward_{key}": getattr(counted, key) for key in ("memory_read_bytes", "l2_read_bytes")}
         found["kv_read_bytes"] = max(result.metrics.kv_bytes_read_by_rank, default=0) or None  # the model, to compare
     return found
-
-
-def _storable(value: Any) -> Any:
-    """None for a whole number beyond int64, which parquet cannot hold; the reason of the refused run names it."""
-    return None if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
 def timing_text(timing: Method) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,11 @@ class Axes:
         named = labels(runs)
 
         def lines(key: str) -> float:
-            """The share of the runs, taken together where they agree in all else, that have several values of `key`."""
-            seen: dict[tuple[Any, ...], set[Any]] = {}
-            for run in runs:
-                rest = tuple(getattr(run, other) for other in varying if other != key)
-                seen.setdefault((named[run], *rest), set()).add(getattr(run, key))
-            return sum(len(values) > 1 for values in seen.values()) / len(seen)
+            """The share of lines with several points, where a line has the runs that differ in `key` only."""
+            rest = [other for other in varying if other != key]
+            places = {(named[run], *(getattr(run, other) for other in rest), getattr(run, key)) for run in runs}
+            points = Counter(place[:-1] for place in places)
+            return sum(n > 1 for n in points.values()) / len(points)
 
         over = max((key for key in OVER if key in varying), key=lines, default=None)
         if over is not None and lines(over) < 0.5:  # most lines would be a single point
@@ -63,19 +63,19 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
     for run in runs:
         if not run.ok or not run.result.metrics:
             continue
-        taken = which if which in run.passes else "forward"
-        times = run.passes[taken]
+        measured = which if which in run.passes else "forward"
+        times = run.passes[measured]
         rows.append({
             "label": named[run],
             "whose": EXTERNAL if run.external else OURS,
             "kernel": run.kernel,
             "panel": ", ".join(f"{FACTS[key]} {fact(run, key) or 'none'}" for key in axes.panel),
-            "pass": taken,
+            "pass": measured,
             "over": getattr(run, axes.over) if axes.over else None,
             "time": times.median,
             "p10": times.p10,
             "p90": times.p90,
-            "tflops": run.result.metrics.passes[taken].tflops_per_device,
+            "tflops": run.result.metrics.passes[measured].tflops_per_device,
             "efficiency": against[run].efficiency if run in against else None,
         })  # fmt: skip
     return rows

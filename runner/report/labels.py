@@ -50,11 +50,11 @@ def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]
 
 def _with_kernels(found: dict[Run, str]) -> dict[Run, str]:
     """The labels with the kernels that kernel=auto took, over all runs of a label."""
-    taken: dict[str, dict[str, None]] = {}
+    kernels: dict[str, dict[str, None]] = {}
     for run, label in found.items():
         if run.ok:
-            taken.setdefault(label, {})[str(run.kernel)] = None
-    return {run: " ".join(filter(None, [label, "/".join(taken.get(label, {}))])) for run, label in found.items()}
+            kernels.setdefault(label, {})[str(run.kernel)] = None
+    return {run: " ".join(filter(None, [label, "/".join(kernels.get(label, {}))])) for run, label in found.items()}
 
 
 def _way(run: Run, key: str) -> str:

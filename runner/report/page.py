@@ -69,13 +69,10 @@ def page(title: str, parts: Sequence[Part]) -> str:
     if specs:
         from runner.report.drawing import bundle
 
-        drawn = f"<script>{bundle()}</script>\n<script>{_embed(specs)}</script>"
+        safe = json.dumps(specs).replace("<", "\\u003c")  # neither </script> nor <!--<script> may stand in a script
+        embed = f"{safe}.forEach((spec, i) => vegaEmbed('#chart' + i, spec, {{actions: false, renderer: 'svg'}}));"
+        drawn = f"<script>{bundle()}</script>\n<script>{embed}</script>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>\n" + "\n".join(body) + f"\n{drawn}</body></html>\n"
     )
-
-
-def _embed(specs: list[dict[str, Any]]) -> str:
-    safe = json.dumps(specs).replace("<", "\\u003c")  # neither </script> nor <!--<script> may stand in a script
-    return f"{safe}.forEach((spec, i) => vegaEmbed('#chart' + i, spec, {{actions: false, renderer: 'svg'}}));"

@@ -34,7 +34,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
         "rounds": lambda run: run.result.timing.rounds.text or "" if run.result.timing else "",
         **{f"{which} ms (IQR)": lambda run, which=which: _median(run, which) for which in PASSES},  # type: ignore[misc]
     }
-    if any(_late(run) for run in runs):
+    timed = [(run.ms("total"), run.back_to_back) for run in runs]
+    if any(total and back_to_back and abs(back_to_back - total) > LATE * total for total, back_to_back in timed):
         columns["back to back ms"] = lambda run: digits(run.back_to_back)
     columns |= {
         rate_title(runs): _rate,
@@ -57,11 +58,6 @@ def _median(run: Run, which: str) -> str:
         return ""
     # one sample is the mean of many calls and has no spread
     return digits(found.median) if found.n == 1 else f"{digits(found.median)} ({found.spread})"
-
-
-def _late(run: Run) -> bool:
-    total, back_to_back = run.ms("total"), run.back_to_back
-    return total is not None and back_to_back is not None and abs(back_to_back - total) > LATE * total
 
 
 def _rate(run: Run) -> str:
@@ -139,7 +135,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "CPU": f"{about.cpu}, {about.cores} cores" if about.cpu else None,
         # several machines may have one name; the hash is of one machine only
         "machine": " ".join(filter(None, [about.host, about.machine_id])),
-        "GPU UUIDs": ", ".join(about.uuids),
+        "GPU UUIDs": ", ".join(gpu.device for gpu in about.during.by_device if gpu.device != "cpu"),
         "platform": about.platform,
         "variables": _pairs(about.variables, "="),
         "commit": about.commit.removeprefix("commit "),

@@ -58,7 +58,7 @@ def _verdict(ratio: Interval | None, tolerance: float) -> Verdict:
 
 
 def _of_intervals(a: Run, b: Run, which: str) -> Interval | None:
-    """From the 95% intervals of the two medians; wider than the interval of the ratio needs to be."""
+    """The ratio's interval from the 95% intervals of the two medians: wider than the true one."""
     before, after = ((run.passes.get(which) or run.passes["forward"]).ci95 for run in (a, b))
     if before is None or after is None or not before[0] > 0:
         return None
@@ -66,12 +66,13 @@ def _of_intervals(a: Run, b: Run, which: str) -> Interval | None:
 
 
 def _of_samples(a: Run, b: Run, which: str) -> Interval | None:
-    """By bootstrap of the samples; None where a run has none, or has samples of another median than its result."""
+    """The ratio's interval by bootstrap of the samples; None where a run has none, or has samples of another median
+    than its result."""
     found = []
     for run in (a, b):
-        taken = which if which in run.passes else "forward"
-        ms = (_samples(run.result) or {}).get(taken)
-        if not ms or quantile(sorted(ms), 0.5) != run.passes[taken].median:
+        measured = which if which in run.passes else "forward"
+        ms = (_samples(run.result) or {}).get(measured)
+        if not ms or quantile(sorted(ms), 0.5) != run.passes[measured].median:
             return None
         found.append(ms)
     return ratio_interval(found[0], found[1])
@@ -79,14 +80,10 @@ def _of_samples(a: Run, b: Run, which: str) -> Interval | None:
 
 def _samples(run: Result) -> Samples | None:
     """By pass, the ms of the slowest rank in each iteration; None where the run has no samples that can be read."""
-    try:
-        rows = table_of(run, "samples")
-    except ValueError:
-        return None
     by_rank: dict[int, Samples] = {}
-    for row in sorted(rows or (), key=lambda row: row["iteration"]):
-        by_rank.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
     try:
+        for row in sorted(table_of(run, "samples") or (), key=lambda row: row["iteration"]):
+            by_rank.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
         return slowest(list(by_rank.values())) if by_rank else None
-    except (KeyError, ValueError):  # the ranks have other passes, or another number of samples
+    except (KeyError, ValueError):  # no readable table, or ranks with different passes or numbers of samples
         return None

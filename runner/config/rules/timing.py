@@ -59,7 +59,7 @@ def _check_new_packs(run: Experiment) -> None:
     orders = factorial(len(lengths)) // prod(factorial(n) for n in Counter(lengths).values())
     if orders <= NEW_PACKS:
         raise InvalidConfig(
-            f"timing.new_packs=true: this pack's lengths have {orders} orders of the {NEW_PACKS} that are wanted; give more "
+            f"timing.new_packs=true: these lengths have {orders} orders, and more than {NEW_PACKS} are needed; give more "
             "sequences, of different lengths"
         )
 
