@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(me: Rank, dtype: str, found: dict[str, Any]) -> dict[str, Any]:
-    """`found`, after writing it to the cache."""
+    """Writes `found` to the cache and returns it."""
     if me.rank == 0:
         path = _path(me, dtype)
         try:
@@ -113,20 +114,16 @@ def _write(me: Rank, dtype: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def _measured(me: Rank, dtype: str) -> dict[str, Any]:
     """The ceilings of the slowest rank, measured now."""
-    fastest = me.agree(_fastest(me, DTYPES[dtype]))
-    found = {
-        "matmul_tflops": steady(lambda: min(me.gather(_matmul_tflops(me, fastest)))),
-        "copy_gb_s": steady(lambda: min(me.gather(_copy_gb_s(me)))),
-    }
+    found = {"matmul_tflops": _matmul_tflops(me, me.agree(_fastest(me, DTYPES[dtype]))), "copy_gb_s": _copy_gb_s(me)}
     if me.world > 1:
-        found["link_gb_s"] = steady(lambda: min(me.gather(_link_gb_s(me))))
+        found["link_gb_s"] = _link_gb_s(me)
     return {**found, "measured_at": time.time()}
 
 
 def _fits(me: Rank) -> bool:
     """Whether every rank has enough free memory to measure."""
+    sizes = SIZES[me.device.type]
     try:
-        sizes = SIZES[me.device.type]
         torch.empty(2 * sizes.copied + (me.world + 1) * sizes.sent, dtype=torch.uint8, device=me.device)
         fits = True
     except (RuntimeError, MemoryError):
@@ -153,47 +150,47 @@ def _fastest(me: Rank, dtype: torch.dtype) -> torch.dtype:
     def seconds(dtype: torch.dtype) -> float:
         a = torch.ones(256, 256, dtype=dtype)
         a @ a
-        start = time.perf_counter()
-        a @ a
-        return time.perf_counter() - start
+        return timeit.timeit(lambda: a @ a, number=1)
 
     return min((dtype, torch.float32), key=seconds)
 
 
-def _best_s(me: Rank, run: Callable[[], object], inner: int) -> float:
-    """The least time of one call, in seconds, over marks around `inner` calls each."""
+def _rate(me: Rank, amount: float, run: Callable[[], object], inner: int) -> float:
+    """`amount` per second of a call on the slowest rank, by the best of several marks around `inner` calls each."""
+    watch = stopwatch(me, together=me.world > 1)
 
     def several() -> None:
         for _ in range(inner):
             run()
 
-    watch = stopwatch(me, together=me.world > 1)
-    run()
-    times = []
-    for _ in range(SIZES[me.device.type].repeats):
-        marks = between_marks(watch, several)
-        watch.settle()
-        times.append(watch.elapsed(*marks))
-    return min(times) / inner / 1e3
+    def once() -> float:
+        run()
+        times = []
+        for _ in range(SIZES[me.device.type].repeats):
+            marks = between_marks(watch, several)
+            watch.settle()
+            times.append(watch.elapsed(*marks))
+        return min(me.gather(amount * inner * 1e3 / min(times)))
+
+    return steady(once)
 
 
 def _matmul_tflops(me: Rank, dtype: torch.dtype) -> float:
     n = SIZES[me.device.type].rows
     a, b = (torch.randn(n, n, device=me.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * n**3 / _best_s(me, lambda: torch.mm(a, b, out=out), 3) / 1e12
+    return _rate(me, 2 * n**3 / 1e12, lambda: torch.mm(a, b, out=out), 3)
 
 
 def _copy_gb_s(me: Rank) -> float:
     n = SIZES[me.device.type].copied
     a = torch.ones(n, dtype=torch.uint8, device=me.device)
     b = torch.empty_like(a)
-    return 2 * n / _best_s(me, lambda: b.copy_(a), 2) / 1e9
+    return _rate(me, 2 * n / 1e9, lambda: b.copy_(a), 2)
 
 
 def _link_gb_s(me: Rank) -> float:
     n = SIZES[me.device.type].sent
     mine = torch.ones(n, dtype=torch.uint8, device=me.device)
     everything = torch.empty(n * me.world, dtype=torch.uint8, device=me.device)
-    seconds = _best_s(me, lambda: dist.all_gather_into_tensor(everything, mine), 2)
-    return n * (me.world - 1) / seconds / 1e9
+    return _rate(me, n * (me.world - 1) / 1e9, lambda: dist.all_gather_into_tensor(everything, mine), 2)

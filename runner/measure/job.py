@@ -100,7 +100,7 @@ class _Run:
 
     def check(self) -> Checked | None:
         """The comparison with the reference; None if it is off."""
-        if self.work.replays:  # the checked calls shall be launch replays, too
+        if self.work.replays:  # so that the checked calls are launch replays, too
             for _ in range(choosing.LEADING):
                 timing.iterate(self.work)
             self.work.release()
@@ -138,7 +138,7 @@ class _Run:
         self.result |= self.measured
 
     def compare_with_do_bench(self) -> None:
-        """After the check, since it overwrites the outputs of the last timed iteration."""
+        """Runs after the check, because it overwrites the outputs of the last timed iteration."""
         if self.spec.timing.do_bench:
             watch, flush = timing.stopwatch(self.me, together=False), timed.flush_buffer(self.me, self.spec)
             found = do_bench.compare(self.work, watch, flush, lambda: self.me.say("timing", self.iteration_s))
@@ -146,13 +146,12 @@ class _Run:
 
     def compute_metrics(self) -> None:
         medians = {which: summary["median"] for which, summary in self.result["timing"]["passes"].items()}
-
-        def found() -> dict[str, Any]:
-            return metrics.compute(self.spec, medians, self.result["ceilings"], self.work.transport.pulls)
-
-        if metrics.exceeds(found()):
+        pulls = self.work.transport.pulls
+        found = metrics.compute(self.spec, medians, self.result["ceilings"], pulls)
+        if metrics.exceeds(found):
             self.result["ceilings"] = ceilings.again(self.me, self.spec.workload.dtype)
-        self.result["metrics"] = metrics.without_exceeded(found())
+            found = metrics.compute(self.spec, medians, self.result["ceilings"], pulls)
+        self.result["metrics"] = metrics.without_exceeded(found)
         self.measured_s = sum(medians[which] for which in self.work.passes) / 1e3
 
     def record_phases(self) -> None:
