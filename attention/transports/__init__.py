@@ -34,9 +34,7 @@ def names() -> list[str]:
 
 def missing(name: str, device: str) -> str | None:
     """Why a transport does not work on this machine's `device` ("cpu" or "cuda"), or None."""
-    if name == "symm":
-        if device == "cuda":
-            return None if dist.is_nccl_available() else "this PyTorch has no NCCL"
+    if name == "symm" and device == "cpu":
         return None if hasattr(os, "memfd_create") else "needs Linux (os.memfd_create)"
     if name == "gloo":
         if device != "cpu":

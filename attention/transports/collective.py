@@ -3,7 +3,7 @@ pull."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,48 +11,30 @@ from torch import Tensor
 
 from attention.geometry.schedules import length
 from attention.profiling import phase
-from attention.runtime.priority_stream import Inline, PriorityStream
 from attention.runtime.private import backend, default_group
 from attention.tensors import put_, take, token_dim
-from attention.transports.interface import Done, Handle, Message, Messages, Publication
+from attention.transports.interface import Done, Handle, Message, Messages, Publication, Transport
 from attention.transports.queues import Queue
 
 OPERATIONS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
-class Collective:
+class Collective(Transport):
     """`name` is the backend, "gloo" or "nccl"."""
 
-    pulls = False
-    priority_stream: PriorityStream = Inline()
-
     def __init__(self, name: str, group: dist.ProcessGroup | None, queue: Queue, note: str | None = None):
-        self.name = name
-        self.note = note  # why it replaces another transport
-        self.group = group
-        self.queue = queue
+        super().__init__()
+        self.name, self.note, self.group, self.queue = name, note, group, queue
         self.world = dist.get_world_size(group)
         self.by_device: dict[torch.device, bool] = {}  # whether the group has gloo for its tensors
-        self.bytes_received: dict[str, int] = {}
-
-    def counted(self, what: str, size: int) -> None:
-        self.bytes_received[what] = self.bytes_received.get(what, 0) + size
 
     def over_gloo(self, x: Tensor) -> bool:
         if x.device not in self.by_device:
             self.by_device[x.device] = backend(self.group or default_group(), x.device) == "gloo"
         return self.by_device[x.device]
 
-    def begin(self) -> None: ...
-
     def join(self) -> None:
         self.queue.join()
-
-    def state(self) -> Hashable:
-        return None
-
-    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        return [like.new_empty(tuple(shape)) for shape in shapes]
 
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
         return _Sent(self, what, tensors)

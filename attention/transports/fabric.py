@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,15 +44,27 @@ class Shared:
         self.addresses = [x.data_ptr() for x in self.by_rank]
 
 
-class Fabric(Protocol):
-    remote: Remote
+class Fabric:
+    """The group is referenced weakly: what is cached for a group must not keep it alive."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self._group, self.device, self.remote = weakref.ref(group), device, Remote(group, device)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed; make the function again over an existing one")
+        return group
 
     def allocate(self, size: int) -> Shared:
         """`size` zeroed bytes on every rank. Collective. Raises RuntimeError on all ranks if one cannot allocate
         them."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Returns when every rank has finished all work that it has started. Collective."""
+        raise NotImplementedError
 
     def copy(
         self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
@@ -60,9 +72,11 @@ class Fabric(Protocol):
         """Copies, on the current stream, from a rank's memory to the tokens `[start, start + n)` of each tensor of
         `into`: `[S, h, D]`, or batch element `element` of `[B, S, h, D]`. at: the byte at which each source begins,
         token by token. All of `into` have one shape, and the heads of a token are contiguous."""
+        raise NotImplementedError
 
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
         """An operation that sets int32 flags to 1 after all earlier work of the current stream."""
+        raise NotImplementedError
 
     def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
         """An operation that makes the current stream (on a CPU, the calling thread) wait until this rank's int32 flags
@@ -71,6 +85,7 @@ class Fabric(Protocol):
         flags: by the rank that sets each; each is followed by a word for the mark of who waits.
         deed: what these ranks signal, for messages, as in "to publish its kv".
         The wait ends with the process group's timeout (`waits`); on a CPU it raises RuntimeError."""
+        raise NotImplementedError
 
     def watch(self, flags: Tensor) -> None:
         """Registers this rank's flags and marks, so that waits for them have a timeout."""
@@ -110,86 +125,51 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         raise RuntimeError(reason)
 
 
-def _alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group behind a weak reference: what is cached for a group must not keep it alive."""
-    found = group()
-    if found is None:
-        raise RuntimeError("the process group was destroyed; make the function again over an existing one")
-    return found
-
-
 WAIT, WRITE, WRITE_TWO = 1, 2, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_32, _WRITE_VALUE_32, _WRITE_VALUE_64: of two words
+_POINTER, _ADDRESS, _SIZE, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
 
 
 class _StreamOperation(ctypes.Structure):
     """CUstreamBatchMemOpParams of a wait or a write."""
 
     _fields_ = (
-        ("operation", ctypes.c_uint),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
+        ("operation", _UINT), ("address", _ADDRESS), ("value", ctypes.c_uint64), ("flags", _UINT),
         ("rest", ctypes.c_uint64 * 2),
-    )
+    )  # fmt: skip
 
 
 class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D: rows of `width` bytes, `source_pitch` and `target_pitch` bytes apart."""
 
     _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", ctypes.c_uint),
-        ("source_host", ctypes.c_void_p),
-        ("source", ctypes.c_uint64),
-        ("source_array", ctypes.c_void_p),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", ctypes.c_uint),
-        ("target_host", ctypes.c_void_p),
-        ("target", ctypes.c_uint64),
-        ("target_array", ctypes.c_void_p),
-        ("target_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
+        ("source_x", _SIZE), ("source_y", _SIZE), ("source_type", _UINT), ("source_host", _POINTER),
+        ("source", _ADDRESS), ("source_array", _POINTER), ("source_pitch", _SIZE),
+        ("target_x", _SIZE), ("target_y", _SIZE), ("target_type", _UINT), ("target_host", _POINTER),
+        ("target", _ADDRESS), ("target_array", _POINTER), ("target_pitch", _SIZE),
+        ("width", _SIZE), ("height", _SIZE),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _rows_of(row: int, source_row: int, width: int, n: int) -> bytes:
     """The bytes of a `_Copy2D` of n rows, without its addresses."""
-    return bytes(
-        _Copy2D(
-            source_type=UNIFIED,
-            source_pitch=source_row,
-            target_type=UNIFIED,
-            target_pitch=row,
-            width=width,
-            height=n,
-        )
-    )
+    types = {"source_type": UNIFIED, "target_type": UNIFIED}
+    return bytes(_Copy2D(**types, source_pitch=source_row, target_pitch=row, width=width, height=n))
 
 
 UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 MOST_PITCH = 2**31 - 1  # bytes
 
 
-class CudaFabric:
+class CudaFabric(Fabric):
     """Signals are stream-ordered: a rank writes to remote memory and waits on its own. The GPU's front end does both,
     so no kernel needs a free multiprocessor."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self.device = weakref.ref(group), device
-        self.remote = Remote(group, device)
-        pointer, address, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
-        self._copy = function("cuMemcpyAsync", address, address, size, pointer)
-        self._copy_rows = function("cuMemcpy2DAsync_v2", pointer, pointer)
-        self._operate = function("cuStreamBatchMemOp_v2", pointer, ctypes.c_uint, pointer, ctypes.c_uint)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return _alive(self._group)
+        super().__init__(group, device)
+        self._copy = function("cuMemcpyAsync", _ADDRESS, _ADDRESS, _SIZE, _POINTER)
+        self._copy_rows = function("cuMemcpy2DAsync_v2", _POINTER, _POINTER)
+        self._operate = function("cuStreamBatchMemOp_v2", _POINTER, _UINT, _POINTER, _UINT)
 
     def allocate(self, size: int) -> Shared:
         buffer, handle = symmetric_buffer((size,), torch.uint8, self.device, self.group)
@@ -296,16 +276,8 @@ def _together(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-class HostFabric:
+class HostFabric(Fabric):
     """Shared memory by files without a name, so that a killed rank leaves nothing behind."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = weakref.ref(group)
-        self.remote = Remote(group, torch.device("cpu"))
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return _alive(self._group)
 
     def allocate(self, size: int) -> Shared:
         number: int | None = None
@@ -360,8 +332,6 @@ class HostFabric:
                 flag.fill_(0)
 
         return take
-
-    def watch(self, flags: Tensor) -> None: ...
 
 
 def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:

@@ -51,15 +51,22 @@ class Publication(Protocol):
         """This rank pulls nothing more from the matching publications of remote ranks."""
 
 
-class Transport(Protocol):
+class Transport:
+    """How tokens move between the ranks of a group. What is defined here does for one that keeps no state."""
+
     name: str
-    note: str | None  # why it replaces the transport that was asked for
-    pulls: bool  # whether ranks read only what they need from remote memory
-    bytes_received: dict[str, int]  # by phase, the bytes moved into this rank by eager calls
-    priority_stream: PriorityStream  # the high-priority stream, where transfers leave the multiprocessors free
+    note: str | None = None  # why it replaces the transport that was asked for
+    pulls = False  # whether ranks read only what they need from remote memory
+    priority_stream: PriorityStream = (
+        Inline()
+    )  # the high-priority stream, where transfers leave the multiprocessors free
+
+    def __init__(self) -> None:
+        self.bytes_received: dict[str, int] = {}  # by phase, the bytes moved into this rank by eager calls
 
     def counted(self, what: str, size: int) -> None:
-        """Counts bytes that something else moved into this rank."""
+        """Counts bytes that were moved into this rank."""
+        self.bytes_received[what] = self.bytes_received.get(what, 0) + size
 
     def begin(self) -> None:
         """Called at the beginning of a forward or backward, on the caller's stream."""
@@ -70,22 +77,27 @@ class Transport(Protocol):
     def state(self) -> Hashable:
         """A key of everything here, apart from the plan, that decides which launches a forward or backward makes; None
         where its launches cannot be replayed."""
+        return None
 
     def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         """Tensors of these shapes, to be filled and then published as `what`. Where possible they lie in the memory that
         remote ranks read, so that publishing copies nothing. tokens: as in `publish`."""
+        return [like.new_empty(tuple(shape)) for shape in shapes]
 
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
         """Publishes tensors `[B, S, H, D]` or `[T, H, D]`; tensor i has the same heads on every rank.
 
         what: the name of the phases, `comm_<what>` and `wait_<what>`.
         tokens: the most tokens that any rank publishes in one tensor, where ranks differ."""
+        raise NotImplementedError
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         """Gathers x (contiguous, of one shape on all ranks) into `into`, contiguous `[world, *x.shape]`."""
+        raise NotImplementedError
 
     def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
         """Reduces x in place over all ranks; op: "max" or "sum"."""
+        raise NotImplementedError
 
 
 class Done:
@@ -94,27 +106,10 @@ class Done:
     def wait(self) -> None: ...
 
 
-class Nothing:
+class Nothing(Transport):
     """The transport of a world of one rank: nothing moves."""
 
     name = "none"
-    note: str | None = None
-    pulls = False
-    priority_stream: PriorityStream = Inline()
-
-    def __init__(self) -> None:
-        self.bytes_received: dict[str, int] = {}
-
-    def counted(self, what: str, size: int) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def join(self) -> None: ...
-
-    def state(self) -> None: ...
-
-    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        return [like.new_empty(tuple(shape)) for shape in shapes]
 
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
         return _NothingPublished()

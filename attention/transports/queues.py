@@ -20,7 +20,19 @@ Work = Callable[[], object]
 Moment = torch.cuda.Event
 
 
-class Queue(Protocol):
+class Transfer(Protocol):
+    """Work that was started on a queue."""
+
+    def wait(self) -> None:
+        """The caller's stream (on a CPU, the calling thread) waits for it."""
+
+    def finish(self) -> None:
+        """Called after `wait`. Raises what the work raised."""
+
+
+class Queue:
+    """A child class says how work is started. On CUDA, `settle` and `join` matter only while a CUDA graph is captured."""
+
     def issue(
         self,
         run: Work,
@@ -32,6 +44,11 @@ class Queue(Protocol):
     ) -> Handle:
         """Starts `run`, which uses `tensors`, after all work of the caller so far (or until the moment `since`).
         Whoever waits for the handle then calls `after`."""
+        return _Handle(self.start(run, tensors, since), what, step, after)
+
+    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> Transfer:
+        """As in `issue`."""
+        raise NotImplementedError
 
     def moment(self) -> Moment | None:
         """The current point in the caller's work; None on a CPU."""
@@ -42,35 +59,38 @@ class Queue(Protocol):
 
     def aside(self, run: Work) -> None:
         """Starts a small `run` after the caller's work so far; nothing has to wait for it."""
+        run()
 
     def settle(self) -> None:
-        """In a CUDA graph capture: the caller's next work follows what `aside` started."""
+        """The caller's next work follows what `aside` started."""
 
     def join(self) -> None:
-        """In a CUDA graph capture: the graph includes all that was started here."""
+        """The graph includes all that was started here."""
 
 
-class HostQueue:
+class _Handle:
+    def __init__(self, transfer: Transfer, what: str, step: int, after: Work | None):
+        self.transfer, self.what, self.step, self.after = transfer, what, step, after
+
+    def wait(self) -> None:
+        with phase(f"wait_{self.what}", self.step):
+            self.transfer.wait()
+        self.transfer.finish()
+        if self.after is not None:
+            self.after()
+            self.after = None
+
+
+class HostQueue(Queue):
     """One thread, so that transfers run beside the compute and their duration can be measured."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
         self.failed: Future[object] | None = None  # the first failure of a `then`, until it is raised
 
-    def issue(
-        self,
-        run: Work,
-        tensors: Sequence[Tensor],
-        what: str,
-        step: int,
-        after: Work | None = None,
-        since: Moment | None = None,
-    ) -> Handle:
+    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> Transfer:
         self.join()
-        return _HostHandle(self, self.thread.submit(run), what, step, after)
-
-    def moment(self) -> None:
-        return None
+        return _HostTransfer(self, self.thread.submit(run))
 
     def then(self, run: Work) -> None:
         self.thread.submit(run).add_done_callback(self._done)
@@ -79,51 +99,36 @@ class HostQueue:
         if future.exception() is not None and self.failed is None:
             self.failed = future
 
-    def aside(self, run: Work) -> None:
-        run()
-
-    def settle(self) -> None: ...
-
     def join(self) -> None:
         if self.failed is not None:
             failed, self.failed = self.failed, None
             failed.result()
 
 
-class _HostHandle:
-    def __init__(self, queue: HostQueue, future: Future[object], what: str, step: int, after: Work | None):
-        self.queue, self.future, self.what, self.step, self.after = queue, future, what, step, after
+class _HostTransfer:
+    def __init__(self, queue: HostQueue, future: Future[object]):
+        self.queue, self.future = queue, future
 
     def wait(self) -> None:
-        with phase(f"wait_{self.what}", self.step):
-            finished([self.future])
+        finished([self.future])
+
+    def finish(self) -> None:
         self.queue.join()  # raises an earlier failure first, which may be the cause
         self.future.result()
-        if self.after is not None:
-            self.after()
-            self.after = None
 
 
-class CudaQueue:
-    """A stream that first waits for the caller's stream, where the data is written. `Handle.wait` waits for it. In
-    captures a second stream takes what `aside` starts."""
+class CudaQueue(Queue):
+    """A stream that first waits for the caller's stream, where the data is written. In captures a second stream takes
+    what `aside` starts."""
 
     def __init__(self, device: torch.device, captures: Captures | None = None):
         self.stream, self.device = torch.cuda.Stream(device), device
         self.on, self.follow = On(self.stream), Follow()
         self.captures = captures or Captures()
-        self.spare: list[torch.cuda.Event] = []  # events of finished handles, for reuse
+        self.spare: list[torch.cuda.Event] = []  # events of finished transfers, for reuse
         self.beside: torch.cuda.Stream | None = None
 
-    def issue(
-        self,
-        run: Work,
-        tensors: Sequence[Tensor],
-        what: str,
-        step: int,
-        after: Work | None = None,
-        since: Moment | None = None,
-    ) -> Handle:
+    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> Transfer:
         if since is None:
             self.follow(self.stream, current(self.device))
         else:
@@ -132,7 +137,7 @@ class CudaQueue:
             run()
         done = self.spare.pop() if self.spare else torch.cuda.Event()
         record(done, self.stream)
-        return _CudaHandle(self, done, list(tensors), what, step, after)
+        return _CudaTransfer(self, done, list(tensors))
 
     def moment(self) -> Moment:
         event = torch.cuda.Event()
@@ -165,45 +170,30 @@ class CudaQueue:
         self.settle()
 
 
-class _CudaHandle:
+class _CudaTransfer:
     """Keeps the tensors until the wait: PyTorch's allocator knows only the caller's stream."""
 
-    def __init__(
-        self,
-        queue: CudaQueue,
-        done: torch.cuda.Event,
-        tensors: list[Tensor],
-        what: str,
-        step: int,
-        after: Work | None,
-    ):
+    def __init__(self, queue: CudaQueue, done: torch.cuda.Event, tensors: list[Tensor]):
         self.queue, self.tensors = queue, tensors
         self.done: torch.cuda.Event | None = done
-        self.what, self.step, self.after = what, step, after
 
     def wait(self) -> None:
-        with phase(f"wait_{self.what}", self.step):
-            self._follow()
-        self.tensors = []
-        if self.after is not None:
-            self.after()
-            self.after = None
-
-    def __del__(self) -> None:
-        if self.tensors:  # an exception prevented the wait, and their memory will be reused
-            self._follow()
-
-    def _follow(self) -> None:
         if self.done is not None:
             wait(current(self.queue.device), self.done)
             self.queue.spare.append(self.done)  # the wait has recorded the event; it may be reused
             self.done = None
 
+    def finish(self) -> None:
+        self.tensors = []
+
+    def __del__(self) -> None:
+        if self.tensors:  # an exception prevented the wait, and their memory will be reused
+            self.wait()
+
 
 class Captures:
-    """Whether a CUDA graph contains transfers of a group. Replays run on the caller's stream and use the same flags as
-    eager calls. So once there is a graph, the transport's streams follow the caller's stream, and the caller's follows
-    them."""
+    """Whether a CUDA graph contains transfers of a group. Its replays run on the caller's stream and use the flags of eager
+    calls. So from then on the transport's streams and the caller's follow each other."""
 
     def __init__(self) -> None:
         self.some = False

@@ -29,30 +29,18 @@ from attention.runtime.streams import current
 from attention.runtime.submit import refuse_recording, submit
 from attention.tensors import token_dim
 from attention.transports.collective import Collective
-from attention.transports.fabric import (
-    WORDS,
-    CudaFabric,
-    Fabric,
-    HostFabric,
-    Shared,
-    obstacle,
-    together,
-)
+from attention.transports.fabric import WORDS, CudaFabric, Fabric, HostFabric, Shared, obstacle, together
 from attention.transports.interface import Done, Handle, Message, Messages, Publication
 from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
 from attention.transports.queues import Captures, CudaQueue, HostQueue, Moment, Queue
 
 LANES = 32  # the most kinds of publications: kv, dkv, ...
-DEPTHS = {
-    "dkv": 2,
-    "out": 2,
-    "dqkv": 2,
-}  # slots of the kinds that a call publishes again before remote ranks have read the last ones; other kinds have 1
+# slots of the kinds that a call publishes again before remote ranks have read the last ones; other kinds have 1
+DEPTHS = {"dkv": 2, "out": 2, "dqkv": 2}
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 MOST_ARRANGEMENTS = 64  # cached per lane
 MOST_KNOWN = 8  # per `Messages`: arrangements whose pulls are cached
-
 
 Operation = Callable[[], None]
 
@@ -97,9 +85,7 @@ class Lane:
         self.turn = 0  # the slot of the last publication of this call
         self.capacity = 0
         self.shared = Shared([])
-        self.mine: dict[
-            tuple[int, Arrangement], list[Tensor]
-        ] = {}  # this rank's tensors in a slot, reused by later calls
+        self.mine: dict[tuple[int, Arrangement], list[Tensor]] = {}  # this rank's tensors in a slot, for reuse
         self.filling: _SlotPublication | None = None  # has a slot, but is not published yet
 
     def forget(self) -> None:
@@ -126,11 +112,10 @@ class Pool:
                 self.queue = CudaQueue(device, self.captures)
                 self.priority_stream = CudaPriorityStream(device)
             else:
-                self.fabric, self.queue = HostFabric(group), HostQueue()
+                self.fabric, self.queue = HostFabric(group, device), HostQueue()
                 self.priority_stream = Inline(apart=True)
-        self.peers = [
-            (self.rank + i) % self.world for i in range(1, self.world)
-        ]  # each rank starts with the next one, so no two pull from the same rank at first
+        # each rank starts with the next one, so no two pull from the same rank at first
+        self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]
         with torch.inference_mode(False):  # used by calls of any mode, like all memory here
             self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * WORDS * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
@@ -275,39 +260,39 @@ def _pool(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
         return f"no symmetric memory here: {str(error).splitlines()[0]}"
 
 
-def release() -> None:
-    """Frees all symmetric memory; the next use allocates it again. All ranks of a group must call it."""
+def _all_pools() -> list[Pool]:
+    return [pool for by_device in _pools.values() for pool in by_device.values() if isinstance(pool, Pool)]
+
+
+def _synchronize() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def release() -> None:
+    """Frees all symmetric memory; the next use allocates it again. All ranks of a group must call it."""
+    _synchronize()
     cuda_graphs.forget()
-    for pools in _pools.values():
-        for pool in pools.values():
-            if isinstance(pool, Pool):
-                pool.release()
+    for pool in _all_pools():
+        pool.release()
     release_mailboxes()
 
 
 @contextmanager
 def captures_undone() -> Iterator[None]:
     """At the end of the context the pools forget all captures made in it."""
-
-    def pools() -> list[Pool]:
-        return [pool for by_device in _pools.values() for pool in by_device.values() if isinstance(pool, Pool)]
-
-    before = {id(pool): (pool.captures.some, dict(pool.captured)) for pool in pools()}
+    before = {id(pool): (pool.captures.some, dict(pool.captured)) for pool in _all_pools()}
     try:
         yield
     finally:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        for pool in pools():
+        _synchronize()
+        for pool in _all_pools():
             pool.captures.some, pool.captured = before.get(id(pool), (False, {}))
 
 
 def held_bytes() -> int:
     """Bytes of symmetric memory that this process holds, outside PyTorch's allocator."""
-    publications = sum(pool.nbytes for pools in _pools.values() for pool in pools.values() if isinstance(pool, Pool))
-    return publications + mailboxes_bytes()
+    return sum(pool.nbytes for pool in _all_pools()) + mailboxes_bytes()
 
 
 class Symmetric(Collective):
@@ -321,9 +306,6 @@ class Symmetric(Collective):
 
     def begin(self) -> None:
         submit(self.pool.begin)
-
-    def join(self) -> None:
-        self.pool.queue.join()
 
     def state(self) -> Hashable:
         return self.pool.state()

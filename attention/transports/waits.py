@@ -26,11 +26,7 @@ from attention.runtime.cuda_driver import function
 from attention.runtime.private import timeout_s
 
 INTERVAL_S = 1.0  # between two checks of the watchdog
-IDLE, WAITING, SEEN = (
-    0,
-    1,
-    0x0101,
-)  # a mark; the watchdog sets its second byte, the waiting stream writes the whole word
+IDLE, WAITING, SEEN = 0, 1, 0x0101  # a mark: the watchdog sets its second byte, the waiting stream the whole word
 CHUNK = 1 << 16  # bytes that the watchdog copies at once
 
 
@@ -224,9 +220,8 @@ class _Side:
         address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         self.index = index
         self._copy = function("cuMemcpyDtoHAsync_v2", pointer, address, size, pointer)
-        self._set = function(
-            "cuMemcpyHtoDAsync_v2", address, pointer, size, pointer
-        )  # not a kernel, which may have to wait for a multiprocessor
+        # a copy, as a kernel may have to wait for a multiprocessor
+        self._set = function("cuMemcpyHtoDAsync_v2", address, pointer, size, pointer)
         self._wait = function("cuStreamSynchronize", pointer)
         self.stream, self.host = pointer(), pointer()
         non_blocking = 1
@@ -237,20 +232,18 @@ class _Side:
         self.one = pointer((self.host.value or 0) + CHUNK)
         ctypes.memset(self.one, 1, 1)
 
-    def _enter(self) -> None:
+    def _run(self, copy: Callable[..., int], *given: Any) -> None:
         torch.cuda.set_device(self.index)  # of this thread
+        _checked(copy(*given, self.stream))
+        _checked(self._wait(self.stream))
 
     def copied(self, address: int, size: int) -> bytes:
-        self._enter()
-        _checked(self._copy(self.host, address, size, self.stream))
-        _checked(self._wait(self.stream))
+        self._run(self._copy, self.host, address, size)
         return ctypes.string_at(self.host, size)
 
     def set_byte(self, address: int) -> None:
         """To 1."""
-        self._enter()
-        _checked(self._set(address, self.one, 1, self.stream))
-        _checked(self._wait(self.stream))
+        self._run(self._set, address, self.one, 1)
 
 
 def _checked(error: int) -> None:

@@ -167,11 +167,12 @@ def uninitialised_is_nan() -> Iterator[None]:
     """Memory that is allocated but not written holds NaN, so that reading it shows."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # not torch.use_deterministic_algorithms, which imports PyTorch's compiler: a second for each rank
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch._C._set_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = before
 
 
