@@ -1,5 +1,5 @@
-"""The merge of two partial attention results in one Triton kernel. A program takes a few tokens of one head; programs
-of the heads of one token run together, since these heads are adjacent in memory."""
+"""The merge of two partial attention results in one Triton kernel. A program takes a few tokens of one head. The heads
+of one token, which are adjacent in memory, run together."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def _start(shape: torch.Size, strides: tuple[tuple[int, ...], ...]) -> TritonLau
     block_d = triton.next_power_of_2(head_dim)
     rows = min(ROWS, max(1, TILE // block_d))
     numbers = [n_tokens, heads, head_dim]
-    for *before, token, head, _ in strides[:3]:
-        numbers += [before[0] if batch > 1 else 0, token, head]
-    for *before, head, token in strides[3:]:
-        numbers += [before[0] if batch > 1 else 0, head, token]
+    for each in [x[:-1] for x in strides[:3]] + list(strides[3:]):  # by batch, then token and head, or head and token
+        numbers += [each[0] if batch > 1 else 0, *each[-2:]]
     grid = (triton.cdiv(n_tokens, rows) * heads, batch)
     return TritonLauncher(_merge, grid, tuple(numbers), ROWS=rows, BLOCK_D=block_d)

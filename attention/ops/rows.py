@@ -23,18 +23,18 @@ Numbered = Sequence[tuple[Tensor, Tensor]]
 @triton.jit(do_not_specialize=["n_rows"])
 def _sum_rows(  # type: ignore[no-untyped-def]
     out, to, parts, numbers, n_rows, columns, out_b, out_t, parts_b, parts_t,
-    N: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, SUM_DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.program_id(2).to(tl.int64)
     live = r < n_rows
     inside = (c < columns)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], WIDE)
+    total = tl.zeros([ROWS, COLUMNS], SUM_DTYPE)
     for i in tl.static_range(N):
         number = tl.load(numbers[i] + r, mask=live, other=-1).to(tl.int64)
         at = parts[i] + b * parts_b[i] + number[:, None] * parts_t[i] + c[None, :]
-        total += tl.load(at, mask=(number >= 0)[:, None] & inside, other=0.0).to(WIDE)
+        total += tl.load(at, mask=(number >= 0)[:, None] & inside, other=0.0).to(SUM_DTYPE)
     tl.debug_barrier()  # a part may lie in out, where other threads read it
     place = tl.load(to + r, mask=live, other=0).to(tl.int64)
     at = out + b * out_b + place[:, None] * out_t + c[None, :]
@@ -71,5 +71,5 @@ def _start(shape: torch.Size, n_rows: int, strides: tuple[tuple[int, ...], ...],
     return TritonLauncher(
         _sum_rows, (triton.cdiv(n_rows, height), triton.cdiv(columns, width), batch),
         (n_rows, columns, *steps[0], *(tuple(x[i] for x in steps[1:]) for i in (0, 1))),
-        N=len(steps) - 1, WIDE=tl.float64 if fp64 else tl.float32, ROWS=height, COLUMNS=width, num_warps=8,
+        N=len(steps) - 1, SUM_DTYPE=tl.float64 if fp64 else tl.float32, ROWS=height, COLUMNS=width, num_warps=8,
     )  # fmt: skip

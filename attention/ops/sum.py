@@ -25,7 +25,8 @@ UNIT = 16  # factor of numbers in tuples: Triton compiles again if one becomes, 
 @triton.jit(do_not_specialize=["first", "last"])
 def _sum(  # type: ignore[no-untyped-def]
     lead, outs, parts, out_b, out_t, out_h, starts, stops, places, parts_b, parts_t, parts_h, first, last, heads, columns,
-    M: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SUM_DTYPE: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     t = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -36,7 +37,7 @@ def _sum(  # type: ignore[no-untyped-def]
     for j in tl.static_range(1, M):
         out = tl.where(which == j, outs[j], out)
     inside = (c < columns)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], WIDE)
+    total = tl.zeros([ROWS, COLUMNS], SUM_DTYPE)
     for i in tl.static_range(N):
         here = (t >= starts[i] // UNIT) & (t < stops[i] // UNIT) & (t < last)
         row = (t - starts[i] // UNIT + places[i] // UNIT).to(tl.int64)
@@ -44,16 +45,16 @@ def _sum(  # type: ignore[no-untyped-def]
         for j in tl.static_range(1, M):
             part = tl.where(which == j, parts[i * M + j], part)
         at = part + b * parts_b[i] + h * parts_h[i] + row[:, None] * parts_t[i] + c[None, :]
-        total += tl.load(at, mask=here[:, None] & inside, other=0.0).to(WIDE)
+        total += tl.load(at, mask=here[:, None] & inside, other=0.0).to(SUM_DTYPE)
     tl.debug_barrier()  # a part may lie in out, where other threads read it
     at = out + b * out_b + h * out_h + t.to(tl.int64)[:, None] * out_t + c[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(t < last)[:, None] & inside)
 
 
 def sum_triton(outs: Sequence[Tensor], parts: Sequence[tuple[Sequence[Tensor], Intervals]]) -> None:
-    """As `attention.reduction.grad_sum.sum_all`, on CUDA, or on a CPU under Triton's interpreter. All outs have one
-    shape, one dtype and the same strides, and so have the tensors of each part. More parts than `MOST` are summed in
-    several sweeps, with the running sum in the accumulation dtype. Raises ValueError for a strided head dim."""
+    """As `attention.reduction.grad_sum.sum_all`, on CUDA, or on a CPU under Triton's interpreter. All outs share shape,
+    dtype and strides, and so do the tensors of each part. More than `MOST` parts take several sweeps over memory, with
+    the running sum in the accumulation dtype. Raises ValueError for a strided head dim."""
     out = outs[0]
     if len(parts) > MOST:
         running = [torch.empty(out.shape, dtype=accumulation_dtype(out.dtype), device=out.device) for _ in outs]
@@ -96,10 +97,10 @@ def _pieces(
         grid = triton.cdiv(found.stop - found.start, rows), triton.cdiv(columns, width), batch * heads * together
         places = (tuple(UNIT * getattr(e, x) for e in entries) + spare for x in ("start", "stop", "at"))
         strides_of = (tuple(steps[1 + i][k] for i in numbers) for k in range(3))
-        wide = tl.float64 if fp64 else tl.float32
+        sum_dtype = tl.float64 if fp64 else tl.float32
         start = TritonLauncher(
             _sum, grid, (*steps[0], *places, *strides_of, found.start, found.stop, heads, columns),
-            M=together, N=n, WIDE=wide, UNIT=UNIT, ROWS=rows, COLUMNS=width,
+            M=together, N=n, SUM_DTYPE=sum_dtype, UNIT=UNIT, ROWS=rows, COLUMNS=width,
         )  # fmt: skip
         pieces.append((start, tuple(numbers)))
     return tuple(pieces)

@@ -1,8 +1,8 @@
 """The fused tree reduction: one Triton kernel merges the partial results of this rank's splits, writes the result into
 the memory of every remote rank, waits for theirs, and merges them all.
 
-A program does one piece of a row and waits only for the same piece of the other ranks. So programs need not run at the
-same time, as long as they start in order. A program is one warp with one element per thread."""
+A program does one piece of a row and waits only for the other ranks' same piece. So programs need not run at the same
+time, as long as they start in order. A program is one warp with one element per thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARP = 32  # threads: each flag is read by one of them
 def _exchange(  # type: ignore[no-untyped-def]
     parts, parts_lse, out, out_lse, table, n, rank, capacity, row_pieces, head_dim, queries, heads,
     lses, flags, turns, marks, parts_n, parts_b, parts_t, parts_h, lses_n, lses_b, lses_h, lses_t,
-    WORLD: tl.constexpr, PEERS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
+    WORLD: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0)
     row = piece // row_pieces
@@ -63,19 +63,19 @@ def _exchange(  # type: ignore[no-untyped-def]
     own_numbers = own.to(tl.pointer_type(tl.int32))
     turn = tl.load(own_numbers + turns + piece)
     sent = ((turn * WORLD + rank) * capacity + piece).to(tl.int64)
-    for peer in range(WORLD):
-        if rank != peer:
-            box = tl.load(boxes + peer).to(tl.pointer_type(tl.float32))
+    for each in range(WORLD):
+        if rank != each:
+            box = tl.load(boxes + each).to(tl.pointer_type(tl.float32))
             tl.store(box + sent * PIECE + d, mine, mask=live)
             tl.store(box + lses + sent, mine_lse)
     tl.debug_barrier()  # all data before any flag
-    peers = tl.arange(0, PEERS)
-    others = (peers < WORLD) & (peers != rank)
-    theirs = tl.load(boxes + peers, mask=others, other=0).to(tl.pointer_type(tl.int32))
-    ones = tl.full((PEERS,), 1, tl.int32)
+    ranks = tl.arange(0, RANKS)
+    others = (ranks < WORLD) & (ranks != rank)
+    theirs = tl.load(boxes + ranks, mask=others, other=0).to(tl.pointer_type(tl.int32))
+    ones = tl.full((RANKS,), 1, tl.int32)
     tl.atomic_xchg(theirs + flags + sent, ones, mask=others, sem="release", scope="sys")
 
-    flag = own_numbers + flags + (turn * WORLD + peers).to(tl.int64) * capacity + piece
+    flag = own_numbers + flags + (turn * WORLD + ranks).to(tl.int64) * capacity + piece
     tl.store(own_numbers + marks + piece, 1)  # for the watchdog, which ends endless waits
     arrived = tl.zeros((), tl.int32)
     while arrived < WORLD - 1:
@@ -88,13 +88,13 @@ def _exchange(  # type: ignore[no-untyped-def]
     top = tl.full((), float("-inf"), tl.float32)
     den = tl.zeros((), tl.float32)
     acc = tl.zeros((PIECE,), tl.float32)
-    for peer in range(WORLD):  # in the same order on every rank, for identical bits
-        received = ((turn * WORLD + peer) * capacity + piece).to(tl.int64)
+    for each in range(WORLD):  # in the same order on every rank, for identical bits
+        received = ((turn * WORLD + each) * capacity + piece).to(tl.int64)
         # written by a remote rank: bypass this multiprocessor's cache
         value = tl.load(own_values + received * PIECE + d, mask=live, other=0.0, cache_modifier=".cg")
         value_lse = tl.load(own_values + lses + received, cache_modifier=".cg")
-        value = tl.where(rank == peer, mine, value)
-        value_lse = tl.where(rank == peer, mine_lse, value_lse)
+        value = tl.where(rank == each, mine, value)
+        value_lse = tl.where(rank == each, mine_lse, value_lse)
         higher = tl.maximum(top, value_lse)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp(top - safe)
@@ -132,6 +132,6 @@ def _start(
         _exchange, (pieces(batch * queries * heads, head_dim),),
         (boxes, n, rank, box.capacity, pieces(1, head_dim), head_dim, queries, heads,
          box.lses, box.flags, box.turns, box.marks, *parts[:4], *lses),
-        WORLD=box.world, PEERS=max(WARP, triton.next_power_of_2(box.world)),
+        WORLD=box.world, RANKS=max(WARP, triton.next_power_of_2(box.world)),
         PARTS=min(AT_ONCE, triton.next_power_of_2(max(n, 1))), PIECE=PIECE, num_warps=1,
     )  # fmt: skip

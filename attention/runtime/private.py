@@ -106,7 +106,7 @@ stream_id: Private[[int], StreamId] = Private(
     "torch._C._cuda_getCurrentStream",
     _public_stream_id,
     _SLOWER.format("current"),
-    _returns(lambda x: isinstance(x, tuple) and [type(each) for each in x] == [int] * 3),
+    _returns(lambda x: isinstance(x, tuple) and [isinstance(each, int) for each in x] == [True] * 3),
 )
 raw_stream: Private[[int], int] = Private(
     "torch._C._cuda_getCurrentRawStream",
