@@ -169,10 +169,6 @@ class AttentionWork:
     def transport(self) -> Transport:
         return self.plan.transport
 
-    @property
-    def replays(self) -> bool:
-        return self.experiment.replay != "none"
-
     def resolved(self) -> dict[str, Any]:
         return self.plan.options.plain()
 

@@ -30,10 +30,6 @@ class Workload(Passes, Protocol):
     @property
     def transport(self) -> Transport: ...
 
-    @property
-    def replays(self) -> bool:
-        """Whether later calls replay what the first ones recorded."""
-
     def resolved(self) -> dict[str, Any]:
         """The experiment's options, with values for the open ones."""
 
