@@ -166,7 +166,8 @@ def build(spec: CallSpec, settings: Settings, connect: Connect) -> Plan:
     """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, and UnsupportedCall
     for what the kernel or replay=graphs can't do."""
     variant, options, shape = settings.variant, settings.options, spec.shape
-    mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, spec.mask)
+    given = variant.mask_of(options) if spec.mask is None else spec.mask
+    mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)
     problem = variant.problem(spec.cu_seqlens, settings.world, mask, options, spec.q_tokens)
     _check_share(spec, settings)
     _check_call(spec, settings)

@@ -4,7 +4,7 @@ of all pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
-from attention.masks.band import Band, Intervals
+from attention.masks.band import Band, Interval, Intervals
 from attention.masks.pattern import Entry, Pattern
 from attention.reduction.lse_merge import Accumulator
 from attention.tensors import add_, take, token_indices
 
+ALONE = 4096  # keys from which a query interval is a call of its own, for which no keys are copied
 MOST_GATHERED = 1 << 17  # keys of one call that are copied side by side, where queries see several intervals
 
 
@@ -122,21 +123,28 @@ def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> It
 
 
 def _limited(entries: tuple[Entry, ...]) -> Iterator[list[Entry]]:
-    """Entries whose keys are copied, in groups of a limited number of keys; all others as one group."""
+    """Entries in groups whose keys may be copied side by side. One with many keys in one interval is a group of its own,
+    unless the entries' keys are beside each other, which need no copy."""
+    if all(len(keys) == 1 for _, keys in entries) and len(_joined(keys[0] for _, keys in entries)) == 1:
+        yield list(entries)
+        return
     group: list[Entry] = []
     copied = 0
     for entry in entries:
         n = sum(b - a for a, b in entry[1])
+        if n >= ALONE and len(entry[1]) == 1:
+            yield [entry]
+            continue
         if group and copied + n > MOST_GATHERED:
             yield group
             group, copied = [], 0
         group.append(entry)
-        copied += n if len(entry[1]) > 1 else 0
+        copied += n
     if group:
         yield group
 
 
-def _joined(intervals: Intervals) -> Intervals:
+def _joined(intervals: Iterable[Interval]) -> Intervals:
     merged: list[tuple[int, int]] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:

@@ -85,6 +85,14 @@ class Variant(Generic[Chosen]):
         if self.causal_only and not mask.is_causal(tokens):
             raise self.not_causal(mask, "ring, ring_allgather, llama3 and ulysses")
 
+    def mask_of(self, options: Chosen) -> Mask | None:
+        """The mask that the layout was made for, and that a call has where none is given."""
+        return None
+
+    def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
+        """The one band within every sequence, for which schedules have their own blocks; else the mask, which is cut."""
+        return mask if isinstance(mask, Band) else one_band(mask, cu_seqlens)
+
     # What follows holds for every variant.
 
     def not_causal(self, mask: Mask, others: str) -> ValueError:
@@ -127,7 +135,7 @@ class Variant(Generic[Chosen]):
         """mask: the band within every sequence, or any mask over all positions. Raises ValueError when the variant cannot
         do this mask or these lengths in this world."""
         chosen = self.parse(options)
-        form = mask if isinstance(mask, Band) else one_band(mask, cu_seqlens)
+        form = self.form(mask, cu_seqlens)
         if isinstance(form, Mask):
             self.check_cut(chosen, form, cu_seqlens[-1])
             mask = CAUSAL if form.is_causal(cu_seqlens[-1]) else FULL  # by which a layout balances
