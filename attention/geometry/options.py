@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from attention.errors import nearest
@@ -28,6 +28,11 @@ def option(default: Any, choices: Choices | None = None) -> Any:
     return field(default=default, metadata={"choices": choices})
 
 
+def from_call(default: Any) -> Any:
+    """A field that says what calls will have: see `Options.from_call`."""
+    return field(default=default, metadata={"from_call": True})
+
+
 def one_of(values: tuple[Any, ...], default: Any) -> Any:
     """A field that takes one of `values`, or its default."""
     return field(default=default, metadata={"choices": lambda kv_heads, world: values, "values": values})
@@ -39,16 +44,22 @@ class Options:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        return tuple(each.name for each in fields(cls))
+        """Those that a user may set: all but the ones that a call has anyway (`from_call`)."""
+        return tuple(each.name for each in fields(cls) if not each.metadata.get("from_call"))
+
+    @classmethod
+    def from_call(cls) -> tuple[str, ...]:
+        """The options that say what calls will have: given to `attention.make`, but no keys of a configuration."""
+        return tuple(each.name for each in fields(cls) if each.metadata.get("from_call"))
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        return {each.name: each.default for each in fields(cls)}
+        return {each.name: each.default for each in fields(cls) if not each.metadata.get("from_call")}
 
     @classmethod
     def choices(cls, name: str, kv_heads: int, world: int) -> list[Any] | None:
         """The values of an option among which "best" decides; None for an option that has no list of them."""
-        found = {each.name: each.metadata["choices"] for each in fields(cls)}.get(name)
+        found = {each.name: each.metadata.get("choices") for each in fields(cls)}.get(name)
         return None if found is None else list(found(kv_heads, world))
 
     @classmethod
@@ -69,7 +80,7 @@ class Options:
 
     def plain(self) -> dict[str, Any]:
         """By name, as YAML and results have them."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.names()}
 
     @property
     def uncapturable(self) -> str | None:

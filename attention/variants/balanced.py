@@ -9,18 +9,17 @@ Source: the dispatch of MagiAttention (SandAI, 2025): chunks by their areas, lar
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attention.geometry.layouts import CuSeqlens, Layout, Shard, chunk
-from attention.geometry.options import GatherOptions, divisors, option
+from attention.geometry.options import GatherOptions, divisors, from_call, option
 from attention.geometry.schedules import GATHER
 from attention.masks.band import Band
 from attention.masks.mask import Banded, Mask
-from attention.masks.rectangles import pairs, placed
+from attention.masks.rectangles import both, pairs, placed
 from attention.masks.sequences import of_sequences
 from attention.memo import memo
 from attention.variants.base import Variant, register
@@ -36,16 +35,13 @@ class BalancedOptions(GatherOptions):
     """`mask`: what the layout is made for, and the mask of every call. `tokens`: of the whole sequence; None: any number.
     `chunks`: of each rank; None: the fewest that balance."""
 
-    mask: Mask = option(CAUSAL)  # noqa: RUF009
-    tokens: int | None = option(None)
+    mask: Mask = from_call(CAUSAL)  # noqa: RUF009
+    tokens: int | None = from_call(None)
     chunks: int | None = option(None)
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
         check_options(self)
-
-    def plain(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def check_options(options: BalancedOptions) -> None:
@@ -83,11 +79,16 @@ class _Balanced(Variant[BalancedOptions]):
         return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
 
     def check_cut(self, options: BalancedOptions, mask: Mask, tokens: int) -> None:
-        if mask != options.mask:
+        if mask != options.mask and not within(mask, options.mask, tokens):
             raise ValueError(
                 f"mask={mask}: this balanced layout was made for {options.mask}; "
                 'make another: attention.make("balanced", mask=...)'
             )
+
+
+def within(mask: Mask, other: Mask, tokens: int) -> bool:
+    """Whether the other mask keeps all pairs of a mask."""
+    return int(pairs(both(mask.rectangles(tokens), other.rectangles(tokens))).sum()) == mask.pairs(tokens)
 
 
 @memo(lambda found, *_: sum(map(len, found)))

@@ -114,7 +114,7 @@ class Variant(Generic[Chosen]):
         if isinstance(options, Options):
             return options
         for option, value in (options or {}).items():
-            if option not in self.options.names():
+            if option not in (*self.options.names(), *self.options.from_call()):
                 known = ", ".join(self.options.names()) or "none"
                 raise ValueError(f"{option}={value!r}: {self.name} has no such option; its options: {known}")
         return self.options(**(options or {}))

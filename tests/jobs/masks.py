@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import attention
+from attention.variants.registry import variant
 from runner.launch.rank import Rank
 from tests.jobs.reference import DTYPES, rel
 from tests.support.masks import built
@@ -48,14 +49,15 @@ def compare(
     """For each mask the relative L2 errors of out, dq, dk and dv against fp64, the largest error of lse, and the bytes
     that each rank received in the forward; or the ValueError's text. masks: see `built`. how: causal and
     window beside the mask."""
-    fn = attention.make(name, kernel=kernel, transport=transport, **options)
     lead = (tokens,) if packs else (batch, tokens)
     generator = torch.Generator().manual_seed(seed)
     shapes = [(*lead, n, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
     *whole, dout = (torch.randn(shape, generator=generator).to(me.device, DTYPES[dtype]) for shape in shapes)
-    shards = [fn.shard(x, packs).requires_grad_() for x in whole]
     found: list[dict[str, Any]] = []
     for mask in map(built, masks):
+        made_for = {"mask": mask, "tokens": tokens} if "mask" in variant(name).options.from_call() else {}
+        fn = attention.make(name, kernel=kernel, transport=transport, **options, **made_for)
+        shards = [fn.shard(x, packs).requires_grad_() for x in whole]
         given = {"cu_seqlens": packs, "mask": mask, **(how or {})}
         try:
             plan = fn.plan(*shards, **given)

@@ -63,6 +63,8 @@ def does(variant: Variant, mask: Band, options: Mapping[str, Any] | None = None)
         return mask.full
     if mask.windowed and ((options or {}).get("own_first") or (options or {}).get("grouping") == "fused"):
         return False
+    if variant.options.from_call():  # made for the causal mask, where none is given
+        return mask.right == 0
     zigzag = variant.name == "usp" and {**variant.options.defaults(), **(options or {})}["ring"] == "zigzag"
     if (zigzag or variant.causal_only) and mask.right != 0:
         return False
