@@ -117,6 +117,8 @@ def global_pairs(problem: Problem) -> np.ndarray:
     total = problem.cu_seqlens[-1]
     if problem.q_tokens is not None:
         return np.ones((problem.q_tokens, total), dtype=bool)
+    if problem.is_cut:
+        return problem.mask.dense(total).numpy()
     keep = np.zeros((total, total), dtype=bool)
     for a, b in zip(problem.cu_seqlens, problem.cu_seqlens[1:], strict=False):
         keep[a:b, a:b] = band(problem.band, b - a, b - a)
