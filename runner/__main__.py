@@ -215,7 +215,7 @@ def _run(arguments: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
     from runner import app, interleave
     from runner.config.values import Refused, shown
-    from runner.output import display, summary
+    from runner.output import display, results, summary
 
     interleave.register()
     stops = Stops()
@@ -236,7 +236,7 @@ def _run(arguments: list[str]) -> int:
             raise
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             where = error.filename or next(iter(app.sweeps), _output(arguments))
-            print(f"error: {app.cannot_write(shown(str(where)), error)}", file=sys.stderr)
+            print(f"error: {results.cannot_write(shown(str(where)), error)}", file=sys.stderr)
             return 1
         if isinstance(error, (HydraException, OmegaConfBaseException)) or not _from((app.execute, app.further), error):
             return refuse(message(error), arguments)

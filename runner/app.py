@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +32,6 @@ from runner.output.record import Result
 pool = Pool()
 statuses: list[str] = []  # of this invocation's runs
 sweeps: list[Path] = []
-
-PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]
 
 
 @dataclass(frozen=True)
@@ -82,14 +77,14 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
             if isinstance(rest, Unfinished):
                 return rest
             display.out.print(f"{earlier.name}: {rest}, so it is run anew", soft_wrap=True)
-    with _writing(folder.parent):
+    with results.writing(folder.parent):
         seed = sweep.seed_of(folder.parent) if sweeping and cfg.seed is None else sweep.fresh_seed()
     value = run(cfg, folder, seed, place, compared)
     value["environment"]["overrides"] = list(hydra.overrides.task)
     if sweeping:
         return _recorded(value, folder, hydra.job.num)
     statuses.append(value["status"])
-    with _writing(folder):
+    with results.writing(folder):
         results.write_result(folder, value)
     result = Result.of(value, folder)
     if result.status == "ok" or (result.correctness and result.correctness.tensors):
@@ -142,7 +137,7 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
     more = rounds.unfinished(value)
     if not more:
         statuses.append(value["status"])
-    with _writing(folder):
+    with results.writing(folder):
         results.write_result(folder, value)
         _note_sweep(folder.parent)
     display.out.print(f"{display.run_line(Result.of(value, folder))} ({sweep.place(number)})", soft_wrap=True)
@@ -157,7 +152,7 @@ def further(earlier: Unfinished) -> Unfinished | None:
     except Exception as error:
         if _stopping(error):
             raise
-        with _writing(earlier.folder), (earlier.folder / "run.log").open("a") as log:
+        with results.writing(earlier.folder), (earlier.folder / "run.log").open("a") as log:
             log.write("".join(traceback.format_exception(error)))
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}; see run.log"
         failed = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
@@ -177,7 +172,7 @@ def _about(value: dict[str, Any]) -> dict[str, Any]:
 
 def _ended(earlier: Unfinished, failed: dict[str, Any]) -> None:
     """Record a run whose next round failed."""
-    with _writing(earlier.folder):
+    with results.writing(earlier.folder):
         for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # a failed run has no times
             (earlier.folder / name).unlink(missing_ok=True)
     failed["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {failed['reason']}"
@@ -194,7 +189,7 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
     if outcome.status != "ok" or outcome.result["status"] != "ok":
         _ended(earlier, _failed(outcome, folder, _about(value)))
         return None
-    with _writing(folder):
+    with results.writing(folder):
         samples = rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
         if samples is None:
             raise RuntimeError(f"{folder / 'samples.parquet'}: fewer samples than the finished rounds took")
@@ -224,25 +219,6 @@ def _note_sweep(folder: Path) -> None:
     if folder not in sweeps:
         sweeps.append(folder)
     summary.summarize_sweep(folder)
-
-
-@contextmanager
-def _writing(where: Path) -> Iterator[None]:
-    """Ends the program with one line where a file of a run cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise SystemExit(f"error: {cannot_write(where, error)}") from None
-
-
-def cannot_write(where: Path | str, error: OSError) -> str:
-    """Why a file of a run could not be written (full disk, no permission, missing folder), and what helps."""
-    way_out = "give another folder with output=DIR"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        way_out = f"free some space or {way_out}"
-    elif error.errno == errno.ENOENT:
-        way_out = "the folder was removed while the run went on"
-    return f"{where}: could not be written ({error.strerror}); {way_out}"
 
 
 def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> dict[str, Any]:
@@ -320,20 +296,8 @@ def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Out
 
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """Writes the run's tables and builds its result."""
-    artifacts = {"log": "run.log"}
-    with _writing(folder):
-        if measured.get("samples"):
-            results.write_samples(folder / "samples.parquet", measured.pop("samples"))
-            artifacts["samples"] = "samples.parquet"
-        rows = measured.pop("phase_rows", None)
-        if rows:
-            results.write_csv(folder / "phases.csv", rows, PHASE_COLUMNS)
-            artifacts["phases"] = "phases.csv"
-        if measured.get("profile"):
-            kernels = [{"rank": rank, **k} for rank, p in enumerate(measured["profile"]) for k in p.pop("kernels")]
-            results.write_csv(folder / "kernels.csv", kernels, ["rank", "kernel", "calls", "total_ms", "mean_us"])
-            artifacts["kernels"] = "kernels.csv"
-        artifacts |= {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
+    with results.writing(folder):
+        artifacts = results.write_tables(folder, measured)
     about["environment"] |= measured.pop("environment")
     about["environment"] |= {key: measured.pop(key, None) for key in ("ceilings", "estimate")}
     return results.result(**about, **measured, artifacts=artifacts)

@@ -4,6 +4,7 @@ renamed."""
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 import os
@@ -19,6 +20,27 @@ FIELDS = (
     "schema_version", "key", "name", "status", "reason", "failure", "config", "experiment", "chosen", "environment",
     "correctness", "timing", "metrics", "baseline", "memory", "phases", "comm", "profile", "artifacts",
 )  # fmt: skip
+
+PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]
+
+
+@contextmanager
+def writing(where: Path) -> Iterator[None]:
+    """End the program with one line where a file of a run cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"error: {cannot_write(where, error)}") from None
+
+
+def cannot_write(where: Path | str, error: OSError) -> str:
+    """Why a file of a run could not be written (full disk, no permission, missing folder), and the way out."""
+    way_out = "give another folder with output=DIR"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        way_out = f"free some space or {way_out}"
+    elif error.errno == errno.ENOENT:
+        way_out = "the folder was removed while the run went on"
+    return f"{where}: could not be written ({error.strerror}); {way_out}"
 
 
 @contextmanager
@@ -94,6 +116,22 @@ def read_samples(path: Path) -> list[dict[str, list[float]]]:
     for rank, which, ms in zip(columns["rank"], columns["pass"], columns["ms"], strict=True):
         found[rank].setdefault(which, []).append(ms)  # rows are in the order of iterations
     return found
+
+
+def write_tables(folder: Path, measured: dict[str, Any]) -> dict[str, str]:
+    """Write the tables of a job's result, which are taken out of it; returns the run's files by name. Raises OSError."""
+    artifacts = {"log": "run.log"}
+    if measured.get("samples"):
+        artifacts["samples"] = "samples.parquet"
+        write_samples(folder / artifacts["samples"], measured.pop("samples"))
+    if rows := measured.pop("phase_rows", None):
+        artifacts["phases"] = "phases.csv"
+        write_csv(folder / artifacts["phases"], rows, PHASE_COLUMNS)
+    if measured.get("profile"):
+        artifacts["kernels"] = "kernels.csv"
+        kernels = [{"rank": rank, **k} for rank, found in enumerate(measured["profile"]) for k in found.pop("kernels")]
+        write_csv(folder / artifacts["kernels"], kernels, ["rank", "kernel", "calls", "total_ms", "mean_us"])
+    return artifacts | {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ def swept(folder: Path) -> Path:
             {"iteration": i, "rank": 1, "pass": "forward", "phase": "comm_kv", "step": -1, "ms": (i + 1) / 3}
             for i in range(5)
         ]
-        results.write_csv(path.parent / "phases.csv", rows, app.PHASE_COLUMNS)
+        results.write_csv(path.parent / "phases.csv", rows, results.PHASE_COLUMNS)
     kernels = [{"rank": 0, "kernel": 'a, "b" <c>', "calls": 3, "total_ms": 0.1, "mean_us": 1e3 / 3}]
     results.write_csv(path.parent / "kernels.csv", kernels, KERNELS)
     return folder
