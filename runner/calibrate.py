@@ -143,7 +143,7 @@ def measure(
     import torch
 
     from attention.kernels import Shape, refusal
-    from runner.measure import timing
+    from runner.measure import stopwatch, timing
 
     given = sizes(call, tiny)
     shape = Shape(device, torch.bfloat16, given.heads, given.kv_heads, call.head_dim, call.layout == "packed")
@@ -154,11 +154,11 @@ def measure(
             return reason
         work = Work(kernel, call, given, device)
         if device == "cuda":
-            watch: timing.Stopwatch = timing.CudaStopwatch(torch.device("cuda"), together=False)
+            watch: stopwatch.Stopwatch = stopwatch.CudaStopwatch(torch.device("cuda"), together=False)
             words = torch.cuda.get_device_properties(0).L2_cache_size // 2  # twice the cache
             flush = torch.empty(words, dtype=torch.int32, device="cuda")
         else:
-            watch, flush = timing.CpuStopwatch(None), None
+            watch, flush = stopwatch.CpuStopwatch(None), None
         with timing.undisturbed():
             each_ms = timing.warm(work, watch, 3, 0 if tiny else 50).back_to_back_ms
             timing.settle(work, watch, 0 if tiny else SETTLE_MS, each_ms or 1.0, flush=flush)

@@ -12,6 +12,7 @@ from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import memory, metrics, timing
 from runner.measure.statistics import slowest
+from runner.measure.stopwatch import stopwatch
 from runner.measure.timed import beats, flush_buffer, sampled_passes, settle_ms, silent_s
 from runner.measure.workloads import WORKLOADS
 
@@ -67,7 +68,7 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
 def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], dict[str, Any]]:
     """The median of each pass in ms; `kernel` and the number of `samples`."""
     work = WORKLOADS[spec.model].single(me, spec)
-    watch = timing.stopwatch(me, together=False)
+    watch = stopwatch(me, together=False)
     flush, passes, layers = flush_buffer(me, spec), sampled_passes(spec, work), spec.timing.layers
     single_s *= layers
     beat = beats(me, "baseline", watch, single_s)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from runner import environment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import DTYPES
-from runner.measure.timing import between_marks, stopwatch
+from runner.measure.stopwatch import between_marks, stopwatch
 
 RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share

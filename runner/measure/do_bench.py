@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runner.measure import timing
-from runner.measure.timing import Stopwatch
+from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import Workload
 
 TURNS = 5  # of ours, between six of do_bench's

@@ -27,6 +27,7 @@ from runner.measure import (
     timing,
 )
 from runner.measure.correctness import Checked
+from runner.measure.stopwatch import Stopwatch, stopwatch
 from runner.measure.workload import Passes, Workload
 from runner.measure.workloads import WORKLOADS
 
@@ -140,7 +141,7 @@ class _Run:
     def compare_with_do_bench(self) -> None:
         """Runs after the check, because it overwrites the outputs of the last timed iteration."""
         if self.spec.timing.do_bench:
-            watch, flush = timing.stopwatch(self.me, together=False), timed.flush_buffer(self.me, self.spec)
+            watch, flush = stopwatch(self.me, together=False), timed.flush_buffer(self.me, self.spec)
             found = do_bench.compare(self.work, watch, flush, lambda: self.me.say("timing", self.iteration_s))
             self.result["timing"]["do_bench"] = found
 
@@ -173,8 +174,8 @@ class _Run:
             single_s = max(self.iteration_s, self.measured_s) * self.me.world
             self.result["baseline"] = baseline.measure(self.me, self.spec, self.result["metrics"], single_s)
 
-    def _watch(self) -> timing.Stopwatch:
-        return timing.stopwatch(self.me, together=self.me.world > 1)
+    def _watch(self) -> Stopwatch:
+        return stopwatch(self.me, together=self.me.world > 1)
 
     def _memory(self) -> dict[str, Any]:
         """The peak of an iteration and the inputs, by rank, in bytes. On a GPU the peak is of the iterations just timed."""

@@ -12,7 +12,7 @@ from typing import Any
 from attention.profiling import Recorder, recording
 from runner.launch.rank import Rank
 from runner.measure import timing
-from runner.measure.timing import Stopwatch
+from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import Workload
 
 Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms

@@ -22,11 +22,12 @@ from torch.profiler import ProfilerActivity
 from attention.profiling import Recorder, recording
 from attention.runtime import private
 from runner.launch.rank import Rank
-from runner.measure.timing import Stopwatch, leads_ms, record
+from runner.measure.stopwatch import Stopwatch
+from runner.measure.timing import leads_ms, record
 from runner.measure.workload import Passes
 
 Span = tuple[float, float]
-LEAD = re.compile("spin_kernel")  # of `timing.CudaStopwatch`, as is the next: no variant reduces bytes
+LEAD = re.compile("spin_kernel")  # of `CudaStopwatch`, as is the next: no variant reduces bytes
 ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")  # NCCL has several names for a minimum
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
 SHOWN = 40  # kernels in the table

@@ -13,7 +13,7 @@ from runner.config.experiment import Experiment, Timing
 from runner.launch.rank import Rank
 from runner.measure import timing
 from runner.measure.statistics import Samples, of_ranks, overhead, slowest
-from runner.measure.timing import Stopwatch
+from runner.measure.stopwatch import Stopwatch, stopwatch
 from runner.measure.workload import Passes, Workload
 
 SLOW_S = 1.0  # waiting for each iteration that takes so long does not affect the timing
@@ -29,7 +29,7 @@ def measure(
     note: dict[str, Any] = {}
     if options.method == "cudagraph":
         passes: Passes = timing.Graphed(work)
-        watch = timing.stopwatch(me, me.world > 1, timing.LEAD_MS)
+        watch = stopwatch(me, me.world > 1, timing.LEAD_MS)
     else:
         passes = sampled_passes(spec, work)
         iteration_s *= layers

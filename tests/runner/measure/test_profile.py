@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attention.profiling import phase
 from runner.launch.rank import Rank
 from runner.measure.profile import analyse, covered, merged, overlap, profile
-from runner.measure.timing import CpuStopwatch
+from runner.measure.stopwatch import CpuStopwatch
 
 
 def test_merged_intervals_are_disjoint_and_in_order():

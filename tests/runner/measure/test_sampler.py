@@ -9,6 +9,7 @@ import torch
 from runner.measure import sampler, timing
 from runner.measure.sampler import Sampler, reasons, sampling, summary
 from runner.measure.statistics import summarize
+from runner.measure.stopwatch import CudaStopwatch
 
 
 def test_throttle_reasons_have_the_drivers_names():
@@ -88,7 +89,7 @@ def test_sampling_costs_what_is_timed_less_than_a_percent(forgotten):
         def run(self, which: str) -> None:
             torch.nn.functional.scaled_dot_product_attention(self.x, self.x, self.x, is_causal=True)
 
-    watch = timing.CudaStopwatch(torch.device("cuda", torch.cuda.current_device()), together=False)
+    watch = CudaStopwatch(torch.device("cuda", torch.cuda.current_device()), together=False)
     for name, x in sizes.items():
         work, medians = Work(x), {True: [], False: []}
         timing.warm(work, watch, 3, 1000, lambda more: more)

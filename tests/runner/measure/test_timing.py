@@ -13,10 +13,9 @@ from attention.profiling import Recorder, phase, recording
 from runner.measure import timed, timing
 from runner.measure.attention_work import Layers, other_orders
 from runner.measure.statistics import slowest
+from runner.measure.stopwatch import CpuStopwatch, CudaStopwatch
 from runner.measure.timing import (
     LEAD_MS,
-    CpuStopwatch,
-    CudaStopwatch,
     Settling,
     Warmed,
     adaptive,
