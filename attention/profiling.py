@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -75,12 +75,6 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
         _active = before
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
 class _Phase:
     def __init__(self, recorder: Recorder, name: str, step: int):
         self.recorder, self.name, self.step = recorder, name, step
@@ -98,7 +92,7 @@ class _Phase:
             self.range.__exit__(None, None, None)
 
 
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()
 
 
 def active() -> bool:
@@ -106,6 +100,6 @@ def active() -> bool:
     return _active is not None
 
 
-def phase(name: str, step: int = NO_STEP) -> _Phase | _Nothing:
+def phase(name: str, step: int = NO_STEP) -> _Phase | nullcontext[None]:
     """A context manager around the work of one phase of one step."""
     return _NOTHING if _active is None else _Phase(_active, name, step)

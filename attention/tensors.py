@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,16 +30,12 @@ def tokens(x: Tensor) -> int:
 
 def empty_tokens(x: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor for n tokens like those of x, by default in its dtype."""
-    shape = list(x.shape)
-    shape[token_dim(x)] = n
-    return x.new_empty(shape, dtype=dtype)
+    return x.new_empty((*x.shape[:-3], n, *x.shape[-2:]), dtype=dtype)
 
 
 def empty_pair(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Two tensors as of `empty_tokens` in one allocation, so that one copy can fill both."""
-    shape = list(x.shape)
-    shape[token_dim(x)] = n
-    first, second = x.new_empty((2, *shape)).unbind()
+    first, second = x.new_empty((2, *x.shape[:-3], n, *x.shape[-2:])).unbind()
     return first, second
 
 
@@ -116,10 +112,8 @@ def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int | 
             return
         x.index_copy_(dim, token_indices(intervals, x.device), values.to(x.dtype))
         return
-    at = 0
-    for start, stop in intervals:
-        x.narrow(dim, start, stop - start).copy_(values.narrow(dim, at, stop - start))
-        at += stop - start
+    for target, source in _pieces(x, intervals, values, dim):
+        target.copy_(source)
 
 
 def add_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor) -> None:
@@ -128,9 +122,15 @@ def add_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor) -> None:
     if len(intervals) > FEW:
         x.index_add_(dim, token_indices(intervals, x.device), values.to(x.dtype))
         return
+    for target, source in _pieces(x, intervals, values, dim):
+        target.add_(source)
+
+
+def _pieces(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each interval of x, and the values for it."""
     at = 0
     for start, stop in intervals:
-        x.narrow(dim, start, stop - start).add_(values.narrow(dim, at, stop - start))
+        yield x.narrow(dim, start, stop - start), values.narrow(dim, at, stop - start)
         at += stop - start
 
 

@@ -46,18 +46,9 @@ def lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, Tensor, None, None]:
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """`_flash_attn_forward` and, with cu_seqlens, `_flash_attn_varlen_forward`."""
     _check_unused(others)
     mask = Band.of(causal, (window_size_left, window_size_right))
@@ -66,28 +57,11 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    **others: Any,
-) -> None:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **others: Any,
+) -> None:  # fmt: skip
     """`_flash_attn_backward`, whose order of arguments yunchang relies on, and `_flash_attn_varlen_backward`."""
     _check_unused({"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes})
     mask = Band.of(causal, (window_size_left, window_size_right))

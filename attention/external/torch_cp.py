@@ -20,10 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention.executors.plan import Plan
 from attention.runtime.private import default_group, torch_cp
 
-BACKENDS = {
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-}
+BACKENDS = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 _open = ExitStack()
 _attention: dict[Any, Callable[..., Tensor]] = {}  # by group and device type; of the open context only
 

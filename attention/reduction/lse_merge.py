@@ -68,11 +68,7 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_n(
-    parts: Tensor,
-    lses: Tensor,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
+    parts: Tensor, lses: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Merges n partial results over disjoint keys. A part without keys has lse -inf and out 0.
 
@@ -101,11 +97,7 @@ def merge_n_eager(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None
 
 
 def result_tensors(
-    parts: Tensor,
-    lses: Tensor,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
+    parts: Tensor, lses: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The tensors that `merge_n` writes to: the given ones, or new ones. Raises ValueError as it does."""
     if parts.dim() != 5:

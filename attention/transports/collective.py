@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.geometry.schedules import length
 from attention.profiling import phase
 from attention.runtime.private import backend, default_group
-from attention.tensors import put_, take, token_dim
+from attention.tensors import empty_tokens, put_, take
 from attention.transports.interface import Done, Handle, Message, Messages, Publication, Transport
 from attention.transports.queues import Queue
 
@@ -101,9 +101,7 @@ def _in_place(message: Message, into: Tensor) -> bool:
 def _landing(message: Message, into: Tensor) -> Tensor:
     if _in_place(message, into):
         return take(into, message.target)
-    shape = list(into.shape)
-    shape[token_dim(into)] = length(message.target)
-    return into.new_empty(shape)
+    return empty_tokens(into, length(message.target))
 
 
 def _exchange(
