@@ -8,17 +8,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attention.errors import nearest
+from attention.masks.dca import dca
 from attention.masks.documents import block_causal_documents, documents, prefix_lm_documents, shared_prompt
+from attention.masks.global_window import global_window
 from attention.masks.mask import Mask
 from attention.masks.plain import causal, chunked, full, prefix_lm, rectangles, sliding_window
+from attention.masks.tiles import block_sparse
 
 __all__ = [
     "Mask",
     "block_causal_documents",
+    "block_sparse",
     "causal",
     "chunked",
+    "dca",
     "documents",
     "full",
+    "global_window",
     "make",
     "names",
     "prefix_lm",
@@ -38,6 +44,9 @@ _FUNCTIONS: tuple[Callable[..., Mask], ...] = (
     prefix_lm_documents,
     block_causal_documents,
     shared_prompt,
+    global_window,
+    dca,
+    block_sparse,
     rectangles,
 )
 _BY_NAME = {function.__name__: function for function in _FUNCTIONS}

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from attention.errors import nearest
 
 
@@ -33,6 +35,15 @@ def set_whole(mask: object, *names: str, least: int = 0) -> None:
     """Makes these fields of a frozen dataclass ints of at least `least`."""
     for name in names:
         object.__setattr__(mask, name, whole_number(name, getattr(mask, name), least))
+
+
+def set_flags(mask: object, *names: str) -> None:
+    """Checks that these fields are true or false."""
+    for name in names:
+        value = getattr(mask, name)
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name}={value!r}: must be true or false")
+        object.__setattr__(mask, name, bool(value))
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> None:

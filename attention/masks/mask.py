@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from attention.masks.band import Band
+from attention.masks.picture import picture
 from attention.masks.rectangles import K1, LO, Q0, UNBOUNDED, Rectangles, both, pairs, rectangle, rectangles
 from attention.memo import memo
 
@@ -57,6 +58,11 @@ class Mask(ABC):
             distance = torch.arange(k0, k1) - torch.arange(q0, q1).unsqueeze(1)
             keep[q0:q1, k0:k1] |= (distance >= lo) & (distance <= hi)
         return keep
+
+    def picture(self, tokens: int = 32, width: int = 32) -> str:
+        """The mask as text: a line for some queries, a cell of two characters for some keys, at most `width` of each. A
+        cell is darker the more of its pairs the mask keeps."""
+        return picture(self.rectangles(tokens), tokens, width)
 
     def is_causal(self, tokens: int) -> bool:
         """Whether no query sees a later key."""

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from attention.masks.band import Band, Interval, Intervals
 
 Rectangles = NDArray[np.int64]
+Column = NDArray[np.int64]
 Q0, Q1, K0, K1, LO, HI = range(6)
 UNBOUNDED = 1 << 40
 MOST_JOINED = 4096  # with more rectangles only whole ones beside each other are joined
@@ -27,9 +28,9 @@ def rectangles(rows: Iterable[Sequence[int]]) -> Rectangles:
 def from_columns(
     q0: ArrayLike, q1: ArrayLike, k0: ArrayLike, k1: ArrayLike, lo: ArrayLike = -UNBOUNDED, hi: ArrayLike = UNBOUNDED
 ) -> Rectangles:
-    """The rectangles of these columns, each an array or one number for all, trimmed."""
-    columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(x, np.int64)) for x in (q0, q1, k0, k1, lo, hi)))
-    return trimmed(np.stack(columns, 1))
+    """The rectangles of these columns, trimmed. Columns are arrays, or one number for all; they are broadcast."""
+    columns = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (q0, q1, k0, k1, lo, hi)))
+    return _trimmed(*(column.reshape(-1) for column in columns))
 
 
 def rectangle(q: Interval, k: Interval, band: Band) -> tuple[int, ...]:
@@ -50,13 +51,17 @@ def band_of(row: Sequence[int]) -> Band:
 
 def trimmed(x: Rectangles) -> Rectangles:
     """Without the rows and columns that have no pair; bounds that cut nothing become unbounded."""
-    q0, q1, k0, k1, lo, hi = x.T
+    return _trimmed(*x.T)
+
+
+def _trimmed(q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Column) -> Rectangles:
     q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
     lo = np.where(lo <= k0 - q1 + 1, -UNBOUNDED, lo)
     hi = np.where(hi >= k1 - 1 - q0, UNBOUNDED, hi)
     kept = (q0 < q1) & (k0 < k1)
-    return np.stack([q0, q1, k0, k1, lo, hi], 1)[kept]
+    found = np.stack([q0, q1, k0, k1, lo, hi], 1)
+    return found if kept.all() else found[kept]
 
 
 def clipped(x: Rectangles, q: Interval, k: Interval) -> Rectangles:

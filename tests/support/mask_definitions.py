@@ -6,6 +6,7 @@ for a sequence of S tokens."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -89,6 +90,28 @@ def rectangles(S, parts):
     return seen
 
 
+def global_window(S, window, global_tokens, causal=False):
+    q, k = places(S)
+    seen = (abs(q - k) <= window) | (k < global_tokens) | (q < global_tokens)
+    return seen & (k <= q) if causal else seen
+
+
+def block_sparse(S, pattern, block=128, causal=False):
+    q, k = places(S)
+    tile_q, tile_k = q // block, k // block
+    distance = abs(tile_q - tile_k)
+    local = distance <= math.ceil(512 / block)
+    if pattern == "local_window":
+        seen = local
+    elif pattern == "global_local":
+        globals_ = math.ceil(64 / block)
+        seen = local | (tile_q < globals_) | (tile_k < globals_)
+    else:
+        rate = np.array([2 ** max(0, math.floor(math.log2(max(d, 1))) - 2) for d in range(S)], int)
+        seen = distance % rate[distance] == 0
+    return seen & (k <= q) if causal else seen
+
+
 DEFINITIONS: dict[str, Callable[..., Dense]] = {
     function.__name__: function
     for function in (
@@ -101,6 +124,8 @@ DEFINITIONS: dict[str, Callable[..., Dense]] = {
         prefix_lm_documents,
         block_causal_documents,
         shared_prompt,
+        global_window,
+        block_sparse,
         rectangles,
     )
 }
@@ -129,6 +154,11 @@ def random_parameters(name: str, S: int, draw: random.Random) -> dict[str, Any]:
         return {"lengths": lengths}
     if name == "shared_prompt":
         return {"prompt": lengths[0], "answers": lengths[1:]}
+    if name == "global_window":
+        return {"window": bound(0), "global_tokens": min(bound(0), S), "causal": draw.random() < 0.5}
+    if name == "block_sparse":
+        pattern = draw.choice(["local_window", "dilated_sparse", "global_local"])
+        return {"pattern": pattern, "block": draw.choice([1, 3, 8, 100, 128, 300]), "causal": draw.random() < 0.5}
     if name == "rectangles":
         return {"parts": _random_rectangles(S, draw)}
     assert name in ("full", "causal"), name

@@ -1,0 +1,28 @@
+"""A mask drawn as text, from its rectangles: its work does not depend on the number of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attention.masks.rectangles import K0, Q0, Rectangles, pairs, placed
+
+SHADES = "·░▒▓█"  # no pair, up to a third, up to two thirds, nearly all, all pairs
+
+
+def picture(x: Rectangles, tokens: int, width: int) -> str:
+    """A line for each interval of queries and a cell of two characters for each interval of keys, `min(width, tokens)` of
+    each. Raises ValueError for a width below 1."""
+    if width < 1:
+        raise ValueError(f"width={width}: must be at least 1")
+    cells = min(width, tokens)
+    if not cells:
+        return ""
+    borders = np.arange(cells + 1) * tokens // cells
+    places = [(start, stop, start) for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)]
+    parts, _ = placed(placed(x, places, keys=False)[0], places, keys=True)
+    line, column = (np.searchsorted(borders, parts[:, at], "right") - 1 for at in (Q0, K0))
+    found = np.bincount(line * cells + column, pairs(parts), cells * cells).reshape(cells, cells)
+    size = np.diff(borders)
+    share = found / (size[:, None] * size)
+    shade = np.where(share >= 1, len(SHADES) - 1, np.ceil(share * (len(SHADES) - 2)).astype(np.int64))
+    return "\n".join("".join(SHADES[s] * 2 for s in row) for row in shade.tolist())

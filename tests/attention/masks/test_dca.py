@@ -1,0 +1,152 @@
+"""Random keys are drawn among the keys that are not seen otherwise, as many as asked for, and always the same ones."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from attention import masks
+from attention.masks.learned import ChosenGlobals, global_count, global_positions, learned
+from attention.masks.random_keys import draw
+from tests.support.mask_definitions import global_window
+
+CASES = [
+    (S, window, globals_, random, causal)
+    for S in (1, 100, 128, 300, 521)
+    for window, globals_ in ((0, 0), (33, 5), (200, 1))
+    for random in (0, 1, 40, 1000)
+    for causal in (False, True)
+]
+
+
+def once(mask, S: int) -> np.ndarray:
+    """The mask as a matrix, after a check that no pair is in two rectangles."""
+    dense = mask.dense(S).numpy()
+    assert dense.sum() == mask.pairs(S), f"{mask}: a pair is in two rectangles"
+    return dense
+
+
+def random_part(mask, S: int, rest: np.ndarray) -> np.ndarray:
+    """The pairs beyond the rest of the mask."""
+    dense = once(mask, S)
+    assert dense[rest].all(), f"{mask}: does not contain the rest"
+    return dense & ~rest
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("granularity", ["token", "tile", "block"])
+def test_random_keys_are_as_many_as_asked_for_or_all_that_are_left(granularity, causal):
+    for S, window, globals_, random, _ in (case for case in CASES if case[-1] == causal):
+        if granularity == "token" and S > 300:
+            continue  # a rectangle for each key of each query
+        globals_ = min(globals_, S)
+        rest = global_window(S, window // 2, globals_, causal)
+        mask = masks.dca(window, globals_, random, granularity, seed=3, causal=causal, block=32)
+        found = random_part(mask, S, rest)
+        rows = 1 if granularity == "token" else 128
+        for start in range(0, S, rows):
+            tile = found[start : start + rows]
+            assert (tile == tile[0]).all(), f"{mask}: the queries of a tile share their keys"
+            unseen = ~rest[start : start + rows].any(0) & (np.arange(S) < (start if causal else S))
+            if granularity == "block":
+                blocks = [range(a, min(a + 32, S)) for a in range(0, S, 32)]
+                able = [b for b in blocks if unseen[b].all()]
+                taken = [b for b in blocks if tile[0][b].any()]
+                assert all(b in able and tile[0][b].all() for b in taken)
+                wanted = max(1, random // 32) if random else 0
+                assert len(taken) == min(wanted, len(able))
+            else:
+                assert not (tile[0] & ~unseen).any()
+                assert tile[0].sum() == min(random, unseen.sum())
+
+
+@pytest.mark.parametrize("granularity", ["token", "tile", "block"])
+def test_a_seed_decides_the_draw(granularity):
+    same, again, other = (masks.dca(16, 4, 64, granularity, seed=seed) for seed in (1, 1, 2))
+    assert (same.build(400) == again.build(400)).all()
+    assert not np.array_equal(same.dense(400), other.dense(400))
+
+
+def drawn_one_by_one(candidates: list[int], wanted: int, seed: int) -> list[set[int]]:
+    """The definition of the draw, a number at a time."""
+    source = np.random.PCG64(seed)
+    taken = [min(wanted, n) for n in candidates]
+    goal = [min(m, n - m) for m, n in zip(taken, candidates, strict=True)]
+    found: list[set[int]] = [set() for _ in candidates]
+    while lacking := [h - len(have) for h, have in zip(goal, found, strict=True)]:
+        if not any(lacking):
+            break
+        for n, have, times in zip(candidates, found, lacking, strict=True):
+            have.update([(source.random_raw() >> 32) * n >> 32 for _ in range(times)])
+    return [
+        have if len(have) == m else set(range(n)) - have for have, m, n in zip(found, taken, candidates, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 60, 99])
+def test_the_draw_is_as_defined(wanted):
+    candidates = [1000, 7, 0, 90, 100, 61, 120]
+    row, number = draw(np.array(candidates), wanted, seed=5)
+    assert [set(number[row == i].tolist()) for i in range(7)] == drawn_one_by_one(candidates, wanted, 5)
+
+
+def test_the_draw_is_the_same_on_every_machine():
+    row, number = draw(np.array([1000, 7, 0, 90, 100]), 60, seed=5)
+    assert np.bincount(row, minlength=5).tolist() == [60, 7, 0, 60, 60]
+    digest = hashlib.sha256((row * 1000 + number).astype("<i8").tobytes()).hexdigest()
+    assert digest.startswith("3ce868880285036a")
+
+
+def test_every_candidate_is_drawn_equally_often():
+    _, number = draw(np.full(20_000, 10), 3, seed=0)
+    assert abs(np.bincount(number, minlength=10) / 20_000 - 0.3).max() < 0.015
+    _, number = draw(np.full(20_000, 10), 8, seed=0)
+    assert abs(np.bincount(number, minlength=10) / 20_000 - 0.8).max() < 0.015
+
+
+def test_a_mask_with_random_keys_is_cut_by_another():
+    a, b = masks.dca(16, 4, 64, "block"), masks.documents([300, 212])
+    assert (once(a & b, 512) == (once(a, 512) & once(b, 512))).all()
+
+
+def chosen_globals(S, window, positions, causal):
+    q, k = np.arange(S)[:, None], np.arange(S)[None, :]
+    seen = (abs(q - k) <= window // 2) | np.isin(q, positions) | np.isin(k, positions)
+    return seen & (k <= q) if causal else seen
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chosen_global_tokens_see_all_and_are_seen_by_all(causal):
+    draws = np.random.default_rng(0)
+    for S in (1, 60, 300, 521):
+        for window in (0, 31, 100):
+            positions = draws.choice(S, min(S, 9), replace=False).tolist()
+            rest = chosen_globals(S, window, positions, causal)
+            assert (once(ChosenGlobals(window, tuple(positions), causal=causal), S) == rest).all()
+            found = random_part(ChosenGlobals(window, tuple(positions), S // 4, causal=causal), S, rest)
+            assert not found[positions].any() and not found[:, positions].any()
+    with pytest.raises(ValueError, match=r"global_positions.*=10: the sequence has 8 tokens"):
+        ChosenGlobals(4, (9,)).pairs(8)
+
+
+@pytest.mark.parametrize(
+    "S,spread,expected", [(1, 1.0, 1), (100, 1.0, 15), (100, 1e4, 20), (1000, 1.0, 48), (1000, 1e4, 64)]
+)
+def test_the_spread_of_the_hidden_states_decides_how_many_tokens_are_global(S, spread, expected):
+    hidden = (
+        torch.tensor([-1.0, 1.0]).repeat(S, 8) * spread / (16 / 15) ** 0.5
+    )  # standard deviation `spread` in each row
+    assert global_count(hidden) == global_count(hidden[None]) == expected
+
+
+def test_a_linear_score_chooses_the_global_tokens():
+    hidden = torch.randn(2, 200, 16, generator=torch.Generator().manual_seed(0))
+    score = torch.nn.Linear(16, 1)
+    for h in (hidden[0], hidden):
+        scores = score(h).detach().reshape(-1, 200).mean(0)
+        best = scores.topk(global_count(h)).indices.tolist()
+        assert global_positions(h, score) == tuple(sorted(best))
+    mask = learned(hidden, score, window=32, seed=1, causal=True)
+    assert mask == ChosenGlobals(32, global_positions(hidden, score), 20, 1, True)
+    assert mask.is_causal(200) and once(mask, 200).any()
