@@ -1,5 +1,5 @@
-"""Masks: which keys each query sees. A function for each mask; `a & b` is the intersection; `names()` lists them. Without
-torch, except for `Mask.dense`."""
+"""Masks: which keys each query sees. A function for each mask; `a & b` is the intersection; `names()` lists them.
+Without torch, except for `Mask.dense`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def names() -> dict[str, str]:
 
 def make(name: str, /, **parameters: Any) -> Mask:
     """The mask of a name and its parameters, as the command line gives them: `inner` of documents may be a name, or a
-    mapping of `name` and parameters. Raises ValueError for an unknown name or parameter, a missing one, or a bad value."""
+    mapping of `name` and parameters. Raises ValueError for an unknown name or parameter, a missing one, or a bad
+    value."""
     function = _BY_NAME.get(name)
     if function is None:
         raise ValueError(f"mask={name}: no such mask; {nearest(str(name), _BY_NAME)}")

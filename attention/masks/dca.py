@@ -29,13 +29,15 @@ def dca(
     R(q) is drawn with `seed` among the keys that the rest of the mask leaves out:
 
     - granularity=token: `random` single keys for each query.
-    - granularity=tile: `random` single keys for each tile of 128 queries, of those that no query of the tile sees otherwise.
-    - granularity=block: max(1, random // block) blocks of `block` keys for each tile of 128 queries (none for random=0), of
-      the blocks in which no query of the tile sees a key otherwise. Block j has the keys [j * block, (j + 1) * block); the
-      last may be short.
+    - granularity=tile: `random` single keys for each tile of 128 queries, of those that no query of the tile sees
+      otherwise.
+    - granularity=block: max(1, random // block) blocks of `block` keys for each tile of 128 queries (none for
+      random=0), of the blocks in which no query of the tile sees a key otherwise. Block j has the keys
+      [j * block, (j + 1) * block); the last may be short.
 
-    With `causal` they are keys before the query, or the tile. Where fewer are left, R(q) has all of them.
-    `attention.masks.random_keys` defines the draw; it is the same on every machine.
+    With `causal` they are keys before the query, or the tile. A tile with a global query draws none, as that query sees
+    all of these keys. Where fewer are left, R(q) has all of them. `attention.masks.random_keys` defines the draw, which
+    is the same on every machine.
 
     Raises ValueError for a negative number, an unknown granularity, and selector=learned, for which hidden states are
     needed: `attention.masks.learned` makes that mask. When built, for more global tokens than the sequence has."""

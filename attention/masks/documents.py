@@ -19,16 +19,17 @@ CAUSAL = Banded(-1, 0)
 def documents(lengths: Sequence[int], inner: Mask = CAUSAL) -> Mask:
     """document(k) == document(q), and the inner mask within the document
 
-    inner: full, causal or a sliding window, in positions of the document. A document may have length 0. Raises ValueError
-    for another inner mask and for a negative length; when built, for lengths that do not sum to the sequence."""
+    inner: full, causal or a sliding window, in positions of the document. A document may have length 0. Raises
+    ValueError for another inner mask and for a negative length; when built, for lengths that do not sum to the
+    sequence."""
     return Documents(whole_numbers("lengths", lengths), inner)
 
 
 def prefix_lm_documents(lengths: Sequence[int], prefixes: Sequence[int]) -> Mask:
     """document(k) == document(q), and k <= q or k is within the document's prefix
 
-    prefixes: a number of tokens for each document. Raises ValueError for a prefix that is longer than its document; when
-    built, for lengths that do not sum to the sequence."""
+    prefixes: a number of tokens for each document. Raises ValueError for a prefix that is longer than its document;
+    when built, for lengths that do not sum to the sequence."""
     return PrefixLMDocuments(whole_numbers("lengths", lengths), whole_numbers("prefixes", prefixes))
 
 

@@ -1,5 +1,5 @@
-"""DCA with selector=learned: a linear score of the hidden states chooses the global tokens. A mask that depends on data, so it
-is made for each input, and is one for all sequences of a batch."""
+"""DCA with selector=learned: a linear score of the hidden states chooses the global tokens. The mask depends on data, and is
+made for each input. One mask serves all sequences of a batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MOST_BLOCK = 64
 
 @dataclass(frozen=True)
 class ChosenGlobals(Mask):
-    """|q - k| <= window // 2, or q or k is one of global_positions, or k in R(q); with causal, k <= q, too. R(q) is as in
-    `dca` with granularity=block: `random` keys in blocks of at most 64 for each tile of 128 queries."""
+    """|q - k| <= window // 2, or q or k is one of global_positions, or k in R(q); with causal, k <= q, too. R(q) is as
+    in `dca` with granularity=block: `random` keys in blocks of at most 64 for each tile of 128 queries."""
 
     window: int
     global_positions: tuple[int, ...]
@@ -55,16 +55,17 @@ class ChosenGlobals(Mask):
 def learned(
     hidden: Tensor, score: Callable[[Tensor], Tensor], window: int, seed: int = 0, causal: bool = False
 ) -> ChosenGlobals:
-    """The mask for hidden states `[S, C]` or `[B, S, C]`: the global tokens that `score` chooses, the window, and 0.1 * S
-    random keys. On several ranks, give each the hidden states of the whole sequence, so that all have the same mask."""
+    """The mask for hidden states `[S, C]` or `[B, S, C]`: the global tokens that `score` chooses, the window, and
+    0.1 * S random keys. On several ranks, give each the hidden states of the whole sequence, so that all have the same
+    mask."""
     return ChosenGlobals(window, global_positions(hidden, score), int(0.1 * hidden.shape[-2]), seed, causal)
 
 
 def global_positions(hidden: Tensor, score: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
     """The positions with the highest scores, in order; equal scores go to the earlier position.
 
-    hidden: `[S, C]` or `[B, S, C]`. score: from `[..., S, C]` to `[..., S, 1]`, as `torch.nn.Linear(C, 1)`; a batch's scores are
-    averaged."""
+    hidden: `[S, C]` or `[B, S, C]`. score: from `[..., S, C]` to `[..., S, 1]`, as `torch.nn.Linear(C, 1)`. The
+    scores of a batch are averaged."""
     scores = score(hidden).detach().squeeze(-1)  # [S] or [B, S]
     if scores.ndim == 2:
         scores = scores.mean(0)

@@ -1,5 +1,5 @@
-"""What a mask is: for a number of tokens, a list of rectangles with a band. Masks are frozen dataclasses: equal where they
-are the same mask, and usable as keys. Sources and definitions stand with each mask."""
+"""What a mask is: for a number of tokens, a list of rectangles with a band. Masks are frozen dataclasses: equal where
+they are the same mask, and usable as keys. Sources and definitions stand with each mask."""
 
 from __future__ import annotations
 

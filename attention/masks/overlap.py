@@ -1,5 +1,5 @@
-"""Finds two rectangles that share a pair. Only those that meet along one axis are compared, on the axis where fewer meet, so
-that disjoint queries or disjoint keys cost a sort."""
+"""Finds two rectangles that share a pair. Only those that meet along one axis are compared, on the axis where fewer
+meet, so that disjoint queries or disjoint keys cost a sort."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def sharing(x: Rectangles) -> tuple[int, int] | None:
 
 
 def _sorted(x: Rectangles, low: int, high: int) -> tuple[Rows, Rows]:
-    """The order by where rectangles start on an axis, and for each in that order how many of the next ones start before it
-    ends."""
+    """The order by where rectangles start on an axis, and for each in that order how many of the next ones start before
+    it ends."""
     order = np.argsort(x[:, low], kind="stable")
     starts, stops = x[order, low], x[order, high]
     return order, np.searchsorted(starts, stops, "left") - np.arange(len(x)) - 1

@@ -10,8 +10,8 @@ SHADES = "·░▒▓█"  # no pair, up to a third, up to two thirds, nearly al
 
 
 def picture(x: Rectangles, tokens: int, width: int) -> str:
-    """A line for each interval of queries and a cell of two characters for each interval of keys, `min(width, tokens)` of
-    each. Raises ValueError for a width below 1."""
+    """A line for each interval of queries and a cell of two characters for each interval of keys, `min(width, tokens)`
+    of each. Raises ValueError for a width below 1."""
     if width < 1:
         raise ValueError(f"width={width}: must be at least 1")
     cells = min(width, tokens)

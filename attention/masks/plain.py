@@ -51,9 +51,9 @@ def prefix_lm(prefix: int) -> Mask:
 def rectangles(parts: Sequence[Part]) -> Mask:
     """Any list of ((q0, q1), (k0, k1), (left, right)), each a band aligned bottom-right in its rectangle.
 
-    Queries [q0, q1) see those keys of [k0, k1) with q - left <= k - (k1 - q1) <= q + right; -1 is unbounded. A query in no
-    rectangle sees no key. Raises ValueError where two rectangles share a pair; when built, for a rectangle that reaches
-    beyond the sequence."""
+    Queries [q0, q1) see those keys of [k0, k1) with q - q1 - left <= k - k1 <= q - q1 + right; -1 is unbounded. A query
+    in no rectangle sees no key. Raises ValueError where two rectangles share a pair; when built, for a rectangle that
+    reaches beyond the sequence."""
     return Listed(tuple(_part(number, part) for number, part in enumerate(parts)))
 
 
@@ -116,12 +116,13 @@ class Listed(Mask):
 
 def _part(number: int, part: Any) -> Part:
     """A rectangle of the list, checked, as tuples of ints."""
-    if len(part) != 3 or any(len(pair) != 2 for pair in part):
-        raise ValueError(f"rectangle {number}, {part}: must be [[q0,q1],[k0,k1],[left,right]]")
-    q, k = (
-        whole_numbers(f"rectangle {number} {what}", pair) for what, pair in zip(("queries", "keys"), part, strict=False)
-    )
-    left, right = whole_numbers(f"rectangle {number} band", part[2], -1)
+    try:
+        q, k, band = part
+        (_, _), (_, _), (_, _) = q, k, band
+    except (TypeError, ValueError):
+        raise ValueError(f"rectangle {number}, {part}: must be [[q0,q1],[k0,k1],[left,right]]") from None
+    q, k = whole_numbers(f"rectangle {number} queries", q), whole_numbers(f"rectangle {number} keys", k)
+    left, right = whole_numbers(f"rectangle {number} band", band, -1)
     if q[0] > q[1] or k[0] > k[1]:
         raise ValueError(
             f"rectangle {number}, queries {list(q)} and keys {list(k)}: each must be [start,stop], start <= stop"

@@ -1,10 +1,11 @@
 """Random keys for queries, among the keys that they do not see otherwise.
 
-The draw. A row is a query or a tile of queries; it has `n` candidates in ascending order, of which it takes m = min(wanted, n).
-Rows draw h = min(m, n - m) different candidates: those taken where h = m, else those left out. In each round, every row in order
-draws as many as it still lacks. A draw takes the next number x of `numpy.random.PCG64(seed).random_raw()`, a stream that numpy
-keeps the same for good, and gives candidate ((x >> 32) * n) >> 32. Candidates drawn twice count once. Rounds end when no row
-lacks any. So every choice of m candidates is equally likely, up to 2**-32 * n."""
+The draw. A row is a query or a tile of queries. It has `n` candidates in ascending order, and takes m = min(wanted, n)
+of them. It draws h = min(m, n - m) different candidates: those that it takes where h = m, else those that it leaves
+out. In each round every row, in order, draws as many as it still lacks; candidates drawn twice count once. Rounds end
+when no row lacks any. A draw takes the next number x of `numpy.random.PCG64(seed).random_raw()`, a stream that numpy
+never changes, and gives candidate ((x >> 32) * n) >> 32. So every choice of m candidates is equally likely, but for a
+bias of at most n / 2**32."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def random_keys(
 
 
 def draw(candidates: Numbers, wanted: int, seed: int) -> tuple[Numbers, Numbers]:
-    """For each row min(wanted, candidates) different numbers below its number of candidates: rows and numbers, sorted."""
+    """For each row min(wanted, candidates) different numbers below its number of candidates: rows and numbers,
+    sorted."""
     taken = np.minimum(candidates, wanted)
     inverse = taken > candidates - taken  # rows that draw what they leave out
     lacking = np.where(inverse, candidates - taken, taken)

@@ -1,5 +1,5 @@
-"""From `causal`, `window` and `cu_seqlens` to a mask, and from a mask back to the one band within every sequence, if it is that.
-cu_seqlens are the cumulative lengths of the sequences of a packed batch; of one sequence they are (0, tokens)."""
+"""From `causal`, `window` and `cu_seqlens` to a mask, and back from a mask to the one band within every sequence, if it
+is that. cu_seqlens are the cumulative lengths of the sequences of a packed batch, (0, tokens) for one sequence."""
 
 from __future__ import annotations
 

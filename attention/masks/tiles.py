@@ -1,5 +1,6 @@
 """Block-sparse masks: whole tiles of `block` queries by `block` keys, chosen by a pattern of the tiles' distance. Each
-rectangle starts and ends at tile borders, except the last tile, which may be short; neighbouring tiles are one rectangle.
+rectangle starts and ends at tile borders, except the last tile, which may be short. Neighbouring tiles are one
+rectangle.
 
 Query tile t has the queries [t * block, (t + 1) * block), key tile u the keys [u * block, (u + 1) * block)."""
 
@@ -30,8 +31,8 @@ def block_sparse(pattern: str, block: int = 128, causal: bool = False) -> Mask:
       r(d) = 2 ** max(0, floor(log2(d)) - 2). From d = 4 on, each doubling of the distance keeps 4 tiles.
     - global_local: local_window, or t < g, or u < g, with g = ceil(64 / block) tiles of global tokens.
 
-    With `causal` tiles ahead are left out, and those on the diagonal are causal within. Where the sequence is no multiple of
-    `block` the last tile is short. Raises ValueError for an unknown pattern and a block below 1."""
+    With `causal` tiles ahead are left out, and those on the diagonal are causal within. The last tile is short where
+    the sequence is no multiple of `block`. Raises ValueError for an unknown pattern and a block below 1."""
     return BlockSparse(pattern, block, causal)
 
 

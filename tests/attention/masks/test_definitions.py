@@ -144,6 +144,7 @@ ERRORS = {
         [((0, 4), (0, 9), (-1, 0))]
     ).pairs(5),
     r"rectangle 0, queries \[3, 1\]": lambda: masks.rectangles([((3, 1), (0, 9), (-1, 0))]),
+    "rectangle 1, 4: must be": lambda: masks.rectangles([((0, 1), (0, 1), (0, 0)), 4]),
     "rectangle 0, .*must be": lambda: masks.rectangles([((3, 1), (0, 9))]),
 }
 
