@@ -25,7 +25,9 @@ from attention.memo import memo
 from attention.variants.base import Variant, register
 
 MOST_CHUNKS = 128  # of a rank
-EVEN = 1.01  # the most pairs of a rank over the mean at which no smaller chunks are tried
+EVEN = 1.01  # the most pairs of a rank over the mean at which no other chunks are tried
+UNEVEN = 1.05  # above it chunks with very many pairs are cut
+MOST_ROWS = 4096  # parts into which chunks with very many pairs are cut
 SWAPS = 400
 CAUSAL = Banded(-1, 0)
 
@@ -93,7 +95,7 @@ def within(mask: Mask, other: Mask, tokens: int) -> bool:
 
 @memo(lambda found, *_: sum(map(len, found)))
 def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[Shard, ...]:
-    """By rank, its chunks of the sequence in order; equally many tokens each. Raises ValueError for chunks that do not
+    """By rank, its parts of the sequence in order; equally many tokens each. Raises ValueError for chunks that do not
     divide a rank's tokens."""
     each = length // world
     if length == 0 or world == 1:
@@ -101,56 +103,100 @@ def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[S
     if chunks is not None and each % chunks:
         raise ValueError(f"chunks={chunks}: must divide a rank's {each} tokens; it may be {divisors(each)[:16]}")
     able = [chunks] if chunks else [n for n in divisors(each) if n <= MOST_CHUNKS]
-    finest = chunk_pairs(mask, length, world * int(np.lcm.reduce(able)) if chunks else world * able[-1])
-    best: tuple[float, NDArray[np.int64]] | None = None
-    for n in able:
-        work = (
-            finest.reshape(world * n, -1).sum(1)
-            if len(finest) % (world * n) == 0
-            else chunk_pairs(mask, length, world * n)
-        )
-        owner = deal(work, world)
-        uneven = unevenness(work, owner, world)
-        if best is None or uneven < best[0]:
-            best = uneven, owner
-        if uneven <= EVEN:
+    best: Dealt | None = None
+    finest = pairs_in(mask, length, equal_parts(0, length, world * able[-1]))
+    few_rows = finest.max() > finest.sum() / world / 4  # have so many pairs that whole chunks are not tried
+    for deal in (by_chunks_and_rows, by_chunks) if few_rows else (by_chunks, by_chunks_and_rows):
+        for n in able if deal is by_chunks else reversed(able):
+            found = deal(mask, length, world, n)
+            if found is not None and (best is None or found.uneven < best.uneven):
+                best = found
+            if best is not None and best.uneven <= EVEN:
+                return best.shards(world)
+        if best is not None and best.uneven <= UNEVEN:
             break
     assert best is not None
-    return _shards(best[1], length, world)
+    return best.shards(world)
 
 
-def _shards(owner: NDArray[np.int64], length: int, world: int) -> tuple[Shard, ...]:
-    """Neighbouring chunks of one rank are one range."""
-    found: list[list[range]] = [[] for _ in range(world)]
-    for number, rank in enumerate(owner.tolist()):
-        part = chunk(length, len(owner), number)
-        if found[rank] and found[rank][-1].stop == part.start:
-            part = range(found[rank].pop().start, part.stop)
-        found[rank].append(part)
-    return tuple(map(tuple, found))
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """Parts of the sequence `[n, 2]` in order and the rank of each. uneven: the most pairs of a rank over the mean."""
+
+    parts: NDArray[np.int64]
+    owner: NDArray[np.int64]
+    uneven: float
+
+    @staticmethod
+    def of(parts: NDArray[np.int64], owner: NDArray[np.int64], work: NDArray[np.int64], world: int) -> Dealt:
+        loads = np.bincount(owner, work, world)
+        return Dealt(parts, owner, float(loads.max() / loads.mean()) if loads.any() else 1.0)
+
+    def shards(self, world: int) -> tuple[Shard, ...]:
+        """Neighbouring parts of one rank are one range."""
+        found: list[list[range]] = [[] for _ in range(world)]
+        for (start, stop), rank in zip(self.parts.tolist(), self.owner.tolist(), strict=True):
+            if found[rank] and found[rank][-1].stop == start:
+                start = found[rank].pop().start
+            found[rank].append(range(start, stop))
+        return tuple(map(tuple, found))
 
 
-def chunk_pairs(mask: Mask, length: int, n: int) -> NDArray[np.int64]:
-    """The mask's pairs in each of n equal chunks of the queries."""
-    places = [(i * length // n, (i + 1) * length // n, 0) for i in range(n)]
-    parts, which = placed(mask.rectangles(length), places, keys=False)
-    return np.bincount(which, pairs(parts), n).astype(np.int64)
+def by_chunks(mask: Mask, length: int, world: int, n: int) -> Dealt:
+    """`n` whole chunks to each rank."""
+    parts = equal_parts(0, length, world * n)
+    work = pairs_in(mask, length, parts)
+    return Dealt.of(parts, deal(work, world), work, world)
 
 
-def deal(work: NDArray[np.int64], world: int) -> NDArray[np.int64]:
+def by_chunks_and_rows(mask: Mask, length: int, world: int, n: int) -> Dealt | None:
+    """As many of the chunks with the most pairs as there are ranks are cut into a few rows each, which are dealt out
+    first, then the other chunks: for masks of which a few queries see very many keys. None where chunks cannot be cut."""
+    size = length // (world * n)
+    if size == 1 or n == 1:
+        return None
+    cut = max(m for m in divisors(size) if m * world <= MOST_ROWS or m == 1)
+    parts = equal_parts(0, length, world * n)
+    work = pairs_in(mask, length, parts)
+    most = np.sort(np.argsort(-work, kind="stable")[:world])
+    rest = np.setdiff1d(np.arange(len(work)), most)
+    rows = np.concatenate([equal_parts(parts[i, 0], parts[i, 1], cut) for i in most])
+    of_rows = pairs_in(mask, length, rows)
+    rows_owner = deal(of_rows, world)
+    owner = deal(work[rest], world, np.bincount(rows_owner, of_rows, world).astype(np.float64))
+    parts = np.concatenate([rows, parts[rest]])
+    owner, work = np.concatenate([rows_owner, owner]), np.concatenate([of_rows, work[rest]])
+    order = np.argsort(parts[:, 0])
+    return Dealt.of(parts[order], owner[order], work[order], world)
+
+
+def equal_parts(start: int, stop: int, n: int) -> NDArray[np.int64]:
+    borders = start + np.arange(n + 1) * (stop - start) // n
+    return np.stack([borders[:-1], borders[1:]], 1)
+
+
+def pairs_in(mask: Mask, length: int, parts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The mask's pairs of the queries of each part."""
+    found, which = placed(mask.rectangles(length), [(a, b, 0) for a, b in parts.tolist()], keys=False)
+    return np.bincount(which, pairs(found), len(parts)).astype(np.int64)
+
+
+def deal(work: NDArray[np.int64], world: int, before: NDArray[np.float64] | None = None) -> NDArray[np.int64]:
     """The rank of each chunk: as many chunks to each, the largest first, each to the rank with the least work so far;
-    then swaps between the ranks with the most and the least."""
+    then swaps between the ranks with the most and the least. before: work that each rank has already."""
+    before = np.zeros(world) if before is None else before
     most = len(work) // world
-    if most == 1:
+    if most == 1 and not before.any():
         return np.arange(world)
     owner = np.empty(len(work), np.int64)
-    ranks = [(0, 0, rank) for rank in range(world)]  # work, chunks, rank
+    ranks = [(float(load), 0, rank) for rank, load in enumerate(before)]  # work, chunks, rank
+    heapq.heapify(ranks)
     for number in np.argsort(-work, kind="stable").tolist():
         load, held, rank = heapq.heappop(ranks)
         owner[number] = rank
         if held + 1 < most:
             heapq.heappush(ranks, (load + int(work[number]), held + 1, rank))
-    loads = np.bincount(owner, work, world)
+    loads = before + np.bincount(owner, work, world)
     for _ in range(SWAPS):
         high, low = int(loads.argmax()), int(loads.argmin())
         gap = loads[high] - loads[low]
@@ -167,12 +213,6 @@ def deal(work: NDArray[np.int64], world: int) -> NDArray[np.int64]:
         loads[high] -= moved[i, j]
         loads[low] += moved[i, j]
     return owner
-
-
-def unevenness(work: NDArray[np.int64], owner: NDArray[np.int64], world: int) -> float:
-    """The most work of a rank over the mean."""
-    loads = np.bincount(owner, work, world)
-    return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
 register(
