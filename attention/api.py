@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels, transports
+from attention.agreement import Disagreement, refuse, seconds
 from attention.arguments import Lengths, check_cu_seqlens, rank_and_world, signed, token_dim_of
 from attention.autograd import Unshard, attend, token_range
 from attention.autotune import machine as automatic
@@ -47,6 +48,7 @@ def make(
     transport: str = "auto",
     deterministic: bool = False,
     replay: str = "none",
+    agreement: bool | float = True,
     **options: Any,
 ) -> ContextParallel:
     """The variant `name` as a function over `group`. With group=None it is over the default process group, or over this
@@ -58,6 +60,9 @@ def make(
     copies of inputs and results. Both remove CPU launch overhead, which dominates with few tokens a GPU. "auto": graphs
     if a capture works, else launches, else none. With name="auto", "auto" means graphs if they should be faster, else
     launches.
+    agreement: a call that needs a new plan (new shapes, mask or lengths) first compares what all ranks ask for, which
+    takes less than a millisecond. Ranks that disagree raise the same ValueError. A rank waits 60 s for the others, or so
+    many seconds. False: ranks that disagree may fail, hang or compute wrong results. Equal on all ranks.
     options: the variant's own (`python -m runner.catalog attention` lists them). name="auto" picks the variant that
     should be the fastest. Its options are the shapes of the calls (see `attention.autotune.machine.decide`), and
     `choice` of the function says why it was picked.
@@ -68,7 +73,8 @@ def make(
     check_replay(replay)
     if name == AUTO:
         _check_names(kernel, transport)
-        choice = decide(group, kernel, transport, {**options, "replay": replay, "deterministic": deterministic})
+        given = {**options, "replay": replay, "deterministic": deterministic}
+        choice = decide(group, kernel, transport, given, agreement)
         best = choice.best
         name, transport, options = best.candidate.variant, best.transport, best.candidate.options.plain()
         replay = "launches" if replay == "auto" and not best.graphs else replay
@@ -77,19 +83,25 @@ def make(
         if option.startswith("dropout"):
             raise ValueError(f"{option}={options[option]!r}: dropout is not supported by any variant; leave it out")
     _check_names(kernel, transport)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(options), replay)
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(options), replay, agreement)
     fn.choice = choice
     return fn
 
 
-def decide(group: dist.ProcessGroup | None, kernel: str, transport: str, given: dict[str, Any]) -> Choice:
+def decide(
+    group: dist.ProcessGroup | None,
+    kernel: str,
+    transport: str,
+    given: dict[str, Any],
+    agreement: bool | float = True,
+) -> Choice:
     """What `make("auto")` chooses for these options, and why: see `attention.autotune.machine.decide`."""
     deterministic = bool(given.get("deterministic"))
 
     def build(e: Estimate) -> ContextParallel:
         chosen, options = variant(e.candidate.variant), e.candidate.options
         replay = "graphs" if e.graphs else "none" if given.get("replay", "none") == "none" else "launches"
-        return ContextParallel(chosen, group, kernel, e.transport, deterministic, options, replay)
+        return ContextParallel(chosen, group, kernel, e.transport, deterministic, options, replay, agreement)
 
     return automatic.decide(group, kernel, transport, given, build)
 
@@ -133,6 +145,7 @@ class ContextParallel:
         deterministic: bool,
         options: Options,
         replay: str = "none",
+        agreement: bool | float = True,
     ):
         self.variant = variant
         self.group = group
@@ -142,6 +155,7 @@ class ContextParallel:
         self.options = options
         self.choice: Choice | None = None  # of attention=auto: its estimates
         self.asked_replay = replay
+        self.agreement_s = seconds(agreement)
         self.rank, self.world = rank_and_world(group)
         self.alone = not dist.is_initialized()  # there was no process group yet
         self.layout = variant.border(self.world, options)
@@ -180,6 +194,7 @@ class ContextParallel:
             self.deterministic,
             options,
             self.asked_replay,
+            self.agreement_s or False,
             self.choice,
         )
 
@@ -256,8 +271,8 @@ class ContextParallel:
         mask: any of `attention.masks`, over the positions of the whole sequence or of the whole packed batch. causal,
         window and cu_seqlens hold beside it: a query sees the keys that all of them allow.
         kv_tokens: for a decode, the number of keys on all ranks together. By default all ranks have as many as this one.
-        All ranks must give the same causal, scale, window, cu_seqlens, mask, kv_tokens and return_lse. Otherwise the call may
-        fail, hang or be wrong.
+        All ranks must make the same calls in the same order, with the same arguments except the tensors. Ranks that
+        don't are found when a plan is made (see `agreement` of `make`); otherwise a call may fail, hang or be wrong.
         Returns out like q; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not
         differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
         so write `out = out + x`, not `out += x`.
@@ -277,7 +292,15 @@ class ContextParallel:
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
         """The plan of a call with these arguments: the schedule bound to this rank, its kernel and its transport."""
-        return plan_of(call_spec(self, q, k, v, **given), self, self.plans, self._transport)
+        try:
+            spec = call_spec(self, q, k, v, **given)
+            return plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
+        except Disagreement:
+            raise
+        except Exception as error:
+            if self.world > 1 and self.agreement_s:
+                refuse(self.group, error)
+            raise
 
     def _transport(self, device: torch.device) -> Transport:
         """The device's transport, connected at its first use."""
@@ -303,8 +326,9 @@ def _unpickled(
     deterministic: bool,
     options: Options,
     replay: str,
+    agreement: bool | float,
     choice: Choice | None,
 ) -> ContextParallel:
-    fn = ContextParallel(variant(name), None, kernel, transport, deterministic, options, replay)
+    fn = ContextParallel(variant(name), None, kernel, transport, deterministic, options, replay, agreement)
     fn.choice = choice
     return fn

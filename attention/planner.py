@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from attention import kernels
+from attention import agreement, kernels, transports
 from attention.arguments import (
     Lengths,
     check_cu_seqlens,
@@ -42,6 +44,7 @@ from attention.variants.external import External
 Connect = Callable[[torch.device], Transport]
 
 MOST_PLANS = 256
+MOST_LENGTHS = 9  # of cu_seqlens that an error message shows
 MOST_PACKS = 64  # plans of packed batches: index tables and launch traces make them large
 
 
@@ -57,6 +60,8 @@ class Settings(Protocol):
     rank: int
     world: int
     layout: Layout
+    group: dist.ProcessGroup | None
+    agreement_s: float  # how long a new plan waits for the other ranks; 0: ranks are not compared
 
 
 class CallSpec(NamedTuple):
@@ -121,8 +126,10 @@ class Plans(dict[Hashable, Plan]):
     def __init__(self) -> None:
         super().__init__()
         self.packed: OrderedDict[Hashable, None] = OrderedDict()  # keys of packed batches, the last used at the end
+        self.made = 0  # plans so far, also those that are gone
 
     def add(self, key: Hashable, plan: Plan) -> None:
+        self.made += 1
         while len(self) >= MOST_PLANS:
             self.pop(next(iter(self)))
         self[key] = plan
@@ -134,27 +141,28 @@ class Plans(dict[Hashable, Plan]):
             self.pop(self.packed.popitem(last=False)[0], None)
 
 
-def plan_of(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """The plan of a call, from `plans` or new; `connect` gives a device's transport. Raises as `build` does."""
+def plan_of(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:
+    """The plan of a call, from `plans` or new; `connect` gives a device's transport. batch: of the tensors; all batches
+    share a plan, but only ranks with equal ones agree on a new plan. Raises as `build` does."""
     if settings.variant.decode:
-        return _decode_plan(spec, settings, plans, connect)
+        return _decode_plan(spec, batch, settings, plans, connect)
     found = plans.get(spec)
     if found is None:
-        found = build(spec, settings, connect)
+        found = build(spec, batch, settings, plans.made, connect)
         plans.add(spec, found)
     if spec.packed:
         plans.use_packed(spec)
     return found
 
 
-def _decode_plan(spec: CallSpec, settings: Settings, plans: Plans, connect: Connect) -> Plan:
+def _decode_plan(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:
     """A decode keeps its plan while the keys grow: the plan is resized. A new one is built only when other ranks hold
     keys."""
     sizes = sizes_of(settings.layout, spec.cu_seqlens, settings.world)
     key = spec._replace(cu_seqlens=tuple(n > 0 for n in sizes), kv_tokens=0)
     found = plans.get(key)
     if found is None:
-        found = build(spec, settings, connect)
+        found = build(spec, batch, settings, plans.made, connect)
         plans.add(key, found)
     _check_share(spec, settings)
     if found.problem.cu_seqlens != spec.cu_seqlens:
@@ -162,9 +170,10 @@ def _decode_plan(spec: CallSpec, settings: Settings, plans: Plans, connect: Conn
     return found
 
 
-def build(spec: CallSpec, settings: Settings, connect: Connect) -> Plan:
-    """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, and UnsupportedCall
-    for what the kernel or replay=graphs can't do."""
+def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Connect) -> Plan:
+    """A new plan: the schedule bound to this rank, its kernel and its transport. made: how many plans the function made
+    before. Raises ValueError, UnsupportedCall for what the kernel or replay=graphs can't do, and Disagreement where
+    ranks ask for different plans."""
     variant, options, shape = settings.variant, settings.options, spec.shape
     given = variant.mask_of(options) if spec.mask is None else spec.mask
     mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)
@@ -172,6 +181,8 @@ def build(spec: CallSpec, settings: Settings, connect: Connect) -> Plan:
     _check_share(spec, settings)
     _check_call(spec, settings)
     kernel = _kernel(spec, settings, problem)
+    if settings.world > 1 and settings.agreement_s:  # before `connect`, which is collective
+        agreement.check(settings.group, _asked(spec, batch, settings, made, kernel), settings.agreement_s)
     transport = connect(spec.device)
     place, head = divmod(settings.rank, problem.ulysses)
     # whether one rank's kernel can write into another's memory
@@ -226,3 +237,51 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     if problem.is_cut:
         return ByRectangles(kernels.select(wanted, replace(spec.shape, packed=True), masks(problem)))
     return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
+
+
+def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Kernel) -> agreement.Asked:
+    """What must be equal on all ranks, by field."""
+    variant, shape, total = settings.variant, spec.shape, spec.cu_seqlens[-1]
+    transport = settings.transport_name
+    if not isinstance(variant, External):  # a package brings its own
+        transport = transports.resolve(transport, spec.device)
+    asked = {
+        "variant": variant.name,
+        "plan of this function": made + 1,
+        "options": settings.options.plain(),
+        "kernel": f"{kernel.name} (of {settings.kernel_name})",
+        "transport": transport,
+        "deterministic": settings.deterministic,
+        "replay": settings.replay.asked,
+        "device": shape.device,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "batch": batch,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "tokens of all ranks": total,
+        "queries": spec.q_tokens if variant.decode else "all",
+        "cu_seqlens": _lengths(spec.cu_seqlens) if spec.packed else "none",
+        "causal": spec.causal,
+        "window": spec.window,
+        "mask": _mask(spec.mask),
+        "scale": spec.scale,
+        "return_lse": spec.want_lse,
+        "gradient": shape.backward,
+    }
+    return {field: str(value) for field, value in asked.items()}
+
+
+def _lengths(cu_seqlens: CuSeqlens) -> str:
+    if len(cu_seqlens) <= MOST_LENGTHS:
+        return str(list(cu_seqlens))
+    return f"{len(cu_seqlens) - 1} sequences (hash {_hash(cu_seqlens)})"
+
+
+def _mask(mask: Mask | None) -> str:
+    return "none" if mask is None else f"{mask.describe()} (hash {_hash(mask)})"
+
+
+def _hash(value: object) -> str:
+    """Equal on all ranks for equal values, whose `repr` is complete."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest()

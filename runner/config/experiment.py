@@ -113,6 +113,7 @@ class Experiment:
     deterministic: bool
     replay: str
     model: str = "none"
+    agreement: bool = True
 
     @property
     def chosen(self) -> Variant[Any] | None:

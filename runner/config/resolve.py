@@ -149,6 +149,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         deterministic=cfg.deterministic,
         replay=cfg.replay,
         model=cfg.model.name,
+        agreement=cfg.agreement,
     )
     for check in RUN_RULES:
         check(run, cfg)

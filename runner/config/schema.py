@@ -116,6 +116,7 @@ class RunConf:
     baseline: str = "single"
     phases: bool = True
     deterministic: bool = False
+    agreement: bool = True  # ranks compare what they ask for whenever they make a plan
     replay: Any = "none"  # none, launches, graphs or auto, as `attention.make` has it
     order: str = "auto"  # of a sweep's samples: interleaved, sequential; auto: interleaved where it compares runs
     resume: bool = False

@@ -55,6 +55,7 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
         transport=experiment.transport,
         deterministic=experiment.deterministic,
         replay=experiment.replay,
+        agreement=experiment.agreement,
         **experiment.options,
     )
 
@@ -75,7 +76,7 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
         "deterministic": experiment.deterministic,
         **experiment.options,
     }
-    return attention.api.decide(None, experiment.kernel, experiment.transport, given)
+    return attention.api.decide(None, experiment.kernel, experiment.transport, given, experiment.agreement)
 
 
 def alone(experiment: Experiment) -> ContextParallel:

@@ -1,0 +1,141 @@
+"""Ranks that ask for different plans are found when the plan is made, on every rank, in real gloo worlds."""
+
+import pickle
+
+import pytest
+
+import attention
+from attention.agreement import TIMEOUT_S
+from tests.jobs import agreement
+
+PACKED = {"make": {"name": "llama3"}, "x": {"packed": True}, "call": {"cu_seqlens": [0, 10, 32], "causal": True}}
+DECODE = {"make": {"name": "tree"}, "x": {"queries": 1}}
+STRIDE = {"make": {"name": "llama3", "heads_k_stride": None}}
+# by field: (what all ranks but one have, what that one has, what the message says of it)
+FIELDS = {
+    "variant": ({}, {"make": {"name": "ulysses"}}, "variant: ring on {others}, ulysses on {odd}"),
+    "options": (STRIDE, {"make": {"heads_k_stride": 1}}, "{{'heads_k_stride': 1}} on {odd}"),
+    "kernel": ({}, {"make": {"kernel": "sdpa_flash"}}, "kernel: math (of math) on {others}, sdpa_flash (of sdpa_flash) on {odd}"),
+    "transport": ({}, {"make": {"transport": "symm"}}, "transport: gloo on {others}, symm on {odd}"),
+    "deterministic": ({}, {"make": {"deterministic": True}}, "deterministic: False on {others}, True on {odd}"),
+    "replay": ({}, {"make": {"replay": "launches"}}, "replay: none on {others}, launches on {odd}"),
+    "dtype": ({}, {"x": {"dtype": "float64"}}, "dtype: float32 on {others}, float64 on {odd}"),
+    "batch": ({}, {"x": {"batch": 3}}, "batch: 1 on {others}, 3 on {odd}"),
+    "heads": ({}, {"x": {"heads": 8}}, "heads: 4 on {others}, 8 on {odd}"),
+    "kv_heads": ({}, {"x": {"kv_heads": 4}}, "kv_heads: 2 on {others}, 4 on {odd}"),
+    "head_dim": ({}, {"x": {"head_dim": 32}}, "head_dim: 16 on {others}, 32 on {odd}"),
+    "tokens": ({}, {"x": {"tokens": 8}}, "tokens of all ranks: "),
+    "queries": (DECODE, {"x": {"queries": 2}}, "queries: 1 on {others}, 2 on {odd}"),
+    "cu_seqlens": (PACKED, {"call": {"cu_seqlens": [0, 11, 32]}}, "cu_seqlens: [0, 10, 32] on {others}, [0, 11, 32] on {odd}"),
+    "causal": ({}, {"call": {"causal": True}}, "causal: False on {others}, True on {odd}"),
+    "window": ({}, {"call": {"window": (5, 0)}}, "window: (-1, -1) on {others}, (5, 0) on {odd}"),
+    "mask": ({"call": {"mask": [7, 0]}}, {"call": {"mask": [9, 0]}}, "mask: window (7, 0) (hash "),
+    "scale": ({}, {"call": {"scale": 0.5}}, "scale: 0.25 on {others}, 0.5 on {odd}"),
+    "return_lse": ({}, {"call": {"return_lse": True}}, "return_lse: False on {others}, True on {odd}"),
+    "gradient": ({}, {"x": {"gradient": True}}, "gradient: False on {others}, True on {odd}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_rank_names_the_field_its_values_and_their_ranks(in_world, field):
+    base, other, wanted = FIELDS[field]
+    found = in_world(agreement.disagree, 2, odd=1, base=base, other=other)
+    assert len(set(found["first"])) == 1, found
+    assert wanted.format(others="rank 0", odd="rank 1") in found["first"][0]
+    assert "Give the same on all ranks" in found["first"][0]
+    assert found["then"] == ["none"] * 2  # the group can be used after it
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("field", ["dtype", "causal", "transport"])
+def test_of_four_ranks_the_one_that_differs_is_named(in_world, field, odd):
+    base, other, _ = FIELDS[field]
+    found = in_world(agreement.disagree, 4, odd=odd, base=base, other=other)
+    others = ", ".join(str(rank) for rank in range(4) if rank != odd)
+    for message in found["first"]:
+        assert f"{field}: " in message
+        assert f"on ranks {others}" in message
+        assert f"on rank {odd}" in message
+    assert found["then"] == ["none"] * 4
+
+
+def test_long_packed_batches_are_compared_by_hash(in_world):
+    for message in in_world(agreement.differ_in_lengths, 2):
+        assert "cu_seqlens: 32 sequences (hash " in message
+        assert message.count("hash") == 2
+
+
+@pytest.mark.parametrize("how", ["skipped", "reused", "off"])
+def test_ranks_that_make_no_plan_are_named_within_the_timeout(in_world, how):
+    for rank, (message, seconds) in enumerate(in_world(agreement.skip, 4, absent=[1, 2], how=how)):
+        if rank in (1, 2):
+            continue
+        assert "ranks 1, 2 did not make this plan within 1.5 s" in message
+        assert "agreement=SECONDS" in message
+        assert "Asked for by ranks 0, 3: variant ring" in message
+        assert "head_dim 32" in message
+        assert 1.4 < seconds < 20
+
+
+def test_functions_called_in_another_order_are_found(in_world):
+    for message in in_world(agreement.swapped, 4):
+        assert "variant: ring on ranks 0, 1, 2, ulysses on rank 3" in message
+
+
+def test_a_rank_that_comes_too_late_is_told_and_later_calls_agree(in_world):
+    (late, then), *others = in_world(agreement.late, 2)
+    assert "rank 1 did not make this plan within 1.5 s" in late
+    assert "Before this, the other ranks gave up: rank 0 did not make this plan" in late
+    assert "rank 0 did not make this plan within 1.5 s" in others[0][0]
+    assert then == others[0][1] == "none"
+
+
+def test_a_call_that_one_rank_refuses_ends_on_all_ranks_with_its_reason(in_world):
+    messages, seconds = zip(*in_world(agreement.refused_by_one, 4), strict=True)
+    assert "rank 1 refused" not in messages[1]  # its own error
+    for rank in (0, 2, 3):
+        assert "rank 1 refused its call, which other ranks made: " in messages[rank]
+        assert messages[1].partition(": ")[2] in messages[rank]
+    assert max(seconds) < 15
+
+
+def test_a_rank_may_correct_a_refused_call(in_world):
+    assert in_world(agreement.corrected, 2) == ["none", "none"]
+
+
+def test_what_all_ranks_refuse_is_no_disagreement(in_world):
+    for first, then in in_world(agreement.refused_by_all, 2):
+        assert "window=" in first
+        assert "rank" not in first
+        assert then == "none"
+
+
+def test_groups_agree_separately(in_world):
+    found = in_world(agreement.in_subgroups, 4)
+    assert [len(messages) for messages in found] == [3, 2, 3, 2]
+    assert {message for messages in found for message in messages} == {"none"}
+
+
+def test_many_packed_batches_leave_no_keys_in_the_store(in_world):
+    before, after = in_world(agreement.keys_in_store, 2, packs=40)
+    assert after == before
+
+
+def test_without_agreement_ranks_are_not_compared(in_world):
+    assert in_world(agreement.off, 2) == [0, 0]
+
+
+def test_a_disagreement_is_a_value_error_of_its_own(in_world):
+    assert in_world(agreement.is_a_disagreement, 2) == [True, True]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("inf"), "yes", None])
+def test_an_agreement_that_is_no_time_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"agreement=.*: must be true, false, or the seconds to wait"):
+        attention.make("ring", agreement=wrong)
+
+
+@pytest.mark.parametrize(("given", "waits_s"), [(True, TIMEOUT_S), (False, 0.0), (5, 5.0)])
+def test_the_option_survives_copies(given, waits_s):
+    fn = attention.make("ring", agreement=given)
+    assert fn.agreement_s == pickle.loads(pickle.dumps(fn)).agreement_s == waits_s
