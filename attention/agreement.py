@@ -57,8 +57,8 @@ class Verdict:
 
 @dataclass
 class Rounds:
-    """This rank's part in the agreements of one group. store: its own connection, since other threads also use the
-    group's."""
+    """This rank's part in the agreements of one group. store: the group's, with a prefix. Other threads use it too, so no
+    operation on it may block."""
 
     store: dist.Store
     rank: int
@@ -96,8 +96,8 @@ class Rounds:
         return verdict
 
     def _await(self, timeout_s: float) -> Verdict:
-        """The verdict on the current plan. Polls, because a store's own wait prints warnings and can't be
-        interrupted."""
+        """The verdict on the current plan. Polls, because a store's own wait blocks other threads, prints warnings and
+        can't be interrupted."""
         start, key = time.monotonic(), f"verdict/{self.number}"
         while not self.store.check([key]):
             waited = time.monotonic() - start

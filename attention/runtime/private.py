@@ -241,23 +241,23 @@ backend: Private[[dist.ProcessGroup, torch.device], str] = Private(
 )
 
 
-def _cloned(get: Callable[[dist.ProcessGroup], Any]) -> Callable[[dist.ProcessGroup], dist.Store | None]:
-    missing = lacks(dist.Store, "clone", "multi_get", "compare_set", "delete_key")
+def _has_store(get: Callable[[dist.ProcessGroup], Any]) -> Callable[[dist.ProcessGroup], dist.Store | None]:
+    missing = lacks(dist.Store, "multi_get", "compare_set", "delete_key")
     if missing:
         raise AttributeError(missing)
-    return lambda group: cast(dist.Store, get(group).clone())
+    return get
 
 
 def _no_store(group: dist.ProcessGroup) -> dist.Store | None:
     return None
 
 
-# a connection of its own to the group's key-value store; None if there is none
+# the group's key-value store; None if it can't be had
 store: Private[[dist.ProcessGroup], dist.Store | None] = Private(
     "torch.distributed.distributed_c10d._get_process_group_store",
     _no_store,
     "ranks that ask for different plans are not found",
-    _cloned,
+    _has_store,
 )
 
 
