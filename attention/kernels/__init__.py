@@ -9,6 +9,8 @@ import torch
 
 from attention.errors import UnsupportedCall, nearest
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
+from attention.kernels.cudnn_block_sparse import CudnnBlockSparse
+from attention.kernels.cudnn_flex import CudnnFlex
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
 from attention.kernels.flex import Flex
@@ -63,6 +65,8 @@ _ALL: list[Kernel] = [
     Flash2(),
     Flash3(),
     Flash4(),
+    CudnnFlex(),
+    CudnnBlockSparse(),
     Xformers(),
     Flex(),
     *_triton_kernels(),

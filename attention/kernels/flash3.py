@@ -13,7 +13,8 @@ from torch import Tensor
 from attention.errors import UnsupportedCall
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, mark_rows_without_keys
 from attention.kernels.fit import fitted
-from attention.kernels.flash4 import dense_like, lse_like, pack_lengths
+from attention.kernels.flash4 import pack_lengths
+from attention.kernels.flash4_package import dense_like, lse_like
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.runtime.private import lacks

@@ -29,9 +29,11 @@ from attention.errors import UnsupportedCall
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.tile_lists import TILE, Lists, by_queries, row_intervals, tiles_of
 from attention.masks.band import Band
+from attention.masks.pattern import Pattern
 from attention.runtime import private
-from attention.runtime.uploads import held
+from attention.runtime.uploads import held, uploaded
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -46,6 +48,7 @@ class Flex:
     name = "flex"
     summary = "PyTorch's flex attention, compiled for each shape; its backward runs the forward again"
     align = 16
+    patterns = True
 
     def missing(self, device: str) -> str | None:
         if flex_attention is None:
@@ -55,15 +58,18 @@ class Flex:
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256, 16)
 
+    def refuses_pattern(self, shape: Shape, kind: str) -> str | None:
+        return None
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.numel() == 0 or k.numel() == 0:
             lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
             return settle((torch.zeros_like(q), lse.to(accumulation_dtype(q.dtype))), into)
         with torch.no_grad():
-            out, lse = attend(_heads_first(q, call), _heads_first(k, call), _heads_first(v, call), call)
-        if some_row_without_keys(q, k, call):
+            out, lse = attend(_heads_first(q), _heads_first(k), _heads_first(v), call)
+        if call.pattern is not None or some_row_without_keys(q, k, call):
             out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0)
-        return settle((_tokens_first(out, call), lse[0] if call.packed else lse), into)
+        return settle((_tokens_first(out, q), lse[0] if q.dim() == 3 else lse), into)
 
     def backward(
         self,
@@ -78,13 +84,13 @@ class Flex:
     ) -> Triple:
         if q.numel() == 0 or k.numel() == 0:
             return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)
-        inputs = [_heads_first(x, call).detach().requires_grad_() for x in (q, k, v)]
+        inputs = [_heads_first(x).detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             part = attend(inputs[0], inputs[1], inputs[2], call)
-        final = _heads_first(out, call), lse[None] if call.packed else lse
-        fed = share(_heads_first(dout, call), final, (part[0].detach(), part[1].detach()))
+        final = _heads_first(out), lse[None] if q.dim() == 3 else lse
+        fed = share(_heads_first(dout), final, (part[0].detach(), part[1].detach()))
         grads = torch.autograd.grad(part, inputs, fed)
-        dq, dk, dv = (_tokens_first(x, call) for x in grads)
+        dq, dk, dv = (_tokens_first(x, q) for x in grads)
         return settle((dq, dk, dv), into)
 
 
@@ -157,16 +163,58 @@ def block_mask(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
     )
 
 
+def pattern_mask(pattern: Pattern, device: torch.device) -> Any:
+    """The BlockMask of a pattern; kept with it. Its lists are padded to all tiles: with shorter ones PyTorch 2.11 gives
+    wrong results."""
+    if ("flex", device) in pattern.kept:
+        return pattern.kept["flex", device]
+    tiles = tiles_of(pattern)
+    intervals = row_intervals(tiles.rows[tiles.in_part], pattern.n_q, device)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (j >= intervals[i, 0]) & (j < intervals[i, 1])
+        for slot in range(2, intervals.shape[1], 2):
+            seen = seen | (j >= intervals[i, slot]) & (j < intervals[i, slot + 1])
+        return seen
+
+    def listed(lists: Lists) -> tuple[Tensor, Tensor]:
+        padded = torch.zeros(1, 1, len(lists.counts), -(-pattern.n_k // TILE), dtype=torch.int32, device=device)
+        wide = min(padded.shape[3], lists.indices.shape[1])
+        padded[0, 0, :, :wide] = uploaded(lists.indices[:, :wide].copy(), device)
+        return uploaded(lists.counts, device).view(1, 1, -1), padded
+
+    lists = by_queries(tiles)
+    found = BlockMask.from_kv_blocks(
+        *listed(lists.partial),
+        *listed(lists.full),
+        BLOCK_SIZE=TILE,
+        mask_mod=visible,
+        seq_lengths=(pattern.n_q, pattern.n_k),
+    )
+    pattern.kept["flex", device] = found
+    return found
+
+
+def _chosen(q: Tensor, k: Tensor, call: Call) -> tuple[int, Any]:
+    """(what the compiled code depends on, BlockMask) of a call: 0 without a mask, else the intervals of a query."""
+    if call.pattern is not None:
+        intervals = max(1, tiles_of(call.pattern).intervals)
+        return 1 + intervals, held(pattern_mask(call.pattern, q.device), q.device)
+    if call.mask.full and not call.packed:
+        return 0, None
+    q_lengths, k_lengths = call.q_lengths or (q.shape[2],), call.k_lengths or (k.shape[2],)
+    return 1, held(block_mask(call.mask, q_lengths, k_lengths, q.device), q.device)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     """(out as q, lse `[B, H, Sq]`) of q `[B, H, Sq, D]` over k and v `[B, Hk, Sk, D]`; packed batches have B = 1.
 
     Raises UnsupportedCall where PyTorch's compiler has no kernel for these lengths."""
-    q_lengths, k_lengths = call.q_lengths or (q.shape[2],), call.k_lengths or (k.shape[2],)
-    dense = call.mask.full and not call.packed
-    chosen = None if dense else held(block_mask(call.mask, q_lengths, k_lengths, q.device), q.device)
+    dense, chosen = _chosen(q, k, call)
     if not q.is_cuda:
         return _call(q, k, v, chosen, call.scale)
-    key = (q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), dense, call.scale, q.requires_grad, q.device)
+    strides = (q.stride(), k.stride(), v.stride())
+    key = (q.dtype, q.shape, k.shape, *strides, dense, call.scale, q.requires_grad, q.device)
     try:
         return _compiled(key)(q, k, v, chosen, call.scale)
     except private.inductor_errors() as error:  # it finds no kernel for some lengths
@@ -189,10 +237,10 @@ def _compiled(key: tuple[Any, ...]) -> Callable[..., Pair]:
     return torch.compile(own, dynamic=False, fullgraph=True)
 
 
-def _heads_first(x: Tensor, call: Call) -> Tensor:
-    return (x[None] if call.packed else x).transpose(1, 2)
+def _heads_first(x: Tensor) -> Tensor:
+    return (x[None] if x.dim() == 3 else x).transpose(1, 2)
 
 
-def _tokens_first(x: Tensor, call: Call) -> Tensor:
+def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
     x = x.transpose(1, 2)
-    return x[0] if call.packed else x
+    return x[0] if like.dim() == 3 else x

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
-from attention.kernels.flash4 import interface as flash4_interface
+from attention.kernels.flash4_package import interface as flash4_interface
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.reduction.lse_merge import merge, merge_eager
 from attention.runtime.launch_recorder import LaunchRecorder

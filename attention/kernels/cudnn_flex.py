@@ -1,0 +1,120 @@
+"""`cudnn_flex`: cuDNN's flex attention, for exact masks of few intervals of keys a query, on Hopper. Bands and packed
+batches are treated alike, as patterns."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.errors import UnsupportedCall
+from attention.kernels import cudnn_package
+from attention.kernels.aten import half_only, head_dim_rule
+from attention.kernels.fit import fitted
+from attention.kernels.flash4_package import as_taken
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.tile_lists import row_intervals, tiles_of
+from attention.masks.band import Band
+from attention.masks.pattern import Pattern
+from attention.masks.rectangles import rectangle, rectangles
+from attention.runtime.uploads import held
+
+MOST_INTERVALS = 16
+
+
+@fitted
+class CudnnFlex:
+    name = "cudnn_flex"
+    summary = "cuDNN's flex attention: exact masks of few intervals a query, on Hopper"
+    align = 16
+    patterns = True
+
+    def missing(self, device: str) -> str | None:
+        return cudnn_package.missing("flex_attention.execution", device)
+
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
+        return half_only(shape) or head_dim_rule(shape, 128)
+
+    def refuses_pattern(self, shape: Shape, kind: str) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        if call.packed or q.dim() == 3:
+            out, lse = self.forward(q[None], k[None], v[None], _dense(call, q, k))
+            return settle((out[0], lse[0]), into)
+        if q.numel() == 0 or k.numel() == 0:
+            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+            return settle((torch.zeros_like(q), lse), into)
+        found = _functions()._flex_attention_forward(
+            q, k, v, mask_plan=_plan(q, k, v, call), softmax_scale=call.scale, return_lse=True
+        )
+        return settle((found["o_tensor"], found["lse_tensor"]), into)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Triple | None = None,
+    ) -> Triple:
+        if call.packed or q.dim() == 3:
+            tensors = (x[None] for x in (dout, q, k, v, out, lse))
+            dq, dk, dv = self.backward(*tensors, _dense(call, q, k))
+            return settle((dq[0], dk[0], dv[0]), into)
+        if q.numel() == 0 or k.numel() == 0:
+            return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)
+        found = _functions()._flex_attention_backward(
+            q,
+            k,
+            v,
+            out,
+            dout,
+            as_taken(lse),
+            mask_plan=_plan(q, k, v, call),
+            softmax_scale=call.scale,
+            deterministic=call.deterministic,
+        )
+        return settle((found["dq_tensor"], found["dk_tensor"], found["dv_tensor"]), into)
+
+
+def _functions() -> Any:
+    return cudnn_package.function("cudnn_flex", "flex_attention.execution")
+
+
+def _dense(call: Call, q: Tensor, k: Tensor) -> Call:
+    """A packed call as one over a batch of one."""
+    pattern = call.pattern or _pattern(call.mask, call.q_lengths or (q.shape[0],), call.k_lengths or (k.shape[0],))
+    return Call(call.scale, deterministic=call.deterministic, pattern=pattern)
+
+
+@lru_cache(maxsize=64)
+def _pattern(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Pattern:
+    """A band within each sequence."""
+    q, k = (list(accumulate(lengths, initial=0)) for lengths in (q_lengths, k_lengths))
+    rows = [rectangle((q[i], q[i + 1]), (k[i], k[i + 1]), mask) for i in range(len(q_lengths))]
+    return Pattern(q[-1], k[-1], rectangles(rows))
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
+    """The package's plan of a pattern; kept with it."""
+    pattern = call.pattern or _pattern(call.mask, (q.shape[1],), (k.shape[1],))
+    key = ("cudnn_flex", q.device, q.dtype, q.shape, k.shape)
+    if key not in pattern.kept:
+        rows = tiles_of(pattern).rows
+        intervals = row_intervals(rows, pattern.n_q, q.device)[: pattern.n_q]
+        if intervals.shape[1] > 2 * MOST_INTERVALS:
+            raise UnsupportedCall(
+                f"kernel=cudnn_flex: a query sees {intervals.shape[1] // 2} intervals of keys: at most {MOST_INTERVALS}"
+            )
+        ends = torch.zeros(intervals.shape[1] + 1, q.shape[0], pattern.n_q, dtype=torch.int32, device=q.device)
+        ends[1:] = intervals.T.unsqueeze(1)  # the first interval of the package starts at key 0: it stays empty
+        create = cudnn_package.function("cudnn_flex", "flex_attention").create_mask_plan
+        pattern.kept[key] = create(ends.flatten(1)[None], q.detach(), k.detach(), v.detach(), build_backward=True)
+    return held(pattern.kept[key], q.device)

@@ -1,0 +1,82 @@
+"""The package flash-attn-4 (`flash_attn.cute`): its import, its launches, and how its kernels take tensors."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from attention.errors import UnsupportedCall
+from attention.runtime.flash4_launches import Launches
+from attention.runtime.private import FLASH4_VERSION
+
+INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
+
+
+@lru_cache
+def interface() -> tuple[ModuleType | None, str]:
+    """`flash_attn.cute.interface`, or None and the reason. Importing takes seconds, so it is done at the first use.
+    cutlass-dsl keeps its packages in a subfolder, which a .pth file adds to the path. Python reads .pth files only in
+    site-packages; elsewhere the subfolder is added to the path here."""
+    try:
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return None, f"needs the package flash-attn-4: {INSTALL}"
+    except (ImportError, ValueError) as error:  # another flash_attn that does not import
+        return None, f"flash_attn does not import ({error}); {INSTALL}"
+    _add_cutlass_to_path()
+    try:
+        return importlib.import_module("flash_attn.cute.interface"), ""
+    except Exception as error:  # not only ImportError: its compiler has errors of its own
+        return None, f"flash_attn.cute does not import ({type(error).__name__}: {error}); {INSTALL}"
+
+
+def functions() -> ModuleType:
+    module, reason = interface()
+    if module is None:
+        raise UnsupportedCall(f"kernel=flash4: {reason}")
+    return module
+
+
+@lru_cache(maxsize=1)
+def launches() -> Launches:
+    return Launches(functions())
+
+
+def _add_cutlass_to_path() -> None:
+    if importlib.util.find_spec("cutlass") is not None:
+        return
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        packages = Path(root) / "dsl_packages"
+        if packages.is_dir() and str(packages) not in sys.path:
+            sys.path.append(str(packages))
+
+
+def writable(x: Tensor, align: int = 16) -> bool:
+    """Whether the kernel can write to `x`: its last dim is contiguous, no stride is 0, and every row is aligned to
+    `align` bytes."""
+    if x.stride(-1) != 1 or 0 in x.stride() or x.data_ptr() % align:
+        return False
+    return all(stride * x.element_size() % align == 0 for stride in x.stride()[:-1])
+
+
+def as_taken(lse: Tensor) -> Tensor:
+    """The LSE as the backward's kernels need it: contiguous, or every row aligned to 16 bytes. Otherwise the package
+    would copy it, with operators that the launch recorder refuses."""
+    dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
+    return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
+
+
+def dense_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def lse_like(q: Tensor) -> Tensor:
+    """An empty fp32 LSE, `[B, H, S]` of q `[B, S, H, D]`, or `[H, T]` of `[T, H, D]`."""
+    return torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)

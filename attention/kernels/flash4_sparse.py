@@ -1,0 +1,245 @@
+"""Patterns by FlashAttention-4's block sparsity, for Hopper: tiles that a pattern does not touch are skipped, whole tiles
+run as in dense attention, and in the other ones each score is checked against its query's intervals of keys.
+
+A kernel's block works through one list of tiles. A list that is much longer than the mean, as that of a global tile,
+would be worked on when all others are done. So it is cut in parts, and the tile that it belongs to is copied for each:
+tiles of keys in the backward, whose gradients are summed; tiles of queries in the forward, whose results are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.errors import UnsupportedCall
+from attention.kernels.flash4_mods import band_mod, mask_mod, scalars
+from attention.kernels.flash4_package import as_taken, dense_like, functions, launches, lse_like, writable
+from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.tile_lists import (
+    TILE,
+    Listed,
+    balanced,
+    by_keys,
+    by_queries,
+    row_intervals,
+    tiles_of,
+)
+from attention.masks.pattern import Pattern
+from attention.runtime.uploads import held, uploaded
+
+MOST_INTERVALS = 4  # each costs two loads a score
+RIGHT = (64, 128)  # head dims whose results were checked on sm90
+
+
+def why_not(shape: Shape) -> str | None:
+    """Why no pattern of such a call can be done."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        return "tile lists were checked on Hopper (sm90) alone"
+    if shape.head_dim not in RIGHT:
+        return f"head_dim={shape.head_dim}: tile lists were checked with {', '.join(map(str, RIGHT))}"
+    return None
+
+
+def too_many(pattern: Pattern) -> str | None:
+    """Why tile lists do not describe a pattern."""
+    needed = tiles_of(pattern).intervals
+    if needed > MOST_INTERVALS:
+        return f"a query sees {needed} intervals of keys in tiles that it sees in part: at most {MOST_INTERVALS}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The lists of one direction on a GPU, as the package takes them.
+
+    origin: int64 `[copies]`, the tile that each copied tile is a copy of. repeated: int64 `[n]`, those tiles, once each.
+    parts: int64 `[n, most]`, each of them and its copies; padded where `counted`, fp32 `[n, most]`, is 0, not 1."""
+
+    tensors: Any  # BlockSparseTensorsTorch
+    aux: list[Tensor] | None
+    band: tuple[Any, Any] | None  # cutlass.Int32
+    mod: Callable[..., Any]
+    origin: Tensor | None = None
+    repeated: Tensor | None = None
+    parts: Tensor | None = None
+    counted: Tensor | None = None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    """As of a kernel. q `[B, n_q, H, D]`, k and v `[B, n_k, Hk, D]`, all without B too."""
+    if q.dim() == 3:
+        out, lse = forward(q[None], k[None], v[None], call)
+        return settle((out[0], lse[0]), into)
+    out, lse = into or (dense_like(q), lse_like(q))
+    pattern = _pattern(call, q, k)
+    if not len(pattern.rectangles) or q.numel() == 0 or k.numel() == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    side = _kept(pattern, q.device, False)
+    extended = q if side.origin is None else _with_copies(q, side.origin)
+    own = side.origin is None
+    run = partial(
+        functions()._flash_attn_fwd,
+        extended,
+        k,
+        v,
+        softmax_scale=call.scale,
+        pack_gqa=False,
+        mask_mod=side.mod,
+        aux_tensors=side.aux,
+        aux_scalars=side.band,
+        block_sparse_tensors=side.tensors,
+        out=out if own and writable(out) and out.dtype == q.dtype else None,
+        lse=lse if own and writable(lse, align=4) else None,
+        return_lse=True,
+    )
+    found = launches().call(run)
+    if not own:
+        return _merged(found[0], found[1], side, (out, lse))
+    return settle((found[0], found[1]), (out, lse))
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    into: Triple | None = None,
+) -> Triple:
+    """As of a kernel, shapes as in `forward`."""
+    if q.dim() == 3:
+        dq, dk, dv = backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)
+        return settle((dq[0], dk[0], dv[0]), into)
+    dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
+    pattern = _pattern(call, q, k)
+    if not len(pattern.rectangles) or q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    side = _kept(pattern, q.device, True)
+    own = side.origin is None
+    k_, v_ = (k, v) if side.origin is None else (_with_copies(x, side.origin) for x in (k, v))
+    run = partial(
+        functions()._flash_attn_bwd,
+        q,
+        k_,
+        v_,
+        out,
+        dout,
+        as_taken(lse),
+        softmax_scale=call.scale,
+        mask_mod=side.mod,
+        aux_tensors=side.aux,
+        aux_scalars=side.band,
+        block_sparse_tensors=side.tensors,
+        dq=dq if writable(dq) else None,
+        dk=dk if own and writable(dk) else None,
+        dv=dv if own and writable(dv) else None,
+    )
+    found = launches().call(run)
+    if not own:
+        found = found[0], *(_without_copies(x, side, k.shape[1]) for x in found[1:3])
+    return settle((found[0], found[1], found[2]), (dq, dk, dv))
+
+
+def _pattern(call: Call, q: Tensor, k: Tensor) -> Pattern:
+    pattern = call.pattern
+    assert pattern is not None and (pattern.n_q, pattern.n_k) == (q.shape[1], k.shape[1])
+    reason = too_many(pattern)
+    if call.deterministic:
+        reason = "deterministic=True: its tiles add gradients up in any order"
+    if reason:
+        raise UnsupportedCall(f"kernel=flash4: {reason}")
+    return pattern
+
+
+def _kept(pattern: Pattern, device: torch.device, transposed: bool) -> Side:
+    """A pattern's lists on a device; kept with the pattern."""
+    key = ("flash4", device, transposed)
+    if key not in pattern.kept:
+        pattern.kept[key] = _side(pattern, device, transposed)
+    found: Side = held(pattern.kept[key], device)
+    return found
+
+
+def _side(pattern: Pattern, device: torch.device, transposed: bool) -> Side:
+    tiles = tiles_of(pattern)
+    rows = -(-(pattern.n_k if transposed else pattern.n_q) // TILE)
+    listed = (by_keys if transposed else by_queries)(tiles, balanced(tiles, rows))
+    tensors = _tensors(listed, device)
+    copied = bool(listed.partial.counts[rows:].any())  # whether a copy has a tile that is seen in part
+    padded = transposed and len(listed.origin) > 0 and pattern.n_k % TILE > 0  # keys that no band cuts off
+    if tiles.band is not None and not copied and not padded:
+        return Side(tensors, None, scalars(tiles.band), band_mod(), *_parts(listed, device))
+    if ("intervals", device) not in pattern.kept:
+        pattern.kept["intervals", device] = row_intervals(tiles.rows[tiles.in_part], pattern.n_q, device)
+    intervals = pattern.kept["intervals", device]
+    aux, parts = [intervals], _parts(listed, device)
+    if copied and transposed:
+        behind = (np.arange(rows, rows + len(listed.origin)) - listed.origin) * TILE
+        aux.append(uploaded(np.concatenate([np.zeros(rows), behind]).astype(np.int32), device))
+    elif copied:
+        aux = [torch.cat([intervals, intervals.view(rows, -1)[parts[0]].view(-1, intervals.shape[1])])]
+    return Side(tensors, aux, None, mask_mod(max(1, tiles.intervals), copied and transposed), *parts)
+
+
+def _parts(listed: Listed, device: torch.device) -> tuple[Tensor, ...]:
+    """origin, repeated, parts and counted of a `Side`; none where no list is cut."""
+    if not len(listed.origin):
+        return ()
+    repeated, start, more = np.unique(listed.origin, return_index=True, return_counts=True)
+    column = np.arange(more.max() + 1)
+    counted = column <= more[:, None]
+    copies = listed.tiles + start[:, None] + column - 1
+    parts = np.where(counted & (column > 0), copies, repeated[:, None])
+    where = (uploaded(x.astype(np.int64), device) for x in (listed.origin, repeated, parts))
+    return *where, uploaded(counted.astype(np.float32), device)
+
+
+def _tensors(listed: Listed, device: torch.device) -> Any:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    arrays = [x for lists in (listed.partial, listed.full) for x in (lists.counts, lists.indices)]
+    flat = uploaded(np.concatenate([x.ravel() for x in arrays]), device)
+    parts = flat.split([x.size for x in arrays])
+    tensors = [part.view(1, 1, *x.shape) for part, x in zip(parts, arrays, strict=True)]
+    return BlockSparseTensorsTorch(*tensors, block_size=(TILE, TILE))
+
+
+def _with_copies(x: Tensor, origin: Tensor) -> Tensor:
+    """x `[B, S, H, D]`, filled up with zeros to whole tiles, and copies of its tiles `origin` behind."""
+    batch, tokens, *heads = x.shape
+    whole = -(-tokens // TILE) * TILE
+    found = x.new_empty(batch, whole + len(origin) * TILE, *heads)
+    found[:, :tokens] = x
+    found[:, tokens:whole] = 0
+    found[:, whole:] = found[:, :whole].unflatten(1, (-1, TILE)).index_select(1, origin).flatten(1, 2)
+    return found
+
+
+def _without_copies(x: Tensor, side: Side, tokens: int) -> Tensor:
+    """The gradients of the first tokens, with those of the copies of their tiles added, in fp32."""
+    assert side.repeated is not None and side.parts is not None and side.counted is not None
+    tiles = x.unflatten(1, (-1, TILE))
+    sums = (tiles[:, side.parts].float() * side.counted.view(1, *side.counted.shape, 1, 1, 1)).sum(2)
+    tiles.index_copy_(1, side.repeated, sums.to(x.dtype))
+    return x[:, :tokens]
+
+
+def _merged(out: Tensor, lse: Tensor, side: Side, into: Pair) -> Pair:
+    """The results of the first tokens, merged with those of the copies of their tiles."""
+    assert side.repeated is not None and side.parts is not None and side.counted is not None
+    tokens = into[0].shape[1]
+    tiles, lses = out.unflatten(1, (-1, TILE)), lse.unflatten(2, (-1, TILE))
+    parts = lses[:, :, side.parts] + side.counted.log().unsqueeze(-1)  # [B, H, n, most, TILE]
+    total = parts.logsumexp(3)
+    weights = (parts - total.masked_fill(total == -torch.inf, 0).unsqueeze(3)).exp()
+    sums = (tiles[:, side.parts] * weights.permute(0, 2, 3, 4, 1).unsqueeze(-1)).sum(2)
+    tiles.index_copy_(1, side.repeated, sums.to(out.dtype))
+    lses.index_copy_(2, side.repeated, total)
+    return settle((out[:, :tokens], lse[..., :tokens]), into)

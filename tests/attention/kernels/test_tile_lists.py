@@ -1,0 +1,119 @@
+"""The tiles of a pattern against those of its boolean matrix."""
+
+import numpy as np
+import pytest
+import torch
+
+from attention.kernels.tile_lists import (
+    FAR,
+    TILE,
+    Listed,
+    Lists,
+    balanced,
+    by_keys,
+    by_queries,
+    row_intervals,
+    tiles_of,
+)
+from attention.masks.pattern import Pattern
+from attention.masks.rectangles import UNBOUNDED, rectangles
+from tests.support.patterns import PATTERNS, kept, random_pattern
+
+CPU = torch.device("cpu")
+every_pattern = pytest.mark.parametrize("pattern", [*PATTERNS.values()], ids=[*PATTERNS])
+
+
+def tiled(keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(partial, full): bool `[tiles of queries, tiles of keys]`."""
+    n_q, n_k = keep.shape
+    padded = np.pad(keep, ((0, -n_q % TILE), (0, -n_k % TILE)))
+    inside = padded.reshape(len(padded) // TILE, TILE, -1, TILE).sum((1, 3))
+    return (inside > 0) & (inside < TILE * TILE), inside == TILE * TILE
+
+
+def dense_lists(lists: Lists, rows: int, columns: int) -> np.ndarray:
+    found = np.zeros((rows, columns), int)
+    for row, n in enumerate(lists.counts):
+        listed = lists.indices[row, :n]
+        assert (np.diff(listed) > 0).all(), "ascending, none twice"
+        found[row, listed] += 1
+    return found
+
+
+def joined_parts(listed: Listed, lists: Lists, columns: int) -> np.ndarray:
+    """The lists as a matrix, with the parts of a row added to it."""
+    dense = dense_lists(lists, listed.tiles + len(listed.origin), columns)
+    found = dense[: listed.tiles].copy()
+    np.add.at(found, listed.origin, dense[listed.tiles :])
+    return found
+
+
+def check(pattern: Pattern) -> None:
+    tiles, keep = tiles_of(pattern), kept(pattern)
+    expected = tiled(keep)
+    for most in (None, 2, balanced(tiles, len(expected[0]))):
+        for listed, transposed in ((by_queries(tiles, most), False), (by_keys(tiles, most), True)):
+            for lists, dense in zip((listed.partial, listed.full), expected, strict=True):
+                wanted = dense.T if transposed else dense
+                assert (joined_parts(listed, lists, wanted.shape[1]) == wanted).all()
+            if most is not None:
+                assert (listed.partial.counts + listed.full.counts <= most).all()
+    intervals = row_intervals(tiles.rows[tiles.in_part], pattern.n_q, CPU).numpy()
+    assert intervals.shape == (-(-pattern.n_q // TILE) * TILE, 2 * max(1, tiles.intervals))
+    seen = np.zeros_like(keep)
+    key = np.arange(pattern.n_k)
+    for start, stop in intervals[: pattern.n_q].reshape(pattern.n_q, -1, 2).transpose(1, 2, 0):
+        seen |= (key >= start[:, None]) & (key < stop[:, None])
+    partial = np.kron(expected[0], np.ones((TILE, TILE), bool))[: pattern.n_q, : pattern.n_k]
+    assert (seen[partial] == keep[partial]).all()
+    if tiles.band is not None:
+        distance = np.arange(pattern.n_k) - np.arange(pattern.n_q)[:, None]
+        banded = (distance >= tiles.band[0]) & (distance <= tiles.band[1])
+        assert (banded[partial] == keep[partial]).all()
+
+
+@every_pattern
+def test_lists_and_intervals_are_those_of_the_matrix(pattern):
+    check(pattern)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lists_and_intervals_of_random_patterns_are_those_of_the_matrix(seed):
+    check(random_pattern(seed))
+
+
+def test_the_intervals_of_all_rows_are_the_whole_pattern():
+    for seed in range(20):
+        pattern = random_pattern(seed)
+        tiles = tiles_of(pattern)
+        intervals = row_intervals(tiles.rows, pattern.n_q, CPU)[: pattern.n_q].reshape(pattern.n_q, -1, 2)
+        key = torch.arange(pattern.n_k)
+        seen = ((key >= intervals[..., :1]) & (key < intervals[..., 1:])).sum(1)
+        assert (seen.numpy() == kept(pattern)).all()
+        ends = intervals.flatten(1)
+        assert (ends[:, 1:] >= ends[:, :-1]).all(), "in order, empty ones first"
+
+
+def test_a_pattern_whose_partial_tiles_have_one_band_says_so():
+    assert tiles_of(PATTERNS["causal"]).band == (-FAR, 0)
+    assert tiles_of(PATTERNS["window_and_global_tile"]).band == (-255, 0)
+    assert tiles_of(PATTERNS["block_dca"]).band == (-FAR, 0)
+    assert tiles_of(PATTERNS["documents"]).band is None
+
+
+def test_a_tile_that_several_rectangles_fill_is_full():
+    halves = rectangles([(0, 128, 0, 50, -UNBOUNDED, UNBOUNDED), (0, 128, 50, 128, -UNBOUNDED, UNBOUNDED)])
+    tiles = tiles_of(Pattern(128, 128, halves))
+    assert tiles.full.tolist() == [[0, 0]] and not len(tiles.partial) and tiles.intervals == 0
+
+
+def test_lists_grow_with_the_tiles_and_not_with_their_square():
+    """A window and a global tile, whose list by keys is as long as the sequence."""
+
+    def size(tokens: int) -> int:
+        rows = [(0, tokens, 0, tokens, -1023, 0), (1151, tokens, 0, 128, -UNBOUNDED, -1024)]
+        tiles = tiles_of(Pattern(tokens, tokens, rectangles(rows)))
+        listed = [of(tiles, balanced(tiles, tokens // TILE)) for of in (by_queries, by_keys)]
+        return sum(x.nbytes for each in listed for lists in (each.partial, each.full) for x in vars(lists).values())
+
+    assert size(1 << 20) < 17 * size(1 << 16)
