@@ -65,7 +65,7 @@ class CudnnBlockSparse:
         into: Triple | None = None,
     ) -> Triple:
         if q.dim() == 3:
-            dq, dk, dv = self.backward(*(x[None] for x in (dout, q, k, v, out, lse)), call)
+            dq, dk, dv = self.backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)
             return settle((dq[0], dk[0], dv[0]), into)
         pattern = _checked(call)
         if not len(pattern.rectangles) or q.numel() == 0:

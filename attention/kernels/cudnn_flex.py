@@ -65,8 +65,8 @@ class CudnnFlex:
         into: Triple | None = None,
     ) -> Triple:
         if call.packed or q.dim() == 3:
-            tensors = (x[None] for x in (dout, q, k, v, out, lse))
-            dq, dk, dv = self.backward(*tensors, _dense(call, q, k))
+            batched = dout[None], q[None], k[None], v[None], out[None], lse[None]
+            dq, dk, dv = self.backward(*batched, _dense(call, q, k))
             return settle((dq[0], dk[0], dv[0]), into)
         if q.numel() == 0 or k.numel() == 0:
             return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)

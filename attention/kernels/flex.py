@@ -169,7 +169,8 @@ def pattern_mask(pattern: Pattern, device: torch.device) -> Any:
     if ("flex", device) in pattern.kept:
         return pattern.kept["flex", device]
     tiles = tiles_of(pattern)
-    intervals = row_intervals(tiles.rows[tiles.in_part], pattern.n_q, device)
+    rows = tiles.rows[tiles.in_part] if device.type == "cuda" else tiles.rows  # uncompiled, it ignores the lists
+    intervals = row_intervals(rows, pattern.n_q, device)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j >= intervals[i, 0]) & (j < intervals[i, 1])

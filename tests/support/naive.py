@@ -8,6 +8,7 @@ from torch import Tensor
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band, tile
 from attention.reduction.lse_merge import Accumulator
+from tests.support.patterns import kept as pairs_of
 
 # relative L2 of (out and lse, gradients)
 TOLERANCES = {
@@ -47,9 +48,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> tupl
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
 
     def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(q, k, v, call.scale, kept(call.mask, q.shape[1], k.shape[1], q.device))
+        if call.pattern is None:
+            return attention(q, k, v, call.scale, kept(call.mask, q.shape[1], k.shape[1], q.device))
+        return attention(q, k, v, call.scale, torch.from_numpy(pairs_of(call.pattern)).to(q.device))
 
-    if call.packed:
+    if call.pattern is not None and q.dim() == 3:
+        out, lse = (x[0] for x in one(q[None], k[None], v[None]))
+    elif call.packed:
         lengths = [list(n or ()) for n in (call.q_lengths, call.k_lengths, call.k_lengths)]
         split = [x.unsqueeze(0).split(n, 1) for x, n in zip((q, k, v), lengths, strict=True)]
         outs, lses = zip(*(one(*sequence) for sequence in zip(*split, strict=True)), strict=True)
