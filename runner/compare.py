@@ -106,7 +106,8 @@ def _asked(run: Run) -> tuple[object, ...]:
     keys = [
         "batch", "heads", "kv_heads", "head_dim", "seq_len", "q_len", "causal", "window", "seqlens", "mode", "deterministic",
     ]  # fmt: skip
-    keys += ["seqlens_mean", "seqlens_std", "seed"] if config.get("seqlens") == "random" else []
+    if config.get("seqlens") in ("random", "real"):
+        keys += ["seqlens_mean", "seqlens_std", "seqlens_multiple", "seed"]
     names = [*(group(key).get("name") for key in ("kernel", "transport", "dtype")), group("timing").get("method")]
     options = sorted((k, v) for k, v in group("attention").items() if v is not None)
     return (run.world_size, run.graphs, *(str(x) for x in (*map(config.get, keys), *names, options)))

@@ -53,6 +53,8 @@ def identity(cfg: DictConfig) -> str:
     """A short hash of the resolved configuration."""
     values = {key: OmegaConf.to_container(cfg[key], resolve=True) if OmegaConf.is_config(cfg[key]) else cfg[key]
               for key in cfg if key not in _NOT_IDENTITY}  # fmt: skip
+    if values["seqlens_multiple"] is None:  # results of before the key was there keep theirs
+        del values["seqlens_multiple"]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 

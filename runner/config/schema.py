@@ -105,9 +105,10 @@ class RunConf:
     head_dim: int | None = None
     seq_len: int | None = None
     q_len: int | None = None  # queries of a decode, on every rank; null: 1 for a decode, else as many as keys
-    seqlens: Any = None  # lengths of a packed batch: [..], random, or null: what the variant is made for
+    seqlens: Any = None  # lengths of a packed batch: [..], random, real, or null: what the variant is made for
     seqlens_mean: int | None = None  # seqlens=random; null: an eighth of seq_len
     seqlens_std: int | None = None  # null: half of the mean
+    seqlens_multiple: int | None = None  # seqlens=real: each length is a multiple of it; null: 1
     causal: bool = True
     window: list[int] = field(default_factory=lambda: [-1, -1])
     world_size: Any = "auto"

@@ -10,18 +10,9 @@ from attention import masks
 from attention.geometry.cuts import rank_pairs
 from attention.variants.balanced import assigned
 from attention.variants.registry import VARIANTS
+from runner.config.document_lengths import real_lengths
 
 WORLDS = (2, 3, 8, 64)
-
-
-def real_lengths(total: int, seed: int) -> list[int]:
-    """71% of the documents have at most 1,024 tokens, few more than 32K, none more than a quarter of the batch."""
-    draw = np.random.default_rng(seed)
-    found: list[int] = []
-    while (left := total - sum(found)) > 0:
-        n = draw.lognormal(6.2, 1.3) if draw.random() < 0.996 else draw.uniform(32768, 131072)
-        found.append(int(min(left, max(16, n), total // 4)))
-    return found
 
 
 def every_mask(tokens: int) -> list[masks.Mask]:

@@ -47,9 +47,20 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
             about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
             chosen.settings(run.options, *about)
     except ValueError as error:
-        drawn = "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64"
-        random = call.seqlens is not None and cfg.seqlens == "random"
-        raise InvalidConfig(f"{_by_keys(str(error), run)}{drawn if random else ''}") from None
+        hint = _about_drawn(cfg.seqlens, run.world_size) if call.seqlens is not None else ""
+        raise InvalidConfig(f"{_by_keys(str(error), run)}{hint}") from None
+
+
+def _about_drawn(seqlens: Any, world: int) -> str:
+    """How to draw other lengths, where they were drawn."""
+    if seqlens == "random":
+        return "; these lengths were drawn: of a seqlens_mean of at least 128 they are multiples of 64"
+    if seqlens == "real":
+        return (
+            f"; these lengths were drawn: seqlens_multiple={2 * world} draws lengths that every variant divides; give it to "
+            "all runs that you compare, since it changes their work"
+        )
+    return ""
 
 
 def _by_keys(message: str, run: Experiment) -> str:

@@ -8,11 +8,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from attention.variants.base import Variant
+from runner.config.document_lengths import MEAN, real_lengths
 from runner.config.experiment import AttentionCall
 from runner.config.schema import DEFAULT_SIZES
 from runner.config.values import LARGEST, InvalidConfig, shown, whole
 
 MOST_SEQUENCES = 1 << 19  # of a packed batch
+DRAWN_BY = {"seqlens_mean": "random", "seqlens_std": "random", "seqlens_multiple": "real"}  # keys of drawn lengths
 
 
 def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = None, seed: int = 0) -> AttentionCall:
@@ -25,11 +27,11 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
     if cfg.kv_heads is None and cfg.heads is not None:
         sizes["kv_heads"] = sizes["heads"]
     window = _window(cfg)
-    for key in ("seqlens_mean", "seqlens_std"):
-        if cfg[key] is not None and cfg.seqlens != "random":
+    for key, drawn in DRAWN_BY.items():
+        if cfg[key] is not None and cfg.seqlens != drawn:
             raise InvalidConfig(
-                f"{key}={shown(cfg[key])}: describes the lengths that seqlens=random draws, and this is "
-                f"seqlens={shown(cfg.seqlens)}; give seqlens=random or {key}=null"
+                f"{key}={shown(cfg[key])}: describes the lengths that seqlens={drawn} draws, and this is "
+                f"seqlens={shown(cfg.seqlens)}; give seqlens={drawn} or {key}=null"
             )
     q_len = _queries(cfg, chosen)
     decode = q_len is not None
@@ -88,8 +90,10 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
         return (eighth, 2 * eighth, 4 * eighth, eighth) * batch
     if given == "random":
         return _random_lengths(cfg, seq_len * batch, seq_len, seed)
+    if given == "real":
+        return _real_lengths(cfg, seq_len * batch, seed)
     if not OmegaConf.is_list(given) or not given or any(type(n) is not int or not 1 <= n <= LARGEST for n in given):
-        raise InvalidConfig(f"seqlens={shown(given)}: must be a list such as seqlens=[512,1024], random or null")
+        raise InvalidConfig(f"seqlens={shown(given)}: must be a list of lengths such as seqlens=[512,1024], random, real or null")
     _check_sequences("seqlens", len(given))
     return tuple(given)
 
@@ -116,3 +120,12 @@ def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tup
         lengths.append(min(n, left))
         left -= lengths[-1]
     return tuple(lengths)
+
+
+def _real_lengths(cfg: DictConfig, total: int, seed: int) -> tuple[int, ...]:
+    multiple = whole("seqlens_multiple", cfg.seqlens_multiple if cfg.seqlens_multiple is not None else 1)
+    _check_sequences("seqlens=real", total // MEAN)
+    try:
+        return real_lengths(total, seed, multiple)
+    except ValueError as error:
+        raise InvalidConfig(f"seqlens=real seqlens_multiple={multiple}: {error}; give another seq_len") from None

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from attention.autotune.choice import AUTO
 from attention.executors.policy import REPLAY
 from attention.variants.registry import VARIANTS
+from runner.config.document_lengths import real_lengths
 from runner.config.experiment import PHASES, Experiment
 from runner.config.groups import groups
 from runner.config.resolve import identity, run_name
@@ -109,9 +110,12 @@ INVALID = [
     (["attention=llama3", "seqlens=[512,1.5]"], "seqlens=[512,1.5]", "list of lengths", "seqlens=[512,1024]"),
     (["attention=llama3", "seqlens=[512,true]"], "seqlens=[512,true]", "list of lengths", "seqlens=[512,1024]"),
     (["attention=llama3", "seqlens=512"], "seqlens=512", "list of lengths", "seqlens=[512,1024]"),
-    (["attention=llama3", "seqlens=rand"], "seqlens=rand", "list of lengths", "random or null"),
+    (["attention=llama3", "seqlens=rand"], "seqlens=rand", "list of lengths", "random, real or null"),
     (["attention=llama3", "seqlens=random", "seqlens_mean=0"], "seqlens_mean=0", "whole number of at least 1"),
     (["attention=llama3", "seqlens=random", "seqlens_std=-1"], "seqlens_std=-1", "whole number of at least 0"),
+    (["attention=llama3", "seqlens=random", "seqlens_multiple=4"], "seqlens_multiple=4", "seqlens=random", "seqlens=real"),
+    (["attention=llama3", "seqlens=real", "seqlens_multiple=0"], "seqlens_multiple=0", "whole number of at least 1"),
+    (["attention=llama3", "seqlens=real", "seq_len=100", "seqlens_multiple=64"], "multiple of 64 and at least 256", "seq_len"),
     (["attention=llama3", "seqlens=[3,4]"], "the pack's total=7", "multiple of world_size = 2", "would work"),
     (["attention=ring_varlen", "seqlens=[4,5,6]"], "length=5", "multiple of world_size = 2", "4 would work"),
     (["attention=zigzag_varlen", "seqlens=[4,6]"], "length=6", "multiple of 2 * world_size = 4", "8 would work"),
@@ -434,6 +438,22 @@ def test_a_random_pack_has_sequences_of_an_eighth_unless_told():
 def test_a_random_pack_of_any_size_sums_to_it(seq_len):
     work = resolved("attention=llama3", "world_size=1", "seqlens=random", f"seq_len={seq_len}", "batch=1").workload
     assert sum(work.seqlens) == work.seq_len == seq_len and min(work.seqlens) > 0
+
+
+@pytest.mark.parametrize("name", ["zigzag_varlen", "ring_varlen", "zigzag_llama3", "balanced", "usp"])
+def test_every_variant_has_the_same_documents_of_real_lengths(name):
+    asked = ["seqlens=real", "seqlens_multiple=16", "seq_len=65536", "batch=1", "world_size=8", "seed=3"]
+    work = resolved(f"attention={name}", *asked).workload
+    assert work.seqlens == real_lengths(65536, 3, 16) and work.seq_len == 65536
+    assert resolved(f"attention={name}", *asked, "seed=4").workload.seqlens != work.seqlens
+
+
+@pytest.mark.parametrize("name", ["zigzag_varlen", "ring_varlen", "zigzag_llama3"])
+def test_a_variant_that_does_not_divide_real_lengths_names_the_multiple_that_does(name):
+    asked = [f"attention={name}", "seqlens=real", "seq_len=65536", "batch=1", "world_size=8", "seed=3"]
+    with pytest.raises(InvalidConfig, match=r"needs a multiple of .*; these lengths were drawn: seqlens_multiple=16"):
+        resolved(*asked)
+    assert resolved(*asked, "seqlens_multiple=16").workload.seqlens
 
 
 @pytest.mark.parametrize("phase", PHASES)
