@@ -27,7 +27,7 @@ def check_group(cfg: DictConfig) -> None:
             whole(f"timing.{key}", timing[key], least, MOST_RUNS)
     for key in ("warmup_ms", "settle_ms"):
         if timing[key] is not None and not 0 <= timing[key] <= MOST_MS:
-            raise InvalidConfig(f"timing.{key}={timing[key]:g}: must be from 0 to a day, or null")
+            raise InvalidConfig(f"timing.{key}={timing[key]:g}: must be at least 0 and at most a day, or null")
     if cfg.order == "interleaved" and timing.method == "simple":
         raise InvalidConfig("order=interleaved timing=simple: one mean has no rounds; use timing=warmup or order=auto")
     for key, highest in {"precision": FINITE, "time_cap_s": MOST_MS / 1e3}.items():
