@@ -1,10 +1,11 @@
-"""Random calls of every variant, each compared with fp64 or refused in one line.
+"""Random calls of every variant under every mask, each compared with fp64 or refused in one line.
 
-`--fuzz N` sets their number, `--fuzz-seed N` repeats a run; the seed is printed with a failure."""
+`--fuzz N` sets their number, `--fuzz-seed N` repeats a run; a failure prints the command that repeats it."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,8 @@ def test_random_calls_are_right_or_refused(pool, request, world, fuzz_seed):
     outcome = pool.get(WorldSpec(world, "cpu")).call(
         judge, {"cases": [case.plain() for case in cases], "poisoned": poisoned}, 120.0 + wanted
     )
-    where = f"--fuzz-seed {fuzz_seed}, world {world}"
+    count = wanted * len(WORLDS)
+    where = f"python -m pytest -n 0 tests/{Path(__file__).name} --fuzz {count} --fuzz-seed {fuzz_seed} -k '[{world}]'"
     assert outcome.status == "ok", f"{where}: {outcome.reason}\n" + "\n".join(outcome.log_tail)
     bad = [f"{case}: {said}" for case, said in zip(cases, outcome.result, strict=True) if said.startswith("wrong")]
     assert not bad, f"{where}:\n" + "\n".join(bad)

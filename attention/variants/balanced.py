@@ -34,12 +34,16 @@ CAUSAL = Banded(-1, 0)
 
 @dataclass(frozen=True)
 class BalancedOptions(GatherOptions):
-    """`mask`: what the layout is made for, and the mask of every call. `tokens`: of the whole sequence; None: any number.
-    `chunks`: of each rank; None: the fewest that balance."""
+    """`mask`: what the layout is made for, and the mask of every call; None: a layout for causal calls, which say so.
+    `tokens`: of the whole sequence; None: any number. `chunks`: of each rank; None: the fewest that balance."""
 
-    mask: Mask = from_call(CAUSAL)  # noqa: RUF009
+    mask: Mask | None = from_call(None)  # noqa: RUF009
     tokens: int | None = from_call(None)
     chunks: int | None = option(None)
+
+    @property
+    def made_for(self) -> Mask:
+        return CAUSAL if self.mask is None else self.mask
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
@@ -47,7 +51,7 @@ class BalancedOptions(GatherOptions):
 
 
 def check_options(options: BalancedOptions) -> None:
-    if not isinstance(options.mask, Mask):
+    if not isinstance(options.made_for, Mask):
         raise ValueError(f"mask={options.mask!r}: must be one of attention.masks, such as masks.chunked(8192)")
     for name in ("tokens", "chunks"):
         value = getattr(options, name)
@@ -72,18 +76,18 @@ class Split:
 class _Balanced(Variant[BalancedOptions]):
     def outer(self, options: BalancedOptions) -> Layout:
         check_options(options)
-        return Layout("balanced", 1, Split(options.mask, options.tokens, options.chunks), per_sequence=False)
+        return Layout("balanced", 1, Split(options.made_for, options.tokens, options.chunks), per_sequence=False)
 
-    def mask_of(self, options: BalancedOptions) -> Mask:
+    def mask_of(self, options: BalancedOptions) -> Mask | None:
         return options.mask
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
         return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
 
     def check_cut(self, options: BalancedOptions, mask: Mask, tokens: int) -> None:
-        if mask != options.mask and not within(mask, options.mask, tokens):
+        if mask != options.made_for and not within(mask, options.made_for, tokens):
             raise ValueError(
-                f"mask={mask}: this balanced layout was made for {options.mask}; "
+                f"mask={mask}: this balanced layout was made for {options.made_for}; "
                 'make another: attention.make("balanced", mask=...)'
             )
 

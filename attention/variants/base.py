@@ -77,13 +77,14 @@ class Variant(Generic[Chosen]):
 
     def check_cut(self, options: Chosen, mask: Mask, tokens: int) -> None:
         """Raises ValueError for a mask, other than a band, that the variant can't do."""
+        if self.decode:
+            raise ValueError(f"mask={mask}: {self.name} is a decode, whose queries see all keys; leave the mask out")
         if not self.any_mask:
-            raise ValueError(
-                f"mask={mask}: {self.name} takes full and causal attention only; ring, ring_allgather, llama3, "
-                "zigzag_llama3, ulysses, usp and dense take every mask"
-            )
+            able = "causal attention" if self.causal_only else "full and causal attention"
+            windows = " and windows" if self.windows else ""
+            raise ValueError(f"mask={mask}: {self.name} takes {able}{windows} only; {every_mask()} take every mask")
         if self.causal_only and not mask.is_causal(tokens):
-            raise self.not_causal(mask, "ring, ring_allgather, llama3 and ulysses")
+            raise self.not_causal(mask, every_mask())
 
     def mask_of(self, options: Chosen) -> Mask | None:
         """The mask that the layout was made for, and that a call has where none is given."""
@@ -238,6 +239,12 @@ def register(variant: Variant[Any]) -> Variant[Any]:
     assert variant.name not in REGISTERED, f"two variants are called {variant.name}"
     REGISTERED[variant.name] = variant
     return variant
+
+
+def every_mask() -> str:
+    """The variants that take every mask, as words."""
+    *names, last = (v.name for v in REGISTERED.values() if v.any_mask and not v.causal_only)
+    return f"{', '.join(names)} and {last}"
 
 
 def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:

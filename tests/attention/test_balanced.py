@@ -75,6 +75,8 @@ def test_what_does_not_fit_is_refused():
     fn(q, q, q, mask=masks.chunked(8))  # within it
     with pytest.raises(ValueError, match="was made for chunked"):
         fn(q, q, q, mask=masks.full())
+    with pytest.raises(ValueError, match="mask=full: this balanced layout was made for causal; make another"):
+        attention.make("balanced")(q, q, q)  # full attention is not made causal in silence
     with pytest.raises(ValueError, match="seq_len=32: this balanced layout was made for tokens=64"):
         fn.shard(q[:, :32])
     with pytest.raises(ValueError, match="mask='causal': must be one of"):

@@ -6,6 +6,7 @@ shares no code with the library. `tests/test_fuzz.py` draws new cases each run, 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -17,15 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attention
+from tests.support import masks as masked
 
 if TYPE_CHECKING:
     from runner.launch.rank import Rank
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAYOUTS = ("contiguous", "heads_first", "slice", "strided_dim", "offset", "expanded_batch")
+LAYOUTS = ("contiguous", "heads_first", "slice", "strided_dim", "offset", "expanded_batch", "expanded_heads")
 NAMES = ("q", "k", "v", "dout")
 # of a row's scale, the norm that the row would have if its terms did not cancel; some three times the largest error seen
 TOLERANCE = {"fp64": 5e-15, "fp32": 1.5e-6, "bf16": 6e-3, "fp16": 1e-3}
+
+# of a refusal: "value: rule; way out", in one line
+FORM = re.compile(r".*\w.*: .*\w.*(; .*\w|must be .*\w).*")
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Case:
     layouts: tuple[str, ...] = ("contiguous",) * 4  # of q, k, v and dout in memory
     gradients: str = "qkv"  # the inputs that need one; empty: forward alone
     deterministic: bool = False
+    masks: tuple[dict[str, Any], ...] = ()  # names and parameters; the call has their intersection
 
     @property
     def cu_seqlens(self) -> list[int] | None:
@@ -63,7 +69,7 @@ class Case:
 
     @staticmethod
     def of(plain: dict[str, Any]) -> Case:
-        listed = ("window", "lengths", "layouts")
+        listed = ("window", "lengths", "layouts", "masks")
         return Case(**{k: tuple(v) if k in listed and v is not None else v for k, v in plain.items()})
 
 
@@ -80,7 +86,7 @@ def draw(name: str, world: int, seed: int) -> Case:
     chosen = variants()[name]
     kv_heads = rng.choice((1, 2, world, 2 * world))
     heads = kv_heads * rng.choice((1, 1, 2, 4))
-    kernel = rng.choice(("auto", "auto", "auto", "math"))
+    kernel = rng.choice(("auto",) * 9 + ("math",) * 3 + ("sdpa_flash",) * 2 + ("triton",))
     base: dict[str, Any] = {
         "variant": name,
         "world": world,
@@ -91,7 +97,7 @@ def draw(name: str, world: int, seed: int) -> Case:
         "options": {o: rng.choice(_values(o, world, kv_heads)) for o in chosen.options.names() if rng.random() < 0.6},
         "transport": rng.choice(("gloo", "symm")) if world > 1 else "auto",
         "kernel": kernel,
-        "dtype": rng.choice(("fp32", "fp32", "bf16", "fp16", "fp64") if kernel == "auto" else ("fp64", "fp32")),
+        "dtype": rng.choice(("fp64", "fp32") if kernel == "math" else ("fp32", "fp32", "bf16", "fp16", "fp64")),
         "scale": rng.choice((None, None, 0.3)),
         "batch": rng.choice((1, 2, 3)),
         "deterministic": rng.random() < 0.2,
@@ -99,6 +105,7 @@ def draw(name: str, world: int, seed: int) -> Case:
     layouts = tuple(rng.choice(LAYOUTS) if rng.random() < 0.4 else "contiguous" for _ in NAMES)
     if chosen.decode:
         tokens = rng.choice((1, world, 5, 33, 64, 200))
+        base["masks"] = rng.choice(((), (), ({"name": "full"},), ({"name": "chunked", "chunk": 4},)))
         return Case(**base, tokens=tokens, queries=rng.choice((1, 2, 5)), causal=False, layouts=layouts, gradients="")
     causal = chosen.causal_only or rng.random() < 0.6
     window = (-1, -1)
@@ -112,7 +119,9 @@ def draw(name: str, world: int, seed: int) -> Case:
         if not sum(lengths):
             lengths = (divisor, *lengths)
         base["batch"] = 1
-    tokens = sum(lengths) if lengths else rng.choice((1, 2, 4, 12)) * divisor
+    tokens = sum(lengths) if lengths else rng.choice((1, 2, 4, 12, 12, 50)) * divisor
+    if rng.random() < (0.6 if chosen.any_mask else 0.1):
+        base["masks"] = masked.drawn(tokens, rng)
     gradients = rng.choice(("qkv", "qkv", "qkv", "", "q", "kv"))
     return Case(
         **base, tokens=tokens, causal=causal, window=window, lengths=lengths, layouts=layouts, gradients=gradients
@@ -142,6 +151,8 @@ def whole(case: Case) -> dict[str, Tensor]:
         tokens, heads = (case.tokens, case.kv_heads) if name in "kv" else (queries, case.heads)
         lead = (tokens,) if case.lengths is not None else (case.batch, tokens)
         found[name] = torch.randn(*lead, heads, case.head_dim, generator=generator).to(DTYPES[case.dtype])
+        if case.layouts[NAMES.index(name)] == "expanded_heads":
+            found[name] = found[name][..., :1, :].expand_as(found[name]).contiguous()
     return found
 
 
@@ -153,6 +164,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]]
     if layout == "strided_dim":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "expanded_heads":
+        return x[..., :1, :].clone().expand_as(x)
     if layout == "offset":
         room = x.new_full((x.numel() + 1,), torch.nan)
         room[1:] = x.reshape(-1)
@@ -187,6 +200,8 @@ def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[s
             said = "computed"
         except ValueError as error:
             said = f"refused: {error}"
+        except Exception as error:
+            raise AssertionError(f"{case}: neither done nor refused by a ValueError") from error
         everyone = me.gather(said)
         if len({x.partition(":")[0] for x in everyone}) > 1:
             raise AssertionError(f"{case}: the ranks do not agree: {everyone}")
@@ -194,8 +209,8 @@ def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[s
             how = wrong(case, results) if case.seed % me.world == me.rank else None  # the ranks share the references
             how = next((x for x in me.gather(how) if x), None)
             said = f"wrong: {how}" if how else "ok"
-        elif "\n" in said:
-            said = f"wrong: a refusal of several lines: {said}"
+        elif not FORM.fullmatch(said.removeprefix("refused: ")):
+            said = f"wrong: a refusal must be one line with value, rule and way out: {said}"
         found.append(said)
     return found
 
@@ -203,13 +218,17 @@ def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[s
 def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """out, lse and the gradients asked for, global and on every rank. Raises ValueError where the call is refused, and
     AssertionError where an input was changed or `unshard` does not undo `shard`."""
+    mask = masked.intersection(case.masks)
+    options = dict(case.options)
+    if "mask" in variants()[case.variant].options.from_call():
+        options["mask"] = mask or attention.masks.full()
     fn = attention.make(
         case.variant,
         group=group,
         kernel=case.kernel,
         transport=case.transport,
         deterministic=case.deterministic,
-        **case.options,
+        **options,
     )
     cu = case.cu_seqlens
     given, kept = {}, {}
@@ -219,7 +238,7 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
             assert torch.equal(fn.unshard(shard, cu), x), f"unshard(shard({name})) differs"
         given[name] = laid_out(shard, layout).requires_grad_(name in case.gradients)
         kept[name] = shard
-    how = {"causal": case.causal, "window": case.window, "scale": case.scale}
+    how = {"causal": case.causal, "window": case.window, "scale": case.scale, "mask": mask}
     how |= {"kv_tokens": case.tokens} if case.queries is not None else {"cu_seqlens": cu}
     out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
     results = {"out": out.detach(), "lse": lse.transpose(-1, -2).unsqueeze(-1).contiguous()}
@@ -246,6 +265,8 @@ def seen(case: Case) -> Tensor:
         keep &= k >= q - left
     if right >= 0:
         keep &= k <= q + right
+    if case.masks and case.queries is None:
+        keep &= masked.dense(case.masks, case.tokens)
     if case.lengths is not None:
         document = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
         keep &= document[:, None] == document[None]

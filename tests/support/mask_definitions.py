@@ -159,6 +159,16 @@ def random_parameters(name: str, S: int, draw: random.Random) -> dict[str, Any]:
     if name == "block_sparse":
         pattern = draw.choice(["local_window", "dilated_sparse", "global_local"])
         return {"pattern": pattern, "block": draw.choice([1, 3, 8, 100, 128, 300]), "causal": draw.random() < 0.5}
+    if name == "dca":  # without a definition here: its random keys have tests of their own
+        return {
+            "window": bound(0),
+            "global_tokens": min(bound(0), S),
+            "random": draw.choice([0, 1, 5, 40]),
+            "granularity": draw.choice(["token", "tile", "block"]),
+            "seed": draw.randint(0, 9),
+            "causal": draw.random() < 0.5,
+            "block": draw.choice([1, 4, 32]),
+        }
     if name == "rectangles":
         return {"parts": _random_rectangles(S, draw)}
     assert name in ("full", "causal"), name
