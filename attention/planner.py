@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +30,8 @@ from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
 from attention.kernels import Kernel, Shape
-from attention.kernels.patterns import ByRectangles
+from attention.kernels.patterns import ForPatterns
+from attention.kernels.tile_lists import most_at_once
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
@@ -203,6 +203,10 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         options=options.resolved(writable),
         steps=plan_steps(problem, place, spec.scale, spec.packed, settings.deterministic, spec.device),
     )
+    if isinstance(kernel, ForPatterns):
+        for step in plan.steps:
+            for each in step.calls:
+                kernel.check(each.call)
     settings.replay.strategy(plan, spec.device)
     return plan
 
@@ -235,7 +239,8 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
         calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse)
         return calls.kernel(variant, wanted, spec.shape, masks(problem))
     if problem.is_cut:
-        return ByRectangles(kernels.select(wanted, replace(spec.shape, packed=True), masks(problem)))
+        one_each = most_at_once(problem.mask.rectangles(problem.cu_seqlens[-1])) <= 1
+        return kernels.select_for_patterns(wanted, spec.shape, masks(problem), one_each)
     return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
 
 

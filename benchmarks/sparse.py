@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.kernels import KERNELS, Call, Kernel
-from attention.kernels.patterns import ByRectangles
+from attention.kernels import KERNELS, Call, Kernel, Shape
+from attention.kernels.patterns import ForPatterns
 from attention.masks.band import CAUSAL
 from attention.masks.pattern import Pattern
 from tests.support import patterns
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SHAPE = Shape("cuda", torch.bfloat16, HEADS, KV_HEADS, HEAD_DIM)
 
 
 def lengths_of(tokens: int) -> list[int]:
@@ -134,8 +135,15 @@ def measured(row: Row, kernel: Kernel, call: Call, pairs: int, expected: list[Te
     return found
 
 
+class ByRectangles(ForPatterns):
+    """A kernel's packed calls alone."""
+
+    def why_rectangles(self, call: Call) -> str:
+        return "it is asked for"
+
+
 def kernel_of(name: str) -> Kernel:
-    return ByRectangles(KERNELS["flash4"]) if name == RECTANGLES else KERNELS[name]
+    return ByRectangles(KERNELS["flash4"], SHAPE) if name == RECTANGLES else KERNELS[name]
 
 
 def attempt(row: Row, call: Call, pairs: int, expected: list[Tensor] | None) -> list[Tensor] | None:

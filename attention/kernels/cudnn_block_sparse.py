@@ -25,7 +25,6 @@ class CudnnBlockSparse:
     name = "cudnn_block_sparse"
     summary = "cuDNN's block-sparse attention: patterns of whole tiles of 128, on Hopper"
     align = 16
-    patterns = True
 
     def missing(self, device: str) -> str | None:
         return cudnn_package.missing("block_sparse_attention", device)
@@ -33,7 +32,11 @@ class CudnnBlockSparse:
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return f"mask={mask.describe()}: patterns of whole tiles of {TILE} alone"
 
-    def refuses_pattern(self, shape: Shape, kind: str) -> str | None:
+    def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
+        if deterministic and shape.backward:
+            return "deterministic=True: it adds gradients up in any order"
+        if partial := len(tiles_of(pattern).partial):
+            return f"{partial} tiles of {TILE} queries and keys are seen in part: whole tiles alone"
         if shape.backward and (shape.head_dim != 128 or shape.dtype != torch.bfloat16):
             return f"head_dim={shape.head_dim}, {shape.dtype}: its backward is for head_dim=128 in bf16"
         if shape.head_dim not in (64, 96, 128):
@@ -44,7 +47,7 @@ class CudnnBlockSparse:
         if q.dim() == 3:
             out, lse = self.forward(q[None], k[None], v[None], call)
             return settle((out[0], lse[0]), into)
-        pattern = _checked(call)
+        pattern = _pattern(call)
         if not len(pattern.rectangles) or q.numel() == 0:
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
             return settle((torch.zeros_like(q), lse), into)
@@ -67,7 +70,7 @@ class CudnnBlockSparse:
         if q.dim() == 3:
             dq, dk, dv = self.backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)
             return settle((dq[0], dk[0], dv[0]), into)
-        pattern = _checked(call)
+        pattern = _pattern(call)
         if not len(pattern.rectangles) or q.numel() == 0:
             return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)
         groups = q.shape[2] // k.shape[2]
@@ -93,17 +96,10 @@ def _functions() -> Any:
     return cudnn_package.function("cudnn_block_sparse", "block_sparse_attention")
 
 
-def _checked(call: Call) -> Pattern:
+def _pattern(call: Call) -> Pattern:
     pattern = call.pattern
     if pattern is None:
         raise UnsupportedCall(f"kernel=cudnn_block_sparse: mask={call.mask.describe()}: patterns of whole tiles alone")
-    if call.deterministic:
-        raise UnsupportedCall("kernel=cudnn_block_sparse: deterministic=True: it adds gradients up in any order")
-    partial = len(tiles_of(pattern).partial)
-    if partial:
-        raise UnsupportedCall(
-            f"kernel=cudnn_block_sparse: {partial} tiles of {TILE} queries and keys are seen in part: whole tiles alone"
-        )
     return pattern
 
 

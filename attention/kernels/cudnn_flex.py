@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.errors import UnsupportedCall
 from attention.kernels import cudnn_package
 from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.fit import fitted
 from attention.kernels.flash4_package import as_taken
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
-from attention.kernels.tile_lists import row_intervals, tiles_of
+from attention.kernels.tile_lists import most_at_once, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import rectangle, rectangles
@@ -30,7 +29,6 @@ class CudnnFlex:
     name = "cudnn_flex"
     summary = "cuDNN's flex attention: exact masks of few intervals a query, on Hopper"
     align = 16
-    patterns = True
 
     def missing(self, device: str) -> str | None:
         return cudnn_package.missing("flex_attention.execution", device)
@@ -38,8 +36,9 @@ class CudnnFlex:
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 128)
 
-    def refuses_pattern(self, shape: Shape, kind: str) -> str | None:
-        return None
+    def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
+        needed = most_at_once(tiles_of(pattern).rows)
+        return f"a query sees {needed} intervals of keys: at most {MOST_INTERVALS}" if needed > MOST_INTERVALS else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if call.packed or q.dim() == 3:
@@ -109,10 +108,6 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
     if key not in pattern.kept:
         rows = tiles_of(pattern).rows
         intervals = row_intervals(rows, pattern.n_q, q.device)[: pattern.n_q]
-        if intervals.shape[1] > 2 * MOST_INTERVALS:
-            raise UnsupportedCall(
-                f"kernel=cudnn_flex: a query sees {intervals.shape[1] // 2} intervals of keys: at most {MOST_INTERVALS}"
-            )
         ends = torch.zeros(intervals.shape[1] + 1, q.shape[0], pattern.n_q, dtype=torch.int32, device=q.device)
         ends[1:] = intervals.T.unsqueeze(1)  # the first interval of the package starts at key 0: it stays empty
         create = cudnn_package.function("cudnn_flex", "flex_attention").create_mask_plan

@@ -14,6 +14,7 @@ from attention.kernels.fit import fitted
 from attention.kernels.flash4_package import as_taken, dense_like, functions, interface, launches, lse_like, writable
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Band
+from attention.masks.pattern import Pattern
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims whose backward was checked on sm90; at 80 dq is wrong (4.0.0b36)
 
@@ -23,7 +24,6 @@ class Flash4:
     name = "flash4"
     summary = "FlashAttention-4 (flash_attn.cute), for Hopper and newer"
     align = 16
-    patterns = True
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":
@@ -45,8 +45,8 @@ class Flash4:
             None if blackwell and shape.head_dim == 256 else head_dim_rule(shape, 128 if blackwell else 256)
         )
 
-    def refuses_pattern(self, shape: Shape, kind: str) -> str | None:
-        return flash4_sparse.why_not(shape)
+    def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
+        return flash4_sparse.why_not(shape, pattern, deterministic)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if call.pattern is not None:

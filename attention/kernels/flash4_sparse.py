@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.errors import UnsupportedCall
 from attention.kernels.flash4_mods import band_mod, mask_mod, scalars
 from attention.kernels.flash4_package import as_taken, dense_like, functions, launches, lse_like, writable
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
@@ -26,27 +25,31 @@ from attention.kernels.tile_lists import (
     balanced,
     by_keys,
     by_queries,
+    most_at_once,
     row_intervals,
     tiles_of,
 )
 from attention.masks.pattern import Pattern
+from attention.masks.rectangles import K0, K1
 from attention.runtime.uploads import held, uploaded
 
 MOST_INTERVALS = 4  # each costs two loads a score
 RIGHT = (64, 128)  # head dims whose results were checked on sm90
 
 
-def why_not(shape: Shape) -> str | None:
-    """Why no pattern of such a call can be done."""
+def why_not(shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
+    """Why tile lists cannot do a pattern, or None."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         return "tile lists were checked on Hopper (sm90) alone"
     if shape.head_dim not in RIGHT:
         return f"head_dim={shape.head_dim}: tile lists were checked with {', '.join(map(str, RIGHT))}"
-    return None
-
-
-def too_many(pattern: Pattern) -> str | None:
-    """Why tile lists do not describe a pattern."""
+    if deterministic and shape.backward:
+        return "deterministic=True: its tiles add gradients up in any order"
+    if min(pattern.n_q, pattern.n_k) <= TILE:
+        return f"{pattern.n_q} queries and {pattern.n_k} keys: lists are for more than one tile of {TILE}"
+    rows = pattern.rectangles
+    if most_at_once(rows) <= 1 and int((rows[:, K1] - rows[:, K0]).sum()) <= 2 * pattern.n_k:
+        return "no query sees two rectangles: packed calls are quicker"
     needed = tiles_of(pattern).intervals
     if needed > MOST_INTERVALS:
         return f"a query sees {needed} intervals of keys in tiles that it sees in part: at most {MOST_INTERVALS}"
@@ -150,11 +153,6 @@ def backward(
 def _pattern(call: Call, q: Tensor, k: Tensor) -> Pattern:
     pattern = call.pattern
     assert pattern is not None and (pattern.n_q, pattern.n_k) == (q.shape[1], k.shape[1])
-    reason = too_many(pattern)
-    if call.deterministic:
-        reason = "deterministic=True: its tiles add gradients up in any order"
-    if reason:
-        raise UnsupportedCall(f"kernel=flash4: {reason}")
     return pattern
 
 

@@ -48,7 +48,6 @@ class Flex:
     name = "flex"
     summary = "PyTorch's flex attention, compiled for each shape; its backward runs the forward again"
     align = 16
-    patterns = True
 
     def missing(self, device: str) -> str | None:
         if flex_attention is None:
@@ -58,7 +57,7 @@ class Flex:
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256, 16)
 
-    def refuses_pattern(self, shape: Shape, kind: str) -> str | None:
+    def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:

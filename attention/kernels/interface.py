@@ -104,7 +104,10 @@ class Kernel(Protocol):
     fit: inside the kernel every tensor but lse has a contiguous last dim, and `align` holds.
 
     A kernel that splits the keys may leave merging to its caller, by a method `splits(q, k, v, call)`. It returns
-    partial results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`."""
+    partial results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
+
+    A kernel that takes patterns by itself has a method `refuses_pattern(shape, pattern, deterministic)`, which says why it
+    cannot do one, or None."""
 
     name: str
     summary: str

@@ -1,17 +1,18 @@
-"""A mask's pattern as calls of any kernel: its rectangles become a few packed calls, whose results are merged by their LSE. The
+"""Calls under a mask's pattern by any kernel. One that takes no patterns gets packed calls: the rectangles become a few packed calls, whose results are merged by their LSE. The
 backward takes each call's gradients with the final out and lse and adds them up in fp32. Linear in the rectangles; no matrix
 of all pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
+from attention.errors import UnsupportedCall
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
 from attention.masks.band import Band, Interval, Intervals
 from attention.masks.pattern import Entry, Pattern
@@ -32,11 +33,14 @@ class Part:
     overlapping: bool  # whether a key occurs twice
 
 
-class ByRectangles:
-    """A kernel that takes patterns, by packed calls of one that does not."""
+class ForPatterns:
+    """A kernel for calls under patterns: by itself where it has tile lists or intervals that say the pattern, else by
+    its packed calls, a few for all rectangles.
 
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    shape: of the calls. Raises ValueError in `check` for a pattern that the kernel can do in neither way."""
+
+    def __init__(self, kernel: Kernel, shape: Shape):
+        self.kernel, self.shape = kernel, replace(shape, packed=True)
         self.name, self.summary, self.align = kernel.name, kernel.summary, kernel.align
 
     def missing(self, device: str) -> str | None:
@@ -45,8 +49,30 @@ class ByRectangles:
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return self.kernel.refuses(shape, mask)
 
+    def why_rectangles(self, call: Call) -> str | None:
+        """Why the kernel itself does not do the call's pattern, or None; kept with the pattern."""
+        pattern = call.pattern
+        asked = getattr(self.kernel, "refuses_pattern", None)
+        if asked is None or pattern is None:
+            return "it takes no patterns"
+        key = ("why rectangles", self.name, call.deterministic, self.shape)
+        if key not in pattern.kept:
+            pattern.kept[key] = asked(self.shape, pattern, call.deterministic)
+        reason: str | None = pattern.kept[key]
+        return reason
+
+    def check(self, call: Call) -> None:
+        """Raises UnsupportedCall for a pattern that the kernel cannot do."""
+        if call.pattern is None or not (own := self.why_rectangles(call)):
+            return
+        for each in call.pattern.rounds:
+            if reason := self.kernel.refuses(self.shape, each.band):
+                raise UnsupportedCall(
+                    f"kernel={self.name}: {own}; nor by packed calls: {reason}; kernel=auto takes one that can"
+                )
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        if call.pattern is None:
+        if call.pattern is None or self.why_rectangles(call) is None:
             return self.kernel.forward(q, k, v, call, into)
         if q.dim() == 3:
             out, lse = self._forward(q[None], k[None], v[None], call)
@@ -64,7 +90,7 @@ class ByRectangles:
         call: Call,
         into: Triple | None = None,
     ) -> Triple:
-        if call.pattern is None:
+        if call.pattern is None or self.why_rectangles(call) is None:
             return self.kernel.backward(dout, q, k, v, out, lse, call, into)
         if q.dim() == 3:
             grads = self._backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)

@@ -6,7 +6,7 @@ import pytest
 
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from tests.jobs import numerics
+from tests.jobs import masks, numerics
 from tests.support import coverage as geometry
 from tests.support.gpus import need_one, worlds
 
@@ -82,3 +82,33 @@ def test_a_decode_stays_within_twice_the_error_of_one_gpu(in_world, name, option
         ):
             assert found["error"] < 2 * found["local"] + 1e-6, found
             assert found["lse"] < 1e-2, found
+
+
+MASKS = [
+    {"name": "documents", "lengths": [5, 300, 1, 128, 78]},
+    {"name": "global_window", "window": 150, "global_tokens": 64, "causal": True},
+    {"name": "dca", "window": 256, "global_tokens": 128, "random": 128, "causal": True, "seed": 3},
+    {"name": "block_sparse", "pattern": "dilated_sparse", "causal": True},
+    {"name": "shared_prompt", "prompt": 200, "answers": [100, 112, 100]},
+]
+
+
+def scaled(mask, world):
+    """The same mask for 512 tokens a rank."""
+    given = {key: [n * world for n in mask[key]] for key in ("lengths", "answers") if key in mask}
+    return mask | given | ({"prompt": mask["prompt"] * world} if "prompt" in mask else {})
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", [name for name in SELF_ATTENTION if VARIANTS[name].any_mask])
+def test_masks_match_fp64(in_world, name, world):
+    """By the kernel that auto takes, with head dims of which tile lists take one, and by FlashAttention-2's."""
+    packs = [0, 256 * world, 512 * world] if VARIANTS[name].packed else None
+    given = [scaled(mask, world) for mask in MASKS]
+    for kernel, head_dim in (("auto", 128), ("auto", 80), ("flash2", 64)):
+        for found in in_world(
+            masks.compare, world, "cuda", name=name, options={}, masks=given, tokens=512 * world, packs=packs,
+            heads=(8, 2 if world < 3 else world), head_dim=head_dim, dtype="bf16", kernel=kernel,
+        ):  # fmt: skip
+            forward, *backward = found["errors"]
+            assert forward < 5e-3 and max(backward) < 1e-2 and found["lse"] < 1e-2, (found, kernel, head_dim)

@@ -93,7 +93,9 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
     if given == "real":
         return _real_lengths(cfg, seq_len * batch, seed)
     if not OmegaConf.is_list(given) or not given or any(type(n) is not int or not 1 <= n <= LARGEST for n in given):
-        raise InvalidConfig(f"seqlens={shown(given)}: must be a list of lengths such as seqlens=[512,1024], random, real or null")
+        raise InvalidConfig(
+            f"seqlens={shown(given)}: must be a list of lengths such as seqlens=[512,1024], random, real or null"
+        )
     _check_sequences("seqlens", len(given))
     return tuple(given)
 

@@ -9,7 +9,7 @@ import torch
 
 from attention.errors import UnsupportedCall
 from attention.kernels import KERNELS, Call, Kernel, Shape, name_of
-from attention.kernels.tile_lists import tiles_of
+from attention.kernels.patterns import ForPatterns
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import UNBOUNDED, placed, rectangles
 from attention.reduction.lse_merge import Accumulator
@@ -28,10 +28,8 @@ every_kernel = pytest.mark.parametrize("name", NATIVE)
 
 def able(name: str, q: torch.Tensor, k: torch.Tensor, pattern: Pattern) -> Kernel:
     kernel = KERNELS[name]
-    reason = kernel.missing("cuda") or kernel.refuses_pattern(Shape.of(q, k, backward=True), "")
-    if name == "cudnn_block_sparse" and len(tiles_of(pattern).partial):
-        reason = "tiles that are seen in part"
-    if reason:
+    reason = kernel.missing("cuda") or kernel.refuses_pattern(Shape.of(q, k, backward=True), pattern, False)
+    if reason and "quicker" not in reason:
         pytest.skip(f"{name}: {reason}")
     return kernel
 
@@ -78,7 +76,7 @@ def test_random_patterns_match_plain_attention(name, seed):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("pattern", ["window_and_global", "window_and_global_tile", "global_rows", "full", "causal"])
+@pytest.mark.parametrize("pattern", ["window_and_global", "window_and_global_tile", "global_rows", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lists_cut_in_parts_match_plain_attention(pattern, head_dim, monkeypatch):
     monkeypatch.setattr("attention.kernels.flash4_sparse.balanced", lambda tiles, rows: 2)
@@ -149,18 +147,19 @@ def test_a_pattern_is_taken_without_a_batch(name):
     assert_matches(able(name, q, k, pattern), *(x[0] for x in (q, k, v, dout)), call)
 
 
-def test_what_a_kernel_cannot_do_is_refused():
-    pattern = PATTERNS["window_and_global"]
-    q, k, v, _, call = case(pattern, 128)
-    for name, wrong in (("flash4", replace(call, deterministic=True)), ("cudnn_block_sparse", call)):
-        kernel = KERNELS[name]
-        if kernel.missing("cuda"):
-            continue
-        with pytest.raises(UnsupportedCall, match=f"kernel={name}"):
-            kernel.forward(q, k, v, wrong)
+def test_what_a_kernel_cannot_do_is_done_by_rectangles_or_refused():
+    shape = Shape("cuda", torch.bfloat16, 8, 2, 128)
+    window = PATTERNS["window_and_global"]
     columns = np.arange(6) * 128
-    rows = rectangles([(0, 128, c, c + 100, -UNBOUNDED, UNBOUNDED) for c in columns])
-    q, k, v, _, call = case(Pattern(128, 768, rows), 128)
-    kernel = able("flash4", q, k, call.pattern)
-    with pytest.raises(UnsupportedCall, match="6 intervals of keys"):
-        kernel.forward(q, k, v, call)
+    rows = rectangles([(0, 256, c, c + 100, -UNBOUNDED, UNBOUNDED) for c in columns])
+    kernel = KERNELS["flash4"]
+    assert "adds gradients up" in (KERNELS["cudnn_block_sparse"].refuses_pattern(shape, window, True) or "")
+    assert "add gradients up" in (kernel.refuses_pattern(shape, window, True) or "")
+    assert "6 intervals of keys" in (kernel.refuses_pattern(shape, Pattern(256, 768, rows), False) or "")
+    with pytest.raises(UnsupportedCall, match="nor by packed calls"):
+        ForPatterns(KERNELS["cudnn_block_sparse"], shape).check(Call(0.1, pattern=window))
+    if kernel.missing("cuda"):
+        pytest.skip(kernel.missing("cuda"))
+    for name in ("one_row", "documents", "window_and_global", "rows_without_keys"):
+        q, k, v, dout, call = case(PATTERNS[name], 128)
+        assert_matches(ForPatterns(kernel, Shape.of(q, k, backward=True)), q, k, v, dout, call)
