@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pickle import PicklingError
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -14,20 +14,21 @@ from torch import Tensor
 
 from attention import kernels, transports
 from attention.agreement import Disagreement, refuse, seconds
-from attention.arguments import Lengths, check_cu_seqlens, rank_and_world, signed, token_dim_of
+from attention.arguments import Lengths, check_cu_seqlens, check_padding, rank_and_world, signed, token_dim_of
 from attention.autograd import Unshard, attend, token_range
 from attention.autotune import machine as automatic
 from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
 from attention.errors import nearest
 from attention.executors.plan import Plan
 from attention.external import calls
-from attention.geometry.layouts import CuSeqlens, Shard
+from attention.geometry.layouts import CuSeqlens, Shard, beyond
 from attention.geometry.options import Options
 from attention.kernels.fit import fit
 from attention.masks.mask import Mask
-from attention.planner import Plans, call_spec, plan_of
+from attention.planner import Plans, call_spec, padded_layout, plan_of
 from attention.replay import Replay, check_old_option, check_replay
 from attention.runtime import private
+from attention.tensors import token_dim, token_indices
 from attention.transports import Transport
 from attention.variants.base import Variant
 from attention.variants.external import External
@@ -201,8 +202,20 @@ class ContextParallel:
     def __repr__(self) -> str:
         return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
 
+    @overload
+    def shard(
+        self, x: Tensor, cu_seqlens: Lengths = None, role: str | None = None, pad: Literal[False] = False
+    ) -> Tensor: ...
+
+    @overload
+    def shard(
+        self, x: Tensor, cu_seqlens: Lengths = None, role: str | None = None, *, pad: Literal[True]
+    ) -> tuple[Tensor, int]: ...
+
     @_not_compiled
-    def shard(self, x: Tensor, cu_seqlens: Lengths = None, role: str | None = None) -> Tensor:
+    def shard(
+        self, x: Tensor, cu_seqlens: Lengths = None, role: str | None = None, pad: bool = False
+    ) -> Tensor | tuple[Tensor, int]:
         """This rank's part of a global tensor, in the variant's layout. Differentiable.
 
         x: `[B, S, H, D]` or `[B, S]` (token ids, labels, positions), or with cu_seqlens a packed `[T, H, D]` or `[T]`;
@@ -210,8 +223,14 @@ class ContextParallel:
         be freed, unless it is all of x.
 
         role: "q" or "kv"; a decode needs it, since there every rank has all queries.
-        Raises ValueError for other shapes, and for sequences that do not divide by the layout's chunks."""
+        pad: returns (part, added) instead. Where the sequences do not divide, `added` zeros follow the last token of the
+        whole, which is then split like one sequence. Give `padding=added` to the call and to `unshard`. A loss must
+        leave the added tokens out, which `shard(torch.ones(B, S), pad=True)` marks by 0.
+        Raises ValueError for other shapes, for sequences that do not divide by the layout's chunks, and for pad in a
+        decode."""
         dim = token_dim_of(x, cu_seqlens is not None)
+        if self.variant.decode and pad:
+            raise ValueError(f"pad=True: the keys of {self.variant.name}, a decode, need not divide; use pad=False")
         if self.variant.decode:
             if role not in ("q", "kv"):
                 raise ValueError(
@@ -219,30 +238,33 @@ class ContextParallel:
                 )
             if role == "q":
                 return x
-        mine = self._shards(check_cu_seqlens(cu_seqlens, x.shape[dim]))[self.rank]
-        parts = [token_range(x, dim, r) for r in mine]
-        if len(parts) > 1:
-            return torch.cat(parts, dim)
-        whole = parts[0].shape == x.shape
-        return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
+        cu = check_cu_seqlens(cu_seqlens, x.shape[dim])
+        added = self.variant.padding(self.options, cu, self.world) if pad else 0
+        part = _part(x, dim, self._shards(cu, added)[self.rank])
+        return (part, added) if pad else part
 
     @_not_compiled
-    def unshard(self, x: Tensor, cu_seqlens: Lengths = None) -> Tensor:
+    def unshard(self, x: Tensor, cu_seqlens: Lengths = None, padding: int = 0) -> Tensor:
         """The inverse of `shard`: the global tensor, on every rank, from the parts of all ranks. x: this rank's part of
         out, of a gradient of q, k or v, or of anything else that `shard` takes. The out of a decode is already global.
+        padding: the tokens that `shard(x, pad=True)` added, which are cut off.
 
         Differentiable once. The backward does not communicate: it cuts this rank's part out of this rank's gradient of
         the global tensor. So all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not
         take."""
         dim = token_dim_of(x, cu_seqlens is not None)
-        if self.layout.replicated or self.variant.decode or self.world == 1:
-            return x
-        shards = self._shards(check_cu_seqlens(cu_seqlens, x.shape[dim] * self.world))
-        whole, _ = Unshard.apply(x, shards, self.rank, dim, self._transport(x.device))
-        return whole
+        whole = self.layout.replicated or self.variant.decode or self.world == 1
+        total = x.shape[dim] * (1 if whole else self.world)
+        real = total - check_padding(padding, total, self.variant.decode)
+        if not whole:
+            shards = self._shards(check_cu_seqlens(cu_seqlens, real), padding)
+            x, _ = Unshard.apply(x, shards, self.rank, dim, self._transport(x.device))
+        return x.narrow(dim, 0, real) if padding else x
 
-    def _shards(self, cu_seqlens: CuSeqlens) -> tuple[Shard, ...]:
-        return self.layout.shards(cu_seqlens, self.world)
+    def _shards(self, cu_seqlens: CuSeqlens, padding: int = 0) -> tuple[Shard, ...]:
+        """By rank, the tokens that it holds; with padding the whole is split like one sequence."""
+        lengths = (0, cu_seqlens[-1] + padding) if padding else cu_seqlens
+        return padded_layout(self, padding).shards(lengths, self.world)
 
     @_not_compiled
     def __call__(
@@ -257,6 +279,7 @@ class ContextParallel:
         cu_seqlens: Lengths = None,
         mask: Mask | None = None,
         kv_tokens: int | None = None,
+        padding: int = 0,
         dropout: float = 0.0,
         return_lse: bool = False,
     ) -> Any:
@@ -271,6 +294,8 @@ class ContextParallel:
         mask: any of `attention.masks`, over the positions of the whole sequence or of the whole packed batch. causal,
         window and cu_seqlens hold beside it: a query sees the keys that all of them allow.
         kv_tokens: for a decode, the number of keys on all ranks together. By default all ranks have as many as this one.
+        padding: the tokens that `shard(x, pad=True)` added at the end. No query sees them; their out is 0, their LSE
+        -inf, and they have and cause no gradient. cu_seqlens and mask are those of the other tokens.
         All ranks must make the same calls in the same order, with the same arguments except the tensors. Ranks that
         don't are found when a plan is made (see `agreement` of `make`); otherwise a call may fail, hang or be wrong.
         Returns out like q; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not
@@ -282,12 +307,18 @@ class ContextParallel:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
         plan = self.plan(
             q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, mask=mask,
-            kv_tokens=kv_tokens, return_lse=return_lse,
+            kv_tokens=kv_tokens, padding=padding, return_lse=return_lse,
         )  # fmt: skip
         q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
         if isinstance(self.variant, External):
-            return calls.attend(q, k, v, plan, self.group)
-        out, lse = attend(q, k, v, plan, self.replay.strategy(plan, q.device))
+            out = calls.attend(q, k, v, plan, self.group)
+        else:
+            out, lse = attend(q, k, v, plan, self.replay.strategy(plan, q.device))
+        if padding:  # under a band the queries of padding were computed like all others
+            real = plan.problem.cu_seqlens[-1] - padding
+            at = token_indices(beyond(self._shards((0, real), padding)[self.rank], real), q.device)
+            out = out.index_fill(token_dim(q), at, 0)
+            lse = lse.index_fill(-1, at, -torch.inf) if return_lse else lse
         return (out, lse) if return_lse else out
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
@@ -317,6 +348,21 @@ class ContextParallel:
             made = transports.select(name, device, self.group) if self.world > 1 else None
             self.transports[device] = made or transports.Nothing()
         return self.transports[device]
+
+
+def _part(x: Tensor, dim: int, mine: Shard) -> Tensor:
+    """The tokens of a shard, contiguous; zeros for those beyond the end of x."""
+    parts = []
+    for r in mine:
+        parts.append(token_range(x, dim, r))
+        if lacking := len(r) - parts[-1].shape[dim]:
+            shape = list(x.shape)
+            shape[dim] = lacking
+            parts.append(x.new_zeros(shape))
+    if len(parts) > 1:
+        return torch.cat(parts, dim)
+    whole = parts[0].shape == x.shape
+    return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
 
 
 def _unpickled(

@@ -150,6 +150,19 @@ def _shown(cu: tuple[object, ...]) -> str:
     return f"({', '.join(map(str, shown))})"
 
 
+def check_padding(padding: int, total: int, decode: bool) -> int:
+    """Raises ValueError unless `padding`, as `shard(x, pad=True)` returns it, leaves some of the `total` tokens."""
+    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+        raise ValueError(f"padding={padding!r}: must be a number of tokens, as fn.shard(x, pad=True) returns it")
+    if padding and decode:
+        raise ValueError(f"padding={padding}: the keys of a decode need not divide; leave padding out")
+    if padding and padding >= total:
+        raise ValueError(
+            f"padding={padding}: there are {total} tokens with it; give what fn.shard(x, pad=True) returned"
+        )
+    return padding
+
+
 def token_dim_of(x: Tensor, packed: bool) -> int:
     """The token dimension of a tensor to shard: 1 for `[B, S]` and `[B, S, H, D]`; for a packed batch 0 for `[T]` and
     `[T, H, D]`, and 1 for `[1, T]`.

@@ -16,6 +16,7 @@ from attention.arguments import (
     Lengths,
     check_cu_seqlens,
     check_mask,
+    check_padding,
     check_scale,
     check_tensors,
     check_window,
@@ -34,7 +35,8 @@ from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
 from attention.masks.band import Band
 from attention.masks.mask import Mask
-from attention.masks.sequences import mask_of
+from attention.masks.padded import Padded
+from attention.masks.sequences import mask_of, of_sequences
 from attention.replay import Replay
 from attention.tensors import tokens
 from attention.transports import Transport
@@ -71,11 +73,12 @@ class CallSpec(NamedTuple):
     batch: int  # 1, except for external packages, some of which only take a batch of 1
     q_tokens: int  # of this rank
     kv_tokens: int  # of this rank
-    cu_seqlens: CuSeqlens
+    cu_seqlens: CuSeqlens  # without padding
     packed: bool
     causal: bool
     window: tuple[int, int]
     mask: Mask | None
+    padding: int
     scale: float
     device: torch.device
     want_lse: bool
@@ -93,6 +96,7 @@ def call_spec(
     cu_seqlens: Lengths = None,
     mask: Mask | None = None,
     kv_tokens: int | None = None,
+    padding: int = 0,
     return_lse: bool = False,
 ) -> CallSpec:
     """The checked arguments of a call (see `ContextParallel.__call__`). Raises ValueError."""
@@ -101,7 +105,7 @@ def call_spec(
     scale, window = check_scale(scale), check_window(window)
     held = tokens(k)
     total = kv_tokens if kv_tokens is not None else held * (1 if settings.layout.replicated else settings.world)
-    cu = check_cu_seqlens(cu_seqlens, total)
+    cu = check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, settings.variant.decode))
     shape = Shape.of(q, k, wants_gradient(q, k, v))
     return CallSpec(
         shape=shape,
@@ -113,6 +117,7 @@ def call_spec(
         causal=causal,
         window=window,
         mask=check_mask(mask),
+        padding=padding,
         scale=positive(scale, shape.head_dim),
         device=q.device,
         want_lse=return_lse,
@@ -174,10 +179,9 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     """A new plan: the schedule bound to this rank, its kernel and its transport. made: how many plans the function made
     before. Raises ValueError, UnsupportedCall for what the kernel or replay=graphs can't do, and Disagreement where
     ranks ask for different plans."""
-    variant, options, shape = settings.variant, settings.options, spec.shape
-    given = variant.mask_of(options) if spec.mask is None else spec.mask
-    mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)
-    problem = variant.problem(spec.cu_seqlens, settings.world, mask, options, spec.q_tokens)
+    variant, shape = settings.variant, spec.shape
+    options = variant.padded(settings.options, spec.padding)
+    problem = variant.problem(_divided(spec), settings.world, _whole_mask(spec, settings), options, spec.q_tokens)
     _check_share(spec, settings)
     _check_call(spec, settings)
     kernel = _kernel(spec, settings, problem)
@@ -211,14 +215,38 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     return plan
 
 
+def _divided(spec: CallSpec) -> CuSeqlens:
+    """The cumulative lengths that the layout divides: with padding the whole is one sequence."""
+    return (0, spec.cu_seqlens[-1] + spec.padding) if spec.padding else spec.cu_seqlens
+
+
+def _whole_mask(spec: CallSpec, settings: Settings) -> Band | Mask:
+    """What attends what. Padding comes last: without a later key no query sees it, and the band stays as it is."""
+    variant = settings.variant
+    given = variant.mask_of(settings.options) if spec.mask is None else spec.mask
+    mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)
+    if not spec.padding:
+        return mask
+    if isinstance(mask, Band):
+        if len(spec.cu_seqlens) == 2 and mask.right == 0 and isinstance(variant.form(mask, spec.cu_seqlens), Band):
+            return mask
+        mask = of_sequences(mask, spec.cu_seqlens)
+    return Padded(mask, spec.padding)
+
+
 def _check_share(spec: CallSpec, settings: Settings) -> None:
     """Raises ValueError unless k has this rank's share of the tokens."""
     rank, world = settings.rank, settings.world
-    share = sizes_of(settings.layout, spec.cu_seqlens, world)[rank]
+    layout, lengths = padded_layout(settings, spec.padding), _divided(spec)
+    share = sizes_of(layout, lengths, world)[rank]
     if spec.kv_tokens != share:
-        raise ValueError(
-            f"k has {spec.kv_tokens} tokens: rank {rank} of {world} holds {share} of {spec.cu_seqlens[-1]}"
-        )
+        raise ValueError(f"k has {spec.kv_tokens} tokens: rank {rank} of {world} holds {share} of {lengths[-1]}")
+
+
+def padded_layout(settings: Settings, padding: int) -> Layout:
+    """How tokens come in and go back where the last `padding` of them are padding."""
+    variant, options = settings.variant, settings.options
+    return variant.border(settings.world, variant.padded(options, padding)) if padding else settings.layout
 
 
 def _check_call(spec: CallSpec, settings: Settings) -> None:
@@ -270,6 +298,8 @@ def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Ke
         "causal": spec.causal,
         "window": spec.window,
         "mask": _mask(spec.mask),
+        "mask of make": _mask(variant.mask_of(settings.options)),
+        "padding": spec.padding,
         "scale": spec.scale,
         "return_lse": spec.want_lse,
         "gradient": shape.backward,

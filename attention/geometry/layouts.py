@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 
+from attention.masks.band import Intervals
 from attention.memo import memo
 
 Shard = tuple[range, ...]
@@ -51,6 +52,15 @@ class Layout:
             self._divides(length, self.chunks * groups, what, self._times(times))
         if self.inner > 1:  # the pieces of a group's shard
             self._divides(cu_seqlens[-1], world, "the pack's total", "world_size", lcm(world, self.chunks * groups))
+
+    def padding(self, cu_seqlens: CuSeqlens, world: int) -> int:
+        """The tokens to add at the end, 0 where every sequence divides. With them the whole is split like one sequence."""
+        try:
+            self.check(cu_seqlens, world)
+            return 0
+        except ValueError:
+            unit = self.chunks * world
+            return -cu_seqlens[-1] % unit or unit
 
     def _times(self, what: str) -> str:
         return f"{self.chunks} * {what}" if self.chunks > 1 else what
@@ -102,6 +112,17 @@ def _cut(shard: Shard, n: int) -> list[Shard]:
 
 def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
     return [b - a for a, b in pairwise(cu_seqlens)]
+
+
+def beyond(shard: Shard, tokens: int) -> Intervals:
+    """Where a shard's tokens lie in it that come after the first `tokens` of the sequence."""
+    found, at = [], 0
+    for r in shard:
+        before = len(range(r.start, min(r.stop, tokens), r.step))
+        if before < len(r):
+            found.append((at + before, at + len(r)))
+        at += len(r)
+    return tuple(found)
 
 
 def size(shard: Shard) -> int:

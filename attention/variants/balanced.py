@@ -9,7 +9,7 @@ Source: the dispatch of MagiAttention (SandAI, 2025): chunks by their areas, lar
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from attention.geometry.options import GatherOptions, divisors, from_call, optio
 from attention.geometry.schedules import GATHER
 from attention.masks.band import Band
 from attention.masks.mask import Banded, Mask
+from attention.masks.padded import Padded
 from attention.masks.rectangles import both, pairs, placed
 from attention.masks.sequences import of_sequences
 from attention.memo import memo
@@ -77,6 +78,12 @@ class _Balanced(Variant[BalancedOptions]):
     def outer(self, options: BalancedOptions) -> Layout:
         check_options(options)
         return Layout("balanced", 1, Split(options.made_for, options.tokens, options.chunks), per_sequence=False)
+
+    def padded(self, options: BalancedOptions, padding: int) -> BalancedOptions:
+        if not padding:
+            return options
+        tokens = None if options.tokens is None else options.tokens + padding
+        return replace(options, mask=Padded(options.made_for, padding), tokens=tokens)
 
     def mask_of(self, options: BalancedOptions) -> Mask | None:
         return options.mask

@@ -86,6 +86,17 @@ class Variant(Generic[Chosen]):
         if self.causal_only and not mask.is_causal(tokens):
             raise self.not_causal(mask, every_mask())
 
+    def padding(self, options: Chosen, cu_seqlens: CuSeqlens, world: int) -> int:
+        """The tokens to add at the end for whatever mask a call has, 0 where every sequence divides."""
+        layouts = [self.border(world, options)]
+        if self.sharing(options, world) == 1:
+            layouts += [self.q_layout(options, cu_seqlens, world, mask) for mask in (FULL, CAUSAL)]
+        return max(layouts, key=lambda x: x.chunks).padding(cu_seqlens, world)
+
+    def padded(self, options: Chosen, padding: int) -> Chosen:
+        """The options for sequences with so many tokens of padding at their end."""
+        return options
+
     def mask_of(self, options: Chosen) -> Mask | None:
         """The mask that the layout was made for, and that a call has where none is given."""
         return None

@@ -59,6 +59,7 @@ class Case:
     gradients: str = "qkv"  # the inputs that need one; empty: forward alone
     deterministic: bool = False
     masks: tuple[dict[str, Any], ...] = ()  # names and parameters; the call has their intersection
+    pad: bool = False  # the library pads what does not divide
 
     @property
     def cu_seqlens(self) -> list[int] | None:
@@ -111,7 +112,8 @@ def draw(name: str, world: int, seed: int) -> Case:
     window = (-1, -1)
     if rng.random() < 0.3:
         window = (rng.choice((0, 1, 7, 40)), 0 if causal else rng.choice((-1, 0, 3, 25)))
-    divisor = 2 * world if rng.random() < 0.95 else 1
+    base["pad"] = rng.random() < 0.2
+    divisor = 2 * world if rng.random() < 0.95 and not base["pad"] else 1
     lengths = None
     if rng.random() < 0.4:
         count = rng.choice((1, 2, 3, 5, 24))
@@ -120,6 +122,8 @@ def draw(name: str, world: int, seed: int) -> Case:
             lengths = (divisor, *lengths)
         base["batch"] = 1
     tokens = sum(lengths) if lengths else rng.choice((1, 2, 4, 12, 12, 50)) * divisor
+    if base["pad"] and lengths is None:
+        tokens = rng.randint(1, 70)
     if rng.random() < (0.6 if chosen.any_mask else 0.1):
         base["masks"] = masked.drawn(tokens, rng)
     gradients = rng.choice(("qkv", "qkv", "qkv", "", "q", "kv"))
@@ -230,24 +234,33 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
         deterministic=case.deterministic,
         **options,
     )
-    cu = case.cu_seqlens
+    cu, added, outside = case.cu_seqlens, 0, None
+    if case.pad:
+        real, added = fn.shard(torch.ones(case.tokens) if cu else torch.ones(1, case.tokens), cu, pad=True)
+        outside = real.view(-1) == 0
     given, kept = {}, {}
     for (name, x), layout in zip(whole(case).items(), case.layouts, strict=True):
-        shard = fn.shard(x, cu, role="kv" if name in "kv" else "q")
+        role = "kv" if name in "kv" else "q"
+        shard = fn.shard(x, cu, role, pad=True)[0].clone() if case.pad else fn.shard(x, cu, role)
         if case.queries is None:
-            assert torch.equal(fn.unshard(shard, cu), x), f"unshard(shard({name})) differs"
+            assert torch.equal(fn.unshard(shard, cu, added), x), f"unshard(shard({name})) differs"
+        if outside is not None and layout != "expanded_heads":
+            shard.movedim(-3, 0)[outside] = 3.0  # whatever a model makes of padding
         given[name] = laid_out(shard, layout).requires_grad_(name in case.gradients)
         kept[name] = shard
     how = {"causal": case.causal, "window": case.window, "scale": case.scale, "mask": mask}
-    how |= {"kv_tokens": case.tokens} if case.queries is not None else {"cu_seqlens": cu}
+    how |= {"kv_tokens": case.tokens} if case.queries is not None else {"cu_seqlens": cu, "padding": added}
     out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
     results = {"out": out.detach(), "lse": lse.transpose(-1, -2).unsqueeze(-1).contiguous()}
     if case.gradients:
         wanted = [given[name] for name in case.gradients]
         grads = torch.autograd.grad(out, wanted, given["dout"])
         results |= {f"d{name}": x for name, x in zip(case.gradients, grads, strict=True)}
+    for name, x in results.items() if outside is not None else ():
+        left = -torch.inf if name == "lse" else 0
+        assert (x.movedim(-3, 0)[outside] == left).all(), f"{name} of padding is not {left}"
     if case.queries is None:
-        results = {name: fn.unshard(x, cu) for name, x in results.items()}
+        results = {name: fn.unshard(x, cu, added) for name, x in results.items()}
     for name, x in kept.items():
         assert torch.equal(given[name], x), f"the call changed {name}"
     return results

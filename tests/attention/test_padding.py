@@ -1,0 +1,67 @@
+"""Sequences that do not divide, padded by the library: exact, and the padding is left out wholly."""
+
+import pytest
+import torch
+
+import attention
+from attention.variants.registry import VARIANTS
+from runner.launch.files import WorldSpec
+from tests.support.cases import Case, judge
+
+DOCUMENTS = {"name": "documents", "lengths": [3, 0, 8, 2], "inner": [-1, -1]}
+CALLS = [
+    {"causal": True},
+    {"causal": False},
+    {"causal": True, "window": (4, 0)},
+    {"causal": True, "masks": ({"name": "chunked", "chunk": 5},)},
+    {"causal": False, "masks": (DOCUMENTS,), "batch": 1},
+    {"causal": True, "lengths": (3, 0, 8, 2), "batch": 1},
+    {"causal": False, "lengths": (13,), "batch": 1, "masks": ({"name": "prefix_lm", "prefix": 6},)},
+]
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_padded_calls_match_fp64_and_padding_gets_nothing(pool, world):
+    names = [name for name, v in VARIANTS.items() if not v.decode and name != "grouped"]
+    cases = [
+        Case(name, world, 13, heads=4, kv_heads=4, head_dim=8, seed=i, dtype="fp64", pad=True, **{"batch": 2, **call})
+        for name in names
+        for i, call in enumerate(CALLS)
+    ]
+    arguments = {"cases": [case.plain() for case in cases], "poisoned": [True] * len(cases)}
+    outcome = pool.get(WorldSpec(world, "cpu")).call(judge, arguments, 120.0)
+    assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
+    for case, said in zip(cases, outcome.result, strict=True):
+        variant = VARIANTS[case.variant]
+        if variant.any_mask and not variant.causal_only and case.variant != "usp":
+            assert said == "ok", (case, said)
+        elif case.causal and case.lengths is None and not case.masks and (variant.windows or case.window == (-1, -1)):
+            assert said == "ok" or "usp has no sliding window" in said, (case, said)
+        else:
+            assert not said.startswith("wrong"), (case, said)
+
+
+def test_nothing_is_added_where_everything_divides():
+    fn = attention.make("zigzag")
+    x = torch.randn(1, 8, 2, 4)
+    part, added = fn.shard(x, pad=True)
+    assert added == 0 and torch.equal(part, x)
+    labels, added = fn.shard(torch.arange(7)[None], pad=True)
+    assert added == 1 and labels.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0]]
+    assert fn.unshard(labels, padding=added).tolist() == [list(range(7))]
+
+
+def test_what_cannot_be_padding_is_refused_in_one_line():
+    fn, x = attention.make("zigzag"), torch.randn(1, 8, 2, 4)
+    for wrong in (-1, True, 8, 1.5):
+        for call in (
+            lambda wrong=wrong: fn(x, x, x, causal=True, padding=wrong),
+            lambda wrong=wrong: fn.unshard(x, padding=wrong),
+        ):
+            with pytest.raises(ValueError, match=f"padding={wrong}: .*fn.shard"):
+                call()
+    decode = attention.make("tree")
+    with pytest.raises(ValueError, match="pad=True: the keys of tree, a decode, need not divide; use pad=False"):
+        decode.shard(x, role="kv", pad=True)
+    with pytest.raises(ValueError, match="padding=2: the keys of a decode need not divide; leave padding out"):
+        decode(x, x, x, padding=2)
