@@ -132,14 +132,15 @@ def _composed(overrides: tuple[str, ...]) -> DictConfig:
 
 def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     work, shapes = spec.workload, spec.workload.shapes
-    problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, spec.options, work.q_len)
+    options = spec.call_options
+    problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
     places = counts.sampled_places(problem)
     most = max(counts.place_flops(problem, shapes, place) for place in places)
     share = most * problem.ranks / counts.forward_flops(shapes, work.pairs)
     computed = [terminal.flop(most), f"{share:.2f}"]
     if v.external:
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]
-    found, ranks = costs.of(v, problem, shapes, spec.options), [place * problem.ulysses for place in places]
+    found, ranks = costs.of(v, problem, shapes, options), [place * problem.ulysses for place in places]
 
     def received(backward: bool) -> dict[str, int]:
         return max((found.bytes_received(rank, backward) for rank in ranks), key=lambda by: sum(by.values()))

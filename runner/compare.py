@@ -108,9 +108,10 @@ def _asked(run: Run) -> tuple[object, ...]:
     ]  # fmt: skip
     if config.get("seqlens") in ("random", "real"):
         keys += ["seqlens_mean", "seqlens_std", "seqlens_multiple", "seed"]
+    mask = sorted(group("mask").items()) if group("mask").get("name") != "none" else []  # older results lack it
     names = [*(group(key).get("name") for key in ("kernel", "transport", "dtype")), group("timing").get("method")]
     options = sorted((k, v) for k, v in group("attention").items() if v is not None)
-    return (run.world_size, run.graphs, *(str(x) for x in (*map(config.get, keys), *names, options)))
+    return (run.world_size, run.graphs, *(str(x) for x in (*map(config.get, keys), *names, options, mask)))
 
 
 def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:

@@ -160,7 +160,7 @@ def joined(
     whole = {**value, "timing": timing, "metrics": limited, "environment": environment}
     if (value.get("baseline") or {}).get("passes"):
         baseline = value["baseline"]
-        whole["baseline"] = {**baseline, **metrics.speedup(baseline["passes"], medians, spec.world_size)}
+        whole["baseline"] = {**baseline, **metrics.gain(baseline, medians, spec.world_size, limited)}
     return whole
 
 

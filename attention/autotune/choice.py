@@ -10,6 +10,7 @@ from attention.geometry.counts import Shapes
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import Problem
 from attention.masks.band import Band
+from attention.masks.mask import Mask
 from attention.variants.registry import VARIANTS
 
 AUTO = "auto"
@@ -29,6 +30,7 @@ class Task:
     packed: bool = False
     backward: bool = True
     q_tokens: int | None = None
+    other_mask: Mask | None = None  # beside `mask`; for trials of one variant's options, since `auto` takes bands alone
 
     @property
     def decode(self) -> bool:

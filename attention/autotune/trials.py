@@ -93,6 +93,7 @@ class _Inputs:
         self.kept: dict[tuple[str, int], Tensor] = {}
         self.options: dict[str, Any] = {
             "window": (task.mask.left, task.mask.right),  # a causal mask is also a window
+            "mask": task.other_mask,
             "cu_seqlens": list(task.cu_seqlens) if task.packed else None,
             "kv_tokens": task.cu_seqlens[-1] if task.decode else None,
         }

@@ -9,6 +9,7 @@ import numpy as np
 
 from attention.geometry.layouts import Shard, size
 from attention.masks.band import Interval, Intervals
+from attention.masks.mask import built
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import Rectangles, joined, key_intervals, pairs, placed
 from attention.memo import memo
@@ -79,6 +80,12 @@ def _sorted(x: list[Interval]) -> Intervals:
         else:
             merged.append((start, stop))
     return tuple(merged)
+
+
+def forget() -> None:
+    """Empties the caches, so that the next cut builds the mask's rectangles again."""
+    for kept in (built, _rows, needs, needs_by_owner):
+        kept.cache_clear()
 
 
 def rank_pairs(problem: Problem, rank: int) -> int:

@@ -36,7 +36,7 @@ class Mask(ABC):
 
     def rectangles(self, tokens: int) -> Rectangles:
         """As `build`; read-only, the last ones are kept."""
-        return _built(self, tokens)
+        return built(self, tokens)
 
     def pairs(self, tokens: int) -> int:
         """The exact number of (query, key) pairs in a sequence of so many tokens."""
@@ -99,7 +99,7 @@ def _weight(found: Rectangles, *_: object) -> int:
 
 
 @memo(_weight, 1 << 21)
-def _built(mask: Mask, tokens: int) -> Rectangles:
+def built(mask: Mask, tokens: int) -> Rectangles:
     if tokens < 0:
         raise ValueError(f"tokens={tokens}: must not be negative")
     found = mask.build(tokens)

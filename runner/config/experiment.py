@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -10,8 +11,11 @@ from attention.autotune.choice import AUTO
 from attention.geometry import counts
 from attention.geometry.options import BEST
 from attention.masks.band import Band
+from attention.masks.mask import Mask
+from attention.masks.sequences import mask_of, of_sequences
 from attention.variants.base import Variant
 from attention.variants.registry import variant
+from runner.config.masks import NamedMask
 from runner.config.schema import Check, Dtype, Launch
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
@@ -27,7 +31,7 @@ PHASES_AFTER_CHECK = PHASES[PHASES.index("ceilings") :]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The global attention call of a run: sizes, mask and dtype."""
+    """The global attention call of a run: sizes, mask and dtype. causal and window hold beside a mask by name."""
 
     batch: int
     heads: int
@@ -39,10 +43,29 @@ class AttentionCall:
     dtype: str
     q_len: int | None = None  # of a decode
     seqlens: tuple[int, ...] | None = None  # of a packed batch, which has batch 1 and seq_len tokens in all
+    named_mask: NamedMask | None = None
+
+    @cached_property
+    def mask(self) -> Band | Mask:
+        """The band within every sequence, or any other mask over all positions."""
+        given = self.named_mask.make() if self.named_mask else None
+        return mask_of(Band.of(self.causal, self.window), self.cu_seqlens, given)
 
     @property
-    def mask(self) -> Band:
-        return Band.of(self.causal, self.window)
+    def whole_mask(self) -> Mask:
+        """The mask over all positions."""
+        return self.mask if isinstance(self.mask, Mask) else of_sequences(self.mask, self.cu_seqlens)
+
+    @property
+    def dense(self) -> AttentionCall:
+        """Dense attention over the same tokens as one sequence, causal where no query sees a later key."""
+        return replace(self, causal=self._is_causal, window=(-1, -1), seqlens=None, named_mask=None)
+
+    @property
+    def _is_causal(self) -> bool:
+        if isinstance(self.mask, Mask):
+            return self.mask.is_causal(self.seq_len)
+        return self.mask.right == 0
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
@@ -57,6 +80,8 @@ class AttentionCall:
         """(query, key) pairs under the mask, of one batch element."""
         if self.q_len is not None:
             return self.q_len * self.seq_len
+        if isinstance(self.mask, Mask):
+            return self.mask.pairs(self.seq_len)
         return counts.global_pairs(self.cu_seqlens, self.mask)
 
     @property
@@ -125,6 +150,13 @@ class Experiment:
         return self.mode == "forward_backward"
 
     @property
+    def call_options(self) -> dict[str, Any]:
+        """The options, with those that the variant takes from its calls: the mask that a layout is made for."""
+        of_call = {"mask": self.workload.whole_mask, "tokens": self.workload.seq_len}
+        names = self.chosen.options.from_call() if self.chosen else ()
+        return self.options | {name: of_call[name] for name in names}
+
+    @property
     def best_options(self) -> list[str]:
         """The options whose fastest value is found by trials."""
         return [name for name, value in self.options.items() if value == BEST]
@@ -148,6 +180,8 @@ class Experiment:
         call = dict(plain["workload"])
         call["window"] = tuple(call["window"])
         call["seqlens"] = tuple(call["seqlens"]) if call["seqlens"] else None
+        named_mask = call.get("named_mask")  # results of earlier versions have none
+        call["named_mask"] = NamedMask(**named_mask) if named_mask else None
         typed = {
             "workload": AttentionCall(**call),
             "dtype": Dtype(**plain["dtype"]),

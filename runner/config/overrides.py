@@ -161,8 +161,8 @@ def _count(override: Override, choices: list[str]) -> int:
 
 
 def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
-    # options differ by variant, so each variant of a sweep is composed; of the other groups, the first choice
-    varied = [c if c[0].startswith("attention=") else c[:1] for c in choices]
+    # options differ by variant and mask, so each of a sweep is composed; of the other groups, the first choice
+    varied = [c if c[0].startswith(("attention=", "mask=")) else c[:1] for c in choices]
     for chosen in product(*varied):
         try:
             cfg = copy.deepcopy(_composed(chosen))
@@ -187,7 +187,7 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
     for override in keys:
         name = override.key_or_group
         if name not in paths:
-            return _unknown(name, cfg.attention.name, paths, known)
+            return _unknown(name, cfg, paths, known)
         for value in _values(override, []):
             text = f"{name}={shown(value)}"
             if "???" in str(value):
@@ -215,11 +215,14 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
     return None
 
 
-def _unknown(name: str, variant: str, paths: list[str], known: Iterable[str]) -> str:
-    """The message for a key that a configuration of this variant lacks, with the nearest keys."""
-    if name.startswith("attention."):
-        options = [path for path in paths if path.startswith("attention.") and path != "attention.name"]
-        return f"{shown(name)}: attention={variant} has no such option; its options: {', '.join(options) or 'none'}"
+def _unknown(name: str, cfg: Any, paths: list[str], known: Iterable[str]) -> str:
+    """The message for a key that a configuration lacks, with the nearest keys."""
+    for group, what in (("attention", "option"), ("mask", "parameter")):
+        if name.startswith(f"{group}."):
+            able = [path for path in paths if path.startswith(f"{group}.") and path != f"{group}.name"]
+            return (
+                f"{shown(name)}: {group}={cfg[group].name} has no such {what}; its {what}s: {', '.join(able) or 'none'}"
+            )
     if name in LEFT_OUT:
         return f"{name}: {LEFT_OUT[name]}"
     keys = [*paths, *known]

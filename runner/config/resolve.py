@@ -17,12 +17,15 @@ from runner import environment
 from runner.config import folders, schema
 from runner.config.experiment import Experiment
 from runner.config.groups import groups
+from runner.config.masks import NONE
 from runner.config.rules import attention, launch, timing, workload
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 
 LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
 # keys that do not change what is measured, and so are no part of a run's identity
 _NOT_IDENTITY = ("hydra", "order", "output", "resume")
+# keys that came later, with the value for which earlier results keep their identity
+_LATER = {"mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None}
 
 
 def register() -> None:
@@ -53,8 +56,7 @@ def identity(cfg: DictConfig) -> str:
     """A short hash of the resolved configuration."""
     values = {key: OmegaConf.to_container(cfg[key], resolve=True) if OmegaConf.is_config(cfg[key]) else cfg[key]
               for key in cfg if key not in _NOT_IDENTITY}  # fmt: skip
-    if values["seqlens_multiple"] is None:  # results of before the key was there keep theirs
-        del values["seqlens_multiple"]
+    values = {key: value for key, value in values.items() if key not in _LATER or value != _LATER[key]}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
@@ -65,6 +67,7 @@ def run_name(cfg: DictConfig, gpus: int) -> str:
     if world == "auto" and cfg.hardware.name in schema.HARDWARE:
         world = launch.world_size(cfg, gpus)
     parts = [cfg.attention.get("name", "none"), cfg.config]
+    parts += [] if cfg.mask.name == NONE else [cfg.mask.name]
     tokens = cfg.seq_len
     if isinstance(cfg.seqlens, ListConfig) and all(isinstance(n, int) for n in cfg.seqlens):
         tokens = sum(cfg.seqlens)
@@ -94,6 +97,7 @@ def _check_names(cfg: DictConfig) -> None:
     for group in ("kernel", "transport", "dtype"):
         one_of(group, cfg[group].name, groups()[group])
     one_of("model", cfg.model.name, schema.MODELS)
+    one_of("mask", cfg.mask.get("name"), groups()["mask"])
     one_of("hardware", cfg.hardware.name, schema.HARDWARE)
     one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
     one_of("baseline", cfg.baseline, schema.BASELINES)

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODELS = ("none",)
 MODES = ("forward", "forward_backward")
-BASELINES = ("single", "none")
+BASELINES = ("single", "dense", "none")
 ORDERS = ("auto", "interleaved", "sequential")
 HARDWARE = ("auto", "cpu", "cuda")
 
@@ -109,6 +109,7 @@ class RunConf:
     seqlens_mean: int | None = None  # seqlens=random; null: an eighth of seq_len
     seqlens_std: int | None = None  # null: half of the mean
     seqlens_multiple: int | None = None  # seqlens=real: each length is a multiple of it; null: 1
+    mask: Any = MISSING  # by name with its parameters: conf/mask/; causal and window hold beside it
     causal: bool = True
     window: list[int] = field(default_factory=lambda: [-1, -1])
     world_size: Any = "auto"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 import timeit
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, cycle
 from typing import Any
 
@@ -15,7 +17,7 @@ import attention
 from attention.api import ContextParallel
 from attention.autotune.choice import Choice
 from attention.autotune.hardware import Ceilings
-from attention.geometry import counts
+from attention.geometry import counts, cuts
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import masks
 from attention.kernels import Call, Shape, passed_over
@@ -56,7 +58,7 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
         deterministic=experiment.deterministic,
         replay=experiment.replay,
         agreement=experiment.agreement,
-        **experiment.options,
+        **experiment.call_options,
     )
 
 
@@ -108,6 +110,8 @@ class AttentionWork:
         self.q, self.k, self.v = self.inputs[:3]
         self.dout = self.inputs[3] if self.backward else None
         self.options: dict[str, Any] = {"causal": work.causal, "window": work.window, "cu_seqlens": self.packs}
+        if work.named_mask is not None:
+            self.options["mask"] = work.named_mask.make()
         if work.q_len is not None:
             self.options["kv_tokens"] = work.seq_len
         try:
@@ -181,8 +185,20 @@ class AttentionWork:
             found["note"] = chosen.served(kernel)
         elif self.experiment.kernel == "auto":
             shape = Shape.of(self.q, self.k, self.backward)
+            if self.plan.problem.is_cut:  # into packed calls
+                shape = replace(shape, packed=True)
             found["passed_over"] = passed_over(kernel, shape, masks(self.plan.problem), chosen.decode)
         return found
+
+    def mask_build_ms(self) -> float | None:
+        problem = self.plan.problem
+        if not problem.is_cut:
+            return None
+        cuts.forget()
+        start = time.perf_counter()
+        for i in range(problem.schedule.count(problem)):
+            assert problem.schedule.step(problem, self.plan.rank, i).blocks is not None
+        return (time.perf_counter() - start) * 1e3
 
     def flops(self) -> float:
         forward = max(counts.rank_flops(self.plan.problem, self.spec.shapes))

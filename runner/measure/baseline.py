@@ -1,4 +1,5 @@
-"""`baseline=single`: the same global work on one device, by rank 0 alone while the others wait."""
+"""The baseline of a run. `single`: the same global work on one device, by rank 0 alone while the others wait. `dense`: dense
+attention over the same tokens, by the same variant on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from runner.config.experiment import Experiment
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank, is_out_of_memory
-from runner.measure import memory, metrics, timing
+from runner.measure import choosing, memory, metrics, timed, timing
 from runner.measure.statistics import slowest
 from runner.measure.stopwatch import stopwatch
 from runner.measure.timed import beats, flush_buffer, sampled_passes, settle_ms, silent_s
@@ -19,6 +20,23 @@ from runner.measure.workloads import WORKLOADS
 LEAST_TOKENS = 2048  # a shorter sequence that does not fit is an error
 
 _known: dict[Any, dict[str, Any]] = {}  # on rank 0; the variants of a sweep share a baseline
+
+
+def dense(me: Rank, spec: Experiment, measured: dict[str, Any], dense_s: float) -> dict[str, Any]:
+    """Dense attention in the mask's direction, timed as the run was, with speedup and efficiency of the run against it.
+    dense_s: seconds that an iteration should take."""
+    me.say("baseline", dense_s)
+    here = replace(spec, workload=spec.workload.dense)
+    try:
+        work = choosing.together(me, lambda: WORKLOADS[spec.model].create(me, here))
+    except ValueError as error:
+        return {"kind": "dense", "unsupported": str(error)}
+    watch = stopwatch(me, together=me.world > 1)
+    found, _ = timed.measure(me, here, work, watch, dense_s, "baseline")
+    passes = {which: times["median"] for which, times in found["timing"]["passes"].items()}
+    samples = found["timing"]["passes"]["forward"]["n"]
+    about = {"kind": "dense", "kernel": work.report()["kernel"], "samples": samples, "passes": passes}
+    return about | metrics.gain(about, _times(measured), me.world, measured)
 
 
 def measure(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: float) -> dict[str, Any]:
@@ -38,9 +56,13 @@ def measure(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: floa
     me.say("baseline", waiting=True)
     result = dict(me.agree(_known.get(key)))
     if "passes" in result:
-        ours = {which: measured["tokens"] / entry["tokens_per_s"] * 1e3 for which, entry in measured["passes"].items()}
-        result |= metrics.speedup(result["passes"], ours, me.world)
+        result |= metrics.gain(result, _times(measured), me.world, measured)
     return result
+
+
+def _times(measured: dict[str, Any]) -> dict[str, float]:
+    """The run's median of each pass in ms."""
+    return {which: measured["tokens"] / entry["tokens_per_s"] * 1e3 for which, entry in measured["passes"].items()}
 
 
 def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:

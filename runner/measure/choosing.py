@@ -12,6 +12,7 @@ from attention.autotune.choice import AUTO, Choice, Task
 from attention.autotune.hardware import ceilings as choose_ceilings
 from attention.autotune.trials import Tried, fastest
 from attention.geometry import counts
+from attention.masks.band import FULL, Band
 from attention.variants.base import setting_label
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
@@ -83,14 +84,18 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
     """The experiment with the fastest of the possible settings, and the trials. Raises UnsupportedHere if none runs."""
     call, chosen = spec.workload, variant(spec.variant)
     about = call.heads, call.kv_heads, call.cu_seqlens, spec.world_size, call.mask, call.q_len
-    settings, left_out = chosen.settings(spec.options, *about)
+    settings, left_out = chosen.settings(spec.call_options, *about)
     names = spec.best_options
     problem = chosen.problem(*about[2:5], settings[0], call.q_len)
     each_s = _rough_s(me, spec, max(counts.rank_flops(problem, call.shapes)))
     me.say("trials", each_s * len(settings) * (LEADING + TRIAL_RUNS))
-    specs = {setting_label(setting, names): replace(spec, options=setting) for setting in settings}
+    specs = {
+        setting_label(setting, names): replace(spec, options={name: setting[name] for name in spec.options})
+        for setting in settings
+    }
     functions = together(me, lambda: {label: build(each) for label, each in specs.items()})
-    task = Task(call.cu_seqlens, me.world, call.mask, call.shapes, bool(call.seqlens), spec.backward, call.q_len)
+    band, other = (call.mask, None) if isinstance(call.mask, Band) else (FULL, call.mask)
+    task = Task(call.cu_seqlens, me.world, band, call.shapes, bool(call.seqlens), spec.backward, call.q_len, other)
     found = fastest(functions, task, device=me.device, dtype=DTYPES[call.dtype])
     found = me.agree(Tried(found.ms, left_out | found.left_out))
     if not found.ms:

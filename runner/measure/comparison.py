@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.kernels import Call, Shape, select
+from attention.kernels import Call, Kernel, Shape, select
+from attention.masks.mask import Mask
+from attention.masks.pattern import Pattern
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import pieces
@@ -140,13 +142,23 @@ class _Comparison:
         """out, dq, dk, dv of a call of the kernel on one device, with a batch dim of 1 unless packed."""
         spec, scale = self.experiment.workload, self.experiment.workload.head_dim**-0.5
         q, k, v, *dout = (x.unsqueeze(0) if spec.seqlens is None else x for x in inputs.values())
-        kernel = select("auto", Shape.of(q, k), (spec.mask,)) if self.kernel == "auto" else self.work.plan.kernel
-        call = Call(scale, spec.mask)
-        if spec.seqlens is not None:
+        kernel, call = self._local_kernel(q, k), Call(scale)
+        if isinstance(spec.mask, Mask):
+            pattern = Pattern(spec.seq_len, spec.seq_len, spec.mask.rectangles(spec.seq_len))
+            call = Call(scale, pattern=pattern)
+        elif spec.seqlens is None:
+            call = Call(scale, spec.mask)
+        else:
             call = Call.of_packed(scale, spec.mask, spec.seqlens, spec.seqlens, q.device)
         out, lse = kernel.forward(q, k, v, call)
         gradients = kernel.backward(dout[0], q, k, v, out, lse, call) if dout else ()
         return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=False))
+
+    def _local_kernel(self, q: Tensor, k: Tensor) -> Kernel:
+        mask = self.experiment.workload.mask
+        if self.kernel != "auto" or isinstance(mask, Mask):
+            return self.work.plan.kernel
+        return select("auto", Shape.of(q, k), (mask,))
 
     def scales_of_shard(self, name: str) -> Tensor:
         """The scales of this rank's rows of a tensor, `[B, s, H]`. A head that no rank compared gets the largest scale

@@ -78,7 +78,7 @@ class _Run:
         self.compute_metrics()
         self.record_phases()
         self.profile()
-        self.compare_with_single()
+        self.compare_with_baseline()
         self.me.say("finish")
         self.result["environment"]["stage_seconds"] = dict(self.me.stages)
         return self.result
@@ -94,10 +94,19 @@ class _Run:
             iterations += phases.runs(each) + timing.LEADING_RUNS
         if options.method == "profiler":
             iterations += timing.LEADING_RUNS + options.profile_runs
-        single = each * me.world
-        single *= 1 + timing.baseline_runs(options.timing_runs, single) if spec.baseline == "single" else 0
-        me.say("estimate", each, estimate_s=iterations * each + single)
+        me.say("estimate", each, estimate_s=iterations * each + self._baseline_s(each))
         self.result["estimate"] = {"iteration_ms": each * 1e3}
+
+    def _baseline_s(self, each: float) -> float:
+        """The seconds that the baseline should take, from those of an iteration of the run."""
+        options, work = self.spec.timing, self.spec.workload
+        if self.spec.baseline == "single":
+            single = each * self.me.world
+            return single * (1 + timing.baseline_runs(options.timing_runs, single))
+        if self.spec.baseline == "dense":
+            dense = each * work.dense.pairs / max(work.pairs, 1)
+            return dense * (options.timing_runs + options.warmup_runs + 1) * options.layers
+        return 0.0
 
     def check(self) -> Checked | None:
         """The comparison with the reference; None if it is off."""
@@ -153,6 +162,8 @@ class _Run:
             self.result["ceilings"] = ceilings.again(self.me, self.spec.workload.dtype)
             found = metrics.compute(self.spec, medians, self.result["ceilings"], pulls)
         self.result["metrics"] = metrics.without_exceeded(found)
+        built = [ms for ms in self.me.gather(self.work.mask_build_ms()) if ms is not None]
+        self.result["metrics"]["mask_build_ms"] = max(built, default=None)
         self.measured_s = sum(medians[which] for which in self.work.passes) / 1e3
 
     def record_phases(self) -> None:
@@ -168,11 +179,17 @@ class _Run:
             self.result["profile"] = [found for found, _ in everyone]
             self.result["traces"] = [name for _, names in everyone for name in names]
 
-    def compare_with_single(self) -> None:
+    def compare_with_baseline(self) -> None:
+        if self.spec.baseline == "none":
+            return
+        self.work.release()
+        measured, each_s = self.result["metrics"], max(self.iteration_s, self.measured_s)
         if self.spec.baseline == "single":
-            self.work.release()
-            single_s = max(self.iteration_s, self.measured_s) * self.me.world
-            self.result["baseline"] = baseline.measure(self.me, self.spec, self.result["metrics"], single_s)
+            self.result["baseline"] = baseline.measure(self.me, self.spec, measured, each_s * self.me.world)
+        else:
+            work = self.spec.workload
+            dense_s = each_s * work.dense.pairs / max(work.pairs, 1)
+            self.result["baseline"] = baseline.dense(self.me, self.spec, measured, dense_s)
 
     def _watch(self) -> Stopwatch:
         return stopwatch(self.me, together=self.me.world > 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from attention.executors import costs
@@ -31,16 +33,30 @@ def flops(experiment: Experiment) -> dict[str, int]:
     return {"forward": forward, "backward": backward, "total": forward + backward}
 
 
+def sparsity(experiment: Experiment) -> dict[str, Any]:
+    """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element. density: of all
+    queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
+    is causal if no query sees a later key. dense_flops: FLOPs of that."""
+    work = experiment.workload
+    return {
+        "connections": work.pairs,
+        "density": work.pairs / (work.queries * work.seq_len),
+        "sparsity_ratio": 1 - work.pairs / work.dense.pairs,
+        "dense_flops": flops(replace(experiment, workload=work.dense)),
+    }
+
+
 def compute(
     experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
 ) -> dict[str, Any]:
     """All metrics, from the slowest rank's medians (pass to ms) and this machine's ceilings. pulls: whether the run's
     transport pulls, as in `costs.of`."""
-    work, sizes, options = experiment.workload, experiment.workload.shapes, experiment.options
+    work, sizes, options = experiment.workload, experiment.workload.shapes, experiment.call_options
     chosen = variant(experiment.variant)
     problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, options, work.q_len)
     by_rank = counts.rank_flops(problem, sizes)
     found = {"tokens": work.batch * work.queries, "flops": flops(experiment), "flops_forward_by_rank": by_rank}
+    found |= sparsity(experiment)
     if "grouping" in options:
         ranks = range(problem.world)
         found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, options["grouping"]) for rank in ranks]
@@ -74,10 +90,16 @@ def _most(received: list[dict[str, int]] | None) -> int | None:
     return max(sum(r.values()) for r in received) if received is not None else None
 
 
-def speedup(single_ms: dict[str, float], ms: dict[str, float], world: int) -> dict[str, dict[str, float]]:
-    """Speedup of a run on `world` ranks over the same work on one, by pass; efficiency is speedup over ranks."""
-    found = {which: single_ms[which] / ms[which] for which in ms}
-    return {"speedup": found, "efficiency": {which: x / world for which, x in found.items()}}
+def gain(
+    baseline: Mapping[str, Any], ms: dict[str, float], world: int, found: Mapping[str, Any]
+) -> dict[str, dict[str, float]]:
+    """Speedup of a run on `world` ranks over its baseline, by pass. Efficiency is speedup over ranks; against dense
+    attention it is speedup over the ratio of FLOPs. found: the metrics of `compute`."""
+    times = {which: baseline["passes"][which] / ms[which] for which in ms}
+    ideal: dict[str, float] = dict.fromkeys(ms, world)
+    if baseline.get("kind") == "dense":
+        ideal = {which: found["dense_flops"][which] / max(found["flops"][which], 1) for which in ms}
+    return {"speedup": times, "efficiency": {which: x / ideal[which] for which, x in times.items()}}
 
 
 def exceeds(found: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import global_input
 from runner.measure.errors import Error
-from runner.measure.reference import Reference, Rows, Seen, attend
+from runner.measure.reference import Reference, Rows, Seen, SeenRectangles, attend
 
 SHARED_ROWS = 64  # ranks share a piece if each gets two chunks of at least so many queries
 SCORES = 1 << 26  # held at once by a reference on a CPU
@@ -136,11 +136,19 @@ def reference(
 ) -> Reference:
     """The reference of a piece's inputs, of all queries or of `rows`."""
     spec = experiment.workload
-    keys = spec.seqlens or (spec.seq_len,)
-    seen = Seen.band(keys if spec.q_len is None else (spec.q_len,), keys, spec.causal, spec.window)
+    seen = seen_by(spec)
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     scores = _scores_held(experiment, q.device, dtype)
     return attend(q, k, v, inputs.get("dout"), seen, spec.head_dim**-0.5, dtype, scores, rows)
+
+
+def seen_by(spec: AttentionCall) -> Seen | SeenRectangles:
+    """What each query sees: causal, window and sequences from their definitions, a mask by name from its rectangles."""
+    keys = spec.seqlens or (spec.seq_len,)
+    within = Seen.band(keys if spec.q_len is None else (spec.q_len,), keys, spec.causal, spec.window)
+    if spec.named_mask is None:
+        return within
+    return SeenRectangles(torch.tensor(spec.named_mask.make().rectangles(spec.seq_len)), within)
 
 
 def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:

@@ -1,5 +1,5 @@
 """Plain softmax attention, the reference of the correctness check: forward, LSE and backward in fp64 or fp32, by chunks of
-queries. It shares no code with `attention`; which keys a query sees is an argument (`Seen`).
+queries. It shares no code with `attention`; which keys a query sees is an argument (`Seen`, `SeenRectangles`).
 
 It also gives the scale of each row's error. If every term `p_ij v_j` of a row of out has an independent relative error of
 size u, the row's error in the L2 norm is about `u sqrt(sum_j p_ij^2 |v_j|^2)`, whatever the number of terms. The same holds
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Rows = tuple[int, int]  # [start, stop)
+Columns = slice | Tensor  # places of keys
 
 LEAST_ROWS = 128  # queries per chunk, unless the scores of fewer fill the memory
 BUSY = 0.75  # at least this share of a chunk's scores is visible under the mask
@@ -26,7 +27,8 @@ BUSY = 0.75  # at least this share of a chunk's scores is visible under the mask
 
 @dataclass(frozen=True)
 class Seen:
-    """What each query sees: keys first to end (exclusive) of `keys`, int64 `[queries]` on the CPU; equal for no key."""
+    """What each query sees, where its keys are one interval: first to end (exclusive) of `keys`, int64 `[queries]` on the
+    CPU; equal for no key."""
 
     first: Tensor
     end: Tensor
@@ -52,16 +54,21 @@ class Seen:
             end.append(start + torch.maximum(low, high))
         return cls(torch.cat(first), torch.cat(end), sum(k_lengths))
 
-    def span(self, rows: Rows) -> Rows:
-        """The keys that these queries see together."""
-        return int(self.first[slice(*rows)].min()), int(self.end[slice(*rows)].max())
+    @property
+    def queries(self) -> int:
+        return len(self.first)
 
-    def hidden(self, rows: Rows, keys: Rows, device: torch.device) -> Tensor | None:
-        """The pairs that the mask hides, bool `[rows, keys]`; None if it hides none."""
+    def columns(self, rows: Rows) -> Columns:
+        """The keys that these queries see together."""
+        return slice(int(self.first[slice(*rows)].min()), int(self.end[slice(*rows)].max()))
+
+    def hidden(self, rows: Rows, columns: Columns, device: torch.device) -> Tensor | None:
+        """The pairs that the mask hides, bool `[rows, columns]`; None if it hides none."""
+        assert isinstance(columns, slice)
         first, end = self.first[slice(*rows)], self.end[slice(*rows)]
-        if int(first.max()) <= keys[0] and int(end.min()) >= keys[1]:
+        if int(first.max()) <= columns.start and int(end.min()) >= columns.stop:
             return None
-        place = torch.arange(*keys, device=device)
+        place = torch.arange(columns.start, columns.stop, device=device)
         return (place < first.to(device).unsqueeze(-1)) | (place >= end.to(device).unsqueeze(-1))
 
     def chunks(self, rows: Rows, scores: int) -> Iterator[Rows]:
@@ -79,6 +86,88 @@ class Seen:
                 n = (n + 1) // 2
             yield start, start + n
             start += n
+
+
+@dataclass(frozen=True)
+class SeenRectangles:
+    """What each query sees under any mask, as rectangles, int64 `[n, 6]` on the CPU: queries q0 to q1 see those of the keys
+    k0 to k1 (ends exclusive) with lo <= key - query <= hi. No pair is in two. Of these keys a query sees those that it has
+    in `within`, too."""
+
+    rectangles: Tensor
+    within: Seen
+
+    @property
+    def queries(self) -> int:
+        return self.within.queries
+
+    @property
+    def keys(self) -> int:
+        return self.within.keys
+
+    def columns(self, rows: Rows) -> Columns:
+        """The keys that these queries see together: an interval or, where few of it are seen, their places, sorted."""
+        _, first, end = self._intervals(rows)
+        if not len(first):
+            return slice(0, 0)
+        low, high = int(first.min()), int(end.max())
+        step = torch.zeros(high - low + 1, dtype=torch.int32)
+        step.index_add_(0, first - low, torch.ones(len(first), dtype=torch.int32))
+        step.index_add_(0, end - low, torch.full((len(end),), -1, dtype=torch.int32))
+        seen = (step.cumsum(0) > 0)[:-1]
+        if int(seen.sum()) >= BUSY * len(seen):
+            return slice(low, high)
+        return seen.nonzero().squeeze(-1) + low
+
+    def hidden(self, rows: Rows, columns: Columns, device: torch.device) -> Tensor:
+        """The pairs that the mask hides, bool `[rows, columns]`."""
+        row, first, end = self._intervals(rows)
+        if isinstance(columns, slice):
+            n, first, end = columns.stop - columns.start, first - columns.start, end - columns.start
+        else:
+            n, first, end = len(columns), torch.searchsorted(columns, first), torch.searchsorted(columns, end)
+        step = torch.zeros((rows[1] - rows[0], n + 1), dtype=torch.int32)  # +1 where an interval begins, -1 after it
+        one = torch.ones(len(row), dtype=torch.int32)
+        step.index_put_((row, first), one, accumulate=True)
+        step.index_put_((row, end), -one, accumulate=True)
+        return (step.to(device).cumsum(1, dtype=torch.int32) == 0)[:, :-1]
+
+    def chunks(self, rows: Rows, scores: int) -> Iterator[Rows]:
+        """The rows in chunks of at most `scores` scores per head; above `LEAST_ROWS` rows, most scores are visible."""
+        start, stop = rows
+        n = LEAST_ROWS
+        while start < stop:
+            n = min(2 * n, stop - start)
+            while n > 1:
+                held = n * _number(self.columns((start, start + n)))
+                if held <= scores and (n <= LEAST_ROWS or self._pairs((start, start + n)) >= BUSY * held):
+                    break
+                n = (n + 1) // 2
+            yield start, start + n
+            start += n
+
+    def _pairs(self, rows: Rows) -> int:
+        _, first, end = self._intervals(rows)
+        return int((end - first).sum())
+
+    def _intervals(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """The intervals of keys that these queries see: each one's row (from 0), first key and end, int64 `[intervals]`."""
+        start, stop = rows
+        x = self.rectangles
+        x = x[(x[:, 0] < stop) & (x[:, 1] > start)]
+        low, high = x[:, 0].clamp(min=start), x[:, 1].clamp(max=stop)
+        height = high - low
+        before = (height.cumsum(0) - height).repeat_interleave(height)
+        query = low.repeat_interleave(height) + torch.arange(len(before)) - before
+        k0, k1, lo, hi = x[:, 2:].repeat_interleave(height, 0).T
+        first = torch.maximum(torch.maximum(k0, query + lo), self.within.first[query])
+        end = torch.minimum(torch.minimum(k1, query + hi + 1), self.within.end[query])
+        some = first < end
+        return query[some] - start, first[some], end[some]
+
+
+def _number(columns: Columns) -> int:
+    return columns.stop - columns.start if isinstance(columns, slice) else len(columns)
 
 
 @dataclass
@@ -113,7 +202,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     dout: Tensor | None,
-    seen: Seen,
+    seen: Seen | SeenRectangles,
     scale: float,
     dtype: torch.dtype = torch.float64,
     scores: int = 1 << 26,
@@ -122,7 +211,7 @@ def attend(
     """The reference of q, dout `[queries, H, D]` and k, v `[keys, Hk, D]` in the checked dtype, computed in `dtype`, with
     gradients if there is a `dout`. scale: of the scores. scores: about the most scores held at once. rows: compute only these
     queries; out, dq and the LSE hold them side by side. Raises ValueError for numbers of tokens or heads that do not fit."""
-    queries, (kv_heads, head_dim) = len(seen.first), k.shape[1:]
+    queries, (kv_heads, head_dim) = seen.queries, k.shape[1:]
     if (len(q), len(k)) != (queries, seen.keys) or q.shape[1] % kv_heads:
         must = f"must be [{queries}, H, D] and [{seen.keys}, Hk, D], H a multiple of Hk"
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: {must}")
@@ -136,9 +225,11 @@ def attend(
         of_keys = torch.stack([vv, vv * kk], -1)
         dk, dv, dkv2 = (torch.zeros_like(x) for x in (k_, v_, of_keys))
         for chunk in (each for all_ in rows or [(0, queries)] for each in seen.chunks(all_, scores // q.shape[1])):
-            keys = slice(*seen.span(chunk))
+            keys = seen.columns(chunk)
+            hidden = seen.hidden(chunk, keys, q.device)
+            keys = keys if isinstance(keys, slice) else keys.to(q.device)
             q_ = _by_head(q[slice(*chunk)], dtype, kv_heads)  # [Hk, G * rows, D]
-            p, lse = _softmax(q_, k_[:, keys], scale, seen.hidden(chunk, (keys.start, keys.stop), q.device))
+            p, lse = _softmax(q_, k_[:, keys], scale, hidden)
             out = p @ v_[:, keys]
             p2 = ((p + least).mul_(p > 0) if least else p).square()
             out2, dq2 = (p2 @ of_keys[:, keys]).split(1, -1)

@@ -21,10 +21,10 @@ L2_BYTES = 256 << 20
 
 
 def measure(
-    me: Rank, spec: Experiment, work: Workload, watch: Stopwatch, iteration_s: float
+    me: Rank, spec: Experiment, work: Workload, watch: Stopwatch, iteration_s: float, phase: str = "timing"
 ) -> tuple[dict[str, Any], Passes]:
     """`samples` and `timing` of the result, and the passes that were sampled. iteration_s: seconds that one iteration should
-    take."""
+    take. phase: what the ranks announce."""
     options, layers = spec.timing, spec.timing.layers
     note: dict[str, Any] = {}
     if options.method == "cudagraph":
@@ -34,10 +34,10 @@ def measure(
         passes = sampled_passes(spec, work)
         iteration_s *= layers
     if options.method == "simple":
-        me.say("timing", iteration_s * options.timing_runs)  # one stretch that announces nothing
+        me.say(phase, iteration_s * options.timing_runs)  # one stretch that announces nothing
         mine = timing.simple(work, watch, options.timing_runs)
     else:
-        mine, note = _sampled(me, spec, passes, watch, iteration_s)
+        mine, note = _sampled(me, spec, passes, watch, iteration_s, phase)
     by_rank = me.gather({which: [ms / layers for ms in found] for which, found in mine.items()})
     found = of_ranks(by_rank)
     found |= overhead(timing.overhead_ms(watch) / layers, found["passes"])
@@ -46,23 +46,23 @@ def measure(
 
 
 def _sampled(
-    me: Rank, spec: Experiment, passes: Passes, watch: Stopwatch, iteration_s: float
+    me: Rank, spec: Experiment, passes: Passes, watch: Stopwatch, iteration_s: float, phase: str
 ) -> tuple[Samples, dict[str, Any]]:
     """This rank's samples after a warm-up, and the fields of the result on how they were taken."""
-    options, flush, beat = spec.timing, flush_buffer(me, spec), beats(me, "timing", watch, iteration_s)
+    options, flush, beat = spec.timing, flush_buffer(me, spec), beats(me, phase, watch, iteration_s)
 
     def verdict(so_far: Samples, seconds: float) -> bool | None:
         slow = slowest(me.gather(so_far))
         return me.agree(timing.verdict(slow, options.timing_runs, options.precision, seconds, options.time_cap_s))
 
     note: dict[str, Any] = {}
-    me.say("timing", silent_s(me, iteration_s, options.warmup_runs))
+    me.say(phase, silent_s(me, iteration_s, options.warmup_runs))
     with timing.undisturbed():
         warmed = timing.warm(passes, watch, options.warmup_runs, options.warmup_ms, me.agree, beat)
-        me.say("timing", silent_s(me, iteration_s, timing.WINDOW))
+        me.say(phase, silent_s(me, iteration_s, timing.WINDOW))
         each_ms, cap_ms = warmed.back_to_back_ms, settle_ms(options)
         settling = timing.settle(passes, watch, cap_ms, each_ms, me.gather, me.agree, flush, beat)
-        me.say("timing", silent_s(me, iteration_s, options.timing_runs))
+        me.say(phase, silent_s(me, iteration_s, options.timing_runs))
         if options.method == "adaptive":
             mine, note["precision_met"] = timing.adaptive(passes, watch, options.timing_runs, verdict, flush, beat)
         else:

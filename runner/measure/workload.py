@@ -36,6 +36,9 @@ class Workload(Passes, Protocol):
     def report(self) -> dict[str, Any]:
         """The kernel, the transport and a note on them, for the result."""
 
+    def mask_build_ms(self) -> float | None:
+        """ms to build the mask's rectangles and to cut them for this rank, without caches; None where nothing is cut."""
+
     def flops(self) -> float:
         """FLOPs of an iteration on the busiest rank."""
 

@@ -64,6 +64,7 @@ def run_table(result: Result) -> None:
     if not result.timing or not result.metrics or not result.memory:
         _print([result.reason] if result.status == "ok" and result.reason else [])
         return
+    _print(_mask(result, result.metrics))
     _times(result.timing, result.metrics, result.baseline or fields.Baseline(), several=len(result.memory.by_rank) > 1)
     clocks = clocks_text(result.environment.during)
     _print([f"clocks while timing: {clocks}"] if clocks else [])
@@ -111,13 +112,26 @@ def _choices(chosen: fields.Chosen) -> Iterator[str]:
         yield f"note: {chosen.note}"
 
 
+def _mask(result: Result, metrics: fields.Metrics) -> Iterator[str]:
+    """A mask by name, and what it leaves of dense attention."""
+    named = result.asked.named_mask
+    if named is None or metrics.connections is None or metrics.sparsity_ratio is None or metrics.density is None:
+        return
+    needed, dense = flop(metrics.flops["forward"]), flop(metrics.dense_flops["forward"])
+    built = f"; built and cut in {metrics.mask_build_ms:.2f} ms" if metrics.mask_build_ms is not None else ""
+    yield (
+        f"mask {named.text}: {metrics.connections:,} connections, density {metrics.density:.2%}, {metrics.sparsity_ratio:.1%} "
+        f"fewer than dense; forward {needed} of {dense}{built}"
+    )
+
+
 def _times(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Baseline, several: bool) -> None:
     """several: whether there are several ranks; the speedup of one rank means nothing."""
-    columns = ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", "single", "speedup", "eff.")
+    columns = ("pass", "ms", "IQR", "tokens/s", "TFLOP/s", "of limit", baseline.kind, "speedup", "eff.")
     table = _table("Time, the slowest rank of each iteration", *columns)
     for which, times in timing.passes.items():
         found, single = metrics.passes[which], baseline.passes.get(which)
-        known = several and which in baseline.speedup
+        known = (several or baseline.kind == "dense") and which in baseline.speedup
         table.add_row(
             which,
             f"{times.median:.3f}",
@@ -148,8 +162,10 @@ def _time_notes(timing: fields.Timing, metrics: fields.Metrics, baseline: fields
         yield f"no interval: {timing.no_ci95}"
     if baseline.extrapolated:
         yield f"* extrapolated by FLOPs from {baseline.measured_seq_len:,} tokens, which fit one device"
+    if baseline.kind == "dense" and baseline.passes:
+        yield "dense: dense attention in the mask's direction; eff. is the speedup over the ratio of their FLOPs"
     if baseline.unsupported:
-        yield f"no single-device baseline: {baseline.unsupported}"
+        yield f"no {'dense' if baseline.kind == 'dense' else 'single-device'} baseline: {baseline.unsupported}"
 
 
 def clocks_text(during: fields.During) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, dataclass_transform
 
+from attention.masks.mask import short
 from runner.environment import commit_text
 
 
@@ -15,6 +16,21 @@ class Part:
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
+
+
+class NamedMask(Part):
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The mask as on the command line; long lists are cut short."""
+        found = {key: short(_tuples(value)) for key, value in self.parameters.items() if value is not None}
+        return f"{self.name}({', '.join(f'{key}={value}' for key, value in found.items())})"
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class Workload(Part):
@@ -28,6 +44,7 @@ class Workload(Part):
     dtype: str
     q_len: int | None = None
     seqlens: list[int] | None = None
+    named_mask: NamedMask | None = None
 
 
 class Method(Part):
@@ -215,6 +232,12 @@ class PassMetrics(Part):
 class Metrics(Part):
     passes: dict[str, PassMetrics]
     kv_bytes_read_by_rank: list[int] = field(default_factory=list)
+    flops: dict[str, int] = field(default_factory=dict)  # of all ranks, by pass
+    dense_flops: dict[str, int] = field(default_factory=dict)  # of dense attention in the mask's direction
+    connections: int | None = None  # (query, key) pairs of a head and batch element
+    density: float | None = None  # of all queries times all keys
+    sparsity_ratio: float | None = None  # the share that the mask removes from dense attention in its direction
+    mask_build_ms: float | None = None  # to build the mask and cut it for a rank; None for masks that are not cut
 
 
 class RankMemory(Part):
@@ -238,7 +261,10 @@ class Memory(Part):
 
 
 class Baseline(Part):
-    """The same work on one device: its times, and this run's speedup and efficiency against them, by pass."""
+    """The same work on one device, or dense attention on all: its times, and this run's speedup and efficiency against them, by
+    pass. The efficiency against dense attention is the speedup over the ratio of FLOPs."""
+
+    kind: str = "single"  # or dense
 
     passes: dict[str, float] = field(default_factory=dict)
     speedup: dict[str, float] = field(default_factory=dict)

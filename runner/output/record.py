@@ -37,6 +37,7 @@ class Asked:
     head_dim: int | None = None
     seq_len: int | None = None
     q_len: int | None = None
+    named_mask: fields.NamedMask | None = None
     causal: bool | None = None
     window: tuple[int, int] | None = None
     seqlens: Any = None  # a list of lengths, or how they are drawn
@@ -52,6 +53,7 @@ class Asked:
         flat = config | {key: result.group(key).get("name") for key in ("attention", "kernel", "transport", "dtype")}
         flat |= {"timing": result.group("timing"), "device": None, "options": dict(variant)}
         flat["options"].pop("name", None)
+        flat["named_mask"] = _named_mask(result.group("mask"))
         if config.get("world_size") == "auto" and (ranks := re.search(r"_w(\d+)_", result.name)):
             flat["world_size"] = int(ranks[1])  # the name has the number that auto stands for
         found = vars(what_parses(Asked, flat))
@@ -128,10 +130,12 @@ class Result:
 
     @property
     def gain(self) -> tuple[float, float] | None:
-        """Speedup and efficiency of the last pass against one device, for a run of several ranks with a baseline."""
+        """Speedup and efficiency of the last pass against dense attention, or for several ranks against one device."""
         last = list(self.passes)[-1] if self.passes else ""
         several = self.experiment is not None and self.experiment.world_size > 1
-        if not several or self.baseline is None or last not in self.baseline.speedup:
+        if self.baseline is None or last not in self.baseline.speedup:
+            return None
+        if self.baseline.kind != "dense" and not several:
             return None
         return self.baseline.speedup[last], self.baseline.efficiency[last]
 
@@ -151,6 +155,13 @@ class Result:
         """A group of the configuration; empty where it has none, or another value under that name."""
         found = self.config.get(key)
         return found if isinstance(found, dict) else {}
+
+
+def _named_mask(group: dict[str, Any]) -> dict[str, Any] | None:
+    """The mask by name of a configuration; None where it has none."""
+    if group.get("name") in (None, "none"):
+        return None
+    return {"name": group["name"], "parameters": {key: x for key, x in group.items() if key != "name"}}
 
 
 def _check(result: Result) -> None:

@@ -17,16 +17,17 @@ COLUMN_OF = {"timing.layers": "timing", "timing.autograd_thread": "timing", "tim
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
 COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len",
-    "heads", "kv_heads", "head_dim", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings",
+    "heads", "kv_heads", "head_dim", "mask", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings",
     "rounds", "forward_ms", "forward_iqr", "backward_ms", "backward_iqr", "total_ms", "back_to_back_ms", "tokens_per_s",
-    "tflops_per_device", "sol", "speedup", "efficiency", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
+    "tflops_per_device", "sol", "speedup", "efficiency", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
 )  # fmt: skip
 # the columns of summary.md and of the printed table: title and format
 SHOWN = (
     ("attention", "attention", "{}"), ("options", "options", "{}"), ("config", "config", "{}"), ("world_size", "W", "{}"),
     ("batch", "batch", "{}"), ("seq_len", "tokens", "{:,}"), ("q_len", "queries", "{}"), ("seqlens", "sequences", "{}"),
-    ("heads", "heads", "{}"), ("kv_heads", "KV heads", "{}"), ("head_dim", "D", "{}"), ("causal", "causal", "{}"),
+    ("heads", "heads", "{}"), ("kv_heads", "KV heads", "{}"), ("head_dim", "D", "{}"), ("mask", "mask", "{}"),
+    ("sparsity_ratio", "sparsity", "{:.1%}"), ("causal", "causal", "{}"),
     ("window", "window", "{}"), ("dtype", "dtype", "{}"), ("mode", "mode", "{}"), ("seed", "seed", "{}"),
     ("kernel", "kernel", "{}"), ("transport", "transport", "{}"), ("timing", "timing", "{}"), ("settings", "settings", "{}"),
     ("rounds", "rounds", "{}"), ("status", "status", "{}"), ("forward_ms", "fwd ms", "{:.3f}"),
@@ -38,7 +39,8 @@ SHOWN = (
 )  # fmt: skip
 # of those, the ones shown only where the runs differ in them
 WHERE_DIFFERENT = {
-    "batch", "q_len", "seqlens", "heads", "kv_heads", "head_dim", "causal", "window", "mode", "seed", "transport",
+    "batch", "q_len", "seqlens", "heads", "kv_heads", "head_dim", "mask", "sparsity_ratio", "causal", "window", "mode", "seed",
+    "transport",
 }  # fmt: skip
 
 
@@ -58,6 +60,7 @@ def _asked(result: Result) -> dict[str, Any]:
         "kernel": None if used.kernel == "auto" else used.kernel,
         "transport": None if used.transport == "auto" else used.transport,
         "window": "{},{}".format(*asked.window) if asked.window else None,
+        "mask": asked.named_mask.text if asked.named_mask else None,
         "seqlens": _lengths(asked.seqlens, asked.timing.new_packs) if isinstance(asked.seqlens, list) else None,
         "timing": timing_text(asked.timing),
     }
@@ -74,6 +77,9 @@ def _measured(result: Result) -> dict[str, Any]:
         found |= {f"{which}_ms": times.median, f"{which}_iqr": times.iqr_over_median}
     found |= {key: getattr(metrics, key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
     found |= {"back_to_back_ms": timing.back_to_back_ms, "peak_bytes": result.peak_bytes}
+    found |= {
+        key: getattr(result.metrics, key) for key in ("density", "sparsity_ratio", "connections", "mask_build_ms")
+    }
     found["rounds"] = timing.rounds.text
     found["speedup"], found["efficiency"] = result.gain or (None, None)
     if timing.counters and (counted := timing.counters.passes.get("forward")):

@@ -64,7 +64,6 @@ class Run:
         asked, used = result.asked, result.chosen or result.asked
         options, took = _options(result)
         heads = f"{asked.heads}:{asked.kv_heads or asked.heads}" if asked.heads is not None else None
-        known = asked.causal is not None and asked.window is not None
         gpus = (gpu.name for gpu in result.environment.gpus_before)
         variant = everything().get(asked.attention or "")
         same = ("attention", "config", "world_size", "batch", "seq_len", "q_len", "head_dim", "dtype", "graphs")
@@ -73,7 +72,7 @@ class Run:
             options=options,
             took=took,
             heads=heads,
-            mask=Band.of(bool(asked.causal), asked.window or (-1, -1)).describe() if known else None,
+            mask=_mask(asked),
             pack=_pack(asked),
             mode=asked.mode or ("forward" if variant and variant.decode else "forward_backward"),
             kernel=None if used.kernel == "auto" else used.kernel,
@@ -147,6 +146,16 @@ def _options(result: Result) -> tuple[dict[str, Any], str | None]:
     if not result.chosen or not best:
         return options, None
     return options | dict.fromkeys(best, BEST), setting_label(options, best)
+
+
+def _mask(asked: Asked) -> str | None:
+    """The mask in a few words: the one by name, and the band of causal and window where it hides anything."""
+    if asked.causal is None or asked.window is None:
+        return None
+    band = Band.of(asked.causal, asked.window)
+    if asked.named_mask is None:
+        return band.describe()
+    return asked.named_mask.text if band.full else f"{asked.named_mask.text} & {band.describe()}"
 
 
 def _pack(asked: Asked) -> str | None:

@@ -9,7 +9,9 @@ from omegaconf import DictConfig
 from attention.autotune import choice, model
 from attention.executors.policy import REPLAY
 from attention.geometry.options import check_heads
+from attention.masks.band import Band
 from attention.variants.base import Variant
+from attention.variants.registry import VARIANTS
 from runner.config.experiment import Experiment
 from runner.config.values import FINITE, InvalidConfig, above_zero, plain, shown
 
@@ -45,7 +47,7 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
             _check_automatic(run)
         else:
             about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
-            chosen.settings(run.options, *about)
+            chosen.settings(run.call_options, *about)
     except ValueError as error:
         hint = _about_drawn(cfg.seqlens, run.world_size) if call.seqlens is not None else ""
         raise InvalidConfig(f"{_by_keys(str(error), run)}{hint}") from None
@@ -65,8 +67,12 @@ def _about_drawn(seqlens: Any, world: int) -> str:
 
 def _by_keys(message: str, run: Experiment) -> str:
     """A message of the library with the command line's keys and values in place of its arguments."""
-    mask = run.workload.mask
-    named = {f"window=({mask.left}, {mask.right})": f"window={shown(run.workload.window)}"}
+    mask, by_name = run.workload.mask, run.workload.named_mask
+    named = {f"mask={mask}": f"mask={by_name.name}"} if by_name else {}
+    if isinstance(mask, Band):
+        window = f"window={shown(run.workload.window)}"
+        named[f"window=({mask.left}, {mask.right})"] = f"mask={by_name.name}" if by_name else window
+        named |= {f"causal={x}": f"mask={by_name.name}" for x in ("true", "false")} if by_name else {}
     for key, value in run.options.items():
         named |= {f"{key}={text}": f"attention.{key}={shown(value)}" for text in (str(value), repr(value))}
     for argument, key in named.items():
@@ -78,6 +84,9 @@ def _by_keys(message: str, run: Experiment) -> str:
 def _check_automatic(run: Experiment) -> None:
     """Raises ValueError where attention=auto has nothing to choose from, or an option of its own is wrong."""
     call = run.workload
+    if not isinstance(call.mask, Band):
+        variants = ", ".join(name for name, each in VARIANTS.items() if each.any_mask)
+        raise ValueError(f"mask={call.mask}: attention=auto takes full, causal and windowed attention; take {variants}")
     above_zero("attention.memory_gb", run.options["memory_gb"], "null for all that the GPU has", FINITE)
     choice.check_trials(run.options["trials"])
     task = choice.Task(

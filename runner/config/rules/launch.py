@@ -139,7 +139,7 @@ def _without_phase(run: Experiment, phase: str) -> str | None:
         "trials": (run.has_trials, "an option that is best, or attention=auto attention.trials=2"),
         "phases": (run.phases and not external, "a variant of ours" if external else "phases=true"),
         "profiler": (run.timing.method == "profiler", "timing=profiler"),
-        "baseline": (run.baseline == "single", "baseline=single"),
+        "baseline": (run.baseline != "none", "baseline=single"),
     }
     there, way = needed.get(phase, (True, ""))
     return None if there else way

@@ -10,8 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from attention.variants.base import Variant
 from runner.config.document_lengths import MEAN, real_lengths
 from runner.config.experiment import AttentionCall
+from runner.config.masks import NONE, NamedMask, named
 from runner.config.schema import DEFAULT_SIZES
-from runner.config.values import LARGEST, InvalidConfig, shown, whole
+from runner.config.values import LARGEST, InvalidConfig, plain, shown, whole
 
 MOST_SEQUENCES = 1 << 19  # of a packed batch
 DRAWN_BY = {"seqlens_mean": "random", "seqlens_std": "random", "seqlens_multiple": "real"}  # keys of drawn lengths
@@ -35,11 +36,47 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
             )
     q_len = _queries(cfg, chosen)
     decode = q_len is not None
-    lengths = None if decode else _lengths(cfg, sizes, chosen is not None and chosen.packed, seed)
+    # a mask by name has packed documents of its own, so that all variants have the same work
+    packed = chosen is not None and chosen.packed and cfg.mask.name == NONE
+    lengths = None if decode else _lengths(cfg, sizes, packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}
     causal = cfg.causal and not (decode and cfg.config == "default")  # the default workload suits every variant
-    return AttentionCall(**sizes, causal=causal, window=window, dtype=cfg.dtype.name, q_len=q_len, seqlens=lengths)
+    call = AttentionCall(
+        **sizes,
+        causal=causal,
+        window=window,
+        dtype=cfg.dtype.name,
+        q_len=q_len,
+        seqlens=lengths,
+        named_mask=_named_mask(cfg, sizes["seq_len"], lengths),
+    )
+    _check_mask(call)
+    return call
+
+
+def _named_mask(cfg: DictConfig, tokens: int, lengths: tuple[int, ...] | None) -> NamedMask | None:
+    given = plain(cfg.mask)
+    name = given.pop("name")
+    if name == NONE:
+        if given:
+            raise InvalidConfig(f"mask.{next(iter(given))}: mask={NONE} has no parameters; give mask=NAME, too")
+        return None
+    return named(name, given, tokens, lengths)
+
+
+def _check_mask(call: AttentionCall) -> None:
+    """Raises InvalidConfig for parameters that the mask does not have, or that do not fit the tokens."""
+    if call.named_mask is None:
+        return
+    try:
+        whole_mask = call.named_mask.make()
+        if whole_mask.band is None:
+            whole_mask.rectangles(call.seq_len)
+    except (ValueError, TypeError) as error:  # TypeError: a parameter of another type
+        text = " ".join(str(error).split())
+        named = text.startswith(tuple(call.named_mask.parameters))
+        raise InvalidConfig(f"mask.{text}" if named else f"mask={call.named_mask.name}: {text}") from None
 
 
 def _queries(cfg: DictConfig, chosen: Variant[Any] | None) -> int | None:

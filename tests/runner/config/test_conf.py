@@ -1,6 +1,7 @@
 """The configuration groups: every file composes and resolves, and each group is what the code knows."""
 
 import csv
+import inspect
 import itertools
 import json
 import re
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from attention import masks
 from attention.autotune.choice import AUTO, OPTIONS
 from attention.geometry.options import BEST
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
 from attention.variants.registry import EXTERNAL, VARIANTS, everything
 from runner import rounds
+from runner.config.masks import NONE
 from runner.config.overrides import groups, problem
 from runner.config.resolve import run_name
 from runner.config.schema import MODELS, TIMING_METHODS
@@ -42,7 +45,7 @@ def plain(node) -> dict:
 
 def test_every_file_of_every_group_is_a_choice():
     assert set(groups()) == {
-        "attention", "config", "dtype", "experiment", "hardware", "kernel", "model", "timing", "transport",
+        "attention", "config", "dtype", "experiment", "hardware", "kernel", "mask", "model", "timing", "transport",
     }  # fmt: skip
     for group, choices in groups().items():
         assert choices == sorted(path.stem for path in (CONF / group).iterdir())
@@ -51,7 +54,7 @@ def test_every_file_of_every_group_is_a_choice():
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_makes_an_experiment(group, choice):
     here = f"+experiment={choice}" if group == "experiment" else f"{group}={choice}"
-    able = able_to(choice) if group == "config" else []
+    able = able_to(choice) if group == "config" else ["attention=ring"] if group == "mask" else []
     alone = choice == "grouped" and group == "attention"
     spec = resolved(here, *able, gpus=1 if alone else 2)
     assert spec.workload.seq_len > 0
@@ -200,6 +203,24 @@ def test_every_kernel_and_transport_has_its_file():
 def test_every_model_has_its_file_and_none_is_the_default():
     assert set(groups()["model"]) == set(MODELS)
     assert composed().model.name == "none"
+
+
+@pytest.mark.parametrize("name", masks.names())
+def test_every_mask_has_its_file_with_its_definition_and_parameters(name):
+    cfg = composed(f"mask={name}")
+    assert (cfg.causal, list(cfg.window)) == (False, [-1, -1])
+    assert set(cfg.mask) == {"name", *inspect.signature(getattr(masks, name)).parameters}
+    definition = masks.names()[name].split("; ")[0]
+    text = " ".join(line[2:] for line in (CONF / "mask" / f"{name}.yaml").read_text().splitlines() if line[0] == "#")
+    assert "Definition: " in text
+    assert definition in text or name in ("full", "documents", "rectangles")
+    beside = composed(f"mask={name}", "causal=true", "window=[3,0]", "attention=ring")
+    assert (beside.causal, list(beside.window)) == (True, [3, 0])
+
+
+def test_there_is_a_file_for_each_mask_and_none_is_the_default():
+    assert set(groups()["mask"]) == {NONE, *masks.names()}
+    assert plain(composed().mask) == {"name": NONE} and composed().causal
 
 
 def test_every_timing_method_has_its_file():

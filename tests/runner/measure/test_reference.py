@@ -1,5 +1,6 @@
 """The gate's reference: its own arithmetic against plain masked softmax with autograd, and what it may import."""
 
+import itertools
 import subprocess
 import sys
 from typing import NamedTuple
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from runner.measure import reference
-from runner.measure.reference import Reference, Seen
+from runner.measure.reference import Reference, Seen, SeenRectangles
 
 
 class Call(NamedTuple):
@@ -81,6 +82,62 @@ def test_it_is_masked_softmax_forward_and_backward(call, scores):
     for name, expected in plainly(*given, call).items():
         torch.testing.assert_close(found.values[name], expected, rtol=1e-11, atol=1e-11)
         assert found.scales(name).shape == expected.shape[:2]
+
+
+def random_rectangles(n: int, seed: int) -> torch.Tensor:
+    """Cells of a grid, each with a band or none; some cells are left out."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=draw))
+
+    borders = [0, n // 5, n // 2, n // 2 + 1, n]
+    found = []
+    for q0, q1 in itertools.pairwise(borders):
+        for k0, k1 in itertools.pairwise(borders):
+            low, high = (k0 - q0 - number(60), k0 - q0 + number(60)) if number(2) else (-n, n)
+            if number(3):
+                found.append((q0, q1, k0, k1, low, high))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("scores", [1 << 26, 4_000], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["full", "packed window"])
+def test_it_takes_any_rectangles_within_a_band_of_every_sequence(name, seed, scores):
+    call = CASES[name]
+    n = sum(call.q_lengths)
+    rectangles, keep = random_rectangles(n, seed), torch.zeros(n, n, dtype=torch.bool)
+    for q0, q1, k0, k1, low, high in rectangles.tolist():
+        distance = torch.arange(k0, k1) - torch.arange(q0, q1).unsqueeze(1)
+        keep[q0:q1, k0:k1] |= (distance >= low) & (distance <= high)
+    keep &= kept(call)
+    q, k, v, dout = inputs(call)
+    within = Seen.band(call.q_lengths, call.k_lengths, call.causal, call.window)
+    found = reference.attend(q, k, v, dout, SeenRectangles(rectangles, within), call.scale, scores=scores)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    weights = torch.einsum("qhd,khd->hqk", q, keys).mul(call.scale).exp() * keep
+    total = weights.sum(-1, keepdim=True)
+    out = torch.einsum("hqk,khd->qhd", weights / total.masked_fill(total == 0, 1), values)
+    for name, x in zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(found.values[name], x, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.values["out"], out.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.values["lse"], total.squeeze(-1).log().T.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_a_mask_of_few_keys_far_apart_is_never_a_matrix_of_all_keys():
+    """Queries that see a short interval and the first 8 keys: columns between them are not computed."""
+    n = 1 << 16
+    rectangles = torch.tensor([(256, n, 0, 8, -n, n), (0, n, 0, n, -16, 0)])
+    seen = SeenRectangles(rectangles, Seen.band((n,), (n,)))
+    chunks = list(seen.chunks((40_000, 41_000), 1 << 20))
+    assert [*range(40_000, 41_000)] == [i for a, b in chunks for i in range(a, b)]
+    for a, b in chunks:
+        columns = seen.columns((a, b))
+        assert isinstance(columns, torch.Tensor) and len(columns) == 8 + 16 + b - a
+        hidden = seen.hidden((a, b), columns, torch.device("cpu"))
+        assert int((~hidden).sum()) == (b - a) * (8 + 17)
 
 
 def test_some_queries_have_their_rows_and_their_share_of_the_rest():
