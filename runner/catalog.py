@@ -1,6 +1,8 @@
 """`python -m runner.catalog [attention|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the choices of these
 groups, or of all: what each is, whether it works on this machine, and if not, why.
 
+`python -m runner.catalog support`: what every variant does with every kernel under every mask: honoured, or refused and why.
+
 `python -m runner.catalog cost config=llama3_70b world_size=64`: the FLOPs, bytes and memory of each variant, before it runs."""
 
 from __future__ import annotations
@@ -257,11 +259,16 @@ def main(arguments: list[str]) -> int:
         if name in ("-h", "--help"):
             print(__doc__)
             return 0
-        if name not in LISTS:
-            print(f"{name}: not a list; {nearest(name, LISTS)}", file=sys.stderr)
+        if name not in (*LISTS, "support"):
+            print(f"{name}: not a list; {nearest(name, (*LISTS, 'support'))}", file=sys.stderr)
             return 2
     for name in arguments or LISTS:
-        show(LISTS[name]())
+        if name == "support":
+            from runner.support import page
+
+            print(page(), end="")
+        else:
+            show(LISTS[name]())
     return 0
 
 

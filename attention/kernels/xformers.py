@@ -40,6 +40,7 @@ INSTALL = "pip install xformers==0.0.35"
 @fitted
 class Xformers:
     name = "xformers"
+    any_order = "its backward is not deterministic; take flash2 or flash4"
     summary = "the package xformers, by its FlashAttention operators; non-causal windows of packed batches go sequence by sequence"
     align = 16
 
@@ -78,9 +79,7 @@ class Xformers:
         into: Triple | None = None,
     ) -> Triple:
         if call.deterministic:
-            raise UnsupportedCall(
-                "kernel=xformers: deterministic=true: its backward is not deterministic; take flash2 or flash4"
-            )
+            raise UnsupportedCall(f"kernel=xformers: deterministic=True: {self.any_order}")
         if call.packed:
             kind = pack_bias(call)
             if kind is None:

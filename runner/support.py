@@ -1,0 +1,202 @@
+"""What every variant does with every kernel under every mask, asked of the library itself: honoured, or refused and why.
+`python -m runner.catalog support` prints it; `python -m runner.support` writes it to docs/support.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from attention import masks
+from attention.geometry.schedules import Problem, steps
+from attention.geometry.schedules import masks as bands_of
+from attention.kernels import KERNELS, Call, Kernel, Shape
+from attention.kernels.patterns import ForPatterns
+from attention.masks.band import FULL
+from attention.masks.mask import Mask
+from attention.masks.pattern import Pattern
+from attention.masks.sequences import mask_of
+from attention.replay import graphs_obstacle, launches_obstacle
+from attention.variants.base import Variant
+from attention.variants.external import External
+from attention.variants.registry import EXTERNAL, VARIANTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+TOKENS, WORLD, HEADS, HEAD_DIM = 1024, 4, 8, 128
+LENGTHS = (256, 512, 256)
+EXAMPLES: dict[str, Mask] = {
+    "full": masks.full(),
+    "causal": masks.causal(),
+    "sliding_window": masks.sliding_window(128),
+    "chunked": masks.chunked(256),
+    "prefix_lm": masks.prefix_lm(200),
+    "documents": masks.documents(LENGTHS),
+    "prefix_lm_documents": masks.prefix_lm_documents(LENGTHS, (50, 60, 0)),
+    "block_causal_documents": masks.block_causal_documents(LENGTHS),
+    "shared_prompt": masks.shared_prompt(256, (512, 256)),
+    "global_window": masks.global_window(128, 16),
+    "dca": masks.dca(128, 16, 128),
+    "block_sparse": masks.block_sparse("local_window"),
+    "rectangles": masks.rectangles([((0, 512), (0, 256), (-1, -1)), ((512, 1024), (256, 768), (-1, 0))]),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A call on GPUs: what of it is not the usual."""
+
+    mask: str = "causal"
+    packed: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    kv_heads: int = HEADS
+    deterministic: bool = False
+    replay: str = "none"
+
+
+FEATURES = {
+    "packed": Setting(packed=True),
+    "packed, window": Setting("sliding_window", packed=True),
+    "fp16": Setting(dtype=torch.float16),
+    "fp32": Setting(dtype=torch.float32),
+    "fp64": Setting(dtype=torch.float64),
+    "GQA": Setting(kv_heads=4),
+    "deterministic": Setting(deterministic=True),
+    "replay=launches": Setting(replay="launches"),
+    "replay=graphs": Setting(replay="graphs"),
+}
+
+
+def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | None:
+    """Why a call is refused, or None: with every package installed, over symmetric memory."""
+    try:
+        problem = _problem(variant, setting)
+        options = variant.parse({})
+        options.check(HEADS, setting.kv_heads, problem.ranks)
+        shape = Shape("cuda", setting.dtype, HEADS, setting.kv_heads, HEAD_DIM, setting.packed, not variant.decode)
+        return (
+            _external(variant, kernel, setting)
+            or _kernel_refuses(kernel, shape, problem, setting)
+            or _replay_refuses(variant, kernel, problem, setting)
+        )
+    except ValueError as error:
+        return str(error)
+
+
+def _problem(variant: Variant[Any], setting: Setting) -> Problem:
+    mask = EXAMPLES["full" if variant.decode and setting.mask == "causal" else setting.mask]
+    cu = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))) if setting.packed else (0, TOKENS)
+    if variant.decode and setting.packed:
+        raise ValueError("cu_seqlens: a decode takes a batch of single sequences")
+    world = 1 if variant.name == "grouped" else WORLD
+    options = {"mask": mask} if "mask" in variant.options.from_call() else {}
+    return variant.problem(cu, world, mask_of(FULL, cu, mask), options, 1 if variant.decode else None)
+
+
+def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Setting) -> str | None:
+    """As `kernels.select` and `select_for_patterns` decide, had every kernel its package."""
+    if setting.deterministic and shape.backward and (reason := getattr(kernel, "any_order", None)):
+        return f"deterministic=True: {reason}"
+    if problem.is_cut:
+        shape = replace(shape, packed=True)
+    if not problem.is_cut or kernel.name != "cudnn_block_sparse":
+        for band in bands_of(problem):
+            if reason := kernel.refuses(shape, band):
+                return reason
+    for rank in range(problem.world):
+        for pattern in (b.mask for step in steps(problem, rank) for b in step.blocks if isinstance(b.mask, Pattern)):
+            ForPatterns(kernel, shape).check(Call(1.0, deterministic=setting.deterministic, pattern=pattern))
+    return None
+
+
+def _external(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | None:
+    if not isinstance(variant, External):
+        return None
+    if variant.own_kernel and kernel.name not in variant.kernels:
+        return f"kernel: {variant.name} brings its own kernel; use kernel=auto"
+    if variant.only and kernel.name not in variant.kernels:
+        return f"kernel: {variant.name} runs PyTorch's own kernels only; use {', '.join(variant.kernels)} or auto"
+    if variant.half and setting.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype: {variant.name} is for bf16 and fp16 only; use dtype=bf16"
+    return None
+
+
+def _replay_refuses(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:
+    transport = SimpleNamespace(name="symm", pulls=True, note="", state=lambda: 0)
+    plan: Any = SimpleNamespace(
+        variant=variant, options=variant.parse({}), problem=problem, kernel=kernel, transport=transport
+    )
+    if setting.replay == "graphs" and (reason := graphs_obstacle(plan, torch.device("cuda"))):
+        return f"replay=graphs: {reason}"
+    if setting.replay == "launches" and (reason := launches_obstacle(plan)):
+        return f"replay=launches: a warning, and calls stay eager: {reason}"
+    return None
+
+
+Answers = tuple[tuple[str | None, ...], ...]  # by variant, by column
+
+
+def _answers(kernel: Kernel, variants: Iterable[Variant[Any]], columns: Sequence[Setting]) -> Answers:
+    return tuple(
+        tuple(_general(why_not(variant, kernel, setting), variant, setting) for setting in columns)
+        for variant in variants
+    )
+
+
+def _general(reason: str | None, variant: Variant[Any], setting: Setting) -> str | None:
+    """A reason without the names of this variant and mask and without counts, so that many cells share a note."""
+    if reason is None:
+        return None
+    reason = reason.replace(str(EXAMPLES[setting.mask]), "MASK")
+    reason = re.sub(rf"\b{variant.name} (?=is|has|takes|works|brings|runs|balances)", "VARIANT ", reason)
+    reason = re.sub(r"\d+ tiles", "some tiles", reason)
+    return re.sub(r"window(=| )\(-?\d+, -?\d+\)|mask=(full|causal)\b", "BAND", reason)
+
+
+@lru_cache(maxsize=1)
+def page() -> str:
+    """The page as markdown: a section for each group of kernels that answer alike, reasons as numbered notes."""
+    notes: dict[str, int] = {}
+    variants = [*VARIANTS.values(), *EXTERNAL.values()]
+    columns = {**{name: Setting(mask=name) for name in EXAMPLES}, **FEATURES}
+    groups: dict[Answers, list[str]] = {}
+    for kernel in KERNELS.values():
+        groups.setdefault(_answers(kernel, variants, list(columns.values())), []).append(kernel.name)
+    found = [INTRODUCTION]
+    for answers, names in groups.items():
+        found += [f"## Kernel {', '.join(names)}\n"]
+        for part in (list(EXAMPLES), list(FEATURES)):
+            first = list(columns).index(part[0])
+            found += [f"| variant | {' | '.join(part)} |", f"|---|{'---|' * len(part)}"]
+            for variant, row in zip(variants, answers, strict=True):
+                cells = (_cell(reason, notes) for reason in row[first : first + len(part)])
+                found.append(f"| {variant.name} | {' | '.join(cells)} |")
+            found.append("")
+    found += ["## Notes\n", *(f"{number}. {reason}" for reason, number in notes.items())]
+    return "\n".join(found) + "\n"
+
+
+def _cell(reason: str | None, notes: dict[str, int]) -> str:
+    return "yes" if reason is None else f"({notes.setdefault(reason, len(notes) + 1)})"
+
+
+INTRODUCTION = f"""# Support
+
+Written by `python -m runner.support`, which asks the library; `python -m runner.catalog support` prints it.
+
+Each cell is a call on {WORLD} GPUs with {TOKENS:,} tokens, {HEADS} heads of {HEAD_DIM} in bf16, forward and backward, with
+default options, every package installed and the transport symm.
+
+- `yes`: honoured. A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
+- The first table of a section has the masks, the second has other properties of a causal call (of a decode: full).
+- Kernels that answer alike share a section. `grouped` is for one GPU.
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
