@@ -1,4 +1,4 @@
-"""`python -m runner.catalog [attention|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the choices of these
+"""`python -m runner.catalog [attention|mask|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the choices of these
 groups, or of all: what each is, whether it works on this machine, and if not, why.
 
 `python -m runner.catalog support`: what every variant does with every kernel under every mask: honoured, or refused and why.
@@ -8,7 +8,7 @@ groups, or of all: what each is, whether it works on this machine, and if not, w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib import resources
 from typing import Any
@@ -27,6 +27,7 @@ from attention.variants.registry import everything
 from runner import environment
 from runner.config import overrides, resolve
 from runner.config.experiment import Experiment
+from runner.config.masks import NONE, named
 from runner.config.rules.workload import attention_call
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.output import terminal
@@ -164,6 +165,31 @@ def _parts(found: dict[str, int]) -> str:
     return ", ".join(f"{what} {terminal.gib(n)}" for what, n in found.items() if n)
 
 
+PICTURED = 64  # tokens of a mask's picture
+SMALL_MASKS: dict[str, dict[str, Any]] = {  # parameters for so few tokens
+    "sliding_window": {"left": 16},
+    "prefix_lm_documents": {"prefixes": [4, 8, 16, 4]},
+    "global_window": {"window": 6, "global_tokens": 6},
+    "dca": {"window": 12, "global_tokens": 6, "random": 8, "block": 4},
+    "block_sparse": {"pattern": "dilated_sparse", "block": 2},
+}
+
+
+def mask() -> Table:
+    """The masks by name, each with a picture of a short sequence."""
+    table = _table("Masks: mask=NAME", "name", "what it is", f"values, and a picture of {PICTURED} tokens")
+    table.leading = 1
+    for name, comment, values in _files("mask"):
+        given = [f"mask.{key}={value}" for key, value in values.get("mask", {}).items() if key != "name"]
+        picture = ""
+        if name != NONE:
+            parameters = {key: x for key, x in values["mask"].items() if key != "name"} | SMALL_MASKS.get(name, {})
+            shown = named(name, parameters, PICTURED, None).make()
+            picture = f"{shown.describe()}:\n{shown.picture(PICTURED, 16)}"
+        table.add_row(name, escape(comment), escape("\n".join([*given, picture])))
+    return table
+
+
 def kernel() -> Table:
     from attention.kernels import FASTEST, KERNELS
 
@@ -202,16 +228,22 @@ def _works(reason: str | None) -> str:
 def _group(name: str) -> Table:
     """The choices of a group by their YAML files: comments and values."""
     table = _table(f"{name}=NAME", "name", "what it is", "values")
-    root = resources.files("runner.conf") / name
-    for choice in overrides.groups()[name]:
+    for choice, comment, values in _files(name):
+        shown = {k: v for k, v in values.items() if k not in ("name", "method", "defaults", "hydra")}
+        if "hydra" in values:
+            shown |= values["hydra"]["sweeper"]["params"]
+        table.add_row(choice, comment, ", ".join(f"{k}={v}" for k, v in shown.items()))
+    return table
+
+
+def _files(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The choices of a group: name, the comments of its file, and its values."""
+    root = resources.files("runner.conf") / group
+    for choice in overrides.groups()[group]:
         text = (root / f"{choice}.yaml").read_text()
         comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
-        shown = {k: v for k, v in (values or {}).items() if k not in ("name", "method", "defaults", "hydra")}
-        if "hydra" in (values or {}):
-            shown |= values["hydra"]["sweeper"]["params"]
-        table.add_row(choice, " ".join(comments), ", ".join(f"{k}={v}" for k, v in shown.items()))
-    return table
+        yield choice, " ".join(comments), values or {}
 
 
 NUMBERS = (
@@ -238,6 +270,7 @@ def show(table: Table) -> None:
 
 LISTS: dict[str, Callable[[], Table]] = {
     "attention": attention,
+    "mask": mask,
     "model": partial(_group, "model"),
     "config": config,
     "kernel": kernel,

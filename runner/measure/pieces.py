@@ -148,7 +148,8 @@ def seen_by(spec: AttentionCall) -> Seen | SeenRectangles:
     within = Seen.band(keys if spec.q_len is None else (spec.q_len,), keys, spec.causal, spec.window)
     if spec.named_mask is None:
         return within
-    return SeenRectangles(torch.tensor(spec.named_mask.make().rectangles(spec.seq_len)), within)
+    built = spec.named_mask.make().build(spec.seq_len)  # not from the library's cache
+    return SeenRectangles(torch.tensor(built), within)
 
 
 def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:

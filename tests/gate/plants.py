@@ -9,18 +9,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from attention import api, autograd, planner
 from attention.executors import all_to_all, keys
 from attention.executors.plan import LocalCall, Plan, PlannedStep
-from attention.geometry import schedules, transfers
+from attention.geometry import cuts, schedules, transfers
 from attention.kernels import decompose
 from attention.kernels import math as math_kernel
 from attention.masks.band import CAUSAL, Band
+from attention.masks.mask import Mask
 from attention.reduction import grad_sum, lse_merge, stepwise
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
+from runner.config.masks import NamedMask
+from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
 from runner.measure import job
 from runner.measure import timed as timed_run
@@ -40,6 +44,9 @@ RUNS = {  # overrides by name; all in a world of 2
     "two heads": ("attention=zigzag", "causal=true", *SIZE, "kv_heads=2"),
     "math": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "kernel=math"),
     "ulysses": ("attention=ulysses", "causal=true", *SIZE, *FORWARD, "kv_heads=2"),
+    "documents": ("attention=ring", "mask=documents", *SIZE),
+    "named window": ("attention=ring", "mask=sliding_window", *SIZE),
+    "chunks": ("attention=llama3", "mask=chunked", *SIZE),
     "window": ("attention=ring_allgather", "causal=true", *SIZE, *FORWARD, "window=[100,0]"),
     "packed": ("attention=llama3", "causal=true", *SIZE, *FORWARD),
     "batch": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "batch=2"),
@@ -78,6 +85,7 @@ def changed(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def _forget() -> None:
+    cuts.forget()
     for kept in (schedules.steps, schedules.most_keys, transfers.step_routes, transfers.gather_move):
         kept.cache_clear()
 
@@ -216,7 +224,7 @@ def _one_key_too_many(found: tuple[PlannedStep, ...], rank: int) -> tuple[Planne
 
 def _chunks_swapped() -> AbstractContextManager[object]:
     def make(original: Any) -> Any:
-        return lambda self, cu: tuple(tuple(reversed(shard)) for shard in original(self, cu))
+        return lambda self, *args: tuple(tuple(reversed(shard)) for shard in original(self, *args))
 
     return changed(api.ContextParallel, "_shards", make)
 
@@ -409,7 +417,71 @@ def _lse_shifted() -> AbstractContextManager[object]:
     return outputs(change)
 
 
+def _planned_as_causal() -> AbstractContextManager[object]:
+    """Whatever the mask, the plan is of causal attention."""
+    return changed(planner, "mask_of", lambda original: lambda *args: CAUSAL)
+
+
+def _built_for_fewer_tokens() -> AbstractContextManager[object]:
+    """The schedules cut a mask that was built for an eighth less tokens."""
+
+    def make(original: Any) -> Any:
+        return lambda self, tokens: original(self, tokens - tokens // 8)
+
+    return changed(Mask, "rectangles", make)
+
+
+def _other_mask_on_a_rank() -> AbstractContextManager[object]:
+    def make(original: Any) -> Any:
+        def inner(self: NamedMask) -> Mask:
+            return original(replace(self, parameters={"chunk": 96}) if dist.get_rank() == 1 else self)
+
+        return inner
+
+    return changed(NamedMask, "make", make)
+
+
+@contextmanager
+def _stale_keys_in_backward() -> Iterator[None]:
+    """A backward computes on the remote keys that the backward before it has got."""
+    state: dict[str, Any] = {"backward": False, "before": None}
+
+    def noting(original: Any) -> Any:
+        def inner(*args: Any) -> Any:
+            state["backward"] = True
+            try:
+                return original(*args)
+            finally:
+                state["backward"] = False
+
+        return inner
+
+    def waited(original: Any) -> Any:
+        def inner(self: Any) -> Any:
+            found = original(self)
+            if not state["backward"]:
+                return found
+            before, state["before"] = state["before"], tuple(x.clone() for x in found)
+            return found if before is None or before[0].shape != found[0].shape else before
+
+        return inner
+
+    with changed(autograd, "_backward", noting), changed(keys.Arriving, "wait", waited):
+        yield
+
+
+def _nan_gradients(call: Any, *found: Tensor) -> None:
+    if len(found) == 3:
+        found[1].view(-1)[0] = torch.nan
+
+
 PLANTS = [
+    Plant("documents attend across borders", _planned_as_causal, "documents"),
+    Plant("a window became causal", _planned_as_causal, "named window"),
+    Plant("a mask built for another length", _built_for_fewer_tokens, "chunks"),
+    Plant("ranks were given different masks", _other_mask_on_a_rank, "chunks"),
+    Plant("stale keys in a ring's backward", _stale_keys_in_backward, "causal ring"),
+    Plant("NaN gradients", kernel(change=_nan_gradients)),
     Plant("ring's last step dropped", lambda: steps(_last_step_dropped), "ring"),
     Plant("zigzag chunks swapped", _chunks_swapped),
     Plant("a shard's last key dropped", lambda: steps(_last_key_dropped), "ring"),
@@ -493,7 +565,10 @@ def planted(me: Rank, runs: dict[str, dict[str, Any]], names: list[str]) -> dict
     why = {}
     for plant in chosen:
         with plant.plant():
-            why[plant.name] = gate(me, specs[plant.run]).why
+            try:
+                why[plant.name] = gate(me, specs[plant.run]).why
+            except UnsupportedHere as error:  # the ranks' agreement, before anything is computed
+                why[plant.name] = str(error)
     return {"shipped": shipped, "why": why}
 
 
