@@ -30,7 +30,7 @@ NAMES = ("q", "k", "v", "dout")
 TOLERANCE = {"fp64": 5e-15, "fp32": 1.5e-6, "bf16": 6e-3, "fp16": 1e-3}
 
 # of a refusal: "value: rule; way out", in one line
-FORM = re.compile(r".*\w.*: .*\w.*(; .*\w|must be .*\w).*")
+FORM = re.compile(r".*\w.*: .*(; |must be ).*\w.*")
 
 
 @dataclass(frozen=True)

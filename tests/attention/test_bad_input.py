@@ -1,0 +1,99 @@
+"""Bad input through the library: defined, or refused in one line with the value, the rule and a way out."""
+
+import pytest
+import torch
+
+import attention
+from attention import masks
+from attention.variants.registry import VARIANTS
+from tests.support.cases import FORM
+
+S = 16
+TAKE_ANY = [name for name, v in VARIANTS.items() if v.any_mask]
+# of rows that see nothing: all of them, the first and the last, and those between two documents
+BLIND = {
+    "no rectangle": (masks.rectangles([]), range(S)),
+    "rectangles without pairs": (masks.rectangles([((3, 3), (0, 8), (-1, -1)), ((0, 8), (5, 5), (0, 0))]), range(S)),
+    "disjoint masks": (masks.documents([8, 8]) & masks.rectangles([((8, 16), (0, 8), (-1, -1))]), range(S)),
+    "some rows": (masks.rectangles([((4, 12), (0, 4), (-1, 0))]), [*range(8), *range(12, 16)]),
+}
+REFUSED = {
+    "rectangles 0 and 1.*share": lambda call: call(
+        masks.rectangles([((0, 8), (0, 8), (-1, 0)), ((7, 9), (0, 4), (-1, -1))])
+    ),
+    "rectangle 0, queries.*the sequence has 16 tokens": lambda call: call(
+        masks.rectangles([((0, 8), (0, 17), (-1, -1))])
+    ),
+    "rectangle 0, .*start <= stop": lambda call: call(masks.rectangles([((9, 8), (0, 8), (-1, -1))])),
+    "left=-2: must be at least -1": lambda call: call(masks.sliding_window(-2)),
+    r"window=\(-2, 0\)": lambda call: call(None, window=(-2, 0)),
+    "global_tokens=17: the sequence has 16 tokens": lambda call: call(masks.global_window(2, 17)),
+    "global_tokens=18: the sequence has 16 tokens": lambda call: call(masks.dca(2, 18, 4)),
+    "sums to 15, but the sequence has 16 tokens": lambda call: call(masks.documents([8, 7])),
+    "sums to 17, but the sequence has 16 tokens": lambda call: call(masks.shared_prompt(8, [5, 4])),
+    r"lengths\[1\]=-1": lambda call: call(masks.documents([17, -1])),
+    "prefix=17: the sequence has 16 tokens": lambda call: call(masks.prefix_lm(17)),
+    r"prefixes\[0\]=5: document 0 has 4 tokens": lambda call: call(masks.prefix_lm_documents([4, 12], [5, 1])),
+    "prefixes=.*for 2 documents": lambda call: call(masks.prefix_lm_documents([4, 12], [1])),
+    "chunk=0": lambda call: call(masks.chunked(0)),
+    "mask='causal': must be one of": lambda call: call("causal"),
+    "windo=3: ring has no such option": lambda call: attention.make("ring", windo=3),
+    "dropout_p=0.1: dropout is not supported": lambda call: attention.make("ring", dropout_p=0.1),
+    "mask=.*ring has no such option": lambda call: attention.make("ring", mask=masks.causal()),
+}
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, S, 4, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("kernel", ("math", "sdpa_flash"))
+@pytest.mark.parametrize("which", BLIND)
+@pytest.mark.parametrize("name", TAKE_ANY)
+def test_rows_that_see_nothing_are_0_with_an_lse_of_minus_infinity(name, which, kernel):
+    mask, rows = BLIND[which]
+    rows = list(rows)
+    options = {"ring": "contiguous"} if name == "usp" else {}
+    if "mask" in VARIANTS[name].options.from_call():
+        options["mask"] = mask
+    q, k, v = inputs()
+    if VARIANTS[name].causal_only:
+        mask = mask & masks.causal()
+    out, lse = attention.make(name, kernel=kernel, **options)(q, k, v, mask=mask, return_lse=True)
+    assert not out[:, rows].any() and (lse[..., rows] == -torch.inf).all()
+    assert out.isfinite().all() and lse.isfinite().sum() == 2 * 4 * (S - len(rows))
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert not grads[0][:, rows].any() and all(x.isfinite().all() for x in grads)
+    if len(rows) == S:
+        assert not any(x.any() for x in grads)
+
+
+@pytest.mark.parametrize("name", TAKE_ANY)
+def test_a_window_of_0_is_the_diagonal(name):
+    options = {"ring": "contiguous"} if name == "usp" else {}
+    if "mask" in VARIANTS[name].options.from_call():
+        options["mask"] = masks.sliding_window(0)
+    q, k, v = inputs()
+    fn = attention.make(name, **options)
+    for how in ({"mask": masks.sliding_window(0)}, {"window": (0, 0)}):
+        out = fn(q, k, v, **how)
+        assert torch.allclose(out, v)
+        dq, dv = torch.autograd.grad(out, (q, v), torch.ones_like(out))
+        assert dq.abs().max() < 1e-14 and torch.allclose(dv, torch.ones_like(dv))
+
+
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(match):
+    def call(mask, **how):
+        return attention.make("ring")(*inputs(), mask=mask, **how)
+
+    with pytest.raises(ValueError, match=match) as error:
+        REFUSED[match](call)
+    assert FORM.fullmatch(str(error.value)), error.value
+
+
+def test_an_unknown_argument_of_a_call_is_refused():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match="softcap"):
+        attention.make("ring")(q, k, v, softcap=30.0)
