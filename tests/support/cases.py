@@ -295,19 +295,22 @@ def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    s = s.masked_fill(~seen(case), -torch.inf)
+    keep = seen(case)
+    s = s.masked_fill(~keep, -torch.inf)
     lse = s.logsumexp(-1, keepdim=True)
     p = (s - lse.masked_fill(lse == -torch.inf, 0)).exp()
     exact = {"out": torch.einsum("bhqk,bkhd->bqhd", p, v), "lse": lse.transpose(1, 2)}
     norms = {name: x.norm(dim=-1).transpose(1, 2) for name, x in zip(NAMES, (q, k, v, dout), strict=True)}  # [B, H, S]
     # a score's error grows with its terms, and p's error with the score's
     spread = 1 + scale * norms["q"][..., None] * norms["k"][..., None, :] / case.head_dim**0.5
-    sizes = {"out": ((p * spread) @ norms["v"][..., None]).transpose(1, 2), "lse": 1 + exact["lse"].abs()}
+    # below the smallest normal number a dtype keeps an absolute error: in fp16 that of many probabilities
+    weight = (p + keep * torch.finfo(DTYPES[case.dtype]).smallest_normal) * spread
+    sizes = {"out": (weight @ norms["v"][..., None]).transpose(1, 2), "lse": 1 + exact["lse"].abs()}
     if case.gradients:
         dp = torch.einsum("bqhd,bkhd->bhqk", dout, v)
         delta = (exact["out"] * dout).sum(-1).transpose(1, 2)[..., None]
         ds = p * (dp - delta) * scale
-        bound = p * spread * (norms["dout"][..., None] * norms["v"][..., None, :] + delta.abs()) * scale
+        bound = weight * (norms["dout"][..., None] * norms["v"][..., None, :] + delta.abs()) * scale
         exact |= {
             "dq": torch.einsum("bhqk,bkhd->bqhd", ds, k),
             "dk": _summed(torch.einsum("bhqk,bqhd->bkhd", ds, q), group),
@@ -317,7 +320,7 @@ def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         sizes |= {
             "dq": (bound @ norms["k"][..., None]).transpose(1, 2),
             "dk": _summed((columns @ norms["q"][..., None]).transpose(1, 2), group),
-            "dv": _summed(((p * spread).transpose(-1, -2) @ norms["dout"][..., None]).transpose(1, 2), group),
+            "dv": _summed((weight.transpose(-1, -2) @ norms["dout"][..., None]).transpose(1, 2), group),
         }
     if case.lengths is not None:
         exact, sizes = ({name: x[0] for name, x in each.items()} for each in (exact, sizes))

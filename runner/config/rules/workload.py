@@ -77,6 +77,8 @@ def _check_mask(call: AttentionCall) -> None:
         text = " ".join(str(error).split())
         named = text.startswith(tuple(call.named_mask.parameters))
         raise InvalidConfig(f"mask.{text}" if named else f"mask={call.named_mask.name}: {text}") from None
+    if not call.pairs:
+        raise InvalidConfig(f"mask={whole_mask}: no query sees a key, so there is nothing to measure; give it a pair")
 
 
 def _queries(cfg: DictConfig, chosen: Variant[Any] | None) -> int | None:
