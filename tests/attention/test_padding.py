@@ -20,6 +20,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", (1, 2, 4))
 def test_padded_calls_match_fp64_and_padding_gets_nothing(pool, world):
     names = [name for name, v in VARIANTS.items() if not v.decode and name != "grouped"]
