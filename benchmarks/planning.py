@@ -8,29 +8,28 @@ its problem, its steps and their kernel calls, and its messages; and how many st
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import Any
 
 import torch
 
 from attention.executors.plan import plan_steps
-from attention.geometry import layouts, schedules, transfers
+from attention.geometry import schedules, transfers
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import SEQUENCE, Problem
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS
 
-KEPT = (
-    schedules.steps, schedules.most_keys, schedules.by_owner, layouts._shards, layouts.sizes_of, transfers.step_routes,
-    transfers.gather_move,
-)  # fmt: skip
-
 
 def forget() -> None:
-    """Nothing that was planned is known."""
-    for kept in KEPT:
-        kept.cache_clear()
+    """Empties all caches of the library."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("attention."):
+            for each in vars(module).values():
+                if hasattr(each, "cache_clear") and not isinstance(each, type):
+                    each.cache_clear()
 
 
 def planned(problem: Problem, rank: int) -> None:

@@ -147,10 +147,13 @@ def plan_steps(
     """The steps of one rank, from its own steps and those of the ranks that read its keys."""
     planned = []
     most, routes = most_keys(problem), step_routes(problem, rank)
+    known: dict[tuple[int, bool, Intervals], tuple[LocalCall, ...]] = {}  # most steps of a ring share their blocks
     for i, step in enumerate(steps(problem, rank)):
         keys = step.keys
-        calls = tuple(_calls(step, where(step, rank), scale, packed, deterministic, device))
-        planned.append(PlannedStep(step.owner, keys, length(keys), calls, routes[i], most[i]))
+        alike = id(step.blocks), step.owner == rank, keys
+        if alike not in known:
+            known[alike] = tuple(_calls(step, where(step, rank), scale, packed, deterministic, device))
+        planned.append(PlannedStep(step.owner, keys, length(keys), known[alike], routes[i], most[i]))
     return tuple(planned)
 
 

@@ -6,17 +6,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attention.geometry.layouts import Shard, size
-from attention.masks.band import Interval, Intervals
+from attention.masks.band import Band, Interval, Intervals
 from attention.masks.mask import built
 from attention.masks.pattern import Pattern
-from attention.masks.rectangles import Rectangles, joined, key_intervals, pairs, placed
+from attention.masks.rectangles import (
+    HI,
+    K0,
+    K1,
+    LO,
+    Q1,
+    UNBOUNDED,
+    Rectangles,
+    intervals_of,
+    joined,
+    joined_keys,
+    pairs,
+    placed,
+)
 from attention.memo import memo
 
 if TYPE_CHECKING:
     from attention.geometry.schedules import Problem
 
+Rows = NDArray[np.int64]
 Places = list[tuple[int, int, int]]  # (start, stop, where it lies), sorted by start
 
 
@@ -45,10 +60,31 @@ def _rows(problem: Problem) -> tuple[Rectangles, ...]:
     return tuple(np.split(local[order], np.searchsorted(rank_of[order], np.arange(1, problem.world))))
 
 
+@memo(lambda found, *_: sum(map(len, found)), 1 << 20)
+def needs_by_rank(problem: Problem) -> tuple[Rows, ...]:
+    """By rank, the global positions of all keys that some query of it sees: disjoint, sorted intervals `[n, 2]`."""
+    rows = _rows(problem)
+    apart = problem.cu_seqlens[-1] + 1  # one sort for all ranks: each rank's positions begin at a multiple of it
+    x = np.concatenate(rows)
+    x[:, K0:LO] += (np.repeat(np.arange(len(rows)), [len(each) for each in rows]) * apart)[:, None]
+    found = joined_keys(x)
+    rank = found[:, 0] // apart
+    return tuple(np.split(found - (rank * apart)[:, None], np.searchsorted(rank, np.arange(1, len(rows)))))
+
+
 @memo(lambda found, *_: len(found), 1 << 20)
 def needs(problem: Problem, rank: int) -> Intervals:
     """The global positions of all keys that some query of the rank sees."""
-    return key_intervals(_rows(problem)[rank])
+    return intervals_of(needs_by_rank(problem)[rank])
+
+
+def bands(problem: Problem) -> set[Band]:
+    """The bands of all ranks' rectangles, aligned bottom-right in each."""
+    x = np.concatenate(_rows(problem))
+    shift = x[:, K1] - x[:, Q1]
+    left = np.where(x[:, LO] > -UNBOUNDED, shift - x[:, LO], -1)
+    right = np.where(x[:, HI] < UNBOUNDED, x[:, HI] - shift, -1)
+    return {Band(*sides) for sides in set(zip(left.tolist(), right.tolist(), strict=True))}
 
 
 @memo(lambda found, *_: sum(map(len, found)), 1 << 20)
@@ -84,7 +120,7 @@ def _sorted(x: list[Interval]) -> Intervals:
 
 def forget() -> None:
     """Empties the caches, so that the next cut builds the mask's rectangles again."""
-    for kept in (built, _rows, needs, needs_by_owner):
+    for kept in (built, _rows, needs_by_rank, needs, needs_by_owner):
         kept.cache_clear()
 
 

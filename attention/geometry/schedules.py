@@ -104,6 +104,12 @@ class Schedule(ABC):
         ranks = self.examples(problem)
         return tuple(max(length(self.received(problem, r, i)) for r in ranks) for i in range(self.count(problem)))
 
+    def masks(self, problem: Problem) -> set[Band]:
+        """All masks that blocks of any rank have, where the mask is a band in every sequence."""
+        ranks = self.examples(problem)
+        blocks = (b for rank in ranks for step in steps(problem, rank) for b in step.blocks)
+        return {b.mask for b in blocks if isinstance(b.mask, Band)}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -128,7 +134,7 @@ class Problem:
     @property
     def is_cut(self) -> bool:
         """Whether the mask is cut into patterns: it is not one band in every sequence."""
-        return isinstance(self.form, Mask)
+        return not isinstance(self.form, Band)
 
     @property
     def band(self) -> Band:
@@ -206,13 +212,16 @@ class GatherSchedule(Schedule):
     def step(self, problem: Problem, rank: int, i: int) -> Step:
         if problem.is_cut:
             return cut_step(problem, rank, SEQUENCE)
-        return Step(SEQUENCE, partial(gathered, problem, rank))
+        return Step(SEQUENCE, partial(gathered, problem, rank), cuts.needs(problem, rank))
 
     def received(self, problem: Problem, rank: int, i: int) -> Intervals:
         if problem.is_cut:
             return cuts.needs(problem, rank)
         step = steps(problem, rank)[i]  # from the cache, since this is asked again
         return () if step.owner == rank else step.keys
+
+    def masks(self, problem: Problem) -> set[Band]:
+        return cuts.bands(problem)
 
     def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]] | None:
         """The tokens of an owner's shard that a rank gathers: pairs (interval of the shard, interval of the rank's
@@ -338,9 +347,7 @@ def masks(problem: Problem) -> tuple[Band, ...]:
         return (FULL, CAUSAL, *((Band(1, 1),) if problem.form.windowed(problem.cu_seqlens[-1]) else ()))
     if not problem.band.windowed:
         return tuple(dict.fromkeys((FULL, problem.band)))
-    ranks = problem.schedule.examples(problem)
-    found = {b.mask for rank in ranks for step in steps(problem, rank) for b in step.blocks if isinstance(b.mask, Band)}
-    return tuple(sorted(found, key=lambda m: (m.left, m.right)))
+    return tuple(sorted(problem.schedule.masks(problem), key=lambda m: (m.left, m.right)))
 
 
 def whole_shard(problem: Problem) -> Intervals:
@@ -349,10 +356,17 @@ def whole_shard(problem: Problem) -> Intervals:
     return ((0, n),) if n else ()
 
 
-def equal_shards(problem: Problem) -> Iterator[tuple[int, int]]:
+@memo(lambda found, *_: len(found))
+def equal_shards(problem: Problem) -> Intervals:
     """(local start, local length) of every sequence under an equal per-sequence split."""
-    for start, stop in pairwise(problem.cu_seqlens):
-        yield start // problem.world, (stop - start) // problem.world
+    return tuple((a // problem.world, (b - a) // problem.world) for a, b in pairwise(problem.cu_seqlens))
+
+
+@memo(lambda found, *_: len(found))
+def shard_blocks(problem: Problem, mask: Band) -> tuple[Block, ...]:
+    """Of every sequence under an equal split, a rank's tokens against the same tokens of an owner. All steps share one
+    tuple, from which a plan sees that their calls are alike."""
+    return tuple(Block((at, at + n), (at, at + n), mask) for at, n in equal_shards(problem) if n)
 
 
 def tiles(mask: Band, q: Interval, q_shift: int, k: Interval, k_shift: int, group: int = 0) -> list[Block]:

@@ -1,15 +1,19 @@
-"""Which tokens each rank sends to which other rank, derived from layouts and schedules. Pure Python. Both ranks know
+"""Which tokens each rank sends to which other rank, derived from layouts and schedules; without torch. Both ranks know
 the intervals of local tokens at both ends, so a message contains nothing but tokens, and a receiver can also pull them
 from the sender."""
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from attention.geometry.cuts import needs_by_rank
 from attention.geometry.layouts import Shard
 from attention.geometry.schedules import SEQUENCE, Block, GatherSchedule, Problem, Step, length, steps
 from attention.masks.band import Band, Interval, Intervals
@@ -95,50 +99,52 @@ def _side_by_side(other: int, keys: Intervals) -> Piece:
     return Piece(other, keys, side_by_side(keys))
 
 
-Placed = list[tuple[int, int, int]]  # each range of a shard as (start, stop, its index in the shard), sorted
+Rows = NDArray[np.int64]  # [n, 3]: ranges as (start, stop, where it lies in the shard), sorted by start
 
 
 def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
     """The tokens that two shards share: pairs (slice of the source, slice of the target), in the order of their global
     positions. Pairs that are adjacent in both shards are joined. Both shards must consist of ranges with step 1."""
-    return _shared(_placed(source), _placed(target))
+    rows, _ = _placed((target,))
+    (found,) = _shared(_placed((source,))[0], rows, np.zeros(len(rows), np.int64), 1)
+    return list(zip(*found, strict=True))
 
 
-def _shared(ours: Placed, theirs: Placed) -> list[tuple[Interval, Interval]]:
-    found: list[tuple[Interval, Interval]] = []
-    i = j = 0
-    while i < len(ours) and j < len(theirs):
-        (a, a_stop, here), (b, b_stop, there) = ours[i], theirs[j]
-        if a_stop <= b:
-            i = _not_before(ours, b, i + 1)
-            continue
-        if b_stop <= a:
-            j = _not_before(theirs, a, j + 1)
-            continue
-        start, stop = max(a, b), min(a_stop, b_stop)
-        at, to, n = here + start - a, there + start - b, stop - start
-        if found and (found[-1][0][1], found[-1][1][1]) == (at, to):
-            (at, _), (to, _) = found.pop()
-            n = here + stop - a - at
-        found.append(((at, at + n), (to, to + n)))
-        i, j = (i + 1, j) if a_stop <= b_stop else (i, j + 1)
-    return found
+def _placed(shards: Sequence[Shard]) -> tuple[Rows, NDArray[np.int64]]:
+    """The ranges of all shards, sorted by shard, then start; and the number of each one's shard `[n]`."""
+    of = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
+    ranges = [(r.start, r.stop) for shard in shards for r in shard]
+    return _rows(np.array(ranges, np.int64).reshape(-1, 2), of)
 
 
-def _not_before(places: Placed, position: int, low: int) -> int:
-    """The index, from `low` on, of the first place that may contain the position. A binary search, since most of
-    thousands of places may have to be skipped."""
-    return max(low, bisect_right(places, (position, sys.maxsize), low) - 1)
+def _rows(x: NDArray[np.int64], of: NDArray[np.int64]) -> tuple[Rows, NDArray[np.int64]]:
+    """Intervals `[n, 2]` of shards that hold them in this order, as `_placed` gives them. of: the number of each one's
+    shard, ascending."""
+    lengths = x[:, 1] - x[:, 0]
+    before = np.cumsum(lengths) - lengths
+    at = before - before[np.searchsorted(of, of)]
+    order = np.lexsort((x[:, 0], of))
+    order = order[lengths[order] > 0]
+    return np.column_stack([x, at])[order], of[order]
 
 
-def _placed(shard: Shard) -> Placed:
-    found = []
-    at = 0
-    for r in shard:
-        if r:
-            found.append((r.start, r.stop, at))
-        at += len(r)
-    return sorted(found)
+def _shared(mine: Rows, theirs: Rows, of: NDArray[np.int64], n: int) -> list[tuple[Intervals, Intervals]]:
+    """The tokens that a shard shares with each of `n` others: slices of it, and of the other one. of: the number of each
+    row's shard."""
+    first = np.searchsorted(mine[:, 1], theirs[:, 0], "right")
+    many = np.maximum(np.searchsorted(mine[:, 0], theirs[:, 1], "left") - first, 0)
+    theirs, of = np.repeat(theirs, many, 0), np.repeat(of, many)
+    mine = mine[np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first, many)]
+    start, stop = np.maximum(mine[:, 0], theirs[:, 0]), np.minimum(mine[:, 1], theirs[:, 1])
+    here, there = start - mine[:, 0] + mine[:, 2], start - theirs[:, 0] + theirs[:, 2]
+    here_end, there_end = here + stop - start, there + stop - start
+    apart = (here[1:] != here_end[:-1]) | (there[1:] != there_end[:-1]) | (of[1:] != of[:-1])
+    begins = np.flatnonzero(np.append(len(of) > 0, apart))
+    ends = np.append(begins[1:], len(of))[: len(begins)] - 1
+    ours = tuple(zip(here[begins].tolist(), here_end[ends].tolist(), strict=True))
+    others = tuple(zip(there[begins].tolist(), there_end[ends].tolist(), strict=True))
+    borders = np.searchsorted(of[begins], np.arange(n + 1)).tolist()
+    return [(ours[a:b], others[a:b]) for a, b in pairwise(borders)]
 
 
 @dataclass(frozen=True)
@@ -151,21 +157,19 @@ class Move:
 
 def move(sources: tuple[Shard, ...], targets: tuple[Shard, ...], rank: int) -> Move:
     """From the shards `sources` to the shards `targets`, both lists by rank."""
-    sends: list[Piece] = []
-    receives: list[Piece] = []
-    mine, wanted = _placed(sources[rank]), _placed(targets[rank])
-    local = _shared(mine, wanted)
-    sent = {id(targets[rank]): local}  # by the target's identity: often all ranks want the same tokens
-    for peer in range(len(sources)):
-        if peer == rank:
-            continue
-        target = targets[peer]
-        if id(target) not in sent:
-            sent[id(target)] = _shared(mine, _placed(target))
-        for pieces, found in ((sends, sent[id(target)]), (receives, _shared(_placed(sources[peer]), wanted))):
-            if found:
-                pieces.append(Piece(peer, tuple(here for here, _ in found), tuple(there for _, there in found)))
-    return Move(Route(tuple(sends), tuple(receives)), tuple(local))
+    return _move(_placed(sources), _placed(targets), len(sources), rank)
+
+
+def _move(
+    sources: tuple[Rows, NDArray[np.int64]], targets: tuple[Rows, NDArray[np.int64]], world: int, rank: int
+) -> Move:
+    mine, wanted = (x[slice(*np.searchsorted(of, (rank, rank + 1)))] for x, of in (sources, targets))
+    sent = _shared(mine, *targets, world)
+    received = _shared(wanted, *sources, world)
+    others = [peer for peer in range(world) if peer != rank]
+    sends = tuple(Piece(peer, *sent[peer]) for peer in others if sent[peer][0])
+    receives = tuple(Piece(peer, *reversed(received[peer])) for peer in others if received[peer][0])
+    return Move(Route(sends, receives), tuple(zip(*sent[rank], strict=True)))
 
 
 def needed_keys(problem: Problem, rank: int) -> Shard:
@@ -191,8 +195,9 @@ def gather_move(problem: Problem, rank: int) -> Move:
     schedule = problem.schedule
     assert isinstance(schedule, GatherSchedule)
     if schedule.pieces(problem, rank, rank) is None:
-        needs = tuple(needed_keys(problem, other) for other in range(problem.world))
-        return move(problem.layout.shards(problem.cu_seqlens, problem.world), needs, rank)
+        keys = needs_by_rank(problem)
+        needs = _rows(np.concatenate(keys), np.repeat(np.arange(len(keys)), [len(each) for each in keys]))
+        return _move(_placed(problem.layout.shards(problem.cu_seqlens, problem.world)), needs, problem.world, rank)
     sends: list[Piece] = []
     receives: list[Piece] = []
     for other in range(problem.world):

@@ -122,15 +122,19 @@ def has_pairs(x: Rectangles) -> NDArray[np.bool_]:
     return found
 
 
-def key_intervals(x: Rectangles) -> Intervals:
-    """All keys that some query sees: disjoint, sorted intervals."""
+def joined_keys(x: Rectangles) -> NDArray[np.int64]:
+    """All keys that some query sees: disjoint, sorted intervals `[n, 2]`."""
     if not len(x):
-        return ()
+        return np.zeros((0, 2), np.int64)
     order = np.argsort(x[:, K0], kind="stable")
     starts, ends = x[order, K0], np.maximum.accumulate(x[order, K1])
-    breaks = np.flatnonzero(starts[1:] > ends[:-1]) + 1
-    first, last = np.concatenate([[0], breaks]), np.concatenate([breaks - 1, [len(x) - 1]])
-    return tuple(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
+    breaks = np.flatnonzero(starts[1:] > ends[:-1])
+    return np.stack([starts[np.append(0, breaks + 1)], ends[np.append(breaks, len(x) - 1)]], 1)
+
+
+def intervals_of(x: NDArray[np.int64]) -> Intervals:
+    """The rows of `[n, 2]` as intervals."""
+    return tuple(zip(*x.T.tolist(), strict=True))
 
 
 def both(a: Rectangles, b: Rectangles) -> Rectangles:

@@ -8,23 +8,41 @@ Source: Ring Attention with Blockwise Transformers for Near-Infinite Context (Li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from attention.geometry.layouts import CONTIGUOUS
 from attention.geometry.options import HeadParts
-from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards, tiles, whole_shard
-from attention.masks.band import Intervals
+from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards, shard_blocks, tiles, whole_shard
+from attention.masks.band import FULL, Intervals
 from attention.variants.base import Variant, register
 
 
-def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
+def blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
     """What `rank` computes against the keys of `owner`."""
-    if problem.band.causal and owner > rank:
-        return
+    band = problem.band
+    if not band.windowed:
+        return _whole(problem, owner - rank)
+    if _outside(problem, rank, owner):
+        return ()
+    found: list[Block] = []
     for at, n in equal_shards(problem):
         q, k = (rank * n, (rank + 1) * n), (owner * n, (owner + 1) * n)
-        yield from tiles(problem.band, q, at - q[0], k, at - k[0])
+        found += tiles(band, q, at - q[0], k, at - k[0])
+    return tuple(found)
+
+
+def _whole(problem: Problem, ahead: int) -> tuple[Block, ...]:
+    """Without a window: the same blocks for all earlier ranks, and for all later ones."""
+    if ahead > 0 and problem.band.causal:
+        return ()
+    return shard_blocks(problem, FULL if ahead else problem.band)
+
+
+def _outside(problem: Problem, rank: int, owner: int) -> bool:
+    """Whether a window ends before the owner's keys, in every sequence."""
+    band, shortest = problem.band, min((n for _, n in equal_shards(problem) if n), default=0)
+    bound = band.left if owner < rank else band.right
+    return owner != rank and 0 <= bound < (abs(owner - rank) - 1) * shortest + 1
 
 
 def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:

@@ -7,12 +7,11 @@ Source: Striped Attention: Faster Ring Attention for Causal Transformers (Brando
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from attention.geometry.layouts import Layout, Shard
 from attention.geometry.options import HeadParts
-from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards, whole_shard
+from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards, shard_blocks, whole_shard
 from attention.masks.band import CAUSAL, Intervals
+from attention.memo import memo
 from attention.variants.base import Variant, register
 
 
@@ -23,20 +22,22 @@ def split(length: int, world: int) -> tuple[Shard, ...]:
 STRIPE = Layout("stripe", 1, split)
 
 
-def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
+def blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
     """What `rank` computes against the keys of `owner`."""
-    for at, n in equal_shards(problem):
-        if owner <= rank and n:
-            yield Block((at, at + n), (at, at + n), CAUSAL)
-        elif n > 1:
-            yield Block((at + 1, at + n), (at, at + n - 1), CAUSAL)
+    return shard_blocks(problem, CAUSAL) if owner <= rank else _later(problem)
+
+
+@memo(lambda found, *_: len(found))
+def _later(problem: Problem) -> tuple[Block, ...]:
+    """Against the keys of any later rank."""
+    return tuple(Block((at + 1, at + n), (at, at + n - 1), CAUSAL) for at, n in equal_shards(problem) if n > 1)
 
 
 def keys(problem: Problem, rank: int, owner: int) -> Intervals:
     """The owner's keys that the rank needs: all, but of later ranks the last of each sequence."""
     if owner <= rank:
         return whole_shard(problem)
-    return tuple((at, at + n - 1) for at, n in equal_shards(problem) if n > 1)
+    return tuple(block.k for block in _later(problem))
 
 
 SCHEDULE = RingSchedule(blocks, keys)

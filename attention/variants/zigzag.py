@@ -8,13 +8,21 @@ Source: ring-flash-attention's zigzag ring (Zhu, 2024); the chunks are those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from attention.geometry.layouts import Layout, Shard, chunk
 from attention.geometry.options import HeadParts
-from attention.geometry.schedules import MANY_SEQUENCES, Block, Problem, RingSchedule, equal_shards, whole_shard
+from attention.geometry.schedules import (
+    MANY_SEQUENCES,
+    Block,
+    Problem,
+    RingSchedule,
+    equal_shards,
+    shard_blocks,
+    whole_shard,
+)
 from attention.masks.band import CAUSAL, FULL, Intervals
+from attention.memo import memo
 from attention.variants.base import Variant, register
 
 
@@ -26,18 +34,18 @@ def split(length: int, world: int) -> tuple[Shard, ...]:
 ZIGZAG = Layout("zigzag", 2, split)
 
 
-def blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
+def blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
     """What `rank` computes against the keys of `owner`."""
-    for at, n in equal_shards(problem):
-        half, end = at + n // 2, at + n
-        if not n:
-            continue
-        if owner == rank:
-            yield Block((at, end), (at, end), CAUSAL)
-        elif owner < rank:
-            yield Block((at, end), (at, half), FULL)
-        else:
-            yield Block((half, end), (at, end), FULL)
+    return shard_blocks(problem, CAUSAL) if owner == rank else _remote(problem, owner < rank)
+
+
+@memo(lambda found, *_: len(found))
+def _remote(problem: Problem, earlier: bool) -> tuple[Block, ...]:
+    """Against the keys of any earlier rank, or of any later one."""
+    shards = [(at, at + n // 2, at + n) for at, n in equal_shards(problem) if n]
+    if earlier:
+        return tuple(Block((at, end), (at, half), FULL) for at, half, end in shards)
+    return tuple(Block((half, end), (at, end), FULL) for at, half, end in shards)
 
 
 def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
