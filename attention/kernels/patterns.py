@@ -16,6 +16,7 @@ from attention.errors import UnsupportedCall
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
 from attention.masks.band import Band, Interval, Intervals
 from attention.masks.pattern import Entry, Pattern
+from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
 from attention.tensors import add_, take, token_indices
 
@@ -106,10 +107,12 @@ class ForPatterns:
         return total.result()
 
     def _backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call) -> Triple:
-        dtype = accumulation_dtype(q.dtype)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-        for part in _parts(call, q):
-            grads = self.kernel.backward(
+        parts = _parts(call, q)
+        queries = Sum([q], [part.q for part in parts])
+        overlapping = any(part.overlapping for part in parts)
+        keys = Overlapping(k, v, call.deterministic) if overlapping else Sum([k, v], [part.k for part in parts])
+        for part in parts:
+            dq, dk, dv = self.kernel.backward(
                 _side(dout, part.q),
                 _side(q, part.q),
                 _side(k, part.k),
@@ -118,10 +121,34 @@ class ForPatterns:
                 _side_lse(lse, part.q),
                 part.call,
             )
-            add_(dq, part.q, _batched(grads[0], q))
-            for total, each in ((dk, grads[1]), (dv, grads[2])):
-                _add_keys(total, part, _batched(each, q), call.deterministic)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            queries.add(_batched(dq, q))
+            if isinstance(keys, Overlapping):
+                keys.add(part.k, _batched(dk, q), _batched(dv, q))
+            else:
+                keys.add(_batched(dk, q), _batched(dv, q))
+        (dq,), (dk, dv) = queries.result(), keys.result()
+        return dq, dk, dv
+
+
+class Overlapping:
+    """The sums of dk and dv over calls of which one may have a key several times, in the accumulation dtype."""
+
+    def __init__(self, k: Tensor, v: Tensor, deterministic: bool):
+        self.like = k, v
+        self.deterministic = deterministic and k.is_cuda  # where index_add_ adds in any order
+        self.totals = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (k, v)]
+
+    def add(self, intervals: Intervals, dk: Tensor, dv: Tensor) -> None:
+        for total, part in zip(self.totals, (dk, dv), strict=True):
+            if self.deterministic:
+                at = token_indices(intervals, total.device)
+                total.transpose(0, 1).index_put_((at,), part.transpose(0, 1).to(total.dtype), accumulate=True)
+            else:
+                add_(total, intervals, part)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        dk, dv = (total.to(x.dtype) for total, x in zip(self.totals, self.like, strict=True))
+        return dk, dv
 
 
 def _parts(call: Call, q: Tensor) -> tuple[Part, ...]:
@@ -196,12 +223,3 @@ def _batched(x: Tensor, like: Tensor) -> Tensor:
 
 def _batched_lse(lse: Tensor, like: Tensor) -> Tensor:
     return lse.unflatten(1, (like.shape[0], -1)).transpose(0, 1)
-
-
-def _add_keys(total: Tensor, part: Part, grads: Tensor, deterministic: bool) -> None:
-    """Add the gradients of a part's keys, of which one may occur many times."""
-    if not (part.overlapping and deterministic and total.is_cuda):
-        add_(total, part.k, grads)
-        return
-    at = token_indices(part.k, total.device)  # index_add_ adds in any order on a GPU
-    total.transpose(0, 1).index_put_((at,), grads.transpose(0, 1).to(total.dtype), accumulate=True)

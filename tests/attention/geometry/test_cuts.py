@@ -12,8 +12,7 @@ from attention.variants.registry import VARIANTS
 from tests.support.coverage import WORLDS
 from tests.support.mask_definitions import DEFINITIONS, random_parameters
 
-# `balanced` is made for one mask: it has tests of its own
-TAKE_ANY = [name for name, v in VARIANTS.items() if v.any_mask and not v.options.from_call()]
+TAKE_ANY = [name for name, v in VARIANTS.items() if v.any_mask]
 
 
 def made(name: str, tokens: int, draw: random.Random) -> masks.Mask:
@@ -47,7 +46,7 @@ def test_every_pair_is_cut_exactly_once_and_only_needed_keys_travel(name, world)
     for mask in random_masks(tokens, world):
         if variant.causal_only:
             mask = mask & masks.causal()
-        options = {"ring": "contiguous"} if name == "usp" else {}
+        options = {"usp": {"ring": "contiguous"}, "balanced": {"mask": mask}}.get(name, {})
         problem = variant.problem((0, tokens), 1 if name == "dense" else world, mask, options)
         if not problem.is_cut:
             continue
