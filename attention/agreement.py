@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from attention.runtime import private
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0  # a rank may be late for good reasons: it compiles, or loads a checkpoint
 REFUSAL_S = 1.0  # how long a rank that refused its call may take to make another, correct one
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 1e-4, 0.1
 MOST_RANKS = 8  # that a message lists
