@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attention.kernels import KERNELS, Call, flash4
+from attention.kernels import KERNELS, Call, flash4_package
 from attention.masks.band import CAUSAL, FULL
 from attention.runtime import private
 from attention.runtime.launch_recorder import LaunchRecorder
@@ -99,12 +99,12 @@ def package(monkeypatch):
         calls: list[str] = []
         module = interface(calls)
         monkeypatch.setattr(private.metadata, "version", lambda _: version)
-        monkeypatch.setattr(flash4, "interface", lambda: (module, ""))
-        flash4.launches.cache_clear()
+        monkeypatch.setattr(flash4_package, "interface", lambda: (module, ""))
+        flash4_package.launches.cache_clear()
         return module, calls
 
     yield put
-    flash4.launches.cache_clear()
+    flash4_package.launches.cache_clear()
 
 
 def inputs(seed):
@@ -158,9 +158,9 @@ def test_of_another_version_nothing_is_recorded(package, version):
 def test_a_function_without_its_cache_is_named_and_nothing_is_recorded(package):
     module, _ = package(private.FLASH4_VERSION)
     given = backward_inputs(0)
-    flash4.launches.cache_clear()
+    flash4_package.launches.cache_clear()
     del module._bwd_preprocess.compile_cache
-    assert flash4.launches().why_not == "flash-attn-4 4.0.0b36: _bwd_preprocess has no compile_cache"
+    assert flash4_package.launches().why_not == "flash-attn-4 4.0.0b36: _bwd_preprocess has no compile_cache"
     module._bwd_preprocess.compile_cache = {}
     assert "no compile_cache" in recorded(backward, given)
 
@@ -191,7 +191,7 @@ def test_a_kernel_that_is_launched_past_submit_ends_the_recording_by_name(packag
 def test_a_kernel_that_takes_tensors_within_others_ends_the_recording(package):
     module, _ = package(private.FLASH4_VERSION)
     given = backward_inputs(0)
-    flash4.launches()
+    flash4_package.launches()
 
     def run(dout, q, *rest):
         def call():
@@ -199,7 +199,7 @@ def test_a_kernel_that_takes_tensors_within_others_ends_the_recording(package):
             cache["within"] = lambda *arguments: None
             cache["within"](q, (None, (dout,)))
 
-        flash4.launches().call(call)
+        flash4_package.launches().call(call)
         return (q,)
 
     assert "takes tensors within" in recorded(run, given)
