@@ -30,12 +30,13 @@ from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
-from attention.kernels import Kernel, Shape
+from attention.kernels import Call, Kernel, Shape
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
-from attention.masks.band import Band
+from attention.masks.band import FULL, Band
 from attention.masks.mask import Mask
 from attention.masks.padded import Padded
+from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of, of_sequences
 from attention.replay import Replay
 from attention.tensors import tokens
@@ -267,8 +268,12 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
         calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse)
         return calls.kernel(variant, wanted, spec.shape, masks(problem))
     if problem.is_cut:
-        one_each = most_at_once(problem.mask.rectangles(problem.cu_seqlens[-1])) <= 1
-        return kernels.select_for_patterns(wanted, spec.shape, masks(problem), one_each)
+        tokens = problem.cu_seqlens[-1]
+        rows = problem.mask.rectangles(tokens)
+        kernel = kernels.select_for_patterns(wanted, spec.shape, masks(problem), most_at_once(rows) <= 1)
+        if kernel.refuses(spec.shape, FULL):  # it has no packed calls: all ranks see here whether it can do the mask
+            kernel.check(Call(spec.scale, deterministic=settings.deterministic, pattern=Pattern(tokens, tokens, rows)))
+        return kernel
     return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
 
 

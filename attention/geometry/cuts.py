@@ -72,7 +72,7 @@ def needs_by_rank(problem: Problem) -> tuple[Rows, ...]:
     return tuple(np.split(found - (rank * apart)[:, None], np.searchsorted(rank, np.arange(1, len(rows)))))
 
 
-@memo(lambda found, *_: len(found), 1 << 20)
+@memo(lambda found, problem, _: len(found) + len(problem.cu_seqlens), 1 << 20)
 def needs(problem: Problem, rank: int) -> Intervals:
     """The global positions of all keys that some query of the rank sees."""
     return intervals_of(needs_by_rank(problem)[rank])

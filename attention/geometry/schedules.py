@@ -313,7 +313,11 @@ def length(intervals: Intervals) -> int:
 
 
 def _weight(found: tuple[Step, ...], problem: Problem, *_: object) -> int:
-    return sum([len(problem.cu_seqlens) + len(step.order or ()) for step in found])
+    weight = sum([len(problem.cu_seqlens) + len(step.order or ()) for step in found])
+    if problem.is_cut:  # kernels keep tables with a pattern: of its rectangles, and of each query's intervals
+        tokens = problem.cu_seqlens[-1]
+        weight += tokens // 8 + len(problem.mask.rectangles(tokens))
+    return weight
 
 
 @memo(_weight)

@@ -130,7 +130,7 @@ def select(name: str, shape: Shape, masks: tuple[Band, ...], decode: bool = Fals
     return KERNELS[name]
 
 
-def select_for_patterns(name: str, shape: Shape, masks: tuple[Band, ...], one_each: bool) -> Kernel:
+def select_for_patterns(name: str, shape: Shape, masks: tuple[Band, ...], one_each: bool) -> ForPatterns:
     """As `select`, for calls under patterns whose rectangles have bands like `masks`. one_each: no query sees two of the
     mask's rectangles. The same on all ranks, for it looks at the mask as a whole. Raises as `select`."""
     packed = replace(shape, packed=True)

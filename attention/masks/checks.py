@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from attention.errors import nearest
+from attention.masks.rectangles import UNBOUNDED
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:
@@ -21,6 +22,8 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
         ) from None
     if found < least:
         raise ValueError(f"{name}={found}: must be at least {least}")
+    if found >= UNBOUNDED:
+        raise ValueError(f"{name}={found}: must be less than {UNBOUNDED}; give -1 for a window without a bound")
     return found
 
 

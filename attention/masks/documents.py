@@ -63,8 +63,8 @@ class Documents(Mask):
         start, stop = _borders(self.lengths, tokens)
         band = self.inner.band
         assert band is not None
-        lo = -band.left if band.left >= 0 else -UNBOUNDED
-        return from_columns(start, stop, start, stop, lo, band.right if band.right >= 0 else UNBOUNDED)
+        lo = max(-band.left, -UNBOUNDED) if band.left >= 0 else -UNBOUNDED
+        return from_columns(start, stop, start, stop, lo, min(band.right, UNBOUNDED) if band.right >= 0 else UNBOUNDED)
 
 
 @dataclass(frozen=True)

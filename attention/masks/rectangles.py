@@ -36,8 +36,8 @@ def from_columns(
 def rectangle(q: Interval, k: Interval, band: Band) -> tuple[int, ...]:
     """The row of a band that is aligned bottom-right in a rectangle."""
     shift = k[1] - q[1]
-    lo = shift - band.left if band.left >= 0 else -UNBOUNDED
-    hi = shift + band.right if band.right >= 0 else UNBOUNDED
+    lo = max(shift - band.left, -UNBOUNDED) if band.left >= 0 else -UNBOUNDED
+    hi = min(shift + band.right, UNBOUNDED) if band.right >= 0 else UNBOUNDED
     return (*q, *k, lo, hi)
 
 
