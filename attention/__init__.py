@@ -6,6 +6,7 @@
 
 make             makes a variant's function over a process group
 names            every variant, with a one-line description
+masks            which keys each query sees: masks.chunked(8192), masks.names()
 ContextParallel  the function's type: shard, call, unshard
 UnsupportedCall  a ValueError: this variant, kernel or machine cannot do the call
 
@@ -13,13 +14,15 @@ The layouts, schedules and masks are pure Python and import without torch."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attention import masks
     from attention.api import ContextParallel, make, names
     from attention.errors import UnsupportedCall
 
-__all__ = ["ContextParallel", "UnsupportedCall", "make", "names"]
+__all__ = ["ContextParallel", "UnsupportedCall", "make", "masks", "names"]
 
 
 def __dir__() -> list[str]:
@@ -31,6 +34,8 @@ def __getattr__(name: str) -> Any:
         from attention.errors import UnsupportedCall
 
         return UnsupportedCall
+    if name == "masks":
+        return importlib.import_module("attention.masks")
     if name in __all__:
         from attention import api
 
