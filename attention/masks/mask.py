@@ -11,7 +11,7 @@ import numpy as np
 
 from attention.masks.band import Band
 from attention.masks.picture import picture
-from attention.masks.rectangles import K1, LO, Q0, UNBOUNDED, Rectangles, both, pairs, rectangle, rectangles
+from attention.masks.rectangles import HI, K1, LO, Q0, UNBOUNDED, Rectangles, both, pairs, rectangle, rectangles
 from attention.memo import memo
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Mask(ABC):
     def is_causal(self, tokens: int) -> bool:
         """Whether no query sees a later key."""
         x = self.rectangles(tokens)
-        return bool((np.minimum(x[:, 5], x[:, K1] - 1 - x[:, Q0]) <= 0).all())
+        return bool((np.minimum(x[:, HI], x[:, K1] - 1 - x[:, Q0]) <= 0).all())
 
     def windowed(self, tokens: int) -> bool:
         """Whether some rectangle has a lower bound, for which a kernel needs sliding windows."""

@@ -76,6 +76,13 @@ def clipped(x: Rectangles, q: Interval, k: Interval) -> Rectangles:
 
 def pairs(x: Rectangles) -> NDArray[np.int64]:
     """The (query, key) pairs of each rectangle `[n]`."""
+    found: NDArray[np.int64] = (x[:, Q1] - x[:, Q0]) * (x[:, K1] - x[:, K0])
+    banded = np.flatnonzero((x[:, LO] > -UNBOUNDED) | (x[:, HI] < UNBOUNDED))
+    found[banded] = _within_band(x[banded])
+    return found
+
+
+def _within_band(x: Rectangles) -> NDArray[np.int64]:
     n, m = x[:, Q1] - x[:, Q0], x[:, K1] - x[:, K0]
 
     def upto(bound: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from attention.geometry.schedules import GATHER
 from attention.masks.band import Band
 from attention.masks.mask import Banded, Mask
 from attention.masks.padded import Padded
-from attention.masks.rectangles import both, pairs, placed
+from attention.masks.rectangles import Q0, Q1, both, pairs, placed
 from attention.masks.sequences import of_sequences
 from attention.memo import memo
 from attention.variants.base import Variant, register
@@ -116,10 +116,13 @@ def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[S
     able = [chunks] if chunks else [n for n in divisors(each) if n <= MOST_CHUNKS]
     best: Dealt | None = None
     finest = pairs_in(mask, length, equal_parts(0, length, world * able[-1]))
-    few_rows = finest.max() > finest.sum() / world / 4  # have so many pairs that whole chunks are not tried
-    for deal in (by_chunks_and_rows, by_chunks) if few_rows else (by_chunks, by_chunks_and_rows):
-        for n in able if deal is by_chunks else reversed(able):
-            found = deal(mask, length, world, n)
+    work = {n: finest.reshape(world * n, -1).sum(1) for n in able if able[-1] % n == 0}
+    work |= {n: pairs_in(mask, length, equal_parts(0, length, world * n)) for n in able if n not in work}
+    # where a few rows have very many pairs, whole chunks are tried last
+    few_rows = finest.max() > finest.sum() / world / 4
+    for way in (by_chunks_and_rows, by_chunks) if few_rows else (by_chunks, by_chunks_and_rows):
+        for n in able if way is by_chunks else reversed(able):
+            found = way(mask, length, world, work[n])
             if found is not None and (best is None or found.uneven < best.uneven):
                 best = found
             if best is not None and best.uneven <= EVEN:
@@ -153,22 +156,19 @@ class Dealt:
         return tuple(map(tuple, found))
 
 
-def by_chunks(mask: Mask, length: int, world: int, n: int) -> Dealt:
-    """`n` whole chunks to each rank."""
-    parts = equal_parts(0, length, world * n)
-    work = pairs_in(mask, length, parts)
-    return Dealt.of(parts, deal(work, world), work, world)
+def by_chunks(mask: Mask, length: int, world: int, work: NDArray[np.int64]) -> Dealt:
+    """Whole chunks, equally many to each rank. work: the pairs of each chunk."""
+    return Dealt.of(equal_parts(0, length, len(work)), deal(work, world), work, world)
 
 
-def by_chunks_and_rows(mask: Mask, length: int, world: int, n: int) -> Dealt | None:
+def by_chunks_and_rows(mask: Mask, length: int, world: int, work: NDArray[np.int64]) -> Dealt | None:
     """As many of the chunks with the most pairs as there are ranks are cut into a few rows each, which are dealt out
     first, then the other chunks: for masks of which a few queries see very many keys. None where chunks cannot be cut."""
-    size = length // (world * n)
-    if size == 1 or n == 1:
+    size = length // len(work)
+    if size == 1 or len(work) == world:
         return None
     cut = max(m for m in divisors(size) if m * world <= MOST_ROWS or m == 1)
-    parts = equal_parts(0, length, world * n)
-    work = pairs_in(mask, length, parts)
+    parts = equal_parts(0, length, len(work))
     most = np.sort(np.argsort(-work, kind="stable")[:world])
     rest = np.setdiff1d(np.arange(len(work)), most)
     rows = np.concatenate([equal_parts(parts[i, 0], parts[i, 1], cut) for i in most])
@@ -187,9 +187,15 @@ def equal_parts(start: int, stop: int, n: int) -> NDArray[np.int64]:
 
 
 def pairs_in(mask: Mask, length: int, parts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The mask's pairs of the queries of each part."""
-    found, which = placed(mask.rectangles(length), [(a, b, 0) for a, b in parts.tolist()], keys=False)
-    return np.bincount(which, pairs(found), len(parts)).astype(np.int64)
+    """The mask's pairs of the queries of each part. parts: `[n, 2]`, disjoint and in order."""
+    x = mask.rectangles(length)
+    at = np.searchsorted(parts[:, 1], x[:, Q0], "right")  # the first part that ends after the rectangle starts
+    low, high = np.append(parts, [[length, length]], 0)[at].T
+    within = (x[:, Q0] >= low) & (x[:, Q1] <= high)  # most of a mask of tiles: counted as they are
+    cut, which = placed(x[~within], [(a, b, 0) for a, b in parts.tolist()], keys=False)
+    whole = x[within]
+    work = np.bincount(at[within], pairs(whole), len(parts)) + np.bincount(which, pairs(cut), len(parts))
+    return work.astype(np.int64)
 
 
 def deal(work: NDArray[np.int64], world: int, before: NDArray[np.float64] | None = None) -> NDArray[np.int64]:

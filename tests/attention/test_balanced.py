@@ -56,7 +56,16 @@ def test_every_rank_has_as_many_tokens_and_nearly_as_many_pairs(world):
 def test_a_million_tokens_for_64_ranks_are_dealt_out_in_a_moment():
     """Aim: 50 ms. Five times as long is allowed here, where the tests share two cores."""
     tokens = 1 << 20
-    for mask in (masks.documents(real_lengths(tokens, 0)), masks.sliding_window(4096), masks.chunked(8192)):
+    many = masks.block_sparse("dilated_sparse")  # 573,528 rectangles
+    few_rows = masks.global_window(512, 128)
+    for mask in (
+        masks.documents(real_lengths(tokens, 0)),
+        masks.sliding_window(4096),
+        masks.chunked(8192),
+        many,
+        few_rows,
+    ):
+        mask.rectangles(tokens)  # building it is counted apart
         taken = []
         for _ in range(3):
             assigned.cache_clear()
