@@ -70,9 +70,7 @@ class Rounds:
     def check(self, asked: Asked, timeout_s: float) -> None:
         """Raises Disagreement unless all ranks ask for the same."""
         missed = ""
-        if self.refused:
-            self.store.delete_key("refused")
-            self.refused = False
+        self._leave_refused()
         while self.rank in (verdict := self._round(asked, timeout_s)).without:
             missed = f". Before this, the other ranks gave up: {verdict.message}"
         if verdict.message:
@@ -80,9 +78,21 @@ class Rounds:
 
     def refuse(self, error: Exception) -> None:
         """Tells ranks that make the next plan why this one does not."""
-        note = {"plan": self.number + 1, "rank": self.rank, "error": str(error)[:MOST_TEXT]}
-        self.store.set("refused", json.dumps(note))
+        self._leave_refused()
+        note = {"plan": self.number + 1, "error": str(error)[:MOST_TEXT]}
+        self.store.set(_refused(self.rank), json.dumps(note))
         self.refused = True
+
+    def _leave_refused(self) -> None:
+        """Takes back that the last call was refused. If the others gave up waiting for it, that plan is over."""
+        if not self.refused:
+            return
+        self.store.delete_key(_refused(self.rank))
+        self.refused = False
+        if self.store.check([f"verdict/{self.number + 1}"]):
+            self.number += 1
+            if self.store.add(f"arrived/{self.number}", 1) == self.world:
+                self.store.delete_key(f"arrived/{self.number}")
 
     def _round(self, asked: Asked, timeout_s: float) -> Verdict:
         self.number += 1
@@ -116,13 +126,19 @@ class Rounds:
         return Verdict(**json.loads(holds))
 
     def _refusal(self) -> Verdict | None:
-        if not self.store.check(["refused"]):
+        errors: dict[int, str] = {}
+        for rank in range(self.world):
+            if self.store.check([_refused(rank)]):
+                note = json.loads(self.store.get(_refused(rank)))
+                if note["plan"] == self.number:
+                    errors[rank] = note["error"]
+        if not errors:
             return None
-        note = json.loads(self.store.get("refused"))
-        if note["plan"] != self.number:
-            return None
-        rank = note["rank"]
-        return Verdict(f"rank {rank} refused its call, which other ranks made: {note['error']}", [rank])
+        said = "; ".join(
+            f"{_ranks(ranks)} refused {'its' if len(ranks) == 1 else 'their'} call, which other ranks made: {error}"
+            for error, ranks in _by_value(errors).items()
+        )
+        return Verdict(said, list(errors))
 
     def _absence(self, timeout_s: float) -> Verdict | None:
         """Which ranks did not come, and what those asked for that did; None if the last one has just come."""
@@ -201,6 +217,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > MOST_RANKS:
         return f"ranks {listed}, … ({len(ranks)} in all)"
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def _refused(rank: int) -> str:
+    return f"refused/{rank}"
 
 
 def _key(rank: int) -> str:

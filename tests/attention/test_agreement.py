@@ -99,6 +99,12 @@ def test_a_call_that_one_rank_refuses_ends_on_all_ranks_with_its_reason(in_world
     assert max(seconds) < 15
 
 
+def test_after_a_call_that_two_ranks_refuse_all_agree_again(in_world):
+    first, then = zip(*in_world(agreement.refused_by_two, 4), strict=True)
+    assert all("rank 1 refused its call" in first[rank] for rank in (0, 3))
+    assert then == ("none",) * 4
+
+
 def test_a_rank_may_correct_a_refused_call(in_world):
     assert in_world(agreement.corrected, 2) == ["none", "none"]
 

@@ -116,6 +116,20 @@ def corrected(me: Rank) -> list[str]:
     return me.gather(_message(fn, _inputs(), {}))
 
 
+def refused_by_two(me: Rank) -> list[Any]:
+    """The messages of two calls by rank, the first of which ranks 1 and 2 refuse, each for its own reason, rank 2 when the
+    others have given up."""
+    fn = _function()
+    q, k, v = _inputs()
+    if me.rank == 2:
+        time.sleep(2.0)
+    first = [q, k, torch.cat([v] * (me.rank + 1), 2)] if me.rank in (1, 2) else [q, k, v]
+    refused = _message(fn, first, {})
+    if me.rank in (1, 2):
+        time.sleep(2.0)  # a call that comes sooner would stand for the refused one
+    return me.gather((refused, _message(fn, _inputs(), {})))
+
+
 def refused_by_all(me: Rank) -> list[str]:
     """The messages of two calls, the first of which every rank refuses."""
     fn = _function()
