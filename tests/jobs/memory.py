@@ -13,9 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
+from attention import masks
 from attention.executors import policy
+from attention.masks import Mask
 from attention.reduction import grad_sum, lse_merge
 from attention.transports import symmetric
+from attention.variants.registry import variant
 from runner.launch.rank import Rank
 
 
@@ -115,3 +118,37 @@ def _held(
     with live:
         step()
     return live.peak + sum(pool.nbytes for pool in pools)
+
+
+def growing(n: int) -> list[Mask]:
+    """Masks for n tokens whose pairs grow linearly with them."""
+    return [
+        masks.documents([256] * (n // 256)),
+        masks.global_window(64, 16, causal=True),
+        masks.dca(128, 16, 128, causal=True),
+        masks.dca(128, 16, 32, granularity="tile", causal=True),
+        masks.block_sparse("local_window", causal=True),
+    ]
+
+
+def under_masks(me: Rank, names: list[str], sizes: list[int]) -> dict[str, dict[str, list[list[int]]]]:
+    """By variant and mask, for each rank and size the peak bytes beside the inputs of a forward and backward."""
+    found: dict[str, dict[str, list[list[int]]]] = {}
+    for name in names:
+        found[name] = {}
+        for number, mask in enumerate(growing(sizes[0])):
+            peaks = [_peak(name, growing(n)[number], n) for n in sizes]
+            found[name][f"{number} {mask.name}"] = me.gather(peaks)
+    return found
+
+
+def _peak(name: str, mask: Mask, tokens: int) -> int:
+    made_for = {"mask": mask} if "mask" in variant(name).options.from_call() else {}
+    fn = attention.make(name, **made_for)
+    q, kv = (torch.randn(1, tokens, heads, 16) for heads in (2, 1))
+    q, k, v, dout = (fn.shard(x).contiguous() for x in (q, kv, kv.clone(), q.clone()))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    fn(*inputs, mask=mask)  # plans
+    with Live({x.untyped_storage().data_ptr() for x in (*inputs, dout)}) as live:
+        torch.autograd.grad(fn(*inputs, mask=mask), inputs, dout)
+    return live.peak
