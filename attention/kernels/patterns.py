@@ -1,10 +1,10 @@
-"""Calls under a mask's pattern by any kernel. One that takes no patterns gets packed calls: the rectangles become a few packed calls, whose results are merged by their LSE. The
-backward takes each call's gradients with the final out and lse and adds them up in fp32. Linear in the rectangles; no matrix
-of all pairs."""
+"""Calls under a mask's pattern. A kernel that takes no patterns gets a few packed calls for the pattern's rectangles; their
+results are merged by their LSE. The backward takes each packed call's gradients with the final out and lse, and sums them.
+Time and memory are linear in the rectangles: there is no matrix of all pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
+from attention.geometry.transfers import joined
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
-from attention.masks.band import Band, Interval, Intervals
+from attention.masks.band import Band, Intervals
 from attention.masks.pattern import Entry, Pattern
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
@@ -26,7 +27,7 @@ MOST_GATHERED = 1 << 17  # keys of one call that are copied side by side, where 
 
 @dataclass(frozen=True)
 class Part:
-    """One packed call of a pattern: its queries, and its keys, of which several queries may have the same."""
+    """One packed call of a pattern, with its queries and its keys. Sequences of the call may share keys."""
 
     q: Intervals
     k: Intervals
@@ -35,8 +36,8 @@ class Part:
 
 
 class ForPatterns:
-    """A kernel for calls under patterns: by itself where it has tile lists or intervals that say the pattern, else by
-    its packed calls, a few for all rectangles.
+    """A kernel for calls under patterns. A kernel that takes patterns (it has tile lists, or intervals of each query)
+    computes those that it can by itself; all others are computed by its packed calls.
 
     shape: of the calls. Raises ValueError in `check` for a pattern that the kernel can do in neither way."""
 
@@ -154,7 +155,7 @@ class Overlapping:
 def _parts(call: Call, q: Tensor) -> tuple[Part, ...]:
     """The packed calls of a pattern, kept with it."""
     pattern = call.pattern
-    assert pattern is not None and (pattern.n_q, q.shape[0] > 0) == (q.shape[1], True)
+    assert pattern is not None and pattern.n_q == q.shape[1]
     key = (call.scale, call.deterministic, q.device, q.shape[0])
     if key not in pattern.kept:
         pattern.kept[key] = tuple(_built(call, pattern, q.shape[0], q.device))
@@ -172,13 +173,13 @@ def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> It
             packed = Call.of_packed(call.scale, each.band, q_lengths, k_lengths, device, call.deterministic)
             ends = sorted(k)
             overlapping = any(a[1] > b[0] for a, b in pairwise(ends))
-            yield Part(_joined(q), k if overlapping else _joined(k), packed, overlapping)
+            yield Part(joined(q), k if overlapping else joined(k), packed, overlapping)
 
 
 def _limited(entries: tuple[Entry, ...]) -> Iterator[list[Entry]]:
     """Entries in groups whose keys may be copied side by side. One with many keys in one interval is a group of its own,
     unless the entries' keys are beside each other, which need no copy."""
-    if all(len(keys) == 1 for _, keys in entries) and len(_joined(keys[0] for _, keys in entries)) == 1:
+    if all(len(keys) == 1 for _, keys in entries) and len(joined(keys[0] for _, keys in entries)) == 1:
         yield list(entries)
         return
     group: list[Entry] = []
@@ -195,16 +196,6 @@ def _limited(entries: tuple[Entry, ...]) -> Iterator[list[Entry]]:
         copied += n
     if group:
         yield group
-
-
-def _joined(intervals: Iterable[Interval]) -> Intervals:
-    merged: list[tuple[int, int]] = []
-    for start, stop in intervals:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
 
 
 def _side(x: Tensor, intervals: Intervals) -> Tensor:
