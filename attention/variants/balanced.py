@@ -35,7 +35,7 @@ CAUSAL = Banded(-1, 0)
 
 @dataclass(frozen=True)
 class BalancedOptions(GatherOptions):
-    """`mask`: what the layout is made for, and the mask of every call; None: a layout for causal calls, which say so.
+    """`mask`: what the layout is made for, and the mask of every call; None: a layout for calls with causal=True.
     `tokens`: of the whole sequence; None: any number. `chunks`: of each rank; None: the fewest that balance."""
 
     mask: Mask | None = from_call(None)  # noqa: RUF009
