@@ -254,7 +254,7 @@ def register(variant: Variant[Any]) -> Variant[Any]:
 
 def every_mask() -> str:
     """The variants that take every mask, as words."""
-    *names, last = (v.name for v in REGISTERED.values() if v.any_mask and not v.causal_only)
+    *names, last = sorted(v.name for v in REGISTERED.values() if v.any_mask and not v.causal_only)
     return f"{', '.join(names)} and {last}"
 
 
