@@ -107,7 +107,7 @@ def call_spec(
     held = tokens(k)
     total = kv_tokens if kv_tokens is not None else held * (1 if settings.layout.replicated else settings.world)
     cu = check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, settings.variant.decode))
-    shape = Shape.of(q, k, wants_gradient(q, k, v))
+    shape = Shape.of(q, k, v, wants_gradient(q, k, v))
     return CallSpec(
         shape=shape,
         batch=q.shape[0] if isinstance(settings.variant, External) else 1,
@@ -206,7 +206,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         kernel=kernel,
         transport=transport,
         options=options.resolved(writable),
-        steps=plan_steps(problem, place, spec.scale, spec.packed, settings.deterministic, spec.device),
+        steps=plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device),
     )
     if isinstance(kernel, ForPatterns):
         for step in plan.steps:
@@ -214,6 +214,11 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
                 kernel.check(each.call)
     settings.replay.strategy(plan, spec.device)
     return plan
+
+
+def _like(spec: CallSpec, settings: Settings) -> Call:
+    """What all kernel calls of a plan have."""
+    return Call(spec.scale, deterministic=settings.deterministic)
 
 
 def _divided(spec: CallSpec) -> CuSeqlens:
@@ -272,7 +277,7 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
         rows = problem.mask.rectangles(tokens)
         kernel = kernels.select_for_patterns(wanted, spec.shape, masks(problem), most_at_once(rows) <= 1)
         if kernel.refuses(spec.shape, FULL):  # it has no packed calls: all ranks see here whether it can do the mask
-            kernel.check(Call(spec.scale, deterministic=settings.deterministic, pattern=Pattern(tokens, tokens, rows)))
+            kernel.check(_like(spec, settings).under(Pattern(tokens, tokens, rows)))
         return kernel
     return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
 

@@ -18,6 +18,7 @@ from attention.executors.plan import plan_steps
 from attention.geometry import schedules, transfers
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import SEQUENCE, Problem
+from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS
@@ -34,7 +35,7 @@ def forget() -> None:
 
 def planned(problem: Problem, rank: int) -> None:
     """What a call computes before its first launch."""
-    found = plan_steps(problem, rank, 1.0, len(problem.cu_seqlens) > 2, False, torch.device("cpu"))
+    found = plan_steps(problem, rank, Call(1.0), len(problem.cu_seqlens) > 2, torch.device("cpu"))
     schedules.masks(problem)
     if found[-1].owner == SEQUENCE:
         transfers.gather_move(problem, rank)

@@ -111,7 +111,7 @@ def inputs(call: CallClass, given: Sizes, device: str) -> tuple[Tensor, Tensor, 
         for h in (given.heads, given.kv_heads, given.kv_heads, given.heads)
     )
     if call.layout == "packed":
-        made = Call.of_packed(scale, mask, given.lengths, given.lengths, q.device)
+        made = Call(scale).of_packed(mask, given.lengths, given.lengths, q.device)
     else:
         made = Call(scale, mask)
     return q, k, v, dout, made

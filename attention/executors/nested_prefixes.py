@@ -10,7 +10,7 @@ from attention.errors import UnsupportedCall
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.options import GatherOptions, Options
 from attention.geometry.transfers import Intervals
-from attention.kernels import KERNELS, Call
+from attention.kernels import KERNELS
 from attention.tensors import put_, take
 
 Into = tuple[Tensor, Tensor]  # out and lse of all the rank's queries
@@ -49,13 +49,13 @@ def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...
     if q.dim() == 3:
         q_lengths = [n for each in calls for n in each.call.q_lengths or ()]
         k_lengths = [n for each in calls for n in each.call.k_lengths or ()]
-        call = Call.of_packed(plan.scale, first.mask, q_lengths, k_lengths, q.device)
+        call = first.of_packed(first.mask, q_lengths, k_lengths, q.device)
         _put(into, rows, *plan.kernel.forward(take(q, rows), take(keys, columns), take(values, columns), call))
         return
     batch = q.shape[0]
     q_lengths = [b - a for a, b in rows] * batch
     k_lengths = [b - a for a, b in columns] * batch
-    call = Call.of_packed(plan.scale, first.mask, q_lengths, k_lengths, q.device)
+    call = first.of_packed(first.mask, q_lengths, k_lengths, q.device)
     out, lse = plan.kernel.forward(
         take(q, rows).flatten(0, 1), take(keys, columns).flatten(0, 1), take(values, columns).flatten(0, 1), call
     )

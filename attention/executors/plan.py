@@ -141,10 +141,9 @@ class Plan:
         return self._messages[key][1]
 
 
-def plan_steps(
-    problem: Problem, rank: int, scale: float, packed: bool, deterministic: bool, device: torch.device
-) -> tuple[PlannedStep, ...]:
-    """The steps of one rank, from its own steps and those of the ranks that read its keys."""
+def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: torch.device) -> tuple[PlannedStep, ...]:
+    """The steps of one rank, from its own steps and those of the ranks that read its keys. like: a call with what all calls
+    have."""
     planned = []
     most, routes = most_keys(problem), step_routes(problem, rank)
     known: dict[tuple[int, bool, Intervals], tuple[LocalCall, ...]] = {}  # most steps of a ring share their blocks
@@ -152,7 +151,7 @@ def plan_steps(
         keys = step.keys
         alike = id(step.blocks), step.owner == rank, keys
         if alike not in known:
-            known[alike] = tuple(_calls(step, where(step, rank), scale, packed, deterministic, device))
+            known[alike] = tuple(_calls(step, where(step, rank), like, packed, device))
         planned.append(PlannedStep(step.owner, keys, length(keys), known[alike], routes[i], most[i]))
     return tuple(planned)
 
@@ -176,23 +175,19 @@ def resized(plan: Plan, cu_seqlens: CuSeqlens, sizes: Sequence[int]) -> Plan:
     return replace(plan, problem=replace(plan.problem, cu_seqlens=cu_seqlens), steps=tuple(changed))
 
 
-def _calls(
-    step: Step, place: Place, scale: float, packed: bool, deterministic: bool, device: torch.device
-) -> Iterator[LocalCall]:
+def _calls(step: Step, place: Place, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:
     """Under a pattern, or dense: one call for each block. Packed: one call for all blocks with the same mask and group,
     over all sequences."""
     alike: dict[tuple[Band, int], list[tuple[Block, Intervals]]] = {}
     for block, k in _tiles(step.blocks, place):
-        if isinstance(block.mask, Pattern):
-            yield LocalCall((block.q,), k, Call(scale, deterministic=deterministic, pattern=block.mask))
-        elif not packed:
-            yield LocalCall((block.q,), k, Call(scale, block.mask, deterministic=deterministic))
+        if isinstance(block.mask, Pattern) or not packed:
+            yield LocalCall((block.q,), k, like.under(block.mask))
         else:
             alike.setdefault((block.mask, block.group), []).append((block, k))
     for (mask, _), found in alike.items():
         q_lengths = [block.q[1] - block.q[0] for block, _ in found]
         k_lengths = [length(k) for _, k in found]
-        call = Call.of_packed(scale, mask, q_lengths, k_lengths, device, deterministic)
+        call = like.of_packed(mask, q_lengths, k_lengths, device)
         yield LocalCall(joined(block.q for block, _ in found), joined(x for _, k in found for x in k), call)
 
 

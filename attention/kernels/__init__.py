@@ -15,7 +15,7 @@ from attention.kernels.cudnn_flex import CudnnFlex
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
 from attention.kernels.flex import Flex
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, lacks
 from attention.kernels.math import Math
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.xformers import Xformers
@@ -89,7 +89,7 @@ def names() -> list[str]:
 
 def refusal(kernel: Kernel, shape: Shape, mask: Band) -> str | None:
     """Why a kernel cannot do this call on this machine, or None."""
-    return kernel.missing(shape.device) or kernel.refuses(shape, mask)
+    return kernel.missing(shape.device) or lacks(kernel, shape) or kernel.refuses(shape, mask)
 
 
 def preference(shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def _functions() -> Any:
 def _dense(call: Call, q: Tensor, k: Tensor) -> Call:
     """A packed call as one over a batch of one."""
     pattern = call.pattern or _pattern(call.mask, call.q_lengths or (q.shape[0],), call.k_lengths or (k.shape[0],))
-    return Call(call.scale, deterministic=call.deterministic, pattern=pattern)
+    return call.under(pattern)
 
 
 @lru_cache(maxsize=64)

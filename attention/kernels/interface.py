@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One kernel call. Dense: q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, lse `[B, H, Sq]`. Packed (varlen), with
-    `q_lengths`: q `[Tq, H, D]`, k and v `[Tk, Hk, D]`, lse `[H, Tq]`, and sequence i of the queries sees sequence i of
-    the keys.
+    """One kernel call. Dense: q `[B, Sq, H, D]`, k `[B, Sk, Hk, D]`, v `[B, Sk, Hk, Dv]`, out `[B, Sq, H, Dv]`, lse
+    `[B, H, Sq]`. Packed (varlen), with `q_lengths`: q `[Tq, H, D]`, k `[Tk, Hk, D]`, v `[Tk, Hk, Dv]`, lse `[H, Tq]`, and
+    sequence i of the queries sees sequence i of the keys. Dv is D unless the kernel has the feature "v_head_dim".
+
+    softcap: a score x, which is scaled, becomes `softcap * tanh(x / softcap)`; a kernel needs the feature "softcap".
 
     The mask is aligned bottom-right in every sequence. With a `pattern` the call is dense, whatever the tensors' form: one sequence
     of queries, one of keys, and the pattern says what attends what. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
@@ -38,10 +40,13 @@ class Call:
     cu_k: Tensor | None = None
     deterministic: bool = False
     pattern: Pattern | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
             raise ValueError(f"scale={self.scale}: must be positive and finite; for a negative scale, negate q")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap={self.softcap}: must be positive and finite; leave it out for none")
 
     @property
     def packed(self) -> bool:
@@ -55,21 +60,20 @@ class Call:
     def max_k(self) -> int:
         return max(self.k_lengths or (0,))
 
-    @staticmethod
-    def of_packed(
-        scale: float,
-        mask: Band,
-        q_lengths: Sequence[int],
-        k_lengths: Sequence[int],
-        device: torch.device,
-        deterministic: bool = False,
-    ) -> Call:
+    def under(self, mask: Band | Pattern) -> Call:
+        """This call under another mask, dense."""
+        band, pattern = (mask, None) if isinstance(mask, Band) else (FULL, mask)
+        return replace(self, mask=band, pattern=pattern, q_lengths=None, k_lengths=None, cu_q=None, cu_k=None)
+
+    def of_packed(self, mask: Band, q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Call:
+        """This call under a band in every sequence of a packed batch."""
         n = len(q_lengths) + 1
         aligned = -(-n // 4) * 4  # both start at a multiple of 16 bytes, in one copy to the device
         both = [*accumulate(q_lengths, initial=0), *[0] * (aligned - n), *accumulate(k_lengths, initial=0)]
         there = uploaded(np.array(both, np.int32), device)
         cu_q, cu_k = there[:n], there[aligned:]
-        return Call(scale, mask, tuple(q_lengths), tuple(k_lengths), cu_q, cu_k, deterministic)
+        lengths = tuple(q_lengths), tuple(k_lengths)
+        return replace(self, mask=mask, pattern=None, q_lengths=lengths[0], k_lengths=lengths[1], cu_q=cu_q, cu_k=cu_k)
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,25 @@ class Shape:
     packed: bool = False
     backward: bool = True
     tokens: int | None = None  # queries of a call, over all sequences; None: unknown, treated as many
+    value_dim: int | None = None  # of v and out; None: head_dim
+    softcap: bool = False
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.value_dim or self.head_dim
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, backward: bool | None = None) -> Shape:
+    def of(q: Tensor, k: Tensor, v: Tensor, backward: bool | None = None, softcap: bool = False) -> Shape:
         """Of one call. backward: by default, whether q requires a gradient."""
         packed, tokens = q.dim() == 3, q.shape[-3]
         backward = q.requires_grad if backward is None else backward
-        return Shape(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], packed, backward, tokens)
+        value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
+        return Shape(
+            q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], packed, backward, tokens, value_dim, softcap
+        )
+
+
+Feature = Literal["softcap", "v_head_dim"]
 
 
 class Kernel(Protocol):
@@ -105,6 +121,8 @@ class Kernel(Protocol):
 
     A kernel that splits the keys may leave merging to its caller, by a method `splits(q, k, v, call)`. It returns
     partial results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
+
+    features: what a kernel can do beyond plain attention; without the attribute, nothing (see `lacks`).
 
     A kernel that takes patterns by itself has a method `refuses_pattern(shape, pattern, deterministic)`, which says why it
     cannot do one, or None."""
@@ -132,6 +150,16 @@ class Kernel(Protocol):
         call: Call,
         into: Triple | None = None,
     ) -> Triple: ...
+
+
+def lacks(kernel: Kernel, shape: Shape) -> str | None:
+    """Why a kernel cannot do what the call has beyond plain attention, or None."""
+    features: frozenset[Feature] = getattr(kernel, "features", frozenset())
+    if shape.softcap and "softcap" not in features:
+        return "softcap: it has none"
+    if shape.v_head_dim != shape.head_dim and "v_head_dim" not in features:
+        return f"v_head_dim={shape.v_head_dim}: must be head_dim={shape.head_dim}"
+    return None
 
 
 T = TypeVar("T", Pair, Triple)

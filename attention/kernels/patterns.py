@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
 from attention.geometry.transfers import joined
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, lacks, settle
 from attention.masks.band import Band, Intervals
 from attention.masks.pattern import Entry, Pattern
 from attention.reduction.grad_sum import Sum
@@ -49,7 +49,7 @@ class ForPatterns:
         return self.kernel.missing(device)
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
-        return self.kernel.refuses(shape, mask)
+        return lacks(self.kernel, shape) or self.kernel.refuses(shape, mask)
 
     def why_rectangles(self, call: Call) -> str | None:
         """Why the kernel itself does not do the call's pattern, or None; kept with the pattern."""
@@ -68,7 +68,7 @@ class ForPatterns:
         if call.pattern is None or not (own := self.why_rectangles(call)):
             return
         for each in call.pattern.rounds:
-            if reason := self.kernel.refuses(self.shape, each.band):
+            if reason := self.refuses(self.shape, each.band):
                 raise UnsupportedCall(
                     f"kernel={self.name}: {own}; nor by packed calls: {reason}; kernel=auto takes one that can"
                 )
@@ -156,7 +156,7 @@ def _parts(call: Call, q: Tensor) -> tuple[Part, ...]:
     """The packed calls of a pattern, kept with it."""
     pattern = call.pattern
     assert pattern is not None and pattern.n_q == q.shape[1]
-    key = (call.scale, call.deterministic, q.device, q.shape[0])
+    key = (call.scale, call.softcap, call.deterministic, q.device, q.shape[0])
     if key not in pattern.kept:
         pattern.kept[key] = tuple(_built(call, pattern, q.shape[0], q.device))
     found: tuple[Part, ...] = pattern.kept[key]
@@ -170,7 +170,7 @@ def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> It
             k = tuple(interval for _, keys in entries for interval in keys)
             q_lengths = [b - a for a, b in q] * batch
             k_lengths = [sum(b - a for a, b in keys) for _, keys in entries] * batch
-            packed = Call.of_packed(call.scale, each.band, q_lengths, k_lengths, device, call.deterministic)
+            packed = call.of_packed(each.band, q_lengths, k_lengths, device)
             ends = sorted(k)
             overlapping = any(a[1] > b[0] for a, b in pairwise(ends))
             yield Part(joined(q), k if overlapping else joined(k), packed, overlapping)

@@ -184,7 +184,7 @@ class AttentionWork:
         if isinstance(chosen, External):
             found["note"] = chosen.served(kernel)
         elif self.experiment.kernel == "auto":
-            shape = Shape.of(self.q, self.k, self.backward)
+            shape = Shape.of(self.q, self.k, self.v, self.backward)
             if self.plan.problem.is_cut:  # into packed calls
                 shape = replace(shape, packed=True)
             found["passed_over"] = passed_over(kernel, shape, masks(self.plan.problem), chosen.decode)

@@ -149,7 +149,7 @@ class _Comparison:
         elif spec.seqlens is None:
             call = Call(scale, spec.mask)
         else:
-            call = Call.of_packed(scale, spec.mask, spec.seqlens, spec.seqlens, q.device)
+            call = Call(scale).of_packed(spec.mask, spec.seqlens, spec.seqlens, q.device)
         out, lse = kernel.forward(q, k, v, call)
         gradients = kernel.backward(dout[0], q, k, v, out, lse, call) if dout else ()
         return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=False))
@@ -158,7 +158,7 @@ class _Comparison:
         mask = self.experiment.workload.mask
         if self.kernel != "auto" or isinstance(mask, Mask):
             return self.work.plan.kernel
-        return select("auto", Shape.of(q, k), (mask,))
+        return select("auto", Shape.of(q, k, k), (mask,))
 
     def scales_of_shard(self, name: str) -> Tensor:
         """The scales of this rank's rows of a tensor, `[B, s, H]`. A head that no rank compared gets the largest scale

@@ -24,7 +24,7 @@ def need(kernel: str) -> None:
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "decode"])
 def test_a_kernel_matches_plain_attention_forward_and_backward(name):
     q, k, v, dout, call = inputs(lambda: Call(0.125, CAUSAL), (512, 512), 8, 2, 64, torch.bfloat16, "cuda")
-    if reason := refusal(KERNELS[name], Shape.of(q, k, backward=True), CAUSAL):
+    if reason := refusal(KERNELS[name], Shape.of(q, k, k, backward=True), CAUSAL):
         pytest.skip(f"{name}: {reason}")
     assert_matches(KERNELS[name], q, k, v, dout, call)
 

@@ -99,9 +99,9 @@ def errors_of(name: str, dtype: str, case: Case, device: str, seed: int = 0) -> 
     q, k, v, dout = given if packed else [x.unsqueeze(0) for x in given]
     mask, scale = Band.of(case.causal, case.window), case.large * case.head_dim**-0.5
     kernel = KERNELS[name]
-    if refusal(kernel, Shape.of(q, k, backward=True), mask) or kernel.missing(device):
+    if refusal(kernel, Shape.of(q, k, k, backward=True), mask) or kernel.missing(device):
         return None
-    call = Call.of_packed(scale, mask, case.lengths, case.lengths, q.device) if packed else Call(scale, mask)
+    call = Call(scale).of_packed(mask, case.lengths, case.lengths, q.device) if packed else Call(scale, mask)
     try:
         out, lse = kernel.forward(q, k, v, call)
         gradients = kernel.backward(dout, q, k, v, out, lse, call)

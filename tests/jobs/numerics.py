@@ -8,6 +8,7 @@ import torch
 
 import attention
 from attention.kernels import KERNELS
+from attention.kernels.interface import Call
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.launch.rank import Rank
@@ -157,7 +158,7 @@ def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: 
     for n in (*range(1, most + 1), *range(most, 0, -1)):
         plan = fn.plan(*local(n), kv_tokens=n)
         problem = fn.variant.problem((0, n), me.world, Band(), fn.options, 2)
-        expected = plan_steps(problem, me.rank, plan.scale, False, False, me.device)
+        expected = plan_steps(problem, me.rank, Call(plan.scale), False, me.device)
         if plan.problem != problem or list(map(_without_calls, plan.steps)) != list(map(_without_calls, expected)):
             wrong.append(n)
     return {"error": max(me.gather(max(errors))), "kept": kept, "built": built, "wrong": me.gather(wrong)}

@@ -59,7 +59,7 @@ def call_of(mask: Band, packs: list[int] | None, dim: int, device: torch.device,
     if packs is None:
         return Call(scale, mask)
     lengths = [b - a for a, b in pairwise(packs)]
-    return Call.of_packed(scale, mask, lengths, lengths, device)
+    return Call(scale).of_packed(mask, lengths, lengths, device)
 
 
 def spoil(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from attention.executors.plan import plan_steps
 from attention.executors.timeline import place_work
 from attention.geometry.counts import BACKWARD, Shapes, forward_flops
 from attention.geometry.schedules import length
+from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.measured import links, rates
 from attention.measured.links import Link, Measured, find, parse, through
@@ -331,7 +332,7 @@ def test_packed_calls_copy_the_tokens_that_the_plan_copies(name, n, options):
     cu = tuple(8 * i for i in range(n + 1))
     problem = VARIANTS[name].problem(cu, 4, CAUSAL, options)
     for rank in range(4):
-        planned = plan_steps(problem, rank, 1.0, True, False, torch.device("cpu"))
+        planned = plan_steps(problem, rank, Call(1.0), True, torch.device("cpu"))
         for step, work in zip(planned, place_work(problem, rank), strict=True):
             taken = [
                 sum(length(x) for x in found if len(x) > 1)

@@ -7,6 +7,7 @@ from attention.executors.plan import plan_steps
 from attention.geometry import schedules, transfers
 from attention.geometry.schedules import SEQUENCE, GatherSchedule, Problem, length, most_keys, rank_pairs, steps
 from attention.geometry.transfers import Piece, Route, gather_move, move, needed_keys, side_by_side, step_routes
+from attention.kernels.interface import Call
 from attention.variants.registry import VARIANTS
 from tests.support.coverage import MASKS, WORLDS, does, problems, settings
 
@@ -80,7 +81,7 @@ def test_the_steps_built_for_a_rank_grow_with_the_world_and_not_with_its_square(
             kept.cache_clear()
         with monkeypatch.context() as patched:
             patched.setattr(kind, "step", counted)
-            plan_steps(problem, problem.world // 2, 1.0, False, False, torch.device("cpu"))
+            plan_steps(problem, problem.world // 2, Call(1.0), False, torch.device("cpu"))
             if isinstance(problem.schedule, GatherSchedule):
                 gather_move(problem, problem.world // 2)
             schedules.masks(problem)

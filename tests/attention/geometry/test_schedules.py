@@ -18,6 +18,7 @@ from attention.geometry.layouts import CONTIGUOUS, positions
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import GATHER, GATHER_BY_OWNER, SEQUENCE, Problem, length, masks, steps, union
 from attention.geometry.transfers import gather_move, move, needed_keys, step_route
+from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Banded
 from attention.transports.symmetric import stretches
@@ -114,7 +115,7 @@ def test_every_rank_plans_a_pack_with_an_empty_sequence(name, empty, n):
     problem = VARIANTS[name].problem(cumulated(lengths), world, CAUSAL)
     without = VARIANTS[name].problem(cumulated([32] * n), world, CAUSAL)
     for rank in range(problem.world):
-        found, wanted = (plan_steps(x, rank, 1.0, True, False, torch.device("cpu")) for x in (problem, without))
+        found, wanted = (plan_steps(x, rank, Call(1.0), True, torch.device("cpu")) for x in (problem, without))
         assert [step.route for step in found] == [step.route for step in wanted]
         for step, plain in zip(found, wanted, strict=True):
             for call, other in zip(step.calls, plain.calls, strict=True):
@@ -127,7 +128,7 @@ def test_of_a_large_pack_peers_blocks_are_not_made(name):
     world, cu = 4, cumulated([64, 128, 32] * 40)
     problem = VARIANTS[name].problem(cu, world, CAUSAL)
     assert masks(problem) == (FULL, CAUSAL)
-    planned = plan_steps(problem, 1, 1.0, True, False, torch.device("cpu"))
+    planned = plan_steps(problem, 1, Call(1.0), True, torch.device("cpu"))
     assert any(step.calls for step in planned)
     for place in {0, 2, 3}:
         assert not any(vars(step)["_blocks"] for step in steps(problem, place))

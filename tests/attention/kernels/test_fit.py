@@ -23,7 +23,7 @@ def case(mask, sizes):
     def call(q_lengths=None, k_lengths=None):
         if q_lengths is None:
             return Call(0.125, mask)
-        return Call.of_packed(0.125, mask, q_lengths, k_lengths, torch.device("cpu"))
+        return Call(0.125).of_packed(mask, q_lengths, k_lengths, torch.device("cpu"))
 
     return inputs(call, sizes, 2, 1, 64, torch.float32)
 

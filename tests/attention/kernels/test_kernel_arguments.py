@@ -17,7 +17,7 @@ every_mask = pytest.mark.parametrize("mask", MASKS, ids=Band.describe)
 
 
 def packed(mask: Band, q_lengths, k_lengths) -> Call:
-    return Call.of_packed(0.125, mask, q_lengths, k_lengths, torch.device("cpu"))
+    return Call(0.125).of_packed(mask, q_lengths, k_lengths, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

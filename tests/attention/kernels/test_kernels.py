@@ -28,7 +28,7 @@ def call_of(mask: Band, scale: float):
     def make(q_lengths=None, k_lengths=None) -> Call:
         if q_lengths is None:
             return Call(scale, mask)
-        return Call.of_packed(scale, mask, q_lengths, k_lengths, torch.device("cpu"))
+        return Call(scale).of_packed(mask, q_lengths, k_lengths, torch.device("cpu"))
 
     return make
 
@@ -213,14 +213,14 @@ def test_cudnn_has_no_window_and_no_wide_dtypes():
 
 def test_a_shape_is_read_off_the_tensors():
     q, k = normal(2, 5, 8, 64, dtype=torch.bfloat16, seed=0), normal(2, 7, 2, 64, dtype=torch.bfloat16, seed=1)
-    assert Shape.of(q, k) == Shape("cpu", torch.bfloat16, 8, 2, 64, packed=False, backward=False, tokens=5)
-    assert Shape.of(q[0].requires_grad_(), k[0]) == Shape(
+    assert Shape.of(q, k, k) == Shape("cpu", torch.bfloat16, 8, 2, 64, packed=False, backward=False, tokens=5)
+    assert Shape.of(q[0].requires_grad_(), k[0], k[0]) == Shape(
         "cpu", torch.bfloat16, 8, 2, 64, packed=True, backward=True, tokens=5
     )
 
 
 def test_a_packed_call_carries_its_cumulated_lengths():
-    call = Call.of_packed(1.0, CAUSAL, (3, 0, 4), (1, 5, 2), torch.device("cpu"))
+    call = Call(1.0).of_packed(CAUSAL, (3, 0, 4), (1, 5, 2), torch.device("cpu"))
     assert call.packed and (call.max_q, call.max_k) == (4, 5)
     assert call.cu_q.tolist() == [0, 3, 3, 7] and call.cu_k.tolist() == [0, 1, 6, 8]
     assert call.cu_q.dtype == call.cu_k.dtype == torch.int32

@@ -43,7 +43,7 @@ def case(mask: Band, sizes, dtype: torch.dtype, head_dim: int = 64, scale: float
     def call_of(q_lengths=None, k_lengths=None) -> Call:
         if q_lengths is None:
             return Call(scale, mask)
-        return Call.of_packed(scale, mask, q_lengths, k_lengths, torch.device("cuda"))
+        return Call(scale).of_packed(mask, q_lengths, k_lengths, torch.device("cuda"))
 
     return inputs(call_of, sizes, 8, 2, head_dim, dtype, "cuda")
 
@@ -53,7 +53,7 @@ def able(name: str, q, k, *masks: Band) -> Kernel:
     if name == "flex" and (q.dtype != torch.bfloat16 or q.shape[-1] not in (64, 128) or not FLEX.issuperset(masks)):
         pytest.skip("flex: compiled for a few shapes only")
     for mask in masks:
-        reason = refusal(KERNELS[name], Shape.of(q, k, backward=True), mask)
+        reason = refusal(KERNELS[name], Shape.of(q, k, k, backward=True), mask)
         if reason:
             pytest.skip(f"{name}: {reason}")
     return KERNELS[name]
@@ -198,8 +198,8 @@ def test_a_deterministic_backward_repeats_itself(name, packed, mask):
 @every_mask
 def test_auto_takes_a_kernel_that_matches_plain_attention(dtype, packed, mask):
     q, k, v, dout, call = case(mask, PACK if packed else (512, 700), dtype)
-    kernel = select("auto", Shape.of(q, k), (mask,))
-    assert refusal(kernel, Shape.of(q, k), mask) is None
+    kernel = select("auto", Shape.of(q, k, k), (mask,))
+    assert refusal(kernel, Shape.of(q, k, k), mask) is None
     assert_matches(kernel, q, k, v, dout, call)
 
 
@@ -256,7 +256,7 @@ def test_launches_of_flash4_are_recorded_and_replayed(heads, mask, head_dim, pac
         pytest.skip(flash4.missing("cuda"))
     calls = [Call(head_dim**-0.5, mask)] * 2
     if packed:
-        calls = [Call.of_packed(head_dim**-0.5, mask, *pack, torch.device("cuda")) for pack in PACKS[:2]]
+        calls = [Call(head_dim**-0.5).of_packed(mask, *pack, torch.device("cuda")) for pack in PACKS[:2]]
 
     def tensors(seed: int):
         n, m = (942, 1342) if packed else (520, 777)

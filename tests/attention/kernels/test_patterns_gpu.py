@@ -28,7 +28,7 @@ every_kernel = pytest.mark.parametrize("name", NATIVE)
 
 def able(name: str, q: torch.Tensor, k: torch.Tensor, pattern: Pattern) -> Kernel:
     kernel = KERNELS[name]
-    reason = kernel.missing("cuda") or kernel.refuses_pattern(Shape.of(q, k, backward=True), pattern, False)
+    reason = kernel.missing("cuda") or kernel.refuses_pattern(Shape.of(q, k, k, backward=True), pattern, False)
     if reason and "quicker" not in reason:
         pytest.skip(f"{name}: {reason}")
     return kernel
@@ -162,4 +162,4 @@ def test_what_a_kernel_cannot_do_is_done_by_rectangles_or_refused():
         pytest.skip(kernel.missing("cuda"))
     for name in ("one_row", "documents", "window_and_global", "rows_without_keys"):
         q, k, v, dout, call = case(PATTERNS[name], 128)
-        assert_matches(ForPatterns(kernel, Shape.of(q, k, backward=True)), q, k, v, dout, call)
+        assert_matches(ForPatterns(kernel, Shape.of(q, k, k, backward=True)), q, k, v, dout, call)

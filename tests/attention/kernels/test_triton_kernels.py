@@ -57,7 +57,7 @@ def test_results_are_written_into_the_tensors_given(kernel, sizes, gap):
         pytest.skip("decode: dense calls only")
 
     def call_of(*lengths) -> Call:
-        return Call.of_packed(0.125, FULL, *lengths, torch.device("cpu")) if lengths else Call(0.125)
+        return Call(0.125).of_packed(FULL, *lengths, torch.device("cpu")) if lengths else Call(0.125)
 
     q, k, v, dout, call = inputs(call_of, sizes, 4, 2, 64, torch.float32)
     out, lse = kernel.forward(q, k, v, call)
@@ -426,7 +426,7 @@ def test_the_triton_kernel_matches_plain_attention(dtype, heads, mask):
         def call_of(q_lengths=None, k_lengths=None):
             if q_lengths is None:
                 return Call(0.2, mask)
-            return Call.of_packed(0.2, mask, q_lengths, k_lengths, torch.device("cpu"))
+            return Call(0.2).of_packed(mask, q_lengths, k_lengths, torch.device("cpu"))
 
         assert_matches(TritonFlash(), *inputs(call_of, sizes, *heads, dtype))
 

@@ -155,7 +155,7 @@ def test_the_triton_kernel_matches_plain_attention(dtype, head_dim, mask):
         def call_of(q_lengths=None, k_lengths=None):
             if q_lengths is None:
                 return Call(0.125, mask)
-            return Call.of_packed(0.125, mask, q_lengths, k_lengths, torch.device("cuda"))
+            return Call(0.125).of_packed(mask, q_lengths, k_lengths, torch.device("cuda"))
 
         assert_matches(TritonFlash(), *inputs(call_of, sizes, 8, 2, head_dim, dtype, "cuda"))
 

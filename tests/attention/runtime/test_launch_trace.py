@@ -444,7 +444,7 @@ def test_a_table_that_is_kept_is_no_part_of_a_pass_and_one_that_is_made_in_each_
         assert isinstance(made, LaunchTrace)
 
     def lengths(x):
-        interface.Call.of_packed(1.0, CAUSAL, [4], [4], cpu)
+        interface.Call(1.0).of_packed(CAUSAL, [4], [4], cpu)
         return (torch.empty_like(x).copy_(x),)
 
     made, _ = recorded(lengths, numbers(4))
