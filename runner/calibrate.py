@@ -168,9 +168,11 @@ def measure(
             torch.cuda.empty_cache()
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     shapes = counts.Shapes(given.batch, given.heads, given.kv_heads, call.head_dim, 2)
-    flops = counts.forward_flops(shapes, given.pairs)
     forward, backward = (median(taken[which]) for which in work.passes)
-    return flops / forward / 1e9, counts.BACKWARD * flops / backward / 1e9
+    return (
+        counts.forward_flops(shapes, given.pairs) / forward / 1e9,
+        counts.backward_flops(shapes, given.pairs) / backward / 1e9,
+    )
 
 
 def calibrate(

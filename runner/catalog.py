@@ -92,7 +92,7 @@ def cost(arguments: list[str]) -> Table:
     if not any(a.startswith("world_size=") for a in rest):
         rest.append(f"world_size={USUAL_WORLD}")
     table = _table(
-        f"Costs: {' '.join([*given, *rest])}; the busiest rank's; a backward has {counts.BACKWARD} times the FLOP; the "
+        f"Costs: {' '.join([*given, *rest])}; the busiest rank's; a backward has 2.5 times the FLOP where Dv = D; the "
         "peaks without inputs and kernels' scratch",
         "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward",
         "peak with backward", "by what",

@@ -12,7 +12,7 @@ from attention.autotune.choice import Candidate, Choice, Duration, Estimate, Tas
 from attention.autotune.hardware import Machine
 from attention.executors import costs, policy
 from attention.executors.timeline import TimedStep, Timeline, Transfer
-from attention.geometry.counts import BACKWARD, Shapes, forward_flops, sampled_places
+from attention.geometry.counts import Shapes, backward_flops, forward_flops, sampled_places
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import Problem, masks
 from attention.masks.band import Band
@@ -124,10 +124,8 @@ def _check_memory(candidate: Candidate, problem: Problem, task: Task, machine: M
 def graph_copies(task: Task, problem: Problem, backward: bool) -> int:
     """Bytes copied around a CUDA graph. Forward: q, k, v in, out out; an all-to-all also copies its exchanged tensors
     out, for the backward. Backward: dout, q, k, v, out in, three gradients out."""
-    q, kv = task.tokens * task.shapes.q_token, task.tokens * task.shapes.kv_token
-    if backward:
-        return 4 * q + 2 * kv
-    return (2 * q + kv) * (1 + (task.backward and problem.ulysses > 1))
+    each = task.tokens * (task.shapes.q_token + task.shapes.out_token + task.shapes.kv_token)
+    return 2 * each if backward else each * (1 + (task.backward and problem.ulysses > 1))
 
 
 def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, transport: str) -> Estimate:
@@ -187,8 +185,8 @@ class _Clock:
         seconds = self.machine.copy_seconds(step.copied)
         for mask, pairs in step.work.pairs:
             speed = self._speed(mask)
-            flops = forward_flops(step.shapes, pairs.computed(speed.edge)) * (BACKWARD if self.backward else 1)
-            seconds += flops / speed.flops
+            flops = backward_flops if self.backward else forward_flops
+            seconds += flops(step.shapes, pairs.computed(speed.edge)) / speed.flops
         if self.task.decode:
             seconds = max(seconds, self.machine.copy_seconds(step.work.keys * step.shapes.kv_token))
         return seconds + step.calls * self.machine.overheads.call[self.backward] / 1e6

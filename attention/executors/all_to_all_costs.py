@@ -34,8 +34,8 @@ class AllToAllCosts(Costs[RingOptions]):
         """On the way in this rank's heads of the others' tokens, on the way back its tokens of the others' heads."""
         share = self._ring()
         others = self.tokens * (self.problem.ulysses - 1)
-        q, kv = others * share.shapes.q_token, others * share.shapes.kv_token
-        found = {"dout": q, "dqkv": q + kv} if backward else {"qkv": q + kv, "out": q}
+        qkv, out = others * (share.shapes.q_token + share.shapes.kv_token), others * share.shapes.out_token
+        found = {"dout": out, "dqkv": qkv} if backward else {"qkv": qkv, "out": out}
         return found | share.bytes_received(rank, backward)
 
     def pass_peak(self, rank: int, backward: bool) -> int:
@@ -43,18 +43,18 @@ class AllToAllCosts(Costs[RingOptions]):
             return self._ring().pass_peak(rank, backward)
         ring, shapes, n, ranks = self._ring(), self.shapes, self.parts, self.problem.ulysses
         repeated = ring.shapes.kv_heads * ranks // shapes.kv_heads  # ranks that have the same KV head
-        q, kv, lse = ring.shapes.q_token, ring.shapes.kv_token, shapes.batch * shapes.heads * 4 // ranks
-        group = self.tokens * ranks
-        saved, out = group * (q + kv), group * (q + lse)  # all parts, as they are computed
-        results = self.tokens * shapes.q_token
-        slots = group * (q + kv) + 2 * group * q // n  # of q, k and v, and two of out
+        qkv, out_token = ring.shapes.q_token + ring.shapes.kv_token, ring.shapes.out_token
+        lse, group = shapes.batch * shapes.heads * 4 // ranks, self.tokens * ranks
+        saved, out = group * qkv, group * (out_token + lse)  # all parts, as they are computed
+        results = self.tokens * shapes.out_token
+        slots = group * qkv + 2 * group * out_token // n  # of q, k and v, and two of out
         if not backward:
             rest = ring.pass_peak(rank, False) - out
             return saved + out + results + slots + rest // n
         results += self.tokens * (shapes.q_token + shapes.kv_token * (1 + (repeated if repeated > 1 else 0)))
-        slots += group * q + 2 * group * (q + kv) // n  # of dout, and two of dq, dk and dv
-        arriving = min(2, n) * group * q // n
-        rest = ring.pass_peak(rank, True) - out - group * (q + kv)  # which lie in the slots
+        slots += group * out_token + 2 * group * qkv // n  # of dout, and two of dq, dk and dv
+        arriving = min(2, n) * group * out_token // n
+        rest = ring.pass_peak(rank, True) - out - group * qkv  # which lie in the slots
         return saved + out + results + slots + arriving + rest // n
 
     def timeline(self, rank: int, backward: bool) -> Timeline:

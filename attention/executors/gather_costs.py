@@ -54,41 +54,45 @@ class GatherCosts(Costs[GatherOptions]):
             border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
             kept = length(tuple(here for here, _ in overlaps(border[rank], inner[rank])))
             # q and out, or dout and dq: all tokens but those that stay
-            found["q"] = (size(border[rank]) + size(inner[rank]) - 2 * kept) * self.shapes.q_token
+            there, back = self.shapes.q_token, self.shapes.out_token
+            if backward:
+                there, back = back, there
+            found["q"] = (size(inner[rank]) - kept) * there + (size(border[rank]) - kept) * back
         if backward:
             found["dkv"] = route.sent_tokens * self.shapes.kv_token
         return found
 
     def pass_peak(self, rank: int, backward: bool) -> int:
-        problem, q, kv = self.problem, self.shapes.q_token, self.shapes.kv_token
+        problem, q, kv, out_token = self.problem, self.shapes.q_token, self.shapes.kv_token, self.shapes.out_token
         lse, n = self.shapes.batch * self.shapes.heads * 4, self.tokens
         *local, step = steps(problem, rank)
         alone = problem.ranks == 1 or problem.layout.replicated
         stride = self.options.heads_k_stride or self.shapes.kv_heads
         share = stride / self.shapes.kv_heads
-        moved = n * q if problem.layout != problem.q_layout and not alone else 0
+        moves = problem.layout != problem.q_layout and not alone
         published = 0 if alone else n * kv
         keys = int((1 if share == 1 else 2) * length(step.keys) * kv * share)
-        out = n * (q + lse) + 2 * moved  # the moved queries, and the result moved back
+        moved = n * (q + out_token) if moves else 0  # the moved queries, and the result moved back
+        out = n * (out_token + lse) + moved
         rows = max([length(union([b.q])) for b in step.blocks], default=0)
         copied = int(copied_bytes(problem, self.shapes, rank, backward) * share)
         if not backward:
             together = self.options.grouping != "separate" and len(step.blocks) > 1
             copies = 0 if together else copied
             if local:
-                copies += rows * (q + lse)
+                copies += rows * (out_token + lse)
             elif together:
-                copies += int(2 * n * (q + lse) * share)
+                copies += int(n * (q + out_token + 2 * lse) * share)
                 if self.options.grouping == "packed":
                     copies += int(sum(b.k[1] - b.k[0] for b in step.blocks) * kv * share)
-            return out + moved + published + keys + copies
+            return out + (n * q if moves else 0) + published + keys + copies
         # dk and dv: of calls, but for one on all keys, which writes the sum; sums of two groups; what others send home
         by_length = sorted(b.k[1] - b.k[0] for b in step.blocks)
         beside = sum(by_length[:-1]) if by_length and by_length[-1] == length(step.keys) else sum(by_length)
         beside_bytes = beside * kv * share
         home = gather_move(problem, rank).route.sent_tokens * kv
         sums = min(2, self.shapes.kv_heads // stride + 1) * most_keys(problem)[-1] * kv * share
-        common = out + 2 * moved + n * q + n * kv + published + keys + copied
+        common = out + moved + n * q + n * kv + published + keys + copied
         if local and policy.local_kv_apart(problem, rank):
             return common + length(union(b.q for b in step.blocks)) * q + int(sums + beside_bytes) + home
         return common + (rows * q if local else 0) + int(sums + max(beside_bytes, home * share))
@@ -130,17 +134,18 @@ class GatherCosts(Costs[GatherOptions]):
 
     def _merged(self, rest: Work, groups: int, home: int, backward: bool, local: bool) -> tuple[float, int]:
         """Bytes that merges, sums and copies move, and the number of merges and sums. home: bytes of dk and dv that arrive."""
+        q, out, kv = self.shapes.q_token, self.shapes.out_token, self.shapes.kv_token
         total, launches = 0.0, 0
         if local:  # out, or dq, is read twice and written once
             calls = rest.packed_calls if self.packed else rest.calls
-            total, launches = 3.0 * rest.queries * self.shapes.q_token, calls
+            total, launches = 3.0 * rest.queries * (q if backward else out), calls
         if self._packed_calls(rest, backward, local):  # q and out, k and v are copied together
-            total += 2 * (2 * rest.queries * self.shapes.q_token + rest.keys * self.shapes.kv_token)
+            total += 2 * (rest.queries * (q + out) + rest.keys * kv)
         if self._all_gathered and self.problem.world > 1:  # keys are copied from where they arrive to their place
-            total += 2 * rest.brought * self.shapes.kv_token
+            total += 2 * rest.brought * kv
         if backward:  # dk and dv of several calls on the same keys, and those of all ranks
             tokens = rest.keys + rest.brought if rest.calls > 1 else 0
             tokens += 2 * self.tokens if home else 0
-            total += tokens * self.shapes.kv_token + home
+            total += tokens * kv + home
             launches += 2 * groups * ((rest.calls > 1) + (home > 0))
         return total, launches

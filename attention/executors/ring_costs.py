@@ -39,11 +39,12 @@ class RingCosts(Costs[RingOptions]):
         return found
 
     def pass_peak(self, rank: int, backward: bool) -> int:
-        problem, q, kv, place = self.problem, self.shapes.q_token, self.shapes.kv_token, rank // self.problem.ulysses
-        lse, n = self.shapes.batch * self.shapes.heads * 4, problem.q_tokens or self.tokens
+        problem, shapes, place = self.problem, self.shapes, rank // self.problem.ulysses
+        q, kv, out_token = shapes.q_token, shapes.kv_token, shapes.out_token
+        lse, n = shapes.batch * shapes.heads * 4, problem.q_tokens or self.tokens
         alone = problem.ranks == 1 or problem.layout.replicated
         # bytes of an fp32 accumulator over those of the tensor; the tensor itself accumulates where it is fp32
-        fp32 = 4 // self.shapes.itemsize if self.shapes.itemsize < 4 else 0
+        fp32 = 4 // shapes.itemsize if shapes.itemsize < 4 else 0
         found = steps(problem, place)
         remote = [length(step.keys) for step in found if step.owner != place]
         in_flight = sum(sorted(remote)[-2:]) * kv
@@ -53,10 +54,10 @@ class RingCosts(Costs[RingOptions]):
         calls = tuple(union(b.q for b in step.blocks) for step in order if step.blocks)
         part = max(map(length, calls[1:]), default=0)
         start, stop = merge_plan(n, calls).running
-        out, running = n * (q + lse), (stop - start) * q * fp32
-        copied = copied_bytes(problem, self.shapes, place, backward)
+        out, running = n * (out_token + lse), (stop - start) * (q if backward else out_token) * fp32
+        copied = copied_bytes(problem, shapes, place, backward)
         if not backward:
-            return out + part * (q + lse) + running + in_flight + published + copied
+            return out + part * (out_token + lse) + running + in_flight + published + copied
         results = n * q + self.tokens * kv
         if alone:
             return out + results + copied
@@ -89,7 +90,8 @@ class RingCosts(Costs[RingOptions]):
         found, shapes = steps(self.problem, place), self.shapes
         queries = [length(union(b.q for b in step.blocks)) for step in found if step.blocks]
         tokens = self.problem.q_tokens or self.tokens
-        total, count = merged_bytes(queries, tokens, shapes.q_token, shapes.itemsize), max(0, len(queries) - 1)
+        token = shapes.q_token if backward else shapes.out_token
+        total, count = merged_bytes(queries, tokens, token, shapes.itemsize), max(0, len(queries) - 1)
         if backward:
             keys = [length(step.keys) for step in found if step.owner == place and step.blocks]
             keys += [n for route in routes if (n := route.sent_tokens)]
@@ -107,13 +109,13 @@ def copied_bytes(problem: Problem, shapes: Shapes, place: int, backward: bool) -
     several intervals."""
     if len(problem.cu_seqlens) == 2:
         return 0
-    q, lse = shapes.q_token, shapes.batch * shapes.heads * 4
-    taken, most = 3 * q + lse if backward else q, 0
+    q, out, lse = shapes.q_token, shapes.out_token, shapes.batch * shapes.heads * 4
+    taken, most = q + 2 * out + lse if backward else q, 0
     for queries, keys in _calls(problem, place):
         pairs = (queries, taken), (keys, shapes.kv_token)
         most = max(most, sum(length(x) * size for x, size in pairs if len(x) > 1))
         if len(queries) > FEW:  # merged or summed at once: the result so far, and the part
-            most = max(most, 2 * length(queries) * (q if backward else q + lse))
+            most = max(most, 2 * length(queries) * (q if backward else out + lse))
     return most
 
 

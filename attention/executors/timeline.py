@@ -156,8 +156,8 @@ def timed(work: Work, shapes: Shapes, backward: bool, packed: bool) -> TimedStep
     if not packed:
         return TimedStep(work, shapes, work.calls)
     # q forward; q, out and dout backward
-    queries = work.stretched_queries * (3 if backward else 1) * shapes.q_token
-    copied = 2 * (queries + work.stretched_keys * shapes.kv_token)
+    token = shapes.q_token + (2 * shapes.out_token if backward else 0)
+    copied = 2 * (work.stretched_queries * token + work.stretched_keys * shapes.kv_token)
     return TimedStep(work, shapes, work.packed_calls, copied)
 
 

@@ -10,13 +10,13 @@ from attention.geometry.options import TreeOptions
 class TreeCosts(Costs[TreeOptions]):
     @property
     def _rows(self) -> int:
-        """Rows of a partial result, of `head_dim` numbers and an LSE each."""
+        """Rows of a partial result, of Dv numbers and an LSE each."""
         return self.shapes.batch * self.shapes.heads * (self.problem.q_tokens or 0)
 
     def bytes_received(self, rank: int, backward: bool) -> dict[str, int]:
         """Of each reduction, in fp32. An all-reduce of n bytes counts 2 (W-1)/W n, what a rank receives in a ring all-reduce:
         nccl-tests' convention."""
-        world, rows, dim = self.problem.world, self._rows, self.shapes.head_dim
+        world, rows, dim = self.problem.world, self._rows, self.shapes.v_head_dim
         lse, partial = 4 * rows, 4 * rows * (dim + 1)
 
         def all_reduce(size: int) -> int:
@@ -40,9 +40,9 @@ class TreeCosts(Costs[TreeOptions]):
                 return {"partials": (world - 1) * partial}
 
     def pass_peak(self, rank: int, backward: bool) -> int:
-        out = self._rows * (self.shapes.head_dim * self.shapes.itemsize + 4)
+        out = self._rows * (self.shapes.v_head_dim * self.shapes.itemsize + 4)
         if self.options.reduce == "fused":
-            return out + Mailbox.holding(self.problem.world, pieces(self._rows, self.shapes.head_dim)).numel * 4
+            return out + Mailbox.holding(self.problem.world, pieces(self._rows, self.shapes.v_head_dim)).numel * 4
         return out + self.bytes_received(rank, False).get("partials", out)
 
     def timeline(self, rank: int, backward: bool) -> Timeline:

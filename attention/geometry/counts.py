@@ -10,7 +10,6 @@ from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import Problem, length, rank_pairs, steps, union
 from attention.masks.band import Band
 
-BACKWARD = 2.5  # backward FLOPs over forward FLOPs: five matrix products for two
 ALL_PLACES = 8  # a world with more places in the schedule is sampled
 SAMPLED = 4
 
@@ -22,6 +21,11 @@ class Shapes:
     kv_heads: int
     head_dim: int
     itemsize: int  # bytes of an element of q, k and v
+    value_dim: int | None = None  # of v and out; None: head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def q_token(self) -> int:
@@ -29,14 +33,29 @@ class Shapes:
         return self.batch * self.heads * self.head_dim * self.itemsize
 
     @property
+    def out_token(self) -> int:
+        """Bytes of one token's out."""
+        return self.batch * self.heads * self.v_head_dim * self.itemsize
+
+    @property
     def kv_token(self) -> int:
         """Bytes of one token's keys and values."""
-        return 2 * self.batch * self.kv_heads * self.head_dim * self.itemsize
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * self.itemsize
+
+    @property
+    def backward_ratio(self) -> float:
+        """Backward FLOPs over forward FLOPs: five matrix products for two, 2.5 where Dv = D."""
+        return backward_flops(self, 1) / forward_flops(self, 1)
 
 
 def forward_flops(shapes: Shapes, pairs: int) -> int:
-    """4 B H D pairs: two matrix products, two FLOPs a multiply-add."""
-    return 4 * shapes.batch * shapes.heads * shapes.head_dim * pairs
+    """2 B H (D + Dv) pairs: the products q k and p v, two FLOPs a multiply-add."""
+    return 2 * shapes.batch * shapes.heads * (shapes.head_dim + shapes.v_head_dim) * pairs
+
+
+def backward_flops(shapes: Shapes, pairs: int) -> int:
+    """2 B H (3 D + 2 Dv) pairs: q k again, dq and dk over D; dout v and dv over Dv."""
+    return 2 * shapes.batch * shapes.heads * (3 * shapes.head_dim + 2 * shapes.v_head_dim) * pairs
 
 
 def global_pairs(cu_seqlens: CuSeqlens, mask: Band) -> int:
@@ -80,9 +99,8 @@ def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) ->
     """The fewest bytes of device memory that a rank's kernels move: each block's inputs and outputs once."""
     total = 0
     for step in steps(problem, rank // problem.ulysses):
-        q_tokens = sum(b.q[1] - b.q[0] for b in step.blocks)
-        q = q_tokens * shapes.heads // problem.ulysses * shapes.head_dim
-        kv = 2 * length(union(b.k for b in step.blocks)) * local_kv_heads(problem, shapes) * shapes.head_dim
+        q_rows = sum(b.q[1] - b.q[0] for b in step.blocks) * shapes.heads // problem.ulysses
+        kv_rows = length(union(b.k for b in step.blocks)) * local_kv_heads(problem, shapes)
         # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv
-        total += (4 * q + 2 * kv) if backward else (2 * q + kv)
+        total += (q_rows + kv_rows) * (shapes.head_dim + shapes.v_head_dim) * (2 if backward else 1)
     return total * shapes.batch * shapes.itemsize

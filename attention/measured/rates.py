@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attention.geometry.counts import BACKWARD
 from attention.masks.band import CAUSAL, FULL, Band
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ TOKENS = {"long": 16384, "short": 2048}  # in a class's sequence or packed batch
 SHARES = (4, 6, 2, 1, 3)  # how a packed batch is divided among its sequences
 HALF_TILE = 64  # keys: of a tile of 128 on the edge of a mask half is computed in vain, on average
 MOST_EDGE = 2048
+BACKWARD = 2.5  # backward FLOPs over forward FLOPs of the measured calls, where Dv = D
 COLUMNS = (
     "gpu", "head_dim", "heads", "mask", "layout", "length", "kernel", "forward_tflops", "backward_tflops", "versions",
 )  # fmt: skip

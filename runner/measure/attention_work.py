@@ -202,7 +202,7 @@ class AttentionWork:
 
     def flops(self) -> float:
         forward = max(counts.rank_flops(self.plan.problem, self.spec.shapes))
-        return forward * (1 + counts.BACKWARD if self.backward else 1)
+        return forward * (1 + self.spec.shapes.backward_ratio if self.backward else 1)
 
     def rate(self) -> float:
         """FLOP/s of a small call of the same kernel on this rank."""

@@ -112,5 +112,5 @@ def _forget_trials(me: Rank) -> None:
 
 def _rough_s(me: Rank, spec: Experiment, forward_flops: float) -> float:
     """Seconds of an iteration, from the rate of a matrix product: kernels reach at least a third of it."""
-    flops = forward_flops * (1 + counts.BACKWARD if spec.backward else 1)
+    flops = forward_flops * (1 + spec.workload.shapes.backward_ratio if spec.backward else 1)
     return 3 * flops / ceilings.ceilings(me, spec.workload.dtype)["matmul_tflops"] / 1e12

@@ -25,11 +25,12 @@ EXCEEDED = 1.03  # a run above this share of its limit shows that the measured c
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
-    """FLOPs of the whole problem under the mask: forward 4 B H D pairs, backward 2.5 times that."""
-    forward = counts.forward_flops(experiment.workload.shapes, experiment.workload.pairs)
+    """FLOPs of the whole problem under the mask, see `counts.forward_flops` and `backward_flops`."""
+    about = experiment.workload.shapes, experiment.workload.pairs
+    forward = counts.forward_flops(*about)
     if not experiment.backward:
         return {"forward": forward}
-    backward = int(forward * counts.BACKWARD)
+    backward = counts.backward_flops(*about)
     return {"forward": forward, "backward": backward, "total": forward + backward}
 
 
@@ -136,7 +137,7 @@ def _limit(
     ceilings: dict[str, float],
 ) -> dict[str, Any]:
     """The least time that this machine's ceilings allow the slowest rank, and the binding ceiling."""
-    times = sum(counts.BACKWARD if backward else 1.0 for backward in PARTS[which])
+    times = sum(sizes.backward_ratio if backward else 1.0 for backward in PARTS[which])
     moved = max(
         sum(counts.kernel_bytes(problem, sizes, r, part) for part in PARTS[which]) for r in range(problem.ranks)
     )

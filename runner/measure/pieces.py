@@ -94,7 +94,8 @@ def kept(key: Any) -> list[Piece] | None:
 
 def tflop(work: AttentionCall, backward: bool) -> float:
     """TFLOP of the whole reference."""
-    return counts.forward_flops(work.shapes, work.pairs) * (1 + counts.BACKWARD if backward else 1) / 1e12
+    found = counts.forward_flops(work.shapes, work.pairs)
+    return (found + (counts.backward_flops(work.shapes, work.pairs) if backward else 0)) / 1e12
 
 
 def pieces_of(

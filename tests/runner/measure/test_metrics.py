@@ -1,5 +1,7 @@
 """Metrics: FLOPs, bytes and rates worked out by hand for problems small enough to draw."""
 
+from dataclasses import replace
+
 import pytest
 
 from attention.executors import costs
@@ -58,6 +60,19 @@ def test_backward_is_two_and_a_half_forwards():
     found = metrics.flops(small("ring"))
     assert found == {"forward": 18_432, "backward": 46_080, "total": 64_512}
     assert found["total"] == 3.5 * found["forward"]
+
+
+def test_value_heads_of_another_size_count_in_the_products_that_have_them():
+    # 2 B H = 16 FLOP a pair and column. Forward: q k over D, p v over Dv. Backward: q k, dq, dk over D, dout v and dv over Dv
+    shapes = replace(SHAPES, value_dim=8)
+    assert counts.forward_flops(shapes, 36) == 16 * 36 * (16 + 8)
+    assert counts.backward_flops(shapes, 36) == 16 * 36 * (3 * 16 + 2 * 8)
+    assert (shapes.q_token, shapes.out_token, shapes.kv_token) == (Q, Q // 2, KV // 2 + KV // 4)
+    problem = variant("ulysses").problem((0, 8), 2, FULL)
+    found = costs.of(variant("ulysses"), problem, shapes)
+    # half of the heads of the other rank's 4 tokens there, 4 tokens of the others' half back
+    assert found.bytes_received(0, False) == {"qkv": 4 * (Q + 192) // 2, "out": 4 * Q // 2 // 2, "kv": 0}
+    assert found.bytes_received(0, True) == {"dout": 4 * Q // 2 // 2, "dqkv": 4 * (Q + 192) // 2, "kv": 0, "dkv": 0}
 
 
 def test_every_rank_of_dense_does_the_whole_work():
