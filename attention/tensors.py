@@ -39,6 +39,12 @@ def empty_pair(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def result_like(q: Tensor, v: Tensor) -> Tensor:
+    """A tensor of the shape and dtype of the out of queries q over values v, for templates: without memory where the head
+    dims differ."""
+    return q if q.shape[-1] == v.shape[-1] else q[..., :1].expand(*q.shape[:-1], v.shape[-1])
+
+
 def empty_lse(q: Tensor) -> Tensor:
     """An uninitialised LSE in the accumulation dtype: `[B, H, S]` for q `[B, S, H, D]`, `[H, T]` for `[T, H, D]`."""
     return q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=accumulation_dtype(q.dtype))

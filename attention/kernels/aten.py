@@ -50,19 +50,24 @@ class _CpuRectangles:
     given as an explicit mask. Its backward has no GQA, so KV heads are repeated and their gradients summed. With fewer
     than 16 keys a NaN in q or k may be lost, because PyTorch's maximum over a short row skips it."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
         out, lse = private.aten("_scaled_dot_product_flash_attention_for_cpu")(
-            *_bhsd(q, k, v), 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
+            *_bhsd(q, k, v), 0.0, call.mask.causal, attn_mask=_explicit(call.mask, q, k), scale=call.scale
         )
         return out.transpose(1, 2), lse
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> Triple:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
         dq, dk, dv = private.aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
-            *_bhsd(dout, q, k_, v_, out), lse, 0.0, mask.causal, attn_mask=_explicit(mask, q, k), scale=scale
+            *_bhsd(dout, q, k_, v_, out),
+            lse,
+            0.0,
+            call.mask.causal,
+            attn_mask=_explicit(call.mask, q, k),
+            scale=call.scale,
         )
         dq, dk, dv = _bhsd(dq, dk, dv)
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
@@ -124,19 +129,19 @@ class SdpaCudnn(decompose.Decomposed):
             return f"window=({mask.left}, {mask.right}): no sliding window"
         return half_only(shape) or head_dim_rule(shape, 256 if not shape.backward or _hopper() else 128)
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
         if q.shape[1] == k.shape[1] == 1:
-            return PLAIN.rectangle(q, k, v, scale, mask)
+            return PLAIN.rectangle(q, k, v, call)
         out, lse, *_ = private.aten("_scaled_dot_product_cudnn_attention")(
-            *_bhsd(q, k, v), None, True, 0.0, mask.causal, False, scale=scale
+            *_bhsd(q, k, v), None, True, 0.0, call.mask.causal, False, scale=call.scale
         )
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> Triple:
         if q.shape[1] == k.shape[1] == 1:
-            return PLAIN.rectangle_backward(dout, q, k, v, out, lse, scale, mask)
+            return PLAIN.rectangle_backward(dout, q, k, v, out, lse, call)
         if dout.stride() != out.stride():  # it assumes equal strides
             dout, out = dout.contiguous(), out.contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -148,8 +153,8 @@ class SdpaCudnn(decompose.Decomposed):
             seed,
             *sizes,
             0.0,
-            mask.causal,
-            scale=scale,
+            call.mask.causal,
+            scale=call.scale,
         )
         return _bhsd(*grads)  # type: ignore[return-value]
 
@@ -173,16 +178,16 @@ class SdpaEfficient(decompose.Decomposed):
             return f"dtype={name_of(shape.dtype)}: bf16, fp16 and fp32 only"
         return head_dim_rule(shape, 1024, 4 if shape.dtype == torch.float32 else 8)
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
         out, lse, *_ = private.aten("_efficient_attention_forward")(
-            q, k_, v_, None, None, None, q.shape[1], k.shape[1], 0.0, int(mask.causal), True, scale=scale
+            q, k_, v_, None, None, None, q.shape[1], k.shape[1], 0.0, int(call.mask.causal), True, scale=call.scale
         )
         return out, lse[..., : q.shape[1]]
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> Triple:
         groups = q.shape[2] // k.shape[2]
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
@@ -204,9 +209,9 @@ class SdpaEfficient(decompose.Decomposed):
             0.0,
             seed,
             seed,
-            int(mask.causal),
+            int(call.mask.causal),
             False,
-            scale=scale,
+            scale=call.scale,
         )
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
@@ -281,13 +286,13 @@ def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
 
 
 class _Flash2Rectangles:
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
-        return flash2_forward(q, k, v, Call(scale, mask))
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        return flash2_forward(q, k, v, call)
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> Triple:
-        return flash2_backward(dout, q, k, v, out, lse, Call(scale, mask))
+        return flash2_backward(dout, q, k, v, out, lse, call)
 
 
 def _lengths(q: Tensor, k: Tensor, call: Call) -> list[tuple[int, int]]:

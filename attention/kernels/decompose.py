@@ -11,12 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.dtypes import accumulation_dtype
 from attention.kernels.interface import Call, Pair, Triple, settle
 from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
-from attention.tensors import take
+from attention.tensors import empty_lse, empty_tokens, result_like, take, tokens
 
 WINDOW_CHUNK = 512  # queries per part of a window, whose explicit mask is [512, 512 + window]
 
@@ -24,13 +23,13 @@ Part = tuple[Interval, Interval, Band]
 
 
 class Primitive(Protocol):
-    """One dense rectangle. `mask` is full, causal with Sq == Sk, or (unless the kernel refuses windows) a band over a
-    small rectangle. Shapes as in a dense `Call`."""
+    """One dense rectangle. The call's mask is full, causal with Sq == Sk, or (unless the kernel refuses windows) a band over
+    a small rectangle. Shapes as in a dense `Call`."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair: ...
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair: ...
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> Triple: ...
 
 
@@ -98,8 +97,8 @@ def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, i
     """(out, lse) of any call, in `into` where given; shapes as in `Call`."""
     if call.q_lengths is not None and call.k_lengths is not None:
         out, lse = into or (
-            torch.empty_like(q),
-            torch.empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype), device=q.device),
+            empty_tokens(result_like(q, v), tokens(q)),
+            empty_lse(q),
         )
         out.zero_()
         lse.fill_(-torch.inf)
@@ -113,9 +112,9 @@ def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, i
 
 def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     pieces = parts(call.mask, q.shape[1], k.shape[1])
-    total = Accumulator(q, [(rows,) for rows, _, _ in pieces])
+    total = Accumulator(result_like(q, v), [(rows,) for rows, _, _ in pieces])
     for rows, keys, mask in pieces:
-        total.add(*primitive.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.scale, mask))
+        total.add(*primitive.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.under(mask)))
     return total.result()
 
 
@@ -166,8 +165,7 @@ def _dense_backward(
             take(v, (keys,)),
             take(out, (rows,)),
             take(lse, (rows,), -1),
-            call.scale,
-            mask,
+            call.under(mask),
         )
         queries.add(dq)
         keys_and_values.add(dk, dv)

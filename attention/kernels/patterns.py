@@ -19,7 +19,7 @@ from attention.masks.band import Band, Intervals
 from attention.masks.pattern import Entry, Pattern
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
-from attention.tensors import add_, take, token_indices
+from attention.tensors import add_, result_like, take, token_indices
 
 ALONE = 4096  # keys from which a query interval is a call of its own, for which no keys are copied
 MOST_GATHERED = 1 << 17  # keys of one call that are copied side by side, where queries see several intervals
@@ -101,7 +101,7 @@ class ForPatterns:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
         found = _parts(call, q)
-        total = Accumulator(q, [part.q for part in found])
+        total = Accumulator(result_like(q, v), [part.q for part in found])
         for part in found:
             out, lse = self.kernel.forward(_side(q, part.q), _side(k, part.k), _side(v, part.k), part.call)
             total.add(_batched(out, q), _batched_lse(lse, q))

@@ -58,8 +58,8 @@ class TritonFlash:
 class _Rectangles(Math):
     """In fp32 and on a CPU the backward is that of `math`."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
-        return flash_forward(q, k, v, scale, mask.causal)
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        return flash_forward(q, k, v, call.scale, call.mask.causal)
 
 
 def flash_forward(

@@ -96,13 +96,13 @@ class Xformers:
 class _Rectangles:
     """Rectangles in which every query sees a key."""
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Band) -> Pair:
-        return _forward(q, k, v, scale, _band(mask, q.shape[1], k.shape[1]))
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        return _forward(q, k, v, call.scale, _band(call.mask, q.shape[1], k.shape[1]))
 
     def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, mask: Band
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> Triple:
-        return _backward(dout, q, k, v, out, lse, scale, _band(mask, q.shape[1], k.shape[1]))
+        return _backward(dout, q, k, v, out, lse, call.scale, _band(call.mask, q.shape[1], k.shape[1]))
 
 
 @lru_cache

@@ -39,14 +39,15 @@ def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, l
 
 
 class Accumulator(Stepwise):
-    """The merge of parts (out like q, lse) that arrive one by one. parts: the query intervals of each."""
+    """The merge of parts (out, lse) that arrive one by one. like: a tensor of the whole out's shape and dtype. parts: the
+    query intervals of each."""
 
-    def __init__(self, q: Tensor, parts: Sequence[Intervals]):
-        super().__init__([q], parts, (token_dim(q), -1))
+    def __init__(self, like: Tensor, parts: Sequence[Intervals]):
+        super().__init__([like], parts, (token_dim(like), -1))
 
     def new(self) -> Sequence[Tensor]:
-        (q,) = self.like
-        return empty_tokens(q, tokens(q)), empty_lse(q)
+        (like,) = self.like
+        return empty_tokens(like, tokens(like)), empty_lse(like)
 
     def clear(self, *outs: Tensor) -> None:
         out, lse = outs
@@ -62,9 +63,10 @@ class Accumulator(Stepwise):
         return out, lse
 
 
-def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention over no keys: 0 in the accumulation dtype, and -inf."""
-    return torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device), empty_lse(q).fill_(-torch.inf)
+def empty_result(like: Tensor) -> tuple[Tensor, Tensor]:
+    """(out of the shape of `like`, lse) of attention over no keys: 0 in the accumulation dtype, and -inf."""
+    out = torch.zeros(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+    return out, empty_lse(like).fill_(-torch.inf)
 
 
 def merge_n(

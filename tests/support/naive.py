@@ -8,6 +8,7 @@ from torch import Tensor
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band, tile
 from attention.reduction.lse_merge import Accumulator
+from attention.tensors import result_like
 from tests.support.patterns import kept as pairs_of
 
 # relative L2 of (out and lse, gradients)
@@ -31,12 +32,15 @@ def kept(mask: Band, sq: int, sk: int, device: torch.device | str = "cpu") -> Te
     return keep
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """q `[B, Sq, H, D]`, k and v `[B, Sk, Hk, D]`, keep `[Sq, Sk]` to out `[B, Sq, H, D]` and lse `[B, H, Sq]`. A row
-    that keeps no key gives 0 and -inf."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """q `[B, Sq, H, D]`, k `[B, Sk, Hk, D]`, v `[B, Sk, Hk, Dv]`, keep `[Sq, Sk]` to out `[B, Sq, H, Dv]` and lse
+    `[B, H, Sq]`. A row that keeps no key gives 0 and -inf."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
-    s = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).masked_fill(~keep, -torch.inf)
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    s = (s if softcap is None else softcap * (s / softcap).tanh()).masked_fill(~keep, -torch.inf)
     lse = s.detach().logsumexp(-1)
     p = (s - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
     total = p.sum(-1, keepdim=True)  # 1, as the lse is detached its gradient counts; or 0
@@ -49,8 +53,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> tupl
 
     def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if call.pattern is None:
-            return attention(q, k, v, call.scale, kept(call.mask, q.shape[1], k.shape[1], q.device))
-        return attention(q, k, v, call.scale, torch.from_numpy(pairs_of(call.pattern)).to(q.device))
+            return attention(q, k, v, call.scale, kept(call.mask, q.shape[1], k.shape[1], q.device), call.softcap)
+        return attention(q, k, v, call.scale, torch.from_numpy(pairs_of(call.pattern)).to(q.device), call.softcap)
 
     if call.pattern is not None and q.dim() == 3:
         out, lse = (x[0] for x in one(q[None], k[None], v[None]))
@@ -76,7 +80,16 @@ def normal(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> T
     return x.clamp_(-1, 1).to(device, dtype)
 
 
-def inputs(call_of, sizes, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"):
+def inputs(
+    call_of,
+    sizes,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    v_head_dim: int | None = None,
+):
     """(q, k, v, dout, call). sizes are (Sq, Sk) of a batch of two, or two lists of lengths of a pack."""
     n_q, n_k = sizes
     if isinstance(n_q, int):
@@ -84,7 +97,9 @@ def inputs(call_of, sizes, heads: int, kv_heads: int, head_dim: int, dtype: torc
     else:
         leading, call = (), call_of(n_q, n_k)
         n_q, n_k = sum(n_q), sum(n_k)
-    shapes = [(*leading, n, h, head_dim) for n, h in ((n_q, heads), (n_k, kv_heads), (n_k, kv_heads), (n_q, heads))]
+    dv = v_head_dim or head_dim
+    last = (n_q, heads, head_dim), (n_k, kv_heads, head_dim), (n_k, kv_heads, dv), (n_q, heads, dv)
+    shapes = [(*leading, *each) for each in last]
     return *(normal(*shape, dtype=dtype, seed=i, device=device) for i, shape in enumerate(shapes)), call
 
 
@@ -100,7 +115,7 @@ def assert_matches(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
     out, lse = kernel.forward(q, k, v, call)
     grads = kernel.backward(dout, q, k, v, out, lse, call)
     expected_out, expected_lse, *expected_grads = reference(q, k, v, dout, call)
-    assert out.dtype == q.dtype and out.shape == q.shape
+    assert out.dtype == q.dtype and out.shape == dout.shape
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     assert lse.shape == expected_lse.shape
     assert relative(out, expected_out) < forward
@@ -120,8 +135,8 @@ def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[i
         piece = tile(call.mask, (shift, q.shape[1] + shift), (c, d))
         if piece is not None:
             (a, b), keys, mask = piece
-            parts.append((slice(a - shift, b - shift), slice(*keys), Call(call.scale, mask)))
-    total = Accumulator(q, [((rows.start, rows.stop),) for rows, _, _ in parts])
+            parts.append((slice(a - shift, b - shift), slice(*keys), call.under(mask)))
+    total = Accumulator(result_like(q, v), [((rows.start, rows.stop),) for rows, _, _ in parts])
     for rows, keys, part in parts:
         total.add(*kernel.forward(q[:, rows], k[:, keys], v[:, keys], part))
     out, lse = total.result()
