@@ -6,17 +6,15 @@ takes a GPU some 30 µs for 64 MB."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from attention.external.stand_ins import stand_ins
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band
 
@@ -88,33 +86,13 @@ FUNCTIONS = {
 }
 
 
-@contextmanager
-def instead_of_flash_attn(**others: dict[str, Any]) -> Iterator[None]:
+def instead_of_flash_attn(**others: dict[str, Any]) -> AbstractContextManager[None]:
     """Within the context, importing `flash_attn` gives the functions above. Each module in `others` ("__" for ".") is
     replaced by one with the given names. Afterwards sys.modules is as before: flash-attn-4 has the same package
     name."""
     package = {"__version__": VERSION, "__path__": [], "flash_attn_func": _refuse}
-    stubs = {"flash_attn": _module("flash_attn", package)}
-    for name, contents in {"flash_attn__flash_attn_interface": FUNCTIONS, **others}.items():
-        dotted = name.replace("__", ".")
-        stubs[dotted] = _module(dotted, contents)
-    stubs["flash_attn"].__dict__["flash_attn_interface"] = stubs["flash_attn.flash_attn_interface"]
-    before = {name: sys.modules.get(name) for name in stubs}
-    sys.modules.update(stubs)
-    try:
-        yield
-    finally:
-        for name, module_before in before.items():
-            if module_before is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module_before
-
-
-def _module(name: str, contents: Mapping[str, Any]) -> ModuleType:
-    module = ModuleType(name)
-    module.__dict__.update(contents)
-    return module
+    dotted = {name.replace("__", "."): contents for name, contents in others.items()}
+    return stand_ins({"flash_attn": package, "flash_attn.flash_attn_interface": FUNCTIONS, **dotted})
 
 
 def let_gloo_send_to_itself(ring_comm: type) -> None:

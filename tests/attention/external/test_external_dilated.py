@@ -1,0 +1,136 @@
+"""dilated-attention-pytorch: in which settings its result is dilated attention, with and without its division by sums."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from attention.errors import UnsupportedCall
+from attention.external import dilated
+from attention.external.stand_ins import stand_ins
+from attention.kernels import KERNELS
+
+pytestmark = pytest.mark.skipif(
+    find_spec("dilated_attention_pytorch") is None or find_spec("einops") is None,
+    reason="needs: pip install einops, and pip install --no-deps dilated-attention-pytorch==0.2.0",
+)
+SERVED = dilated.Served(KERNELS["math"])
+
+
+def exact(q, k, v, segments, rates, causal):
+    """Head groups, from the definition: a boolean matrix for each pair, softmax over it, the rest 0, divided by n."""
+    n, heads, at = len(segments), q.shape[2], torch.arange(q.shape[1])
+    group = [i for i in range(n) for _ in range(heads // n + (i < heads % n))]  # of every head
+    outs = []
+    for head, i in enumerate(group):
+        chosen = at % segments[i] % rates[i] == i % rates[i]
+        sees = chosen[:, None] & chosen & (at[:, None] // segments[i] == at // segments[i])
+        if causal:
+            sees &= at[:, None] >= at
+        scores = (q[:, :, head] @ k[:, :, head].mT * q.shape[-1] ** -0.5).exp() * sees
+        outs.append(scores @ v[:, :, head] / scores.sum(-1, keepdim=True).clamp(min=1e-300) / n)
+    return torch.stack(outs, 2)
+
+
+def published():
+    """The package's class as published."""
+    with stand_ins(dilated.XFORMERS):
+        from dilated_attention_pytorch.dilated_attention import DilatedAttention
+    return DilatedAttention
+
+
+def inputs(heads, tokens=48, kv_heads=None):
+    generator = torch.Generator().manual_seed(0)
+    shape = [heads, *[kv_heads or heads] * 2]
+    return [torch.randn(2, tokens, h, 8, dtype=torch.float64, generator=generator).requires_grad_() for h in shape]
+
+
+def errors(segments, rates, heads, causal, module=dilated.module):
+    """Relative L2 errors of out, dq, dk, dv."""
+    q, k, v = inputs(heads)
+    theirs, right = module(segments, rates, SERVED)(q, k, v, is_causal=causal), exact(q, k, v, segments, rates, causal)
+    dout = torch.randn_like(right)
+    pairs = [
+        (theirs, right),
+        *zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (theirs, right)), strict=True),
+    ]
+    return [float((a - b).detach().norm() / b.detach().norm()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(
+    ("segments", "rates", "heads"),
+    [
+        ((12, 24), (1, 2), 4),
+        ((8, 16, 48), (1, 2, 4), 6),
+        ((12, 24, 24, 48), (1, 1, 3, 5), 4),  # rates that do not divide a segment
+        ((48,), (3,), 2),
+        ((2, 4, 8), (1, 2, 16), 3),  # a rate larger than its segment
+    ],
+)
+def test_without_the_division_it_is_dilated_attention(segments, rates, heads, causal):
+    assert max(errors(segments, rates, heads, causal)) < 1e-14
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_as_published_no_result_is_attention(causal):
+    def module(segments, rates, served):
+        return published()(segments, rates, op=served)
+
+    assert min(errors((12, 24), (1, 2), 4, causal, module)) > 0.5
+    out = module((12, 24), (1, 2), SERVED)(*inputs(4), is_causal=causal)
+    assert torch.allclose(out.sum(1), torch.full_like(out[:, 0], 1 / 2))  # of every head and channel
+
+
+def test_as_published_a_causal_result_depends_on_later_tokens():
+    q, k, v = inputs(4)
+    out = published()((12, 24), (1, 2), op=SERVED)(q, k, v, is_causal=True)
+    (dv,) = torch.autograd.grad(out[:, 0].sum(), v)
+    assert dv[:, 1:].abs().max() > 0.1
+    without = dilated.module((12, 24), (1, 2), SERVED)(q, k, v, is_causal=True)
+    (dv,) = torch.autograd.grad(without[:, 0].sum(), v)
+    assert not dv[:, 1:].any()
+
+
+def test_unequal_groups_share_heads_and_leave_the_last_out():
+    out = dilated.module((12, 24), (1, 2), SERVED)(*inputs(5))
+    assert not out[:, :, 4].any()
+    assert errors((12, 24), (1, 2), 5, False)[0] > 0.1
+
+
+def test_a_single_pair_of_rate_one_has_no_backward():
+    q, k, v = inputs(2)
+    with torch.no_grad():
+        dilated.module((12,), (1,), SERVED)(q, k, v)
+    with pytest.raises(RuntimeError, match="in-place"):
+        dilated.module((12,), (1,), SERVED)(q, k, v)
+
+
+def test_its_scale_is_not_used():
+    q, k, v = inputs(4)
+    scaled = dilated.package().DilatedAttention((12, 24), (1, 2), softmax_scale=3.0, op=SERVED)
+    assert torch.equal(scaled(q, k, v), dilated.module((12, 24), (1, 2), SERVED)(q, k, v))
+
+
+def test_a_length_that_segments_do_not_divide_fails():
+    with pytest.raises(Exception, match="divi"):
+        dilated.module((12, 36), (1, 2), SERVED)(*inputs(4))
+
+
+def test_shared_kv_heads_are_taken_by_the_number_of_the_query_head():
+    q, k, v = inputs(4, kv_heads=2)
+    shared = dilated.module((12, 24), (1, 2), SERVED)
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        shared(q, k, v)  # the second group finds no KV head
+
+
+def test_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr(dilated, "DIVISION", "x = x / 2")
+    with pytest.raises(UnsupportedCall, match=r"pip install --no-deps dilated-attention-pytorch==0\.2\.0"):
+        dilated.package.__wrapped__()
+
+
+def test_the_import_leaves_no_xformers_behind():
+    before = find_spec("xformers")
+    dilated.package.__wrapped__()
+    assert find_spec("xformers") == before
