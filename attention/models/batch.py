@@ -1,0 +1,64 @@
+"""A batch of text on sequence-parallel ranks: whatever belongs to the tokens goes through the attention's own `shard`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.api import ContextParallel
+
+IGNORED = -100  # the label of a token that does not count
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's tokens, each `[B, s]`. positions are global. source: the ids that an encoder reads; None for a decoder
+    alone. counted: the labels that count on all ranks together."""
+
+    ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    counted: int
+    source: Tensor | None = None
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """This rank's part of the mean cross entropy, from its logits `[B, s, V]`: the sum over its tokens divided by
+        the number of all. The loss and the parameters' gradients are summed over ranks."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(wide.flatten(0, 1), self.labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return total / max(self.counted, 1)
+
+
+def shard(
+    attend: ContextParallel,
+    ids: Tensor,
+    labels: Tensor | None = None,
+    source: Tensor | None = None,
+    counted: int | None = None,
+) -> Batch:
+    """This rank's part of a global batch.
+
+    ids: `[B, S]`. labels: the token after each one, `[B, S]`, with `IGNORED` where none counts; by default the ids
+    shifted by one, before they are sharded. source: `[B, S]`, the ids that an encoder reads, as many as `ids`.
+    counted: the labels that count, over all data-parallel batches; by default of this batch.
+    Raises ValueError for shapes that differ, and for a sequence that does not divide."""
+    if labels is None:
+        labels = torch.cat([ids[:, 1:], ids.new_full((len(ids), 1), IGNORED)], 1)
+    for name, x in (("labels", labels), ("source", source)):
+        if x is not None and x.shape != ids.shape:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}: must be that of ids, {list(ids.shape)}; pad the shorter"
+            )
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    if counted is None:
+        counted = int((labels != IGNORED).sum())
+    return Batch(
+        attend.shard(ids),
+        attend.shard(positions),
+        attend.shard(labels),
+        counted * (attend.world if attend.layout.replicated else 1),  # then every rank counts all of them
+        None if source is None else attend.shard(source),
+    )

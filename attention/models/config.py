@@ -1,0 +1,145 @@
+"""The sizes of a model, how its layers attend, and the presets. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attention import masks
+from attention.errors import nearest
+from attention.geometry.options import check_heads
+from attention.masks.mask import Mask
+
+CAUSAL = masks.causal()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a layer attends. mask: which keys a query sees. sinks: a learned logit for each head joins the softmax.
+    softcap: scores become c tanh(score / c)."""
+
+    mask: Mask = CAUSAL
+    sinks: bool = False
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The ranks of MLA's projections (DeepSeek-V2, 2024). rotary: the dims of a head that rotate; keys share theirs."""
+
+    q: int
+    kv: int
+    rotary: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """context: tokens that the model is made for, of the source and of the target each. mlp: hidden size of the SwiGLU;
+    None: 4 times `hidden`. v_head_dim: None: head_dim. Layer i of the decoder attends as `kinds[i % len(kinds)]`.
+    encoder_layers: 0 for a decoder alone; the encoder and the cross attention see everything.
+
+    Raises ValueError for sizes that do not fit together, and for dropout."""
+
+    context: int
+    layers: int
+    heads: int
+    hidden: int
+    head_dim: int
+    kv_heads: int | None = None
+    v_head_dim: int | None = None
+    mlp: int | None = None
+    vocabulary: int = 50257
+    rotary_base: float = 10_000.0
+    kinds: tuple[Kind, ...] = (Kind(),)
+    latent: Latent | None = None
+    encoder_layers: int = 0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = ("context", "layers", "heads", "hidden", "head_dim", "vocabulary", "kv_heads", "v_head_dim", "mlp")
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+        if self.dropout:
+            raise ValueError(
+                f"dropout={self.dropout}: attention has none, and ranks would draw what one rank does not; use dropout=0"
+            )
+        check_heads(self.heads, self.key_heads)
+        rotary = self.head_dim if self.latent is None else self.latent.rotary
+        if rotary % 2 or rotary > self.head_dim:
+            name = "head_dim" if self.latent is None else "latent.rotary"
+            raise ValueError(
+                f"{name}={rotary}: rotary embedding needs an even number of at most head_dim={self.head_dim}"
+            )
+        if self.latent is not None and self.key_heads != self.heads:
+            raise ValueError(
+                f"kv_heads={self.kv_heads}: MLA makes a key for each head; use kv_heads={self.heads} or None"
+            )
+        if not self.kinds:
+            raise ValueError("kinds=(): a layer needs one; give (Kind(),) for causal attention")
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def mlp_dim(self) -> int:
+        return 4 * self.hidden if self.mlp is None else self.mlp
+
+    def kind(self, layer: int) -> Kind:
+        return self.kinds[layer % len(self.kinds)]
+
+    def under(self, mask: Mask) -> Config:
+        """The same model with this mask in every layer of the decoder."""
+        return replace(self, kinds=tuple(replace(kind, mask=mask) for kind in self.kinds))
+
+
+def _dca(window: int, global_tokens: int, random: int) -> tuple[Kind, ...]:
+    return (Kind(masks.dca(window, global_tokens, random, causal=True)),)
+
+
+PRESETS = {
+    "decoder_tiny": Config(context=1024, layers=6, heads=8, hidden=512, head_dim=64),
+    "decoder_small": Config(context=2048, layers=12, heads=12, hidden=768, head_dim=64),
+    "decoder_medium": Config(
+        context=4096, layers=24, heads=16, hidden=1024, head_dim=64, kinds=_dca(1024, 128, 64)
+    ),
+    "encoder_decoder_tiny": Config(context=512, layers=6, encoder_layers=6, heads=8, hidden=512, head_dim=64),
+    "encoder_decoder_small": Config(context=1024, layers=12, encoder_layers=12, heads=12, hidden=768, head_dim=64),
+    # One layer of a known model's shapes. The vocabulary is that of bytes, so that the layer is nearly all of the work.
+    "llama3_8b_layer": Config(
+        context=8192, layers=1, heads=32, kv_heads=8, hidden=4096, head_dim=128, mlp=14336, vocabulary=256,
+        rotary_base=500_000.0,
+    ),
+    # gpt-oss-20b, the layer with a window; its 4 active experts of 2880 are one MLP of 11520. A second layer has no window.
+    "gpt_oss_layer": Config(
+        context=8192, layers=1, heads=64, kv_heads=8, hidden=2880, head_dim=64, mlp=11520, vocabulary=256,
+        rotary_base=150_000.0, kinds=(Kind(masks.sliding_window(127), sinks=True), Kind(sinks=True)),
+    ),
+    # DeepSeek-V3, a dense layer
+    "deepseek_layer": Config(
+        context=4096, layers=1, heads=128, hidden=7168, head_dim=192, v_head_dim=128, mlp=18432, vocabulary=256,
+        latent=Latent(q=1536, kv=512, rotary=64),
+    ),
+}  # fmt: skip
+
+# window, global tokens and random keys of each preset's sparse attention (Nano XYZ)
+SPARSE = {
+    "decoder_tiny": (256, 32, 16),
+    "decoder_small": (512, 64, 32),
+    "decoder_medium": (1024, 128, 64),
+    "encoder_decoder_tiny": (128, 16, 8),
+    "encoder_decoder_small": (256, 32, 16),
+}
+
+
+def preset(name: str, **changes: Any) -> Config:
+    """A preset by its name, with other values for some fields. Raises ValueError for an unknown name or a bad value."""
+    if name not in PRESETS:
+        raise ValueError(f"model={name}: {nearest(str(name), PRESETS)}")
+    return replace(PRESETS[name], **changes)

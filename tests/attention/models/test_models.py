@@ -1,0 +1,82 @@
+"""Sequence-parallel models: loss and every parameter's gradient are those of a world of one, in fp64."""
+
+import pytest
+
+from attention.models import PRESETS, Config, Latent, preset
+from tests.jobs import models
+
+WINDOWS = [("sliding_window", {"left": 5}), ("causal", {})]
+DOCUMENTS = [("documents", {"lengths": [5, 19, 8]})]
+DECODERS = [
+    {"name": "zigzag"},
+    {"name": "zigzag", "labels": True, "recompute": True},
+    {"name": "ring", "masks": WINDOWS, "layers": 3},
+    {"name": "ulysses", "masks": [("dca", {"window": 8, "global_tokens": 2, "random": 3, "causal": True})]},
+    {"name": "balanced", "masks": DOCUMENTS},
+    {"name": "llama3", "masks": DOCUMENTS},
+    {"name": "ring", "others": ["ring_allgather"], "masks": WINDOWS},
+    {"name": "dense"},
+]
+ENCODER_DECODERS = [
+    {"name": "ulysses", "encoder_layers": 1},
+    {"name": "ring", "encoder_layers": 2, "masks": WINDOWS, "labels": True},
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_loss_and_gradients_are_those_of_a_world_of_one(in_world, world):
+    cases = DECODERS + ENCODER_DECODERS
+    cases = [case for case in cases if world < 4 or case["name"] != "ulysses"]  # two KV heads
+    for case, errors in zip(cases, in_world(models.compare, world, cases=cases), strict=True):
+        assert max(errors.values()) < 1e-11, (case, errors)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_trains_under_fsdp_over_data_and_context_ranks(in_world, recompute):
+    errors = in_world(models.under_fsdp, 4, shape=[2, 2], recompute=recompute)
+    assert max(errors.values()) < 1e-9, errors
+
+
+def test_refusals_name_the_value_and_the_way_out(in_world):
+    found = in_world(models.refusals, 2)
+    assert "zigzag" in found["layouts"] and "take functions of one layout" in found["layouts"]
+    assert "3 functions" in found["number"] and "one for each of the 2 kinds" in found["number"]
+    assert "is a decode" in found["decode"]
+    assert "source=None" in found["source"] and "give source" in found["source"]
+    assert "[1, 31]" in found["lengths"] and "[1, 32]" in found["lengths"]
+    assert "causal=false: zigzag" in found["mask"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dropout": 0.1}, "dropout=0.1: .* use dropout=0"),
+        ({"layers": 0}, "layers=0: must be a whole number of at least 1"),
+        ({"kv_heads": 3}, "3"),
+        ({"head_dim": 7}, "head_dim=7: rotary embedding needs an even number"),
+        ({"latent": Latent(q=8, kv=8, rotary=4), "kv_heads": 2}, "kv_heads=2: MLA .* use kv_heads=8"),
+        ({"kinds": ()}, "give .Kind"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        preset("decoder_tiny", **change)
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="model=decoder_tin: did you mean decoder_tiny"):
+        preset("decoder_tin")
+
+
+def test_presets_have_the_sizes_that_they_are_named_for():
+    assert {name: (c.context, c.layers, c.heads, c.hidden, c.head_dim) for name, c in PRESETS.items()} == {
+        "decoder_tiny": (1024, 6, 8, 512, 64),
+        "decoder_small": (2048, 12, 12, 768, 64),
+        "decoder_medium": (4096, 24, 16, 1024, 64),
+        "encoder_decoder_tiny": (512, 6, 8, 512, 64),
+        "encoder_decoder_small": (1024, 12, 12, 768, 64),
+        "llama3_8b_layer": (8192, 1, 32, 4096, 128),
+        "gpt_oss_layer": (8192, 1, 64, 2880, 64),
+        "deepseek_layer": (4096, 1, 128, 7168, 192),
+    }
+    assert Config(context=8, layers=1, heads=1, hidden=8, head_dim=8).mlp_dim == 32

@@ -1,0 +1,177 @@
+"""Jobs that train a model on sequence-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import attention
+from attention import masks
+from attention.masks import Mask
+from attention.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
+from runner.launch.rank import Rank
+
+TINY: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 16, "head_dim": 8}
+TOKENS, VOCABULARY = 32, 37
+
+
+class Exact:
+    """Attention of a world of one, by the definition of the softmax."""
+
+    variant, layout, world = SimpleNamespace(decode=False), SimpleNamespace(replicated=False), 1
+
+    def shard(self, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask.dense(q.shape[1]), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : k.shape[1]], v)
+
+
+def config_of(case: dict[str, Any]) -> Config:
+    """kinds as (name, parameters) of their masks, with sinks and softcap."""
+    kinds = tuple(
+        Kind(masks.make(name, **parameters), **{key: case[key] for key in ("sinks", "softcap") if key in case})
+        for name, parameters in case.get("masks", [("causal", {})])
+    )
+    more = {key: case[key] for key in ("layers", "encoder_layers", "v_head_dim", "head_dim") if key in case}
+    if "latent" in case:
+        more |= {"latent": Latent(**case["latent"]), "kv_heads": None}
+    return Config(**TINY | more, vocabulary=VOCABULARY, kinds=kinds)
+
+
+def text(config: Config, labels: bool = False) -> list[Tensor | None]:
+    """Global ids, labels and source, the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    ids, source = (torch.randint(VOCABULARY, (2, TOKENS), generator=generator) for _ in range(2))
+    given = torch.where(ids % 3 > 0, ids.roll(-1, 1), IGNORED) if labels else None  # ranks count different numbers
+    return [ids, given, source if config.encoder_layers else None]
+
+
+def model_of(config: Config, attend: Any, dtype: torch.dtype = torch.float64, recompute: bool = False) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(config, attend, recompute).to(dtype)
+
+
+def function(case: dict[str, Any]) -> Any:
+    """The case's function, or one for each of its kinds."""
+    options = case.get("options", {})
+    if case["name"] == "balanced":
+        options = {"mask": config_of(case).kinds[0].mask, "tokens": TOKENS}
+    made = attention.make(case["name"], **options)
+    return [made, *(attention.make(name) for name in case["others"])] if "others" in case else made
+
+
+def step(model: Transformer, batch: Batch, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """The global loss and every parameter's gradient, summed over ranks."""
+    loss = batch.loss(model(batch))
+    loss.backward()
+    reduce_gradients(model, group)
+    loss = loss.detach()
+    dist.all_reduce(loss, group=group)
+    return [loss, *(p.grad for p in model.parameters())]
+
+
+def compare(me: Rank, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """For each case, the relative errors of loss and gradients against a world of one, by parameter."""
+    found = []
+    for case in cases:
+        config = config_of(case)
+        ids, labels, source = text(config, case.get("labels", False))
+        assert ids is not None
+        model = model_of(config, function(case), recompute=case.get("recompute", False))
+        ours = step(model, shard(model.attend, ids, labels, source))
+        exact = model_of(config, [Exact()] * len(config.kinds))
+        batch = shard(exact.attend, ids, labels, source)
+        loss = batch.loss(exact(batch))
+        loss.backward()
+        expected = [loss.detach(), *(p.grad for p in exact.parameters())]
+        names = ["loss", *(name for name, _ in model.named_parameters())]
+        errors = {name: float((a - b).norm() / b.norm()) for name, a, b in zip(names, ours, expected, strict=True)}
+        found.append({name: max(each[name] for each in me.gather(errors)) for name in names})
+    return found
+
+
+def under_fsdp(me: Rank, shape: list[int], recompute: bool) -> dict[str, float]:
+    """`fully_shard` over a mesh of data and context parallel ranks, each data-parallel row with a batch of its own. The
+    errors of loss, gradients and of the parameters after a step of AdamW, against one process with both batches."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "cp"))
+    config = config_of({"layers": 2})
+    attend = attention.make("zigzag", group=mesh["cp"].get_group())
+    model = model_of(config, attend, recompute=recompute)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in (model, *model.layers):
+        module.set_gradient_divide_factor(1.0)  # the loss is divided already
+    ids, *_ = text(config)
+    assert ids is not None
+    rows = ids.chunk(shape[0])
+    counted = len(ids) * (TOKENS - 1)
+    batch = shard(attend, rows[mesh["dp"].get_local_rank()], counted=counted)
+    loss = batch.loss(model(batch))
+    loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    exact = model_of(config, [Exact()])
+    whole = shard(exact.attend, ids)
+    expected = whole.loss(exact(whole))
+    expected.backward()
+    errors = {"loss": float((loss - expected.detach()).abs())}
+    errors |= {f"{name}.grad": _error(p.grad, q.grad) for (name, p), q in _pairs(model, exact)}
+    for each in (model, exact):
+        torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-4).step()
+    return errors | {name: _error(p, q) for (name, p), q in _pairs(model, exact)}
+
+
+def _pairs(model: nn.Module, exact: nn.Module) -> Any:
+    return zip(model.named_parameters(), exact.parameters(), strict=True)
+
+
+def _error(x: Any, expected: Any) -> float:
+    return float((x.full_tensor() - expected).norm() / expected.norm())
+
+
+def refusals(me: Rank) -> dict[str, str]:
+    """How a model refuses what it cannot do."""
+    ring, zigzag = attention.make("ring"), attention.make("zigzag")
+    config = config_of({"masks": [("causal", {}), ("full", {})]})
+    both = replace(config, encoder_layers=1)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    tried = {
+        "layouts": lambda: Transformer(config, [zigzag, ring]),
+        "number": lambda: Transformer(config, [ring] * 3),
+        "decode": lambda: Transformer(config, attention.make("tree")),
+        "source": lambda: Transformer(both, ring)(shard(ring, ids)),
+        "lengths": lambda: shard(ring, ids, source=ids[:, 1:]),
+        "mask": lambda: Transformer(both, zigzag)(shard(zigzag, ids, source=ids)),
+    }
+    found = {}
+    for name, call in tried.items():
+        try:
+            call()
+            found[name] = ""
+        except ValueError as error:
+            found[name] = str(error)
+    return found
