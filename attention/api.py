@@ -293,7 +293,8 @@ class ContextParallel:
         scale: any finite number, by default D^-0.5. window: (left, right) in tokens, -1 is unbounded.
         mask: any of `attention.masks`, over the positions of the whole sequence or of the whole packed batch. causal,
         window and cu_seqlens hold beside it: a query sees the keys that all of them allow.
-        kv_tokens: for a decode, the number of keys on all ranks together. By default all ranks have as many as this one.
+        kv_tokens: for a decode, the number of keys on all ranks together. By default all ranks have as many as this one. Its
+        queries are the last tokens, by which causal and window are aligned.
         padding: the tokens that `shard(x, pad=True)` added at the end. No query sees them; their out is 0, their LSE
         -inf, and they have and cause no gradient. cu_seqlens and mask are those of the other tokens.
         All ranks must make the same calls in the same order, with the same arguments except the tensors. Ranks that

@@ -162,17 +162,15 @@ def plan_of(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connec
 
 
 def _decode_plan(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """A decode keeps its plan while the keys grow: the plan is resized. A new one is built only when other ranks hold
-    keys."""
-    sizes = sizes_of(settings.layout, spec.cu_seqlens, settings.world)
-    key = spec._replace(cu_seqlens=tuple(n > 0 for n in sizes), kv_tokens=0)
+    """A decode keeps its plan while the keys grow: the plan is resized, and ranks agree once."""
+    key = spec._replace(cu_seqlens=(), kv_tokens=0)
     found = plans.get(key)
     if found is None:
         found = build(spec, batch, settings, plans.made, connect)
         plans.add(key, found)
     _check_share(spec, settings)
     if found.problem.cu_seqlens != spec.cu_seqlens:
-        plans[key] = found = resized(found, spec.cu_seqlens, sizes)
+        plans[key] = found = resized(found, spec.cu_seqlens, _like(spec, settings))
     return found
 
 

@@ -89,7 +89,7 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
 
 
 def _problem(variant: Variant[Any], setting: Setting) -> Problem:
-    mask = EXAMPLES["full" if variant.decode and setting.mask == "causal" else setting.mask]
+    mask = EXAMPLES[setting.mask]
     cu = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))) if setting.packed else (0, TOKENS)
     if variant.decode and setting.packed:
         raise ValueError("cu_seqlens: a decode takes a batch of single sequences")
@@ -193,7 +193,7 @@ Each cell is a call on {WORLD} GPUs with {TOKENS:,} tokens, {HEADS} heads of {HE
 default options, every package installed and the transport symm.
 
 - `yes`: honoured. A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
-- The first table of a section has the masks, the second has other properties of a causal call (of a decode: full).
+- The first table of a section has the masks, the second has other properties of a causal call. A decode has one query.
 - Kernels that answer alike share a section. `grouped` is for one GPU.
 """
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attention.executors.policy import local_kv_apart
+from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard
 from attention.geometry.schedules import Block, Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
@@ -156,23 +157,25 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
     return tuple(planned)
 
 
-def resized(plan: Plan, cu_seqlens: CuSeqlens, sizes: Sequence[int]) -> Plan:
-    """A decode's plan for another number of keys, what `plan_steps` would make of its schedule: with the same ranks
-    holding keys, only how many there are is another. `sizes`: by rank."""
-
-    def keys_of(rank: int) -> Intervals:
-        return ((0, sizes[rank]),)
-
-    mine, most, changed = keys_of(plan.rank), max(sizes), []
-    for step in plan.steps:
-        keys = keys_of(step.owner) if step.keys else ()
-        route = Route(
-            tuple(Piece(piece.peer, mine, mine) for piece in step.route.sends),
-            tuple(Piece(piece.peer, keys, keys) for piece in step.route.receives),
-        )
-        calls = tuple(LocalCall(each.q, keys, each.call) for each in step.calls)
-        changed.append(PlannedStep(step.owner, keys, length(keys), calls, route, most if step.most else 0))
-    return replace(plan, problem=replace(plan.problem, cu_seqlens=cu_seqlens), steps=tuple(changed))
+def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call) -> Plan:
+    """A decode's plan for another number of keys: what `plan_steps` would make of its schedule, without building it. like:
+    as there."""
+    problem = replace(plan.problem, cu_seqlens=cu_seqlens)
+    world, most = problem.world, decodes.most_seen(problem) if len(plan.steps) > 1 else 0
+    mine, changed = decodes.block(problem, plan.rank), []
+    for i, step in enumerate(plan.steps):
+        remote = step.owner != plan.rank
+        block = decodes.block(problem, step.owner) if remote else mine
+        sends = (Piece((plan.rank + i) % world, (mine.k,), side_by_side((mine.k,))),) if remote and mine else ()
+        if block is None:
+            changed.append(PlannedStep(step.owner, (), 0, (), Route(sends, ()), most if remote else 0))
+            continue
+        keys = (block.k,)
+        receives = (Piece(step.owner, keys, side_by_side(keys)),) if remote else ()
+        call = LocalCall((block.q,), side_by_side(keys) if remote else keys, like.under(block.mask))
+        route = Route(sends, receives)
+        changed.append(PlannedStep(step.owner, keys, length(keys), (call,), route, most if remote else 0))
+    return replace(plan, problem=problem, steps=tuple(changed))
 
 
 def _calls(step: Step, place: Place, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:

@@ -1,5 +1,5 @@
 """The tree executor (decode): every rank attends its own keys, and the partial results are reduced over the ranks.
-Forward only. A rank without keys contributes out 0 and lse -inf.
+Forward only. A rank whose keys no query sees contributes out 0 and lse -inf.
 
 Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse,
 comm_sum_den, comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*; fused: only
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.executors.plan import Plan
+from attention.executors.plan import LocalCall, Plan
 from attention.geometry.mailbox import pieces, received_bytes
+from attention.kernels import Kernel
 from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
 from attention.tensors import take
@@ -29,17 +30,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
         return *empty_result(q), ()
     reduced = plan.transport.name != "none"
     fused = reduced and plan.options.reduce == "fused"
+    call = _local_call(plan)
     with phase("comp_shard_kv"):
-        calls = plan.steps[0].calls if plan.steps else ()
-        keys, values = (take(x, calls[0].k) if calls else x for x in (k, v))
+        keys, values = (take(x, call.k) if call else x for x in (k, v))
     with phase("comp_local_attention"):
         if fused:
-            parts, lses = _splits(q, keys, values, plan)
-        elif calls:
-            into = _partial(q) if reduced else None
-            out, lse = plan.kernel.forward(q, keys, values, calls[0].call, into=into)
-        else:
+            parts, lses = _splits(q, keys, values, call, plan.kernel)
+        elif call is None:
             out, lse = empty_result(q)
+        elif _all_queries(call, q):
+            into = _partial(q) if reduced else None
+            out, lse = plan.kernel.forward(q, keys, values, call.call, into=into)
+        else:
+            out, lse = _some_queries(q, keys, values, call, plan.kernel)
     if fused:
         out, lse = exchanged(parts, lses, q, plan)
     elif reduced:
@@ -54,20 +57,37 @@ def _partial(q: Tensor) -> tuple[Tensor, Tensor]:
     return out, out.new_empty((q.shape[0], q.shape[2], q.shape[1]))
 
 
-def _splits(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def _local_call(plan: Plan) -> LocalCall | None:
+    """The queries that see some of this rank's keys, with the keys that they see; None where there are none."""
+    return plan.steps[0].calls[0] if plan.steps and plan.steps[0].calls else None
+
+
+def _all_queries(call: LocalCall, q: Tensor) -> bool:
+    return call.q == ((0, q.shape[1]),)
+
+
+def _some_queries(q: Tensor, k: Tensor, v: Tensor, call: LocalCall, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the accumulation dtype, where some queries see none of the keys."""
+    out, lse = empty_result(q)
+    kernel.forward(take(q, call.q), k, v, call.call, into=(take(out, call.q), take(lse, call.q, -1)))
+    return out, lse
+
+
+def _splits(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys,
     or one if it has none; n = 0 without keys."""
-    calls = plan.steps[0].calls if plan.steps else ()
-    splits = getattr(plan.kernel, "splits", None)
-    if calls and splits is not None:
-        parts, lses = splits(q, k, v, calls[0].call)
+    if call is None:
+        parts = torch.empty((0, *q.shape), dtype=torch.float32, device=q.device)
+        return parts, parts.new_empty((0, q.shape[0], q.shape[2], q.shape[1]))
+    if not _all_queries(call, q):
+        out, lse = _some_queries(q, k, v, call, kernel)
+        return out[None], lse[None]
+    splits = getattr(kernel, "splits", None)
+    if splits is not None:
+        parts, lses = splits(q, k, v, call.call)
         return parts, lses
-    n = min(len(calls), 1)
-    parts = torch.empty((n, *q.shape), dtype=torch.float32, device=q.device)
-    lses = parts.new_empty((n, q.shape[0], q.shape[2], q.shape[1]))
-    if calls:
-        plan.kernel.forward(q, k, v, calls[0].call, into=(parts[0], lses[0]))
-    return parts, lses
+    out, lse = kernel.forward(q, k, v, call.call, into=_partial(q))
+    return out[None], lse[None]
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

@@ -66,7 +66,7 @@ def global_pairs(cu_seqlens: CuSeqlens, mask: Band) -> int:
 def problem_pairs(problem: Problem) -> int:
     """(query, key) pairs that the whole problem needs, each once."""
     if problem.q_tokens is not None:
-        return problem.q_tokens * problem.cu_seqlens[-1]
+        return problem.band.pairs(problem.q_tokens, problem.cu_seqlens[-1])
     if isinstance(problem.form, Band):
         return global_pairs(problem.cu_seqlens, problem.form)
     return problem.form.pairs(problem.cu_seqlens[-1])

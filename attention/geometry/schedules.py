@@ -345,11 +345,11 @@ def rank_pairs(problem: Problem, rank: int) -> int:
 
 def masks(problem: Problem) -> tuple[Band, ...]:
     """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window,
-    each block is full or has the problem's own mask. A mask that is cut becomes full and causal rectangles and,
+    each block is full or has the problem's own mask; those of a decode stand in its schedule. A mask that is cut becomes full and causal rectangles and,
     where it has lower bounds, windows."""
     if isinstance(problem.form, Mask):
         return (FULL, CAUSAL, *((Band(1, 1),) if problem.form.windowed(problem.cu_seqlens[-1]) else ()))
-    if not problem.band.windowed:
+    if problem.q_tokens is None and not problem.band.windowed:
         return tuple(dict.fromkeys((FULL, problem.band)))
     return tuple(sorted(problem.schedule.masks(problem), key=lambda m: (m.left, m.right)))
 

@@ -39,7 +39,7 @@ class Variant(Generic[Chosen]):
     packs: bool = True  # takes packed batches
     packed: bool = False  # made for packed batches: a benchmark of it is one
     twin: str | None = None  # the variant that is the same algorithm, made for packed batches where this one is not
-    decode: bool = False  # few replicated queries against sharded keys; forward only, never causal
+    decode: bool = False  # few replicated queries against sharded keys; forward only
     benchmark_only: str | None = None  # why `auto` never takes it
 
     def missing(self, device: str) -> str | None:
@@ -78,7 +78,7 @@ class Variant(Generic[Chosen]):
     def check_cut(self, options: Chosen, mask: Mask, tokens: int) -> None:
         """Raises ValueError for a mask, other than a band, that the variant can't do."""
         if self.decode:
-            raise ValueError(f"mask={mask}: {self.name} is a decode, whose queries see all keys; leave the mask out")
+            raise ValueError(f"mask={mask}: {self.name}, a decode, takes causal and window only; leave the mask out")
         if not self.any_mask:
             able = "causal attention" if self.causal_only else "full and causal attention"
             windows = " and windows" if self.windows else ""
@@ -153,7 +153,6 @@ class Variant(Generic[Chosen]):
             mask = CAUSAL if form.is_causal(cu_seqlens[-1]) else FULL  # by which a layout balances
         else:
             mask = form
-            self._check_decode(mask)
             self.check_mask(chosen, mask)
         if len(cu_seqlens) > 2 and not self.packs:
             raise ValueError(
@@ -175,13 +174,6 @@ class Variant(Generic[Chosen]):
             q_tokens=q_tokens if self.decode else None,
             ulysses=sharing,
         )
-
-    def _check_decode(self, mask: Band) -> None:
-        if self.decode and not mask.full:
-            given = "causal=true" if mask.causal else f"window=({mask.left}, {mask.right})"
-            raise ValueError(
-                f"{given}: {self.name} is a decode, whose queries see all keys; use causal=false without a window"
-            )
 
     def check_options(self, options: Chosen | Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
         """Raises ValueError for an option's value that does not go with these heads in this world."""

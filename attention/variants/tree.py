@@ -5,11 +5,11 @@ Source: Tree Attention: Topology-aware Decoding for Long-Context Attention on GP
 
 from __future__ import annotations
 
+from attention.geometry.decodes import TREE
 from attention.geometry.layouts import DECODE
 from attention.geometry.options import TreeOptions
-from attention.geometry.schedules import LocalSchedule
 from attention.variants.base import register
-from attention.variants.ring_decode import Decode, blocks
+from attention.variants.ring_decode import Decode
 
 register(
     Decode(
@@ -20,9 +20,8 @@ register(
         "packed beat one GPU",
         executor="tree",
         layout=DECODE,
-        schedule=LocalSchedule(lambda problem, rank: blocks(problem, rank, rank)),
+        schedule=TREE,
         options=TreeOptions,
-        windows=False,
         decode=True,
     )
 )

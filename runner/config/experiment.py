@@ -78,8 +78,8 @@ class AttentionCall:
     @property
     def pairs(self) -> int:
         """(query, key) pairs under the mask, of one batch element."""
-        if self.q_len is not None:
-            return self.q_len * self.seq_len
+        if self.q_len is not None and isinstance(self.mask, Band):
+            return self.mask.pairs(self.q_len, self.seq_len)
         if isinstance(self.mask, Mask):
             return self.mask.pairs(self.seq_len)
         return counts.global_pairs(self.cu_seqlens, self.mask)

@@ -4,7 +4,7 @@ import pytest
 
 from attention.executors import costs
 from attention.geometry.counts import Shapes
-from attention.masks.band import FULL
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.jobs import numerics
 
@@ -17,6 +17,10 @@ CASES = [
     BASE | {"keys": 37, "head_dim": 80, "scale": 0.2},  # the last shard is short
     BASE | {"keys": 5, "kv_heads": 2, "head_dim": 96},  # in larger worlds the last shard is empty
     BASE | {"keys": 1, "batch": 1, "queries": 3},  # all shards but the first are
+    BASE | {"window": (9, 0)},  # whose keys lie on the last ranks
+    BASE | {"keys": 37, "queries": 5, "kv_heads": 2, "causal": True},  # a shard ends among the last keys
+    BASE | {"keys": 38, "queries": 4, "window": (21, 1)},
+    BASE | {"keys": 3, "queries": 6, "causal": True, "window": (1, 5)},  # the first queries see no key
 ]
 TREES = [("tree", {"reduce": how}) for how in REDUCTIONS]
 
@@ -52,7 +56,8 @@ def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, w
     variant = VARIANTS[name]
     for found in in_world(numerics.decode, world, name=name, options=options, cases=CASES[2:]):
         case = found["case"]
-        problem = variant.problem((0, case["keys"]), world, FULL, options, case["queries"])
+        band = Band.of(case.get("causal", False), case.get("window", (-1, -1)))
+        problem = variant.problem((0, case["keys"]), world, band, options, case["queries"])
         shapes = Shapes(case["batch"], case["heads"], case["kv_heads"], case["head_dim"], 4)
         for rank, counted in enumerate(found["bytes"]):
             said = costs.of(variant, problem, shapes, options).bytes_received(rank, False)
@@ -69,18 +74,28 @@ def test_the_phases_are_those_of_the_paper(in_world):
 
 @pytest.mark.parametrize("world", (1, 3, 4, 8))
 @pytest.mark.parametrize(
-    ("name", "options", "transport"),
-    [("tree", {"reduce": "packed"}, "auto"), ("ring_decode", {}, "auto"), ("ring_decode", {}, "symm")],
+    ("name", "options", "transport", "window"),
+    [
+        ("tree", {"reduce": "packed"}, "auto", (5, 0)),
+        ("ring_decode", {}, "auto", (-1, -1)),
+        ("ring_decode", {}, "symm", (7, 0)),
+    ],
     ids=str,
 )
-def test_a_decode_whose_keys_grow_is_planned_once_for_the_ranks_that_hold_any(
-    in_world, name, options, transport, world
-):
-    found = in_world(numerics.growing, world, name=name, options=options, transport=transport, most=24)
-    assert found["error"] < 1e-6
+def test_a_decode_whose_keys_grow_is_planned_once(in_world, name, options, transport, window, world):
+    how = {"name": name, "options": options, "transport": transport, "window": window, "most": 24}
+    found = in_world(numerics.growing, world, **how)
+    assert found["error"] < 1e-5
     assert found["wrong"] == [[]] * world
-    assert found["kept"] <= world
-    assert found["built"] <= world * world
+    assert found["kept"] == 1
+    assert found["built"] <= world
+
+
+def test_keys_that_no_query_sees_do_not_travel(in_world):
+    """A window of 9 keys before the last one: of four ranks with 12 keys each, those of the last one alone."""
+    (found,) = in_world(numerics.decode, 4, name="ring_decode", options={}, cases=[BASE | {"window": (9, 0)}])
+    each = 2 * BASE["batch"] * BASE["kv_heads"] * BASE["head_dim"] * 4
+    assert [x.get("kv", 0) for x in found["bytes"]] == [10 * each] * 3 + [0]
 
 
 def test_a_decode_refuses_keys_that_did_not_grow_with_the_others():

@@ -79,16 +79,18 @@ def decode(
             for tokens, heads in shapes
         )
         scale = case.get("scale")
-        call = call_of(Band(), None, case["head_dim"], me.device, scale)
+        how = {"kv_tokens": case["keys"], "scale": scale}
+        how |= {"causal": case.get("causal", False), "window": tuple(case.get("window", (-1, -1)))}
+        call = call_of(Band.of(how["causal"], how["window"]), None, case["head_dim"], me.device, scale)
         exact, exact_lse = KERNELS["math"].forward(q.double(), k.double(), v.double(), call)
         local = (fn.shard(q, role="q"), fn.shard(k, role="kv"), fn.shard(v, role="kv"))
-        plan = fn.plan(*local, kv_tokens=case["keys"], scale=scale)
+        plan = fn.plan(*local, **how)
         plan.transport.bytes_received.clear()
         with recording(Recorder(me.device)) as recorder:
-            out, lse = fn(*local, kv_tokens=case["keys"], scale=scale, return_lse=True)
+            out, lse = fn(*local, **how, return_lse=True)
         me.synchronize()
         alone = plan.kernel.forward(q, k, v, call)[0]
-        lse_error = float((lse.double() - exact_lse).abs().max())
+        lse_error = worst_lse(lse, exact_lse)
         found.append({
             "case": case,
             "error": max(me.gather(rel(out, exact))),
@@ -133,7 +135,14 @@ def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
     return all(me.gather(same))
 
 
-def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: int) -> dict[str, Any]:
+def worst_lse(lse: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest absolute error; inf where only one of them is -inf."""
+    return float((lse.double() - exact).masked_fill((lse == -torch.inf) & (exact == -torch.inf), 0).abs().max())
+
+
+def growing(
+    me: Rank, name: str, options: dict[str, Any], transport: str, most: int, window: tuple[int, int] = (-1, -1)
+) -> dict[str, Any]:
     """A decode whose keys grow one by one: the largest error of out and lse, how many plans are kept, how many
     schedules were built for them, and the lengths at which a plan differs from its schedule."""
     from attention.executors.plan import plan_steps
@@ -142,7 +151,8 @@ def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: 
     fn = attention.make(name, transport=transport, **options)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, h, 32, generator=generator).to(me.device) for n, h in ((2, 4), (most, 2), (most, 2)))
-    call = call_of(Band(), None, 32, me.device)
+    mask = Band.of(window=tuple(window))
+    call = call_of(mask, None, 32, me.device)
 
     def local(n: int) -> list[torch.Tensor]:
         return [q, *(fn.shard(x[:, :n], role="kv") for x in (k, v))]
@@ -150,14 +160,14 @@ def growing(me: Rank, name: str, options: dict[str, Any], transport: str, most: 
     steps.cache_clear()
     errors = []
     for n in range(1, most + 1):
-        out, lse = fn(*local(n), kv_tokens=n, return_lse=True)
+        out, lse = fn(*local(n), kv_tokens=n, window=window, return_lse=True)
         exact, exact_lse = KERNELS["math"].forward(q.double(), k[:, :n].double(), v[:, :n].double(), call)
-        errors += [rel(out, exact), rel(lse, exact_lse)]
+        errors += [rel(out, exact), worst_lse(lse, exact_lse)]
     built, kept = steps.misses, len(fn.plans)
     wrong = []
     for n in (*range(1, most + 1), *range(most, 0, -1)):
-        plan = fn.plan(*local(n), kv_tokens=n)
-        problem = fn.variant.problem((0, n), me.world, Band(), fn.options, 2)
+        plan = fn.plan(*local(n), kv_tokens=n, window=window)
+        problem = fn.variant.problem((0, n), me.world, mask, fn.options, 2)
         expected = plan_steps(problem, me.rank, Call(plan.scale), False, me.device)
         if plan.problem != problem or list(map(_without_calls, plan.steps)) != list(map(_without_calls, expected)):
             wrong.append(n)

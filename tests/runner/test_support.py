@@ -34,7 +34,7 @@ def test_calls_are_refused_where_the_page_says_so(name, monkeypatch):
     variant = VARIANTS[name]
     for mask in support.EXAMPLES:
         expected = support.why_not(variant, KERNELS["math"], support.Setting(mask))
-        chosen = support.EXAMPLES["full" if variant.decode and mask == "causal" else mask]
+        chosen = support.EXAMPLES[mask]
         options = {"mask": chosen} if "mask" in variant.options.from_call() else {}
         q, k = torch.zeros(1, 1 if variant.decode else support.TOKENS, 1, 8), torch.zeros(1, support.TOKENS, 1, 8)
         fn = attention.make(name, kernel="math", **options)

@@ -25,7 +25,7 @@ WINDOWS = [
     for sides in ((0, 0), (3, 0), (SHARD, 0), (11, 0), (20, 0), (2, 4), (SHARD, SHARD), (13, 7), (-1, 5), (7, -1))
 ]
 MASKS = [FULL, CAUSAL, *WINDOWS]
-DECODES = {name for name, v in VARIANTS.items() if v.decode}  # neither causal nor windowed
+DECODES = {name for name, v in VARIANTS.items() if v.decode}
 ANY_LENGTHS = {
     "dense",
     "llama3",
@@ -59,8 +59,6 @@ def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
 
 
 def does(variant: Variant, mask: Band, options: Mapping[str, Any] | None = None) -> bool:
-    if variant.decode:
-        return mask.full
     if mask.windowed and ((options or {}).get("own_first") or (options or {}).get("grouping") == "fused"):
         return False
     if variant.options.from_call():  # made for the causal mask, where none is given
@@ -113,10 +111,10 @@ def band(mask: Band, sq: int, sk: int) -> np.ndarray:
 
 
 def global_pairs(problem: Problem) -> np.ndarray:
-    """All pairs of the mask, sequence by sequence, `[T, T]`; of a decode all, `[queries, T]`."""
+    """All pairs of the mask, sequence by sequence, `[T, T]`; of a decode, whose queries are the last tokens, `[queries, T]`."""
     total = problem.cu_seqlens[-1]
     if problem.q_tokens is not None:
-        return np.ones((problem.q_tokens, total), dtype=bool)
+        return band(problem.band, problem.q_tokens, total)
     if problem.is_cut:
         return problem.mask.dense(total).numpy()
     keep = np.zeros((total, total), dtype=bool)

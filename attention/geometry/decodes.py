@@ -1,0 +1,66 @@
+"""Decodes: a few queries on every rank against sharded keys. The queries are the last tokens of the sequence: query i of
+Sq lies at position N - Sq + i of N keys, also where there are fewer keys than queries. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attention.geometry.layouts import sizes_of
+from attention.geometry.schedules import Block, LocalSchedule, Problem, RingSchedule, tiles
+from attention.masks.band import CAUSAL, FULL, Band, Intervals
+
+
+def block(problem: Problem, owner: int) -> Block | None:
+    """All queries that see some key of `owner`, against the keys that they see; None where no query sees one."""
+    n, end = problem.q_tokens or 0, problem.cu_seqlens[-1]
+    (keys,) = problem.layout.shards(problem.cu_seqlens, problem.world)[owner]
+    found = tiles(problem.band, (end - n, end), n - end, (keys.start, keys.stop), -keys.start)
+    return found[0] if found else None
+
+
+def masks(problem: Problem) -> set[Band]:
+    """All masks that blocks have, for this number of keys or another: a decode keeps its kernel while the keys grow.
+    One query sees all keys that are left to it. Of several, the last ones see more keys of a shard that ends among them."""
+    found = {b.mask for owner in range(problem.world) if (b := block(problem, owner))}
+    if problem.band.full or problem.q_tokens == 1:
+        return found | {FULL}
+    if problem.band.causal and problem.world == 1:
+        return found | {FULL, CAUSAL}
+    return found | {FULL, CAUSAL, problem.band, Band(1, 1)}
+
+
+def _blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
+    if found := block(problem, owner):
+        yield found
+
+
+def _keys(problem: Problem, rank: int, owner: int) -> Intervals:
+    found = block(problem, owner)
+    return (found.k,) if found else ()
+
+
+class _Tree(LocalSchedule):
+    def examples(self, problem: Problem) -> Sequence[int]:
+        return range(problem.world)
+
+    def masks(self, problem: Problem) -> set[Band]:
+        return masks(problem)
+
+
+class _Ring(RingSchedule):
+    def most_keys(self, problem: Problem) -> tuple[int, ...]:
+        return (0, *[most_seen(problem)] * (problem.world - 1))
+
+    def masks(self, problem: Problem) -> set[Band]:
+        return masks(problem)
+
+
+def most_seen(problem: Problem) -> int:
+    """The most keys of one rank that queries see."""
+    if problem.band.full and problem.q_tokens:
+        return max(sizes_of(problem.layout, problem.cu_seqlens, problem.world))
+    return max(b.k[1] - b.k[0] if (b := block(problem, owner)) else 0 for owner in range(problem.world))
+
+
+TREE = _Tree(lambda problem, rank: _blocks(problem, rank, rank))
+RING = _Ring(_blocks, _keys)
