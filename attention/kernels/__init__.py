@@ -17,6 +17,7 @@ from attention.kernels.flash4 import Flash4
 from attention.kernels.flex import Flex
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, lacks
 from attention.kernels.math import Math
+from attention.kernels.padded_values import PaddedValues
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.xformers import Xformers
 from attention.masks.band import FULL, Band
@@ -81,6 +82,8 @@ FASTEST = {
     "cuda": ("flash4", "sdpa_cudnn", "flash3", "flash2", "sdpa_efficient", "math"),
     "cpu": ("sdpa_flash", "math"),
 }
+# Kernels that take value heads of another size, but slower on a GPU than faster kernels do with padding.
+SLOWER_THAN_PADDING = ("sdpa_efficient", "math")
 
 
 def names() -> list[str]:
@@ -94,14 +97,31 @@ def refusal(kernel: Kernel, shape: Shape, mask: Band) -> str | None:
 
 def preference(shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> tuple[str, ...]:
     """The kernels that `auto` tries, in order: those measured for this class of calls on this GPU, then the rest of
-    `FASTEST`."""
-    fastest = FASTEST.get(shape.device, FASTEST["cpu"])
-    if shape.device != "cuda":
-        return fastest
-    call = rates.class_of(shape, masks)
-    measured = rates.order(rates.table(), gpu_name(), call, shape.backward) if call else []
-    first = ("decode",) if decode else ()
-    return tuple(dict.fromkeys([*first, *(name for name in measured if name in fastest), *fastest]))
+    `FASTEST`. For value heads of another size those that take them come first."""
+    order = FASTEST.get(shape.device, FASTEST["cpu"])
+    if shape.device == "cuda":
+        call = rates.class_of(shape, masks)
+        measured = rates.order(rates.table(), gpu_name(), call, shape.backward) if call else []
+        first = ("decode",) if decode else ()
+        order = tuple(dict.fromkeys([*first, *(name for name in measured if name in order), *order]))
+    if shape.v_head_dim == shape.head_dim:
+        return order
+
+    def place(name: str) -> int:
+        if isinstance(made_for(name, shape), PaddedValues):
+            return 1
+        return 2 if shape.device == "cuda" and name in SLOWER_THAN_PADDING else 0
+
+    return tuple(sorted(order, key=place))
+
+
+def made_for(name: str, shape: Shape) -> Kernel:
+    """The kernel of that name for calls of a shape: it pads where it does not take value heads of another size by itself."""
+    kernel, plain = KERNELS[name], replace(shape, softcap=False)
+    if shape.v_head_dim == shape.head_dim or not (lacks(kernel, plain) or kernel.refuses(plain, FULL)):
+        return kernel
+    padded = PaddedValues(kernel, shape)
+    return kernel if padded.refuses(plain, FULL) and not lacks(kernel, plain) else padded
 
 
 @cache
@@ -111,23 +131,24 @@ def gpu_name() -> str:
 
 
 def select(name: str, shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> Kernel:
-    """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. decode: the call has few
-    queries.
+    """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. A kernel without value heads
+    of another size pads (`PaddedValues`). decode: the call has few queries.
 
     Raises ValueError for an unknown name, and UnsupportedCall, which names other kernels, where the kernel cannot do
     the call."""
     if name == "auto":
         for candidate in preference(shape, masks, decode):
             if _why_not(candidate, shape, masks) is None:
-                return KERNELS[candidate]
+                return made_for(candidate, shape)
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is not a kernel; {nearest(name, names())}")
+    kernel = made_for(name, shape)
     for mask in masks:
-        reason = refusal(KERNELS[name], shape, mask)
+        reason = refusal(kernel, shape, mask)
         if reason:
-            can = [k.name for k in KERNELS.values() if not any(refusal(k, shape, m) for m in masks)]
+            can = [each for each in KERNELS if not any(refusal(made_for(each, shape), shape, m) for m in masks)]
             raise UnsupportedCall(f"kernel={name}: {reason}; kernels that can: {', '.join(can)}")
-    return KERNELS[name]
+    return kernel
 
 
 def select_for_patterns(name: str, shape: Shape, masks: tuple[Band, ...], one_each: bool) -> ForPatterns:
@@ -137,9 +158,10 @@ def select_for_patterns(name: str, shape: Shape, masks: tuple[Band, ...], one_ea
     if name == "auto" and one_each and refusal(KERNELS["cudnn_flex"], packed, FULL) is None:
         name = "cudnn_flex"  # measured as the fastest for documents on an H200
     if name == "cudnn_block_sparse":  # by itself or not at all: see `ForPatterns.check`
-        if reason := KERNELS[name].missing(shape.device):
+        kernel = made_for(name, packed)
+        if reason := kernel.missing(shape.device) or lacks(kernel, packed):
             raise UnsupportedCall(f"kernel={name}: {reason}; kernel=auto takes one that can")
-        return ForPatterns(KERNELS[name], shape)
+        return ForPatterns(kernel, shape)
     return ForPatterns(select(name, packed, masks), shape)
 
 
@@ -153,7 +175,7 @@ def passed_over(taken: str, shape: Shape, masks: tuple[Band, ...], decode: bool 
 def _why_not(name: str, shape: Shape, masks: tuple[Band, ...]) -> str | None:
     """Why `auto` does not take the kernel for these masks, or None."""
     for mask in masks:
-        if reason := refusal(KERNELS[name], shape, mask):
+        if reason := refusal(made_for(name, shape), shape, mask):
             return reason
     if name == "sdpa_cudnn" and shape.packed:
         return "one call per sequence: slower than a kernel that takes packed batches"

@@ -33,8 +33,9 @@ def half_only(shape: Shape) -> str | None:
 
 
 def head_dim_rule(shape: Shape, most: int, multiple: int = 8) -> str | None:
-    if shape.head_dim > most or shape.head_dim % multiple:
-        return f"head_dim={shape.head_dim}: multiples of {multiple} up to {most} only"
+    for name, size in (("head_dim", shape.head_dim), ("v_head_dim", shape.v_head_dim)):
+        if size > most or size % multiple:
+            return f"{name}={size}: multiples of {multiple} up to {most} only"
     return None
 
 
@@ -167,6 +168,7 @@ class SdpaEfficient(decompose.Decomposed):
     name = "sdpa_efficient"
     summary = "PyTorch's memory-efficient attention; also fp32; packed batches go sequence by sequence"
     align = 16
+    features = frozenset({"v_head_dim"})
 
     def missing(self, device: str) -> str | None:
         return cuda_missing(device)

@@ -124,6 +124,8 @@ class Kernel(Protocol):
 
     features: what a kernel can do beyond plain attention; without the attribute, nothing (see `lacks`).
 
+    note: what the reader of a result must know; without the attribute, nothing.
+
     A kernel that takes patterns by itself has a method `refuses_pattern(shape, pattern, deterministic)`, which says why it
     cannot do one, or None."""
 

@@ -44,6 +44,7 @@ class ForPatterns:
     def __init__(self, kernel: Kernel, shape: Shape):
         self.kernel, self.shape = kernel, replace(shape, packed=True)
         self.name, self.summary, self.align = kernel.name, kernel.summary, kernel.align
+        self.note = getattr(kernel, "note", "")
 
     def missing(self, device: str) -> str | None:
         return self.kernel.missing(device)

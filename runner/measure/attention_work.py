@@ -180,7 +180,9 @@ class AttentionWork:
     def report(self) -> dict[str, Any]:
         """kernel, transport and a note on them; with kernel=auto why preferred kernels were passed over."""
         kernel, chosen = self.plan.kernel.name, self.fn.variant
-        found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name, "note": self.transport.note}
+        notes = self.transport.note, getattr(self.plan.kernel, "note", "")
+        note = "; ".join(each for each in notes if each) or None
+        found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name, "note": note}
         if isinstance(chosen, External):
             found["note"] = chosen.served(kernel)
         elif self.experiment.kernel == "auto":

@@ -1,9 +1,13 @@
 """Softcap and value heads of another size on a CPU, against plain fp64 attention with gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attention.kernels import KERNELS, Call, Kernel, Shape
+from attention import kernels
+from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, select
+from attention.kernels.padded_values import PaddedValues
 from attention.kernels.patterns import ForPatterns
 from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import assert_matches, assert_split_matches, inputs
@@ -31,8 +35,10 @@ def given(mask: Band, sizes, head_dim: int, v_head_dim: int, softcap: float | No
 
 
 def on_cpu(head_dim: int, v_head_dim: int, softcap: float | None) -> list[Kernel]:
-    """The kernels that can do the form."""
-    return [KERNELS["math"]]
+    """The kernels of a CPU that can do the form, with padding where they need some."""
+    shape = Shape("cpu", torch.float64, 4, 2, head_dim, value_dim=v_head_dim, softcap=softcap is not None)
+    found = [kernels.made_for(name, shape) for name in ("math", "sdpa_flash")]
+    return [kernel for kernel in found if kernels.refusal(kernel, shape, FULL) is None]
 
 
 @every_form
@@ -69,7 +75,7 @@ def test_results_are_written_into_the_tensors_given(head_dim, v_head_dim, softca
 
 
 @every_form
-@pytest.mark.parametrize("name", ["documents", "rows_without_keys", "prefix_documents"])
+@pytest.mark.parametrize("name", ["rows_without_keys", "prefix_documents"])
 def test_patterns_have_softcap_and_value_heads_of_another_size(head_dim, v_head_dim, softcap, name):
     pattern = PATTERNS[name]
 
@@ -82,3 +88,46 @@ def test_patterns_have_softcap_and_value_heads_of_another_size(head_dim, v_head_
     shape = Shape.of(q, k, v, backward=True, softcap=softcap is not None)
     for kernel in on_cpu(head_dim, v_head_dim, softcap):
         assert_matches(ForPatterns(kernel, shape), q, k, v, dout, call)
+
+
+def test_a_kernel_without_value_heads_of_another_size_pads_and_says_so():
+    for value_dim, note in ((128, "values padded from 128 to 192"), (256, "queries and keys padded from 192 to 256")):
+        call = Shape("cpu", torch.float32, 8, 2, 192, value_dim=value_dim)
+        kernel = select("sdpa_flash", call, (FULL, CAUSAL))
+        assert isinstance(kernel, PaddedValues)
+        assert (kernel.name, kernel.note) == ("sdpa_flash", note)
+        assert kernels.select_for_patterns("sdpa_flash", call, (CAUSAL,), False).note == note
+    assert select("sdpa_flash", replace(call, value_dim=None), (FULL,)) is KERNELS["sdpa_flash"]
+
+
+def test_auto_on_a_cpu_takes_the_kernel_that_needs_no_padding():
+    assert select("auto", Shape("cpu", torch.bfloat16, 8, 2, 192, value_dim=128), (CAUSAL,)) is KERNELS["math"]
+    assert select("auto", Shape("cpu", torch.bfloat16, 8, 2, 64, softcap=True), (CAUSAL,)) is KERNELS["math"]
+
+
+def test_softcap_is_refused_with_the_kernels_that_have_it():
+    call = Shape("cpu", torch.float32, 8, 2, 64, value_dim=32, softcap=True)
+    with pytest.raises(UnsupportedCall, match="^kernel=sdpa_flash: softcap: it has none; kernels that can: math"):
+        select("sdpa_flash", call, (CAUSAL,))
+    with pytest.raises(UnsupportedCall, match="^kernel=sdpa_flash: softcap: it has none; kernels that can: math"):
+        kernels.select_for_patterns("sdpa_flash", call, (CAUSAL,), False)
+
+
+def test_auto_on_a_gpu_pads_before_it_takes_a_slow_kernel(monkeypatch):
+    for name in ("flash2", "sdpa_flash"):
+        monkeypatch.setattr(KERNELS[name], "missing", lambda device: None)
+    for name in ("flash3", "flash4", "sdpa_cudnn"):
+        monkeypatch.setattr(KERNELS[name], "missing", lambda device: "not here")
+    monkeypatch.setattr(KERNELS["sdpa_efficient"], "missing", lambda device: None)
+    taken = select("auto", Shape("cuda", torch.bfloat16, 8, 2, 192, value_dim=128), (CAUSAL,))
+    assert (taken.name, getattr(taken, "note", "")) == ("flash2", "values padded from 128 to 192")
+    wide = Shape("cuda", torch.float32, 8, 2, 192, value_dim=128)
+    assert select("auto", wide, (CAUSAL,)) is KERNELS["sdpa_efficient"]
+    assert select("auto", wide, (Band(5, 0),)) is KERNELS["math"]
+    assert list(kernels.passed_over("math", wide, (Band(5, 0),)))[-1] == "sdpa_efficient"
+
+
+def test_a_refusal_of_a_padded_call_gives_the_padded_size():
+    call = Shape("cuda", torch.bfloat16, 8, 2, 64, value_dim=264)
+    reason = kernels.made_for("flash2", call).refuses(call, FULL)
+    assert reason == "head_dim=264: multiples of 8 up to 256 only (queries and keys padded from 64 to 264)"
