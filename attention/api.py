@@ -280,12 +280,15 @@ class ContextParallel:
         mask: Mask | None = None,
         kv_tokens: int | None = None,
         padding: int = 0,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
         dropout: float = 0.0,
         return_lse: bool = False,
     ) -> Any:
         """Attention of this rank's queries over the global keys.
 
-        q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k, v: with Hk heads; all bf16, fp16, fp32 or fp64.
+        q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k: `[B, s, Hk, D]` or `[t, Hk, D]`; v: like k, but its head
+        dim Dv may be another; out has it. All bf16, fp16, fp32 or fp64.
         The computation keeps that dtype, also under autocast. A tensor is copied if its last dim is strided, if its
         rows overlap (as after `expand`) or, with most kernels, if they are not aligned to 16 bytes.
         cu_seqlens: the global cumulative lengths of packed tensors, integers. A list or a CPU tensor never
@@ -297,10 +300,13 @@ class ContextParallel:
         queries are the last tokens, by which causal and window are aligned.
         padding: the tokens that `shard(x, pad=True)` added at the end. No query sees them; their out is 0, their LSE
         -inf, and they have and cause no gradient. cu_seqlens and mask are those of the other tokens.
+        sinks: `[H]`, a learned logit a head that joins the softmax's denominator; floating-point, equal on all ranks. Their
+        gradient is this rank's part: sum it over the ranks, as that of any other parameter.
+        softcap: a positive number c; scaled scores x become `c * tanh(x / c)`.
         All ranks must make the same calls in the same order, with the same arguments except the tensors. Ranks that
         don't are found when a plan is made (see `agreement` of `make`); otherwise a call may fail, hang or be wrong.
-        Returns out like q; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), not
-        differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
+        Returns out, like q with v's head dim; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), with
+        sinks in it, not differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
         so write `out = out + x`, not `out += x`.
         Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
         when the kernel can't."""
@@ -308,13 +314,14 @@ class ContextParallel:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
         plan = self.plan(
             q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, mask=mask,
-            kv_tokens=kv_tokens, padding=padding, return_lse=return_lse,
+            kv_tokens=kv_tokens, padding=padding, sinks=sinks, softcap=softcap, return_lse=return_lse,
         )  # fmt: skip
         q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
         if isinstance(self.variant, External):
             out = calls.attend(q, k, v, plan, self.group)
         else:
-            out, lse = attend(q, k, v, plan, self.replay.strategy(plan, q.device))
+            sinks = None if sinks is None else sinks.contiguous()
+            out, lse = attend(q, k, v, sinks, plan, self.replay.strategy(plan, q.device))
         if padding:  # under a band the queries of padding were computed like all others
             real = plan.problem.cu_seqlens[-1] - padding
             at = token_indices(beyond(self._shards((0, real), padding)[self.rank], real), q.device)

@@ -48,8 +48,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
         if x.dim() != dims:
             form = "[T, H, D] with cu_seqlens" if packed else "[B, S, H, D] without cu_seqlens"
             raise ValueError(f"{name} has shape {list(x.shape)}: it must be {form}")
-    if k.shape != v.shape:
-        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: must have the same shape")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: may differ in the last dim, the head dim, only")
     same = (
         (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1])
         if decode
@@ -60,6 +60,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
     needed = q.shape[-2:] if decode else q.shape  # a decode may have no queries or no keys yet
     if not all(needed):
         raise ValueError(f"q has shape {list(q.shape)}: no dimension may be 0; leave out the call for an empty input")
+    if not v.shape[-1]:
+        raise ValueError(f"v has shape {list(v.shape)}: its head dim must be at least 1; give [.., Hk, Dv]")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(
             f"q, k, v are {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: "
@@ -86,6 +88,30 @@ def check_scale(scale: float | None) -> float | None:
             f"scale={str(scale)[:40]}: must be a finite number; leave it out for head_dim ** -0.5, or give a float"
         )
     return found
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    """The softcap as a float, or None. Raises ValueError unless it is a positive finite number."""
+    if softcap is None:
+        return None
+    found = float(softcap) if isinstance(softcap, Real) and not isinstance(softcap, bool) else math.nan
+    if not 0 < found < math.inf:
+        raise ValueError(f"softcap={str(softcap)[:40]}: must be a positive finite number; leave it out for no softcap")
+    return found
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raises ValueError unless the sinks are one logit for each of q's heads."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[-2:-1]:
+        given = list(sinks.shape) if isinstance(sinks, Tensor) else repr(sinks)[:40]
+        raise ValueError(f"sinks: {given} given: must be a tensor [{q.shape[-2]}], a logit for each head of q")
+    if sinks.dtype not in DTYPES or sinks.device != q.device:
+        raise ValueError(
+            f"sinks are {sinks.dtype} on {sinks.device}: must be bf16, fp16, fp32 or fp64 on {q.device}; "
+            "give sinks.to(q.device, torch.float32)"
+        )
 
 
 def positive(scale: float | None, head_dim: int) -> float:

@@ -20,31 +20,34 @@ from attention.runtime.strategy import Strategy
 from attention.transports import Transport
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: Strategy) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, strategy: Strategy
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts."""
-    if wants_gradient(q, k, v) or private.transformed():  # a transform, which autograd refuses for a call of ours
-        out, lse, _ = _Attention.apply(q, k, v, plan, strategy)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if wants_gradient(*inputs) or private.transformed():  # a transform, which autograd refuses for a call of ours
+        out, lse, _ = _Attention.apply(plan, strategy, *inputs)
         return out, lse
     with torch.no_grad():
-        out, lse, *_ = _forward(q, k, v, plan, strategy, False)
+        out, lse, *_ = _forward(inputs, plan, strategy, False)
     # autograd forbids in-place changes to a view that was made under no_grad
     return (out.data if out._is_view() and not out.is_inference() else out), lse
 
 
-def wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def wants_gradient(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: Strategy, keep: bool) -> tuple[Tensor, ...]:
-    """(out, lse) and, if `keep`, the tensors that the backward needs."""
+def _forward(inputs: tuple[Tensor, ...], plan: Plan, strategy: Strategy, keep: bool) -> tuple[Tensor, ...]:
+    """(out, lse) and, if `keep`, the tensors that the backward needs. inputs: q, k, v, and sinks if the plan has them."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
         plan.transport.begin()
-        out, lse, saved = executor(plan.variant.executor).forward(q, k, v, plan)
+        out, lse, saved = executor(plan.variant.executor).forward(q, k, v, plan, sinks)
         plan.transport.join()
         return (out, lse, *saved) if keep else (out, lse)
 
-    return strategy(key_of(plan, "forward" if keep else "forward without gradients"), run, (q, k, v))
+    return strategy(key_of(plan, "forward" if keep else "forward without gradients"), run, inputs)
 
 
 def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, strategy: Strategy) -> tuple[Tensor, ...]:
@@ -60,10 +63,10 @@ def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, strategy: Strat
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, strategy: Strategy
+        ctx: Any, plan: Plan, strategy: Strategy, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, *saved = _forward(q, k, v, plan, strategy, True)
-        node = q.new_empty(0)
+        out, lse, *saved = _forward(inputs, plan, strategy, True)
+        node = inputs[0].new_empty(0)
         ctx.save_for_backward(*saved, node)
         ctx.plan, ctx.strategy = plan, strategy
         ctx.mark_non_differentiable(lse)
@@ -80,7 +83,7 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
             grads = _backward(given, saved, ctx.plan, ctx.strategy)
-        return *_first_order(grads, dout, node, ctx.plan.variant.name), None, None
+        return None, None, *_first_order(grads, dout, node, ctx.plan.variant.name)
 
 
 class Unshard(torch.autograd.Function):

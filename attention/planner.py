@@ -18,6 +18,8 @@ from attention.arguments import (
     check_mask,
     check_padding,
     check_scale,
+    check_sinks,
+    check_softcap,
     check_tensors,
     check_window,
     positive,
@@ -81,6 +83,8 @@ class CallSpec(NamedTuple):
     mask: Mask | None
     padding: int
     scale: float
+    softcap: float | None
+    sinks: bool
     device: torch.device
     want_lse: bool
 
@@ -98,16 +102,19 @@ def call_spec(
     mask: Mask | None = None,
     kv_tokens: int | None = None,
     padding: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> CallSpec:
     """The checked arguments of a call (see `ContextParallel.__call__`). Raises ValueError."""
     packed = cu_seqlens is not None
     check_tensors(q, k, v, packed, settings.variant.decode)
-    scale, window = check_scale(scale), check_window(window)
+    scale, window, softcap = check_scale(scale), check_window(window), check_softcap(softcap)
+    check_sinks(sinks, q)
     held = tokens(k)
     total = kv_tokens if kv_tokens is not None else held * (1 if settings.layout.replicated else settings.world)
     cu = check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, settings.variant.decode))
-    shape = Shape.of(q, k, v, wants_gradient(q, k, v))
+    shape = Shape.of(q, k, v, wants_gradient(q, k, v, sinks), softcap is not None)
     return CallSpec(
         shape=shape,
         batch=q.shape[0] if isinstance(settings.variant, External) else 1,
@@ -120,6 +127,8 @@ def call_spec(
         mask=check_mask(mask),
         padding=padding,
         scale=positive(scale, shape.head_dim),
+        softcap=softcap,
+        sinks=sinks is not None,
         device=q.device,
         want_lse=return_lse,
     )
@@ -201,6 +210,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         packed=spec.packed,
         deterministic=settings.deterministic,
         want_lse=spec.want_lse,
+        sinks=spec.sinks,
         kernel=kernel,
         transport=transport,
         options=options.resolved(writable),
@@ -216,7 +226,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
 
 def _like(spec: CallSpec, settings: Settings) -> Call:
     """What all kernel calls of a plan have."""
-    return Call(spec.scale, deterministic=settings.deterministic)
+    return Call(spec.scale, deterministic=settings.deterministic, softcap=spec.softcap)
 
 
 def _divided(spec: CallSpec) -> CuSeqlens:
@@ -259,7 +269,7 @@ def _check_call(spec: CallSpec, settings: Settings) -> None:
     options.check(shape.heads, shape.kv_heads, settings.world)
     if variant.decode and shape.backward:
         raise ValueError(f"requires_grad=True: {variant.name} has no backward; call it under no_grad")
-    nested_prefixes.check(options, spec.device, shape.head_dim)
+    nested_prefixes.check(options, spec.device, shape)
     if getattr(options, "reduce", None) == "fused" and settings.world > 1 and spec.device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
 
@@ -268,7 +278,7 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     """The local kernel. Raises UnsupportedCall if it can't do this call."""
     variant, wanted = settings.variant, settings.kernel_name
     if isinstance(variant, External):
-        calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse)
+        calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse, spec.sinks)
         return calls.kernel(variant, wanted, spec.shape, masks(problem))
     if problem.is_cut:
         tokens = problem.cu_seqlens[-1]
@@ -300,6 +310,7 @@ def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Ke
         "heads": shape.heads,
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
+        "v_head_dim": shape.v_head_dim,
         "tokens of all ranks": total,
         "queries": spec.q_tokens if variant.decode else "all",
         "cu_seqlens": _lengths(spec.cu_seqlens) if spec.packed else "none",
@@ -309,6 +320,8 @@ def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Ke
         "mask of make": _mask(variant.mask_of(settings.options)),
         "padding": spec.padding,
         "scale": spec.scale,
+        "softcap": spec.softcap,
+        "sinks": spec.sinks,
         "return_lse": spec.want_lse,
         "gradient": shape.backward,
     }

@@ -33,8 +33,12 @@ def empty_tokens(x: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-3], n, *x.shape[-2:]), dtype=dtype)
 
 
-def empty_pair(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Two tensors as of `empty_tokens` in one allocation, so that one copy can fill both."""
+def empty_pair(pair: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
+    """As `empty_tokens` for each of keys and values. If their shapes are equal they are one allocation, so that one copy can
+    fill both."""
+    x, y = pair
+    if x.shape[-1] != y.shape[-1]:
+        return empty_tokens(x, n), empty_tokens(y, n)
     first, second = x.new_empty((2, *x.shape[:-3], n, *x.shape[-2:])).unbind()
     return first, second
 

@@ -17,11 +17,13 @@ NAMES = ("ring", "gather", "all_to_all", "tree")  # each a module of this packag
 class Executor(Protocol):
     """q, k and v are this rank's shards; `saved` is what the backward needs of the forward."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """(out, lse, saved)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """(out, lse, saved); sinks `[H]` are applied to both, and saved as the last of a pass's tensors."""
 
-    def backward(self, dout: Tensor, saved: tuple[Tensor, ...], plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+    def backward(self, dout: Tensor, saved: tuple[Tensor, ...], plan: Plan) -> tuple[Tensor, ...]:
+        """(dq, dk, dv), and with sinks their gradient from this rank's queries."""
 
 
 _loaded: dict[str, Executor] = {}

@@ -17,36 +17,38 @@ from attention.executors.keys import Arriving
 from attention.executors.plan import Plan
 from attention.executors.policy import exchange_parts
 from attention.geometry.transfers import Intervals
+from attention.kernels.interface import Grads
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
 from attention.runtime.batched_copy import copy_all
-from attention.tensors import empty_pair, empty_tokens, take, tokens
+from attention.tensors import empty_pair, empty_tokens, result_like, take, tokens
 from attention.transports import Handle, Message, Messages
 
 Saved = tuple[Tensor, ...]
 Heads = list[list[slice]]  # heads[part][i]: the heads that rank i of the group computes
-SAVED = 5  # tensors that the ring saves for its backward
+SAVED = 5  # tensors that the ring saves for its backward, beside sinks
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
     """(out, lse) of this rank's tokens with all heads, and what the backward needs; the lse only if the plan wants it.
-    q, k, v: this rank's shards."""
+    q, k, v: this rank's shards. sinks: `[H]`."""
     if plan.problem.ulysses == 1:
-        return ring.forward(q, k, v, plan)
+        return ring.forward(q, k, v, plan, sinks)
     n = exchange_parts(plan.options.head_parts, plan.kv_heads, plan.problem.ulysses, tokens(q) * plan.problem.ulysses)
     q_heads, kv_heads = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
-    outs, lses = _ToTokens([q], [q_heads], plan, "out"), []
-    saved: Saved = ()
+    outs, lses = _ToTokens([result_like(q, v)], [q_heads], plan, "out"), []
+    saved: list[Saved] = []
     with closing(_ToHeads([q, k, v], [q_heads, kv_heads, kv_heads], plan, "qkv")) as exchange:
         arriving = exchange.pull(0)
         for i in range(n):
             q_, k_, v_ = arriving.wait()
             if i + 1 < n:
                 arriving = exchange.pull(i + 1)
-            out, lse, saved_of_part = ring.forward(q_, k_, v_, plan)
+            mine = None if sinks is None else sinks[q_heads[i][plan.head]]
+            out, lse, saved_of_part = ring.forward(q_, k_, v_, plan, mine)
             outs.send(i, [out])
             lses.append(lse)
-            saved += saved_of_part
+            saved.append(saved_of_part)
     (out,) = outs.finish()
     if plan.want_lse:
         rows = [x.transpose(-1, -2).unsqueeze(-1) for x in lses]  # [..., S, heads, 1]
@@ -54,29 +56,36 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
         for i, x in enumerate(rows):
             turned.send(i, [x])
         lse = turned.finish()[0].squeeze(-1).transpose(-1, -2)
-    return out, lse, saved
+    return out, lse, tuple(x for of_part in saved for x in of_part)
 
 
-def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's shards."""
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
+    """(dq, dk, dv) of this rank's shards, and with sinks theirs: zero but for the heads that this rank computed."""
     if plan.problem.ulysses == 1:
         return ring.backward(dout, saved, plan)
-    n = len(saved) // SAVED
+    each = SAVED + plan.sinks
+    n = len(saved) // each
     q_heads, kv_heads = shares(plan.heads, plan, n), shares(plan.kv_heads, plan, n)
-    like_k = dout[..., :1, :].expand(*dout.shape[:-2], plan.kv_heads, -1)  # the shape of this rank's k and v
-    grads = _ToTokens([dout, like_k, like_k], [q_heads, kv_heads, kv_heads], plan, "dqkv")
+    # the shapes of this rank's q, k and v
+    like = [
+        dout[..., :1, :1].expand(*dout.shape[:-2], heads, x.shape[-1])
+        for heads, x in zip((plan.heads, plan.kv_heads, plan.kv_heads), saved, strict=False)
+    ]
+    grads = _ToTokens(like, [q_heads, kv_heads, kv_heads], plan, "dqkv")
+    dsinks = [saved[SAVED].new_zeros(plan.heads)] if plan.sinks else []
     with closing(_ToHeads([dout], [q_heads], plan, "dout")) as exchange:
         arriving = exchange.pull(0)
         for i in range(n):
             (dout_,) = arriving.wait()
             if i + 1 < n:
                 arriving = exchange.pull(i + 1)
-            q_, k_, v_, *_ = saved_of_part = saved[i * SAVED : (i + 1) * SAVED]
+            q_, k_, v_, *_ = saved_of_part = saved[i * each : (i + 1) * each]
             dq, dk, dv = plan.transport.buffers("dqkv", [x.shape for x in (q_, k_, v_)], q_, tokens(q_))
-            ring.backward(dout_, saved_of_part, plan, (dq, dk, dv))
+            _, _, _, *of_sinks = ring.backward(dout_, saved_of_part, plan, (dq, dk, dv))
+            for total, x in zip(dsinks, of_sinks, strict=True):
+                total[q_heads[i][plan.head]].copy_(x)
             grads.send(i, [dq, dk, dv])
-    dq, dk, dv = grads.finish()
-    return dq, dk, dv
+    return *grads.finish(), *dsinks
 
 
 def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
@@ -123,7 +132,7 @@ class _ToHeads:
         mine = [_cut(x, share[part][me]) for x, share in zip(self.xs, self.heads, strict=True)]
         out = [empty_tokens(mine[0], len(group) * s)]
         if n > 1:
-            out += empty_pair(mine[1], len(group) * s)
+            out += empty_pair((mine[1], mine[2]), len(group) * s)
         transfer = self.published.pull(_to_heads(group, me, s, n, part), out, part)
         with phase("comp_place", part):
             copy_all((take(target, ((me * s, (me + 1) * s),)), x) for x, target in zip(mine, out, strict=True))
@@ -208,7 +217,7 @@ def _summed(pieces: list[list[Tensor]], heads: list[slice]) -> list[Tensor]:
     """For each tensor, each head summed over the ranks that computed it. pieces[tensor][rank] is one head, whose number
     is `heads[rank]`."""
     first = pieces[0][0]
-    totals = [first.new_empty((*first.shape[:-2], heads[-1].stop, first.shape[-1])) for _ in pieces]
+    totals = [x.new_empty((*x.shape[:-2], heads[-1].stop, x.shape[-1])) for x, *_ in pieces]
     everything: Intervals = ((0, tokens(first)),)
     for head in {each.start: each for each in heads}.values():
         of_head = zip(

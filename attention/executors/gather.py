@@ -21,31 +21,33 @@ from attention.executors.keys import Arriving, KeyPair, LocalKeys
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals, needed_keys, overlaps, side_by_side
-from attention.kernels.interface import Triple
+from attention.kernels.interface import Grads, Triple
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
+from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from attention.runtime.batched_copy import copy_all, moves
 from attention.runtime.priority_stream import PriorityStream
-from attention.tensors import FEW, empty_lse, empty_tokens, put_, take, tokens
+from attention.tensors import FEW, empty_lse, empty_tokens, put_, result_like, take, tokens
 
 Saved = tuple[Tensor, ...]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
-    """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards."""
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
+    """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards. sinks: `[H]`."""
     q = relayout(q, plan, to_compute=True)
-    out, lse = _forward(q, k, v, plan)
+    out, lse = with_sinks(*_forward(q, k, v, plan), sinks)
     border_lse = relayout(lse.transpose(-1, -2).unsqueeze(-1), plan, to_compute=False) if plan.want_lse else None
     returned = lse if border_lse is None else border_lse.squeeze(-1).transpose(-1, -2)
-    return relayout(out, plan, to_compute=False), returned, (q, k, v, out, lse)
+    return relayout(out, plan, to_compute=False), returned, saved_with(sinks, q, k, v, out, lse)
 
 
-def backward(dout: Tensor, saved: Saved, plan: Plan) -> Triple:
-    """(dq, dk, dv) of this rank's shards."""
-    q, k, v, out, lse = saved
-    dq, dk, dv = _backward(relayout(dout, plan, to_compute=True), q, k, v, out, lse, plan)
-    return relayout(dq, plan, to_compute=False), dk, dv
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
+    """(dq, dk, dv) of this rank's shards, and with sinks theirs."""
+    q, k, v, out, lse = saved[:5]
+    dout = relayout(dout, plan, to_compute=True)
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, plan)
+    return relayout(dq, plan, to_compute=False), dk, dv, *sinks_gradients(dout, saved)
 
 
 def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
@@ -74,7 +76,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tenso
             with phase("comp_block", 0):
                 out, lse = plan.kernel.forward(q, k, v, each.call)
         else:
-            out = torch.empty_like(q)
+            out = empty_tokens(result_like(q, v), tokens(q))
             lse = empty_lse(q).fill_(-torch.inf)
             if not _each_once([c.q for c in step.calls], tokens(q)):
                 out.zero_()  # some query sees no key
@@ -196,15 +198,21 @@ def _all_gathered(local: LocalKeys, i: int) -> Arriving[KeyPair]:
     plan, pair = local.plan, local.by_group[i]
     problem = plan.problem
     k, v = (empty_tokens(x, plan.steps[-1].n_keys) for x in pair)
-    both = torch.stack(pair)
+    alike = k.shape[-1] == v.shape[-1]
+    both = torch.stack(pair) if alike else torch.cat(pair, -1)
     staged = both.new_empty((problem.world, *both.shape))
+
+    def parts(x: Tensor) -> Sequence[Tensor]:
+        return x.unbind() if alike else x.split([k.shape[-1], v.shape[-1]], -1)
 
     def unpack() -> None:
         needs = needed_keys(problem, plan.rank)
         with phase("comp_place", i):
             for rank, shard in enumerate(problem.layout.shards(problem.cu_seqlens, problem.world)):
                 found = overlaps(shard, needs)
-                copy_all(copy for x, keys in zip(staged[rank], (k, v), strict=True) for copy in moves(keys, x, found))
+                copy_all(
+                    copy for x, keys in zip(parts(staged[rank]), (k, v), strict=True) for copy in moves(keys, x, found)
+                )
 
     return Arriving((k, v), plan.transport.all_gather(staged, both, "kv", i), unpack)
 
@@ -238,7 +246,7 @@ class _GroupBackward:
         self.late_dq: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
         self.moving = plan.gathering
         assert not (apart and self.moving.local), "`computed` is read at the end, after its memory was used again"
-        like, n_keys, most = local.by_group[i][0], self.step.n_keys, self.step.most
+        like, n_keys, most = local.by_group[i], self.step.n_keys, self.step.most
         self.home = GradReturn(plan, self.moving.route, like, n_keys, most, self.number, early=apart)
 
     def compute(self, keys: Tensor, values: Tensor) -> None:
@@ -260,7 +268,7 @@ class _GroupBackward:
         with phase("comp_block", self.number):
             in_place = len(each.q) == 1 and not self.has_local
             dq = take(self.dq, each.q) if in_place else empty_tokens(self.dq, length(each.q))
-            dk, dv = into or [empty_tokens(keys, length(each.k)) for _ in range(2)]
+            dk, dv = into or [empty_tokens(x, length(each.k)) for x in (keys, values)]
             self.plan.kernel.backward(
                 take(self.dout, each.q),
                 take(self.q, each.q),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from torch import Tensor
-
 from attention.executors.keys import KeyPair
 from attention.executors.plan import Plan
 from attention.geometry.schedules import length
@@ -20,18 +18,18 @@ class GradReturn:
     Fill `computed`, then `start`: the gradients are published, and remote ranks' gradients of this rank's keys are
     pulled. `arrived` gives these. All ranks do both, in the same order.
 
-    route: the one that brought the keys; the gradients go the other way. like: a tensor of the keys' heads and dtype.
+    route: the one that brought the keys; the gradients go the other way. like: keys and values with their heads and dtype.
     tokens: the number of keys that this rank pulled; most: the largest number that any rank did. number: of this
     transfer, in the recorded phases. early: remote ranks' gradients may come while this rank still computes, so their
     buffers are allocated at once, else at `start`."""
 
-    def __init__(self, plan: Plan, route: Route, like: Tensor, tokens: int, most: int, number: int, early: bool):
+    def __init__(self, plan: Plan, route: Route, like: KeyPair, tokens: int, most: int, number: int, early: bool):
         self.plan, self.route, self.like = plan, route.reversed(), like
         self.most, self.number, self.early = most, number, early
         self.buffers = self._buffers() if early else list[KeyPair]()
-        shape = (*like.shape[:-3], tokens, *like.shape[-2:])
+        shapes = [(*x.shape[:-3], tokens, *x.shape[-2:]) for x in like]
         # where the transport can read them, without a copy
-        self.computed = plan.transport.buffers("dkv", [shape, shape], like, most)
+        self.computed = plan.transport.buffers("dkv", shapes, like[0], most)
         self.published: Publication | None = None  # kept: `computed` may be its memory
         self.transfer: Handle | None = None
 

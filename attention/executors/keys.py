@@ -51,7 +51,7 @@ class LocalKeys:
         nothing, and gets its own keys; remote ranks may pull from it. number: of this transfer, in the recorded
         phases."""
         local = self.by_group[group]
-        keys = local if tokens is None else empty_pair(local[0], tokens)
+        keys = local if tokens is None else empty_pair(local, tokens)
         assert self.published is not None
         return Arriving(keys, self.published.pull(self.plan.messages(route, first=2 * group), keys, number))
 

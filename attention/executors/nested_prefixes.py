@@ -10,7 +10,7 @@ from attention.errors import UnsupportedCall
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.options import GatherOptions, Options
 from attention.geometry.transfers import Intervals
-from attention.kernels import KERNELS
+from attention.kernels import KERNELS, Shape
 from attention.tensors import put_, take
 
 Into = tuple[Tensor, Tensor]  # out and lse of all the rank's queries
@@ -96,12 +96,20 @@ def _split(intervals: Intervals, lengths: tuple[int, ...]) -> list[tuple[int, in
     return found
 
 
-def check(options: Options, device: torch.device, head_dim: int) -> None:
-    """Raises UnsupportedCall when grouping=fused cannot run here or for this head dim."""
+def check(options: Options, device: torch.device, shape: Shape) -> None:
+    """Raises UnsupportedCall when grouping=fused cannot run here or for this shape."""
     if not isinstance(options, GatherOptions) or options.grouping != "fused":
         return
     reason = KERNELS["triton"].missing(device.type)
     if reason is not None:
         raise UnsupportedCall(f"grouping=fused: {reason}; grouping=separate works here")
-    if head_dim not in (64, 128):
-        raise UnsupportedCall(f"head_dim={head_dim}: grouping=fused is for 64 and 128; grouping=separate takes any")
+    if shape.softcap:
+        raise UnsupportedCall("softcap: grouping=fused has none; grouping=separate takes it")
+    if shape.v_head_dim != shape.head_dim:
+        raise UnsupportedCall(
+            f"v_head_dim={shape.v_head_dim}: grouping=fused needs head_dim={shape.head_dim}; grouping=separate takes any"
+        )
+    if shape.head_dim not in (64, 128):
+        raise UnsupportedCall(
+            f"head_dim={shape.head_dim}: grouping=fused is for 64 and 128; grouping=separate takes any"
+        )

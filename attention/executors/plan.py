@@ -75,6 +75,7 @@ class Plan:
     packed: bool
     deterministic: bool
     want_lse: bool
+    sinks: bool  # whether calls have sinks
     kernel: Kernel
     transport: Transport
     options: Any

@@ -23,19 +23,20 @@ from attention.executors.policy import ring_parts
 from attention.geometry.layouts import largest
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals
-from attention.kernels.interface import Triple
+from attention.kernels.interface import Grads, Triple
 from attention.profiling import phase
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
+from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from attention.runtime.priority_stream import PriorityStream
-from attention.tensors import empty_tokens, take, tokens
+from attention.tensors import empty_tokens, result_like, take, tokens
 
 Saved = tuple[Tensor, ...]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
-    """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards."""
-    total = Accumulator(q, [each.q for step in plan.steps for each in step.calls])
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
+    """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards. sinks: `[H]`."""
+    total = Accumulator(result_like(q, v), [each.q for step in plan.steps for each in step.calls])
     with closing(_publish(k, v, plan, head_groups(q.shape[-2], k.shape[-2], None))) as local:
         arriving = _step_keys(local, (0, 0))
         for i, step in enumerate(plan.steps):
@@ -50,11 +51,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
                 del part  # else it is held while the next call computes
     with phase("comp_merge", len(plan.steps)):
         out, lse = total.result()
-    return out, lse, (q, k, v, out, lse)
+        out, lse = with_sinks(out, lse, sinks)
+    return out, lse, saved_with(sinks, q, k, v, out, lse)
 
 
-def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None) -> Triple:
-    """(dq, dk, dv) of this rank's shards, from the final out and lse; written to `into` if given."""
+def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None) -> Grads:
+    """(dq, dk, dv) of this rank's shards, from the final out and lse; written to `into` if given. With sinks also theirs."""
+    inputs = saved[:5]
+    return *_backward(dout, inputs, plan, into), *sinks_gradients(dout, saved)
+
+
+def _backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None) -> Triple:
     q, k, v, out, lse = saved
     if len(plan.steps) == 1 and len(plan.steps[0].calls) == 1 and _covers(plan.steps[0].calls[0], q, k):
         with phase("comp_block", 0):
@@ -278,7 +285,7 @@ class _StepReturn:
         self.sums, self.i, step = sums, i, plan.steps[i]
         local = step.owner == plan.rank
         n = 0 if local else step.n_keys
-        self.home = GradReturn(plan, step.route, sums.k, n, step.most, i, early=sums.priority.apart)
+        self.home = GradReturn(plan, step.route, (sums.k, sums.v), n, step.most, i, early=sums.priority.apart)
         self.direct = not local and len(step.calls) == 1 and step.calls[0].k == ((0, n),)
         self.total: Sum | None = None
         if not local and not self.direct:

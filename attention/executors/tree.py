@@ -18,14 +18,15 @@ from attention.geometry.mailbox import pieces, received_bytes
 from attention.kernels import Kernel
 from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
+from attention.reduction.sinks import with_sinks
 from attention.tensors import take
 from attention.transports import Message, Messages, mailboxes
 
 Saved = tuple[Tensor, ...]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Saved]:
-    """(out, lse, nothing saved). q: `[B, Sq, H, D]`, the same on every rank; k, v: `[B, N, Hk, D]`, this rank's."""
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
+    """(out, lse, nothing saved). q: `[B, Sq, H, D]`, the same on every rank; k, v: `[B, N, Hk, D]`, this rank's. sinks: `[H]`."""
     if not q.numel():
         return *empty_result(q), ()
     reduced = plan.transport.name != "none"
@@ -47,6 +48,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor
         out, lse = exchanged(parts, lses, q, plan)
     elif reduced:
         out, lse = REDUCTIONS[plan.options.reduce](out, lse, plan)
+    out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse, ()
 
 
@@ -90,7 +92,7 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, kernel: Ker
     return out[None], lse[None]
 
 
-def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, ...]:
     raise NotImplementedError("a decode has no backward")
 
 

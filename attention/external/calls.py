@@ -18,7 +18,7 @@ from attention.masks.band import Band
 from attention.variants.external import External
 
 
-def check(package: External[Any], shape: Shape, batch: int, transport: str, want_lse: bool) -> None:
+def check(package: External[Any], shape: Shape, batch: int, transport: str, want_lse: bool, sinks: bool) -> None:
     """Raises UnsupportedCall where the package cannot do the call on this machine."""
     name, reason = package.name, package.missing(shape.device)
     if reason:
@@ -31,6 +31,13 @@ def check(package: External[Any], shape: Shape, batch: int, transport: str, want
         raise UnsupportedCall(f"dtype={name_of(shape.dtype)}: {name} is for bf16 and fp16 only; use dtype=bf16")
     if want_lse:
         raise UnsupportedCall(f"return_lse=True: {name} gives no LSE here; use return_lse=False")
+    if sinks or shape.softcap:
+        asked = "sinks" if sinks else "softcap"
+        raise UnsupportedCall(f"{asked}: {name} has none here; our own variants take {asked}")
+    if shape.v_head_dim != shape.head_dim:
+        raise UnsupportedCall(
+            f"v_head_dim={shape.v_head_dim}: {name} needs head_dim={shape.head_dim} here; our own variants take any"
+        )
     if package.one_sequence and not shape.packed and batch > 1:
         raise UnsupportedCall(f"batch={batch}: {name} takes a pack or a batch of 1; use batch=1 or seqlens")
 

@@ -18,6 +18,7 @@ from attention.runtime.uploads import uploaded
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+Grads = tuple[Tensor, ...]  # dq, dk, dv, and with sinks theirs
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,5 +95,5 @@ def test_what_cannot_be_is_refused_in_one_line(match):
 
 def test_an_unknown_argument_of_a_call_is_refused():
     q, k, v = inputs()
-    with pytest.raises(TypeError, match="softcap"):
-        attention.make("ring")(q, k, v, softcap=30.0)
+    with pytest.raises(TypeError, match="alibi"):
+        attention.make("ring")(q, k, v, alibi=30.0)

@@ -14,15 +14,28 @@ from tests.jobs.reference import DTYPES, rel
 from tests.support.masks import built
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float, dout: Tensor) -> tuple[list[Tensor], Tensor]:
-    """[out, dq, dk, dv] and lse in fp64 of `[B, S, H, D]` tensors, where `keep` `[S, S]` says what attends what."""
+def exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    scale: float,
+    dout: Tensor,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """[out, dq, dk, dv, and with sinks theirs] and lse in fp64 of `[B, S, H, D]` tensors, where `keep` `[S, S]` says what
+    attends what."""
     with torch.enable_grad():
-        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
         ratio = q.shape[2] // k.shape[2]
-        k_, v_ = (x.repeat_interleave(ratio, 2) for x in leaves[1:])
+        k_, v_ = (x.repeat_interleave(ratio, 2) for x in leaves[1:3])
         scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], k_) * scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~keep.to(q.device), -torch.inf)
         lse = scores.logsumexp(-1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, leaves[3][:, None].expand_as(lse))
         # a query without keys: exp(-inf - 0) = 0
         shares = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
         out = torch.einsum("bhqk,bkhd->bqhd", shares, v_)
@@ -45,20 +58,33 @@ def compare(
     transport: str = "auto",
     how: dict[str, Any] | None = None,
     seed: int = 0,
+    v_head_dim: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> list[dict[str, Any]]:
     """For each mask the relative L2 errors of out, dq, dk and dv against fp64, the largest error of lse, and the bytes
     that each rank received in the forward; or the ValueError's text. masks: see `built`. how: causal and
     window beside the mask."""
     lead = (tokens,) if packs else (batch, tokens)
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(*lead, n, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
+    value_dim = v_head_dim or head_dim
+    dims = ((heads[0], head_dim), (heads[1], head_dim), (heads[1], value_dim), (heads[0], value_dim))
+    shapes = [(*lead, *each) for each in dims]
+    logits = torch.randn(heads[0], generator=generator).to(me.device) if sinks else None
     *whole, dout = (torch.randn(shape, generator=generator).to(me.device, DTYPES[dtype]) for shape in shapes)
     found: list[dict[str, Any]] = []
     for mask in map(built, masks):
         made_for = {"mask": mask, "tokens": tokens} if "mask" in variant(name).options.from_call() else {}
         fn = attention.make(name, kernel=kernel, transport=transport, **options, **made_for)
         shards = [fn.shard(x, packs).requires_grad_() for x in whole]
-        given = {"cu_seqlens": packs, "mask": mask, **(how or {})}
+        mine = [] if logits is None else [logits.detach().requires_grad_()]
+        given = {
+            "cu_seqlens": packs,
+            "mask": mask,
+            "softcap": softcap,
+            **({"sinks": mine[0]} if mine else {}),
+            **(how or {}),
+        }
         try:
             plan = fn.plan(*shards, **given)
         except ValueError as error:
@@ -67,14 +93,19 @@ def compare(
         plan.transport.bytes_received.clear()
         out, lse = fn(*shards, **given, return_lse=True)
         received = me.gather(dict(plan.transport.bytes_received))
-        gradients = torch.autograd.grad(out, shards, fn.shard(dout, packs))
-        ours = [fn.unshard(x, packs) for x in (out, *gradients)]
+        gradients = torch.autograd.grad(out, [*shards, *mine], fn.shard(dout, packs))
+        dsinks = [torch.tensor(me.gather(x.tolist())).sum(0) for x in gradients[3:]]
+        if fn.layout.replicated or fn.variant.decode:  # every rank has the whole
+            dsinks = [x / me.world for x in dsinks]
+        ours = [fn.unshard(x, packs) for x in (out, *gradients[:3])]
         ours_lse = fn.unshard(lse.transpose(-1, -2).unsqueeze(-1).contiguous(), packs).squeeze(-1).transpose(-1, -2)
         if me.rank:  # has the same
             continue
         batched = [x[None] if packs else x for x in (*whole, dout)]
-        right, right_lse = exact(*batched[:3], plan.problem.mask.dense(tokens), head_dim**-0.5, batched[3])
-        pairs = zip([x[None] if packs else x for x in ours], right, strict=True)
+        right, right_lse = exact(
+            *batched[:3], plan.problem.mask.dense(tokens), head_dim**-0.5, batched[3], logits, softcap
+        )
+        pairs = zip([*[x[None] if packs else x for x in ours], *dsinks], right, strict=True)
         differs = (ours_lse.double() - (right_lse[0] if packs else right_lse)).nan_to_num(
             0, 0, 0
         )  # -inf where both are

@@ -1,0 +1,75 @@
+"""Sinks, softcap and value heads of another size over real gloo worlds: every variant, forward and backward, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attention
+from attention.variants.registry import VARIANTS
+from tests.jobs import masks as jobs
+from tests.support.masks import U
+
+OURS = [name for name, v in VARIANTS.items() if not v.external and not v.decode and v.executor != "mixture"]
+CAUSAL = [(0, 48, 0, 48, -U, 0)]
+SEES_NOTHING = [(9, 48, 0, 48, -8, 0)]  # the first queries have no key
+CASES = (
+    {"sinks": True, "softcap": 2.0, "v_head_dim": 8},
+    {"sinks": True},
+    {"softcap": 2.0},
+    {"v_head_dim": 24},
+)
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("name", [n for n in OURS if n != "grouped"])
+def test_they_match_fp64(in_world, name, world):
+    variant = VARIANTS[name]
+    masks = [CAUSAL, SEES_NOTHING] if variant.any_mask else [CAUSAL]
+    for packs in ([0, 16, 32, 48], None)[: 1 if variant.packed else 2]:
+        for case in CASES[: 1 + 3 * (world == 2)]:
+            given = {"name": name, "options": {}, "masks": masks, "tokens": 48, "packs": packs, "heads": (8, 4), **case}
+            for mask, each in zip(masks, in_world(jobs.compare, world, **given), strict=True):
+                assert "refused" not in each, (name, mask, each)
+                assert max(each["errors"]) < 1e-5 and each["lse"] < 1e-5, (name, case, packs, mask, each)
+                assert len(each["errors"]) == 4 + bool(case.get("sinks"))
+
+
+@pytest.mark.parametrize("how", ({}, {"ulysses_size": 2}))
+def test_an_exchange_with_fewer_kv_heads_than_ranks(in_world, how):
+    """Several ranks have the same KV head; each rank's part of the sinks' gradient is of its own query heads."""
+    given = {"options": how, "masks": [CAUSAL], "tokens": 48, "heads": (8, 2), **CASES[0]}
+    (each,) = in_world(jobs.compare, 4, name="usp" if how else "ulysses", **given)
+    assert max(each["errors"]) < 1e-5, each
+
+
+def test_a_query_without_keys_has_out_0_and_its_sink_as_lse():
+    fn, sinks = attention.make("dense"), torch.tensor([0.5, -2.0])
+    q = torch.randn(1, 8, 2, 16)
+    out, lse = fn(q, q, q, mask=attention.masks.rectangles([((4, 8), (0, 8), (-1, 0))]), sinks=sinks, return_lse=True)
+    assert not out[:, :4].any() and torch.equal(lse[0, :, :4], sinks[:, None].expand(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    (
+        ({"sinks": torch.zeros(3)}, r"sinks: \[3\] given: must be a tensor \[2\]"),
+        ({"sinks": [0.0, 1.0]}, r"sinks: \[0.0, 1.0\] given"),
+        ({"sinks": torch.zeros(2, dtype=torch.int64)}, "sinks are torch.int64 on cpu: must be bf16"),
+        ({"softcap": 0}, "softcap=0: must be a positive finite number"),
+        ({"softcap": -1.0}, "softcap=-1.0: must be"),
+        ({"softcap": torch.inf}, "softcap=inf: must be"),
+        ({"softcap": "x"}, "softcap=x: must be"),
+    ),
+)
+def test_bad_values_are_refused_in_one_line(given, said):
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(ValueError, match=said) as error:
+        attention.make("ring")(q, q, q, **given)
+    assert "\n" not in str(error.value)
+
+
+def test_values_of_no_dim_are_refused():
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(ValueError, match="its head dim must be at least 1"):
+        attention.make("ring")(q, q, q[..., :0])
