@@ -1,0 +1,53 @@
+"""Sinks in Triton's interpreter against their definition in fp64; the GPU has the same test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.reduction.sinks import sinks_gradients, with_sinks
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu)]
+else:
+    DEVICES = ["cpu"]
+
+
+def case(shape, dtype, device):
+    generator = torch.Generator().manual_seed(sum(shape))
+    out, dout = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    lse = torch.randn((*shape[:-3], shape[-2], shape[-3]), generator=generator).to(device)
+    lse[..., 0] = -torch.inf  # a query that sees no key
+    out.narrow(len(shape) - 3, 0, 1).zero_()
+    return dout, out, lse, torch.randn(shape[-2], generator=generator).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("shape", ((2, 70, 3, 24), (600, 2, 64), (1, 1, 5, 8)), ids=str)
+def test_the_kernels_match_the_definition(shape, dtype, device):
+    from attention.ops.sinks import apply_sinks, sinks_gradient
+
+    dout, out, lse, sinks = case(shape, dtype, device)
+    wide = lse.double()
+    after = torch.logaddexp(wide, sinks.double()[:, None])
+    right = out.double() * (wide - after).exp().transpose(-1, -2).unsqueeze(-1)
+    found, found_lse = out.clone(), lse.clone()
+    apply_sinks(found, found_lse, sinks)
+    close = {torch.float16: 2e-3, torch.float32: 1e-6}[dtype]
+    torch.testing.assert_close(found.double(), right, rtol=close, atol=close)
+    torch.testing.assert_close(found_lse.double(), after, rtol=1e-6, atol=1e-6)
+    share = (sinks.double()[:, None] - after).exp()
+    expected = -(share * (dout.double() * found.double()).sum(-1).transpose(-1, -2)).sum(-1)
+    expected = expected.sum(0) if expected.dim() == 2 else expected
+    torch.testing.assert_close(sinks_gradient(dout, found, found_lse, sinks).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_sinks_change_nothing_and_no_queries_give_no_gradient():
+    dout, out, lse, sinks = case((4, 2, 8), torch.float32, "cpu")
+    before = out.clone()
+    assert torch.equal(with_sinks(out, lse, None)[0], before)
+    q = torch.zeros(0, 2, 8)
+    (none,) = sinks_gradients(q, (q, q, q, q, torch.zeros(2, 0), sinks))
+    assert not none.any() and sinks_gradients(dout, (q, q, q, out, lse)) == []
