@@ -21,7 +21,7 @@ def block(problem: Problem, owner: int) -> Block | None:
 def masks(problem: Problem) -> set[Band]:
     """All masks that blocks have, for this number of keys or another: a decode keeps its kernel while the keys grow.
     One query sees all keys that are left to it. Of several, the last ones see more keys of a shard that ends among them."""
-    found = {b.mask for owner in range(problem.world) if (b := block(problem, owner))}
+    found = {b.mask for owner in range(problem.world) if (b := block(problem, owner)) and isinstance(b.mask, Band)}
     if problem.band.full or problem.q_tokens == 1:
         return found | {FULL}
     if problem.band.causal and problem.world == 1:
