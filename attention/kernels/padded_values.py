@@ -58,8 +58,8 @@ class PaddedValues:
         into: Triple | None = None,
     ) -> Triple:
         most = max(q.shape[-1], v.shape[-1])
-        padded = (_padded(x, most) for x in (dout, q, k, v, out))
-        dq, dk, dv = self.kernel.backward(*padded, lse, call)
+        wide_dout, wide_q, wide_k, wide_v, wide_out = (_padded(x, most) for x in (dout, q, k, v, out))
+        dq, dk, dv = self.kernel.backward(wide_dout, wide_q, wide_k, wide_v, wide_out, lse, call)
         return settle((_cut(dq, q), _cut(dk, k), _cut(dv, v)), into)
 
 
