@@ -31,6 +31,7 @@ class Task:
     backward: bool = True
     q_tokens: int | None = None
     other_mask: Mask | None = None  # beside `mask`; for trials of one variant's options, since `auto` takes bands alone
+    softcap: float | None = None
 
     @property
     def decode(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from attention import kernels, transports
+from attention.arguments import check_softcap
 from attention.autotune.choice import Choice, Estimate, Task, check_trials
 from attention.autotune.hardware import Ceilings, Machine
 from attention.autotune.model import choose, task_of
@@ -33,11 +34,13 @@ class Asked:
     heads: int | None = None  # must be given
     kv_heads: int | None = None  # as many as heads
     head_dim: int | None = None  # must be given
+    v_head_dim: int | None = None  # head_dim
     dtype: torch.dtype | None = None  # torch.bfloat16
     causal: bool | None = False
     window: tuple[int, int] | None = None
     backward: bool | None = True
     q_tokens: int | None = None  # queries of a decode
+    softcap: float | None = None
     device: torch.device | str | None = None  # CUDA if there is one
     memory_gb: float | None = None  # that a rank may hold besides its inputs; all of a GPU's
     ceilings: Ceilings | None = None  # in place of measured links, and of the rates of a GPU without any
@@ -72,12 +75,13 @@ def decide(
     task = task_of(
         on_host(cu_seqlens) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens,
         dist.get_world_size(group) if dist.is_initialized() else 1,
-        Shapes(asked.batch or 1, heads, asked.kv_heads or heads, head_dim, dtype.itemsize),
+        Shapes(asked.batch or 1, heads, asked.kv_heads or heads, head_dim, dtype.itemsize, asked.v_head_dim),
         bool(asked.causal),
         asked.window or (-1, -1),
         packed is not None,
         bool(asked.backward),
         asked.q_tokens,
+        check_softcap(asked.softcap),
     )
     choice = choose(task, machine(task, asked, device, dtype, group, kernel, transport))
     if asked.trials is None:
@@ -117,7 +121,11 @@ def machine(
 ) -> Machine:
     """This machine, with those of the requested kernel and transports that work here for the task."""
     sizes, cuda, local = task.shapes, device.type == "cuda", task.q_tokens or task.tokens
-    shape = Shape(device.type, dtype, sizes.heads, sizes.kv_heads, sizes.head_dim, task.packed, task.backward, local)
+    value_dim = None if sizes.v_head_dim == sizes.head_dim else sizes.v_head_dim
+    shape = Shape(
+        device.type, dtype, sizes.heads, sizes.kv_heads, sizes.head_dim, task.packed, task.backward, local,
+        value_dim, task.softcap is not None,
+    )  # fmt: skip
     if task.world > 1:
         works = transports.select(transport, device, group).name
     else:

@@ -33,12 +33,15 @@ def task_of(
     packed: bool = False,
     backward: bool = True,
     q_tokens: int | None = None,
+    softcap: float | None = None,
 ) -> Task:
     """Raises ValueError if cu_seqlens do not rise from 0."""
     cu = tuple(int(c) for c in cu_seqlens)
     if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)):
         raise ValueError(f"cu_seqlens={cu}: must rise from 0 to the global number of tokens")
-    return Task(cu, world, Band.of(causal, window), shapes, packed, backward and q_tokens is None, q_tokens)
+    return Task(
+        cu, world, Band.of(causal, window), shapes, packed, backward and q_tokens is None, q_tokens, softcap=softcap
+    )
 
 
 def choose(task: Task, machine: Machine) -> Choice:

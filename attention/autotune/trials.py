@@ -94,6 +94,7 @@ class _Inputs:
         self.options: dict[str, Any] = {
             "window": (task.mask.left, task.mask.right),  # a causal mask is also a window
             "mask": task.other_mask,
+            "softcap": task.softcap,
             "cu_seqlens": list(task.cu_seqlens) if task.packed else None,
             "kv_tokens": task.cu_seqlens[-1] if task.decode else None,
         }
@@ -113,7 +114,8 @@ class _Inputs:
         if (name, tokens) not in self.kept:
             shapes = self.task.shapes
             heads = shapes.kv_heads if name in ("k", "v") else shapes.heads
-            shape = (shapes.batch, tokens, heads, shapes.head_dim)[self.task.packed :]
+            head_dim = shapes.v_head_dim if name in ("v", "dout") else shapes.head_dim
+            shape = (shapes.batch, tokens, heads, head_dim)[self.task.packed :]
             x = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
             self.kept[name, tokens] = x.requires_grad_(self.task.backward and name != "dout")
         return self.kept[name, tokens]
