@@ -112,3 +112,25 @@ def test_masks_match_fp64(in_world, name, world):
         ):  # fmt: skip
             forward, *backward = found["errors"]
             assert forward < 5e-3 and max(backward) < 1e-2 and found["lse"] < 1e-2, (found, kernel, head_dim)
+
+
+EXTRAS = (
+    ({"sinks": True, "head_dim": 64}, "auto"),
+    ({"sinks": True, "softcap": 5.0, "head_dim": 128}, "auto"),
+    ({"v_head_dim": 128, "head_dim": 192}, "auto"),
+    ({"v_head_dim": 64, "head_dim": 128, "sinks": True}, "flash2"),  # values padded
+)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", [name for name in SELF_ATTENTION if not VARIANTS[name].external])
+def test_sinks_softcap_and_value_heads_match_fp64(in_world, name, world):
+    packs = [0, 256 * world, 512 * world] if VARIANTS[name].packed else None
+    for given, kernel in EXTRAS:
+        (found,) = in_world(
+            masks.compare, world, "cuda", name=name, options={}, masks=[{"name": "causal"}], tokens=512 * world,
+            packs=packs, heads=(8, 2 if world < 3 else world), dtype="bf16", kernel=kernel, **given,
+        )  # fmt: skip
+        assert "refused" not in found, (found, given, kernel)
+        forward, *backward = found["errors"]
+        assert forward < 5e-3 and max(backward) < 1e-2 and found["lse"] < 1e-2, (found, given, kernel)
