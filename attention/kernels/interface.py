@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,15 @@ Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 Grads = tuple[Tensor, ...]  # dq, dk, dv, and with sinks theirs
 
 
+class KvLengths(NamedTuple):
+    """The numbers of keys of a decode's batch elements, over all calls that share the keys. A kernel reads those above
+    `total` as `total`, and those below 0 as 0."""
+
+    lengths: Tensor  # int32 [B], on the device
+    first: int  # the position of this call's first key
+    total: int  # the most keys that an element may have
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One kernel call. Dense: q `[B, Sq, H, D]`, k `[B, Sk, Hk, D]`, v `[B, Sk, Hk, Dv]`, out `[B, Sq, H, Dv]`, lse
@@ -28,6 +37,9 @@ class Call:
     sequence i of the queries sees sequence i of the keys. Dv is D unless the kernel has the feature "v_head_dim".
 
     softcap: a score x, which is scaled, becomes `softcap * tanh(x / softcap)`; a kernel needs the feature "softcap".
+
+    lengths: of a dense call whose batch elements have different numbers of keys; a kernel needs the feature "kv_lengths". The mask is
+    then aligned to each element's own end, at its place among the keys of all calls.
 
     The mask is aligned bottom-right in every sequence. With a `pattern` the call is dense, whatever the tensors' form: one sequence
     of queries, one of keys, and the pattern says what attends what. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
@@ -42,6 +54,7 @@ class Call:
     deterministic: bool = False
     pattern: Pattern | None = None
     softcap: float | None = None
+    lengths: KvLengths | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
@@ -107,7 +120,7 @@ class Shape:
         )
 
 
-Feature = Literal["softcap", "v_head_dim"]
+Feature = Literal["softcap", "v_head_dim", "kv_lengths"]
 
 
 class Kernel(Protocol):

@@ -24,6 +24,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 from attention.kernels import triton_flash  # noqa: E402
 from attention.kernels import triton_grouped as grouped  # noqa: E402
+from attention.kernels.interface import KvLengths  # noqa: E402
 from attention.kernels.triton_decode import Decode, decode, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward, tiling  # noqa: E402
@@ -75,9 +76,9 @@ def test_results_are_written_into_the_tensors_given(kernel, sizes, gap):
 
 def test_decode_over_splits_merges_into_the_tensors_given():
     q, k, v = qkv(2, 300, 8, 2, 64, torch.float32)
-    expected = decode(q, k, v, 0.125, splits=3)
+    expected = decode(q, k, v, Call(0.125), splits=3)
     into = torch.full((2, 2, 10, 64), torch.nan)[:, :, 1:9], torch.full((2, 8, 4), torch.nan)[..., ::2]
-    assert decode(q, k, v, 0.125, splits=3, into=into) == into
+    assert decode(q, k, v, Call(0.125), splits=3, into=into) == into
     assert all(map(torch.equal, into, expected))
 
 
@@ -90,7 +91,7 @@ def test_decode_over_splits_merges_into_the_tensors_given():
 def test_decode_over_splits_of_the_keys_matches_plain_attention(dtype, head_dim, n_queries, n_keys):
     q, k, v = qkv(n_queries, n_keys, 8, 2, head_dim, dtype, batch=1)
     for splits in (1, 2, 5):
-        result = decode(q, k, v, head_dim**-0.5, splits=splits)
+        result = decode(q, k, v, Call(head_dim**-0.5), splits=splits)
         assert result[0].dtype == dtype
         assert_full_attention(result, q, k, v, head_dim**-0.5, TOLERANCES[dtype][0])
 
@@ -98,12 +99,12 @@ def test_decode_over_splits_of_the_keys_matches_plain_attention(dtype, head_dim,
 @pytest.mark.parametrize("heads, kv_heads, n_queries", [(4, 4, 1), (6, 2, 5), (8, 1, 11), (32, 1, 3)])
 def test_decode_takes_any_number_of_queries_a_kv_head(heads, kv_heads, n_queries):
     q, k, v = qkv(n_queries, 70, heads, kv_heads, 64, torch.float16)
-    assert_full_attention(decode(q, k, v, 0.125, splits=2), q, k, v, 0.125, TOLERANCES[torch.float16][0])
+    assert_full_attention(decode(q, k, v, Call(0.125), splits=2), q, k, v, 0.125, TOLERANCES[torch.float16][0])
 
 
 def test_decode_over_no_keys_gives_zero_and_minus_infinity():
     q, k, v = qkv(4, 0, 8, 1, 64, torch.float16)
-    out, lse = decode(q, k, v, 0.125)
+    out, lse = decode(q, k, v, Call(0.125))
     assert out.dtype == q.dtype and out.shape == q.shape and (out == 0).all()
     assert lse.shape == (2, 8, 4) and (lse == -torch.inf).all()
 
@@ -113,7 +114,7 @@ def test_decode_reads_a_cache_through_its_strides():
     q, k, v = qkv(2, 200, 8, 2, 80, torch.float32)
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     parts = [heads_first[0], heads_first[1][:, 30:171], v[:, 30:171]]
-    assert_full_attention(decode(*parts, 0.1, splits=2), *parts, 0.1, 1e-6)
+    assert_full_attention(decode(*parts, Call(0.1), splits=2), *parts, 0.1, 1e-6)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -121,7 +122,7 @@ def test_fp32_results_over_shards_of_the_keys_merge_to_the_whole(splits):
     q, k, v = qkv(1, 150, 8, 1, 64, torch.float16)
     cuts = [0, 40, 40, 149, 150]
     outs, lses = zip(
-        *(decode(q, k[:, a:b], v[:, a:b], 0.125, splits=splits, into=empty_result(q)) for a, b in pairwise(cuts)),
+        *(decode(q, k[:, a:b], v[:, a:b], Call(0.125), splits=splits, into=empty_result(q)) for a, b in pairwise(cuts)),
         strict=True,
     )
     assert all(out.dtype == torch.float32 for out in outs)
@@ -131,7 +132,7 @@ def test_fp32_results_over_shards_of_the_keys_merge_to_the_whole(splits):
 
 def test_large_scores_neither_overflow_nor_vanish_in_decode():
     q, k, v = qkv(1, 140, 8, 1, 64, torch.float32)
-    assert_full_attention(decode(q, k, v, 50.0, splits=2), q, k, v, 50.0, 1e-5)
+    assert_full_attention(decode(q, k, v, Call(50.0), splits=2), q, k, v, 50.0, 1e-5)
 
 
 def test_the_number_of_splits_fills_the_gpu_with_splits_that_are_long_enough():
@@ -150,11 +151,10 @@ def test_the_decode_kernel_says_what_it_does_not_do():
     able = Shape("cuda", torch.bfloat16, 64, 8, 128, backward=False)
     assert kernel.missing("cpu") is None and kernel.refuses(able, FULL) is None
     refused = [
-        (able, CAUSAL, "mask=causal: full only"),
-        (able, Band(4, 0), r"mask=window (4, 0): full only"),
         (Shape("cuda", torch.bfloat16, 64, 8, 128), FULL, "backward: forward only"),
         (Shape("cuda", torch.bfloat16, 64, 8, 128, packed=True, backward=False), FULL, "packed: dense calls only"),
         (Shape("cuda", torch.bfloat16, 64, 8, 264, backward=False), FULL, "head_dim=264: up to 256 only"),
+        (Shape("cuda", torch.bfloat16, 64, 8, 64, backward=False, value_dim=264), FULL, "v_head_dim=264: up to 256"),
         (Shape("cuda", torch.float64, 64, 8, 64, backward=False), FULL, "dtype=fp64: bf16, fp16 and fp32 only"),
         (Shape("cpu", torch.bfloat16, 64, 8, 64, backward=False), FULL, "dtype=bf16: under Triton's interpreter"),
     ]
@@ -162,8 +162,8 @@ def test_the_decode_kernel_says_what_it_does_not_do():
         assert (kernel.refuses(shape, mask) or "").startswith(reason)
     q, k, v = qkv(1, 5, 4, 2, 64, torch.float32)
     assert_full_attention(kernel.forward(q, k, v, Call(0.3)), q, k, v, 0.3, 1e-6)
-    with pytest.raises(UnsupportedCall, match="mask=causal"):
-        kernel.forward(q, k, v, Call(0.3, CAUSAL))
+    with pytest.raises(UnsupportedCall, match="packed"):
+        kernel.forward(q[0], k[0], v[0], Call(0.3).of_packed(FULL, [1], [5], q.device))
     with pytest.raises(UnsupportedCall, match="forward only"):
         kernel.backward(q, q, k, v, q, q, Call(0.3))
 
@@ -182,10 +182,57 @@ def test_decode_refuses_what_does_not_belong_together():
         ((q, k.half(), v), "dtypes fp32, fp16, fp32: .* one"),
         ((q.double(), k.double(), v.double()), "dtype=fp64"),
         ((q[:, :, :3], k, v), "H a multiple of Hk"),
-        ((q, k, v[:, 1:]), r"k and v \[B, N, Hk, D\]"),
+        ((q, k, v[:, 1:]), r"k \[B, N, Hk, D\] and v \[B, N, Hk, Dv\]"),
     ):
         with pytest.raises(ValueError, match=rule):
-            decode(*given, 0.1)
+            decode(*given, Call(0.1))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Band(0, 0), Band(5, 0), Band(40, 2), Band(-1, 3), Band(130, -1)], ids=str)
+@pytest.mark.parametrize("n_queries, n_keys", [(1, 150), (6, 150), (6, 4)])
+def test_decode_under_bands_with_softcap_and_value_heads_of_another_size(mask, n_queries, n_keys):
+    q, k, v = qkv(n_queries, n_keys, 4, 2, 64, torch.float32)
+    v = v[..., :40]
+    for softcap in (None, 2.0):
+        expected = attention(q.double(), k.double(), v.double(), 0.5, kept(mask, n_queries, n_keys), softcap)
+        for splits in (1, 3):
+            out, lse = decode(q, k, v, Call(0.5, mask, softcap=softcap), splits=splits)
+            assert out.shape == (2, n_queries, 4, 40) and relative(out, expected[0]) < 2e-6
+            assert_lse(lse, expected[1], 2e-6)
+
+
+def test_a_window_reads_its_own_keys_only():
+    """The others are NaN."""
+    q, k, v = qkv(3, 300, 4, 2, 64, torch.float32)
+    expected = attention(q.double(), k.double(), v.double(), 0.2, kept(Band(20, 0), 3, 300))
+    for x in (k, v):
+        x[:, : 300 - 23] = torch.nan
+    out, lse = decode(q, k, v, Call(0.2, Band(20, 0)), splits=2)
+    assert relative(out, expected[0]) < 1e-6
+    assert_lse(lse, expected[1], 1e-6)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(30, 0), Band(3, 1)], ids=str)
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_decode_over_elements_of_different_lengths_merges_over_shards(mask, n_queries):
+    """The keys in two calls, as on two ranks; those beyond an element's length are NaN."""
+    lengths = torch.tensor([0, 1, 2, 70, 149, 150, 300, -4], dtype=torch.int32)
+    q, k, v = qkv(n_queries, 150, 4, 2, 16, torch.float32, batch=len(lengths))
+    held = lengths.clamp(0, 150).tolist()
+    for x in (k, v):
+        for b, n in enumerate(held):
+            x[b, n:] = torch.nan
+    parts = []
+    for first, stop in ((0, 64), (64, 150)):
+        call = Call(0.3, mask, lengths=KvLengths(lengths, first, 150))
+        parts.append(decode(q, k[:, first:stop], v[:, first:stop], call, splits=3, into=empty_result(q)))
+    outs, lses = zip(*parts, strict=True)
+    out, lse = merge_n(torch.stack(outs), torch.stack(lses))
+    for b, n in enumerate(held):
+        each = (x[b : b + 1].double() for x in (q, k[:, :n], v[:, :n]))
+        expected, expected_lse = attention(*each, 0.3, kept(mask, n_queries, n))
+        assert float((out[b] - expected[0]).abs().max()) < 1e-6
+        assert_lse(lse[b], expected_lse[0], 1e-6)
 
 
 # merging n parts
