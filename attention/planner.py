@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,9 +29,10 @@ from attention.arguments import (
 from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
-from attention.executors.plan import Plan, plan_steps, resized
+from attention.executors.plan import Part, Plan, plan_steps, resized
 from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
+from attention.geometry.mixtures import Component, components
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
 from attention.kernels import Call, Kernel, Shape
@@ -193,6 +196,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     _check_share(spec, settings)
     _check_call(spec, settings)
     kernel = _kernel(spec, settings, problem)
+    of_parts = _part_kernels(spec, settings, problem)
     if settings.world > 1 and settings.agreement_s:  # before `connect`, which is collective
         agreement.check(settings.group, _asked(spec, batch, settings, made, kernel), settings.agreement_s)
     transport = connect(spec.device)
@@ -216,12 +220,58 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         options=options.resolved(writable),
         steps=plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device),
     )
-    if isinstance(kernel, ForPatterns):
-        for step in plan.steps:
-            for each in step.calls:
-                kernel.check(each.call)
+    plan = replace(plan, parts=_parts(plan, spec, settings, of_parts))
+    for each in (plan, *(part.plan for part in plan.parts())):
+        if isinstance(each.kernel, ForPatterns):
+            for call in (call for step in each.steps for call in step.calls):
+                each.kernel.check(call.call)
     settings.replay.strategy(plan, spec.device)
     return plan
+
+
+def _mixed(spec: CallSpec, settings: Settings, problem: Problem) -> tuple[Component, ...]:
+    """The components of a mixture that we compute."""
+    external = isinstance(settings.variant, External)
+    return () if external else components(problem, spec.shape.heads, spec.shape.kv_heads)
+
+
+def _part_kernels(spec: CallSpec, settings: Settings, problem: Problem) -> tuple[Kernel, ...]:
+    """The kernel of each component of a mixture. Raises UnsupportedCall if it can't do the component's calls."""
+    return tuple(_kernel(_part_spec(spec, c), settings, c.problem) for c in _mixed(spec, settings, problem))
+
+
+def _part_spec(spec: CallSpec, c: Component) -> CallSpec:
+    heads, kv_heads = len(c.heads), len(c.kv_heads)
+    return spec._replace(shape=replace(spec.shape, heads=heads, kv_heads=kv_heads, packed=False, tokens=c.tokens))
+
+
+def _parts(
+    plan: Plan, spec: CallSpec, settings: Settings, of_parts: tuple[Kernel, ...]
+) -> Callable[[], tuple[Part, ...]]:
+    """What makes the plans of a mixture's components, once or with pattern_cache=false in each pass."""
+    mixed = _mixed(spec, settings, plan.problem)
+    if not mixed:
+        return tuple
+
+    def made(c: Component, kernel: Kernel) -> Plan:
+        place = c.place(plan.rank)
+        return replace(
+            plan,
+            problem=c.problem,
+            rank=place,
+            heads=len(c.heads),
+            kv_heads=len(c.kv_heads),
+            packed=False,
+            want_lse=True,
+            sinks=False,
+            kernel=kernel,
+            steps=plan_steps(c.problem, place, _like(spec, settings), False, spec.device),
+        )
+
+    def make() -> tuple[Part, ...]:
+        return tuple(Part(c, made(c, kernel)) for c, kernel in zip(mixed, of_parts, strict=True))
+
+    return cache(make) if plan.options.pattern_cache else make
 
 
 def _like(spec: CallSpec, settings: Settings) -> Call:
@@ -269,6 +319,8 @@ def _check_call(spec: CallSpec, settings: Settings) -> None:
     options.check(shape.heads, shape.kv_heads, settings.world)
     if variant.decode and shape.backward:
         raise ValueError(f"requires_grad=True: {variant.name} has no backward; call it under no_grad")
+    if spec.sinks and getattr(options, "weights", "joint") == "detached":
+        raise ValueError("sinks: with weights=detached they have no gradient of their own; use weights=joint")
     nested_prefixes.check(options, spec.device, shape)
     if getattr(options, "reduce", None) == "fused" and settings.world > 1 and spec.device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
@@ -280,6 +332,8 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     if isinstance(variant, External):
         calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse, spec.sinks)
         return calls.kernel(variant, wanted, spec.shape, masks(problem))
+    if mixed := _mixed(spec, settings, problem):
+        return _kernel(_part_spec(spec, mixed[0]), settings, mixed[0].problem)
     if problem.is_cut:
         tokens = problem.cu_seqlens[-1]
         rows = problem.mask.rectangles(tokens)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attention import masks
+from attention.geometry.mixtures import components
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.schedules import masks as bands_of
 from attention.kernels import KERNELS, Call, Kernel, Shape
@@ -25,7 +26,7 @@ from attention.masks.sequences import mask_of
 from attention.replay import graphs_obstacle, launches_obstacle
 from attention.variants.base import Variant
 from attention.variants.external import External
-from attention.variants.registry import EXTERNAL, VARIANTS
+from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 TOKENS, WORLD, HEADS, HEAD_DIM = 1024, 4, 8, 128
@@ -102,6 +103,10 @@ def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Set
     """As `kernels.select` and `select_for_patterns` decide, had every kernel its package."""
     if setting.deterministic and shape.backward and (reason := getattr(kernel, "any_order", None)):
         return f"deterministic=True: {reason}"
+    for c in components(problem, shape.heads, shape.kv_heads):
+        of = replace(shape, heads=len(c.heads), kv_heads=len(c.kv_heads), packed=False)
+        if reason := _kernel_refuses(kernel, of, c.problem, setting):
+            return reason
     if problem.is_cut:
         shape = replace(shape, packed=True)
     if not problem.is_cut or kernel.name != "cudnn_block_sparse":
@@ -162,7 +167,7 @@ def _general(reason: str | None, variant: Variant[Any], setting: Setting) -> str
 def page() -> str:
     """The page as markdown: a section for each group of kernels that answer alike, reasons as numbered notes."""
     notes: dict[str, int] = {}
-    variants = [*VARIANTS.values(), *EXTERNAL.values()]
+    variants = [*VARIANTS.values(), *MIXTURES.values(), *EXTERNAL.values()]
     columns = {**{name: Setting(mask=name) for name in EXAMPLES}, **FEATURES}
     groups: dict[Answers, list[str]] = {}
     for kernel in KERNELS.values():

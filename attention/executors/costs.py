@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention.executors.all_to_all_costs import AllToAllCosts
 from attention.executors.gather_costs import GatherCosts
+from attention.executors.mixture_costs import MixtureCosts
 from attention.executors.ring_costs import RingCosts
 from attention.executors.timeline import Costs
 from attention.executors.tree_costs import TreeCosts
@@ -24,6 +25,7 @@ COSTS: dict[str, type[Costs[Any]]] = {
     "gather": GatherCosts,
     "all_to_all": AllToAllCosts,
     "tree": TreeCosts,
+    "mixture": MixtureCosts,
 }
 
 

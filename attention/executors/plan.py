@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import torch
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard
+from attention.geometry.mixtures import Component
 from attention.geometry.schedules import Block, Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
     Intervals,
@@ -61,9 +62,18 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """A component of a mixture with its own plan, which is packed or has sinks in no case."""
+
+    component: Component
+    plan: Plan
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head`
-    is this rank's number among them. options: of the class that the executor reads."""
+    is this rank's number among them. options: of the class that the executor reads. parts: makes or gives the plans of a
+    mixture's components."""
 
     variant: Variant[Any]
     problem: Problem
@@ -80,6 +90,12 @@ class Plan:
     transport: Transport
     options: Any
     steps: tuple[PlannedStep, ...]
+    parts: Callable[[], tuple[Part, ...]] = tuple
+
+    @cached_property
+    def pool(self) -> dict[Hashable, torch.Tensor]:
+        """Buffers that passes of this plan write first and read then, kept for the next pass."""
+        return {}
 
     def rank_at(self, place: int) -> int:
         """The rank that this rank reaches at a place of the schedule."""

@@ -76,6 +76,11 @@ class Step:
 class Schedule(ABC):
     """The steps of every rank. `rank` is a place in the schedule: with Ulysses groups, the number of a group."""
 
+    @property
+    def note(self) -> str | None:
+        """What a result should say of how the problem was divided, or None."""
+        return None
+
     def count(self, problem: Problem) -> int:
         """The number of steps, the same on every rank."""
         return 1

@@ -16,7 +16,7 @@ from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import one_band
 
-Executor = Literal["ring", "gather", "all_to_all", "tree", "external"]  # external: a package's own
+Executor = Literal["ring", "gather", "all_to_all", "tree", "mixture", "external"]  # external: a package's own
 Chosen = TypeVar("Chosen", bound=Options)
 
 
@@ -40,6 +40,7 @@ class Variant(Generic[Chosen]):
     packed: bool = False  # made for packed batches: a benchmark of it is one
     twin: str | None = None  # the variant that is the same algorithm, made for packed batches where this one is not
     decode: bool = False  # few replicated queries against sharded keys; forward only
+    mixes: bool = False  # computes a mixture of strided attentions instead of attention under the call's mask
     benchmark_only: str | None = None  # why `auto` never takes it
 
     def missing(self, device: str) -> str | None:

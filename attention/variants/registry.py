@@ -20,14 +20,15 @@ _EXECUTORS = get_args(Executor)
 _OURS = [v for v in REGISTERED.values() if not isinstance(v, External)]
 EXTERNAL: dict[str, External[Any]] = {name: v for name, v in REGISTERED.items() if isinstance(v, External)}
 # in lists those of one executor stand together
-VARIANTS: dict[str, Variant[Any]] = {
-    v.name: v for v in sorted(_OURS, key=lambda v: (_EXECUTORS.index(v.executor), v.name))
-}
+_SORTED = {v.name: v for v in sorted(_OURS, key=lambda v: (_EXECUTORS.index(v.executor), v.name))}
+# all give the numbers of attention under the call's mask
+VARIANTS: dict[str, Variant[Any]] = {name: v for name, v in _SORTED.items() if not v.mixes}
+MIXTURES: dict[str, Variant[Any]] = {name: v for name, v in _SORTED.items() if v.mixes}
 
 
 def everything() -> dict[str, Variant[Any]]:
     """Our variants and, after them, the external packages that they are compared with."""
-    return {**VARIANTS, **EXTERNAL}
+    return {**VARIANTS, **MIXTURES, **EXTERNAL}
 
 
 def variant(name: str) -> Variant[Any]:

@@ -3,7 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_module
 
-from attention.variants.registry import EXTERNAL, VARIANTS
+from attention.variants.registry import VARIANTS, everything
 from runner import catalog
 from runner.output import terminal
 
@@ -23,7 +23,7 @@ def rows(capsys, *arguments: str) -> dict[str, str]:
 
 def test_the_costs_are_of_every_variant_and_worked_out_by_hand(capsys):
     found = rows(capsys, "cost", *SIZE, "world_size=4")
-    assert {*VARIANTS, *EXTERNAL} <= set(found)
+    assert set(everything()) <= set(found)
     # 4 B H D pairs, of which the ring's last rank has those of 256 queries on 768 keys, and its own causal ones
     pairs = 256 * 768 + 256 * 257 // 2
     assert f"{4 * 8 * 64 * pairs / 1e6:.3g} MFLOP" in found["ring"]
@@ -45,7 +45,7 @@ def test_costs_of_a_pack_that_was_asked_for_are_alike(capsys):
 def test_every_variant_is_configured_as_if_it_were_composed():
     catalog.resolve.register()
     with initialize_config_module("runner.conf", version_base="1.3"):
-        for name in {**VARIANTS, **EXTERNAL}:
+        for name in everything():
             composed = compose("config", overrides=["hardware=cuda", *SIZE, f"attention={name}"])
             assert catalog._configured(name, SIZE) == composed
         own = catalog._configured("zigzag", ["attention.head_parts=2"])

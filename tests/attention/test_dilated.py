@@ -1,0 +1,191 @@
+"""Dilated attention against its dense definition, alone and in worlds; its counts, refusals and switches."""
+
+import pytest
+import torch
+
+import attention
+from attention.executors import costs
+from attention.geometry import counts
+from attention.geometry.counts import Shapes
+from attention.geometry.mixtures import components, strided
+from attention.masks.band import CAUSAL, FULL
+from attention.variants.registry import MIXTURES
+from tests.jobs import dilated
+from tests.support.dilated import pairs_of_head, seen
+
+SEGMENTS, RATES = [8, 16, 32], [1, 2, 4]
+WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
+EXACT = 1e-13
+NAMES = ["dilated", "dilated_improved"]
+
+
+def case(name, way=WAYS[1], **more):
+    mixing, weights = way
+    given = {"name": name, "mixing": mixing, "weights": weights, "kernel": "math"}
+    return given | {"segments": SEGMENTS, "rates": RATES, "tokens": 64} | more
+
+
+def assert_right(cases, found, limit=EXACT):
+    for each, errors in zip(cases, found, strict=True):
+        assert max(errors.values()) < limit, (each, errors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", WAYS)
+def test_dilated_is_its_definition_forward_and_backward(name, way):
+    cases = [case(name, way, causal=causal, heads=heads) for causal in (True, False) for heads in ((4, 4), (8, 2))]
+    cases += [
+        case(name, way, heads=(6, 2), tokens=tokens, batch=2) for tokens in (23, 40)
+    ]  # the last segment is shorter
+    cases += [case(name, way, heads=(5, 1), tokens=11, causal=False), case(name, way, heads=(3, 3), tokens=2)]
+    cases += [case(name, way, segments=[12, 12], rates=[3, 4], tokens=48, heads=(8, 4))]  # no pair has all tokens
+    cases += [case(name, way, cu_seqlens=[0, 16, 24, 60, 64], tokens=64, heads=(4, 2))]
+    assert_right(cases, dilated.compare(None, cases))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sinks_softcap_and_value_heads_of_another_size_go_through(name):
+    cases = [
+        case(name, WAYS[0], sinks=True, softcap=2.0, dims=(8, 4)),
+        case(name, sinks=True, softcap=2.0, dims=(8, 4)),
+    ]
+    cases += [case(name, WAYS[2], softcap=2.0, dims=(8, 4))]
+    assert_right(cases, dilated.compare(None, cases))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
+def test_a_fast_kernel_gives_the_same_numbers(name, dtype, limit):
+    cases = [case(name, way, kernel="auto", dtype=dtype, tokens=72, batch=2) for way in WAYS]
+    assert_right(cases, dilated.compare(None, cases), limit)
+
+
+@pytest.mark.parametrize("name", sorted(MIXTURES))
+def test_the_switches_change_no_number(name):
+    switches = {"pattern_cache": False, "memory_pool": True}
+    cases = [case(name, way, dtype=dtype, **switches) for way in WAYS for dtype in ("fp64", "bf16")]
+    for each, errors in zip(cases, dilated.compare(None, cases), strict=True):
+        assert max(errors.values()) < (EXACT if each["dtype"] == "fp64" else 2e-2), (each, errors)
+
+
+def test_pattern_cache_keeps_the_plans_of_components_and_memory_pool_the_buffers():
+    x = torch.randn(1, 64, 4, 8, dtype=torch.bfloat16)
+    for on in (False, True):
+        fn = attention.make("dilated_improved", segments=SEGMENTS, rates=RATES, mixing="longnet", pattern_cache=on, memory_pool=on)  # fmt: skip
+        fn(x, x, x)
+        plan = fn.plan(x, x, x)
+        assert (plan.parts() is plan.parts()) == on
+        assert bool(plan.pool) == on
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ring_dilated_is_its_definition_in_worlds(in_world, world):
+    cases = [case("ring_dilated", way, causal=c) for way in WAYS for c in (True, False)]  # within ranks and across
+    cases += [case("ring_dilated", way, tokens=64, segments=[8, 64], rates=[2, 4], heads=(6, 2)) for way in WAYS]
+    cases += [case("ring_dilated", way, tokens=59, causal=c) for way in WAYS[:2] for c in (True, False)]  # padded
+    cases += [case("ring_dilated", cu_seqlens=[0, 16, 24, 44, 64], heads=(8, 2))]
+    cases += [case("ring_dilated", sinks=True, softcap=3.0, dims=(8, 4))]
+    cases += [case(name, way) for name in NAMES for way in WAYS[:2]]
+    assert_right(cases, in_world(dilated.compare, world, cases=cases))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "symm"])
+def test_the_bytes_that_ring_dilated_receives_do_not_grow_with_the_sequence(in_world, transport):
+    options = {"segments": [16, 64], "rates": [1, 4], "mixing": "longnet"}
+    sizes = [96, 192, 384]  # shards of 24, 48, 96 tokens: segments of 64 are shared by ranks
+    found = in_world(dilated.received, 4, options=options, sizes=sizes, transport=transport)
+    most = 2 * 2 * (16 + 64) * 4 * 8 * 4  # keys and values and their gradients, fp32
+    for tokens, by_rank in zip(sizes, found, strict=True):
+        problem = MIXTURES["ring_dilated"].problem((0, tokens), 4, CAUSAL, options)
+        each = costs.of(MIXTURES["ring_dilated"], problem, Shapes(1, 4, 4, 8, 4), options, pulls=transport == "symm")
+        for rank, counted in enumerate(by_rank):
+            model = each.bytes_received(rank, False), each.bytes_received(rank, True)
+            assert counted.get("kv", 0) == sum(x["kv"] for x in model), (tokens, rank)
+            assert counted.get("dkv", 0) == model[1]["dkv"], (tokens, rank)
+            assert sum(counted.values()) <= most
+    assert sum(found[0][1].values()) > 0
+
+
+def test_segments_within_a_rank_bring_no_keys(in_world):
+    found = in_world(dilated.received, 2, options={"segments": [8, 16], "rates": [1, 4]}, sizes=[64], transport="gloo")
+    assert found == [[{}, {}]]
+
+
+@pytest.mark.parametrize("mixing", ["head_groups", "longnet"])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL])
+def test_pairs_and_flops_are_those_of_the_definition(mixing, mask):
+    heads, cu = 6, (0, 24, 64)
+    options = {"segments": SEGMENTS, "rates": RATES, "mixing": mixing}
+    expected = sum(
+        int(seen(cu, *pair, mask is CAUSAL).sum())
+        for h in range(heads)
+        for pair in pairs_of_head(h, heads, SEGMENTS, RATES, mixing)
+    )
+    shapes = Shapes(2, heads, 2, 8, 4)
+    for name, world in (("dilated", 1), ("dilated_improved", 3), ("ring_dilated", 1), ("ring_dilated", 4)):
+        problem = MIXTURES[name].problem(cu, world, mask, options)
+        assert counts.head_pairs(problem, heads, 2) == expected
+        by_rank = counts.rank_flops(problem, shapes)
+        assert sum(by_rank) == 2 * 4 * 8 * expected * (world if name != "ring_dilated" else 1), (name, world)
+        assert all(counts.kernel_bytes(problem, shapes, rank, True) > 0 for rank in range(world))
+
+
+def test_components_are_strided_views_of_heads_where_a_stride_gives_them():
+    problem = MIXTURES["dilated_improved"].problem(
+        (0, 64), 1, CAUSAL, {"segments": [8, 16], "rates": [1, 4], "mixing": "longnet"}
+    )
+    for heads, kv_heads in ((8, 8), (8, 2), (8, 4)):
+        assert all(strided(c.heads) and strided(c.kv_heads) for c in components(problem, heads, kv_heads))
+
+
+def test_the_default_dilates_and_has_all_tokens_in_long_sequences():
+    fn = attention.make("dilated_improved")
+    assert fn.options.pairs(4096) == ((1024, 1), (2048, 2), (4096, 4))
+    assert fn.options.pairs(65536) == ((2048, 1), (4096, 2), (8192, 4), (65536, 8))
+
+
+def test_a_shorter_last_segment_is_noted():
+    def note(tokens):
+        return MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, {"segments": [8, 32], "rates": [1, 2]}).schedule.note
+
+    assert note(64) is None and note(4) is None
+    assert note(20) == "the last segment of a sequence is shorter: of 8 (to 4 tokens)"
+
+
+OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "given, call, message",
+    [
+        ({"rates": [1, 16], "segments": [8, 8]}, {}, "rates=[1, 16]: rate 16 is above its segment of 8; use at most 8"),
+        ({"rates": [1, 3]}, {}, "segments=[8, 16]: 16 is no multiple of its rate 3; 15 or 18 would work"),
+        ({"rates": [1]}, {}, "segments=[8, 16] rates=[1]: each segment length needs its rate; give lists of one length, or neither"),
+        ({"rates": None}, {}, "segments=[8, 16] rates=None: each segment length needs its rate; give lists of one length, or neither"),
+        ({"segments": [], "rates": []}, {}, "segments=[]: must be a list of whole numbers of at least 1, or null for the default"),
+        ({"segments": [8, 0]}, {}, "segments=[8, 0]: must be a list of whole numbers of at least 1, or null for the default"),
+        ({"segments": 8}, {}, "segments=8: must be a list of whole numbers of at least 1, or null for the default"),
+        ({"mixing": "sum"}, {}, "mixing='sum': must be head_groups or longnet"),
+        ({"weights": "none"}, {}, "weights='none': must be joint or detached"),
+        ({"weights": "detached"}, {}, "weights=detached: mixing=head_groups has no weights; use mixing=longnet, or weights=joint"),
+        ({}, {"heads": 1}, "heads=1: mixing=head_groups gives each of 2 segment lengths a group of heads; use at least 2 heads, or mixing=longnet"),
+        ({}, {"window": (3, 0)}, "window=(3, 0): NAME takes full and causal attention only; leave masks and windows out"),
+        ({}, {"mask": attention.masks.chunked(8)}, "mask=chunked(chunk=8): NAME takes full and causal attention only; leave masks and windows out"),
+        ({}, {"cu_seqlens": [0, 3, 16]}, "cu_seqlens: a sequence begins at 3, which is no multiple of the rate 2; pad sequences to multiples of 2"),
+        ({"mixing": "longnet", "weights": "detached"}, {"sinks": torch.zeros(4)},
+         "sinks: with weights=detached they have no gradient of their own; use weights=joint"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", sorted(MIXTURES))
+def test_what_cannot_be_is_refused_in_a_line(name, given, call, message):
+    call = dict(call)
+    heads = call.pop("heads", 4)
+    shape = (16, heads, 8) if "cu_seqlens" in call else (1, 16, heads, 8)
+    with pytest.raises(ValueError) as error:
+        attention.make(name, **(OPTIONS | given))(*(torch.randn(shape) for _ in range(3)), **call)
+    assert str(error.value) == message.replace("NAME", name)
+
+
+def test_shards_that_begin_between_selected_tokens_are_refused_with_what_would_work():
+    with pytest.raises(ValueError, match=r"seq_len=36: the packed contiguous layout needs .* = 16; 32 would work"):
+        MIXTURES["ring_dilated"].problem((0, 36), 4, CAUSAL, {"segments": [8, 8], "rates": [1, 4]})

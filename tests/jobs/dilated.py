@@ -1,0 +1,97 @@
+"""Dilated attention in a world against its dense definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attention
+from runner.launch.rank import Rank
+from tests.support.dilated import reference
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIONS = ("segments", "rates", "mixing", "weights", "pattern_cache", "memory_pool")
+
+
+def compare(me: Rank | None, cases: list[dict[str, Any]], transport: str = "auto") -> list[dict[str, float]]:
+    """For each case the largest errors of out, lse and the gradients, relative to the largest value. me: None without a world."""
+    return [_compare(me, case, transport) for case in cases]
+
+
+def _compare(me: Rank | None, case: dict[str, Any], transport: str) -> dict[str, float]:
+    options = {name: case[name] for name in OPTIONS if name in case}
+    fn = attention.make(case["name"], kernel=case.get("kernel", "auto"), transport=transport, **options)
+    tokens, batch, (heads, kv_heads) = case["tokens"], case.get("batch", 1), case.get("heads", (4, 2))
+    dims, causal, cu = case.get("dims", (8, 8)), case.get("causal", True), case.get("cu_seqlens")
+    generator = torch.Generator().manual_seed(tokens + heads)
+    shapes = (heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]), (heads, dims[1])
+    dtype = DTYPES[case.get("dtype", "fp64")]
+    q, k, v, dout = (torch.randn(batch, tokens, *s, generator=generator).to(dtype) for s in shapes)
+    how: dict[str, Any] = {name: case[name] for name in ("softcap",) if name in case}
+    if case.get("sinks"):
+        how["sinks"] = torch.randn(heads, generator=generator).to(dtype)
+    given = [x.double().requires_grad_() for x in (q, k, v, *([how["sinks"]] if case.get("sinks") else []))]
+    about = {"softcap": case.get("softcap"), "sinks": given[3] if case.get("sinks") else None, "cu_seqlens": cu}
+    about |= {name: options.get(name, default) for name, default in DEFAULTS.items()}
+    out, lse = reference(*given[:3], causal=causal, **about)
+    expected = dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *torch.autograd.grad(out, given, dout.double())), strict=False))  # fmt: skip
+    return {name: _error(x, expected[name]) for name, x in _ours(me, fn, (q, k, v, dout), cu, causal, how).items()}
+
+
+DEFAULTS: dict[str, Any] = {
+    "segments": (1024, 2048, 4096),
+    "rates": (1, 2, 4),
+    "mixing": "head_groups",
+    "weights": "joint",
+}
+
+
+def _ours(
+    me: Rank | None, fn: Any, whole: tuple[Tensor, ...], cu: list[int] | None, causal: bool, how: dict[str, Any]
+) -> dict[str, Tensor]:
+    """out, lse and gradients of all ranks; what does not divide is padded."""
+    whole = tuple(x[0] if cu else x for x in whole)
+    pad = me is not None and fn.variant.padding(fn.options, tuple(cu or (0, whole[0].shape[-3])), fn.world) > 0
+    parts, added = [], 0
+    for x in whole:
+        part, added = fn.shard(x, cu, pad=True) if pad else (fn.shard(x, cu), 0)
+        parts.append(part)
+    q, k, v = (x.requires_grad_() for x in parts[:3])
+    inputs = [q, k, v]
+    if "sinks" in how:
+        how = how | {"sinks": how["sinks"].clone().requires_grad_()}
+        inputs.append(how["sinks"])
+    for _ in range(2):  # the second with what the first kept
+        out, lse = fn(q, k, v, causal=causal, cu_seqlens=cu, padding=added, return_lse=True, **how)
+    grads = list(torch.autograd.grad(out, inputs, parts[3]))
+    rows = lse.transpose(-1, -2).unsqueeze(-1).contiguous()
+    found = [fn.unshard(x, cu, added) for x in (out, rows, *grads[:3])]
+    found = [x.unsqueeze(0) if cu else x for x in found]
+    results = dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
+    results["lse"] = results["lse"].squeeze(-1).transpose(-1, -2)
+    if "sinks" in how:
+        results["dsinks"] = grads[3] if me is None or fn.layout.replicated else sum(me.gather(grads[3]))
+    return {name: x.detach() for name, x in results.items()}
+
+
+def _error(x: Tensor, expected: Tensor) -> float:
+    if not torch.equal(x == -torch.inf, expected == -torch.inf):
+        return float("inf")
+    x, expected = (y.masked_fill(y == -torch.inf, 0).double() for y in (x, expected))
+    return float(((x - expected).abs().max() / expected.abs().max()).detach())
+
+
+def received(me: Rank, options: dict[str, Any], sizes: list[int], transport: str) -> list[list[dict[str, int]]]:
+    """For each number of tokens, the bytes that each rank receives in a forward and backward, and its peak of them."""
+    found = []
+    for tokens in sizes:
+        fn = attention.make("ring_dilated", transport=transport, **options)
+        q, k, v = (fn.shard(torch.randn(1, tokens, 4, 8)).requires_grad_() for _ in range(3))
+        plan = fn.plan(q, k, v, causal=True)
+        plan.transport.bytes_received.clear()
+        fn(q, k, v, causal=True).sum().backward()
+        me.synchronize()
+        found.append(me.gather(dict(plan.transport.bytes_received)))
+    return found
