@@ -68,13 +68,12 @@ def config() -> Table:
                 sized.append(cfg)
     for cfg in sorted(sized, key=lambda cfg: (CATEGORIES.index(cfg.category), cfg.seq_len, cfg.batch * cfg.heads)):
         work = attention_call(cfg, "cpu")
-        shapes = counts.Shapes(work.batch, work.heads, work.kv_heads, work.head_dim, 2)
-        flops = counts.forward_flops(shapes, work.pairs)
-        elements = work.batch * work.head_dim * (work.queries * work.heads + 2 * work.seq_len * work.kv_heads)
+        flops = counts.forward_flops(work.shapes, work.pairs)
+        taken = work.queries * work.shapes.q_token + work.seq_len * work.shapes.kv_token
         heads = f"{work.heads}:{work.kv_heads}" if work.heads != work.kv_heads else f"{work.heads}"
         table.add_row(
             cfg.category, cfg.config, f"{work.batch}", heads, f"{work.head_dim}", f"{work.seq_len:,}",
-            work.mask.describe(), work.dtype, terminal.flop(flops), terminal.gib(2 * elements),
+            ", ".join([work.mask.describe(), *work.features]), work.dtype, terminal.flop(flops), terminal.gib(taken),
         )  # fmt: skip
     return table
 

@@ -44,6 +44,10 @@ class AttentionCall:
     q_len: int | None = None  # of a decode
     seqlens: tuple[int, ...] | None = None  # of a packed batch, which has batch 1 and seq_len tokens in all
     named_mask: NamedMask | None = None
+    v_head_dim: int | None = None  # None: head_dim
+    scale: float | None = None  # None: head_dim ** -0.5
+    softcap: float | None = None
+    sinks: bool = False
 
     @cached_property
     def mask(self) -> Band | Mask:
@@ -86,7 +90,18 @@ class AttentionCall:
 
     @property
     def shapes(self) -> counts.Shapes:
-        return counts.Shapes(self.batch, self.heads, self.kv_heads, self.head_dim, ITEMSIZE[self.dtype])
+        return counts.Shapes(
+            self.batch, self.heads, self.kv_heads, self.head_dim, ITEMSIZE[self.dtype], self.v_head_dim
+        )
+
+    @property
+    def value_dim(self) -> int:
+        """Of a value and of out."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def scale_of_scores(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def describe(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
@@ -95,7 +110,15 @@ class AttentionCall:
             tokens = f"{self.q_len} quer{'y' if self.q_len == 1 else 'ies'} on {self.seq_len:,} keys"
         elif self.seqlens:
             tokens += f" in {len(self.seqlens)} sequences"
-        return f"batch {self.batch}, {tokens}, {heads} heads of {self.head_dim}, {self.mask.describe()}, {self.dtype}"
+        parts = [f"{heads} heads of {self.head_dim}", *self.features, self.mask.describe(), self.dtype]
+        return f"batch {self.batch}, {tokens}, {', '.join(parts)}"
+
+    @property
+    def features(self) -> list[str]:
+        """What the call has beyond plain attention, in words."""
+        found = [f"values of {self.v_head_dim}"] if self.value_dim != self.head_dim else []
+        found += [f"{key} {value:.4g}" for key in ("scale", "softcap") if (value := getattr(self, key)) is not None]
+        return found + (["sinks"] if self.sinks else [])
 
 
 @dataclass(frozen=True)

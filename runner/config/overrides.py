@@ -34,7 +34,10 @@ KINDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", list[int]: "a list of whole numbers",
 }  # fmt: skip
 # examples in messages; of other keys the present value, or the one that null stands for
-EXAMPLES = {"window": [512, 0], "mode": "forward", "launch.fault": "1:timing:raise", "launch.endpoint": "node0:29500"}
+EXAMPLES = {
+    "window": [512, 0], "scale": 0.125, "chunk": 8192, "softcap": 50.0, "v_head_dim": 128, "mode": "forward", "launch.fault": "1:timing:raise",
+    "launch.endpoint": "node0:29500",
+}  # fmt: skip
 # keys that a user may expect, and why there are none
 LEFT_OUT = {
     "dropout": "not supported by any variant; leave it out",

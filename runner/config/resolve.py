@@ -25,7 +25,11 @@ LONGEST_PART = 40  # characters of a part of a folder's name: a file system allo
 # keys that do not change what is measured, and so are no part of a run's identity
 _NOT_IDENTITY = ("hydra", "order", "output", "resume")
 # keys that came later, with the value for which earlier results keep their identity
-_LATER = {"mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None}
+_LATER = {
+    "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
+    "sinks": False,
+    "chunk": None,
+}  # fmt: skip
 
 
 def register() -> None:

@@ -103,6 +103,7 @@ class RunConf:
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
+    v_head_dim: int | None = None  # of the values and out; null: head_dim
     seq_len: int | None = None
     q_len: int | None = None  # queries of a decode, on every rank; null: 1 for a decode, else as many as keys
     seqlens: Any = None  # lengths of a packed batch: [..], random, real, or null: what the variant is made for
@@ -112,6 +113,10 @@ class RunConf:
     mask: Any = MISSING  # by name with its parameters: conf/mask/; causal and window hold beside it
     causal: bool = True
     window: list[int] = field(default_factory=lambda: [-1, -1])
+    chunk: int | None = None  # stands for mask=chunked mask.chunk=N; null: none
+    scale: float | None = None  # of the scores; null: head_dim ** -0.5
+    softcap: float | None = None  # c: scaled scores x become c tanh(x / c); null: none
+    sinks: bool = False  # a learned logit a head in the softmax's denominator, with its gradient
     world_size: Any = "auto"
     seed: int | None = None  # null: a fresh one each invocation, recorded
     mode: str | None = None  # forward or forward_backward; null: both where there is a backward

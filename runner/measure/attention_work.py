@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import timeit
@@ -11,6 +12,7 @@ from itertools import accumulate, cycle
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import attention
@@ -30,22 +32,37 @@ from runner.launch.rank import Rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NAMES = ("q", "k", "v", "dout")
-ROLES = {"out": "q", "dq": "q", "dk": "kv", "dv": "kv", "lse": "q"}  # an output has a row for each query or each key
+SINKS = "dsinks"
+# an output has a row for each query or each key, or one row for all
+ROLES = {"out": "q", "dq": "q", "dk": "kv", "dv": "kv", "lse": "q", SINKS: "all"}
+GRADIENTS = ("dq", "dk", "dv", SINKS)
 
 _rates: dict[Any, float] = {}  # FLOP/s of kernels, measured by this process
 
 
 def global_input(work: AttentionCall, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
-    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`): normal, clamped to [-1, 1], the same
-    on every rank. Each batch element has its own generator, so that one can be made without the others."""
+    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`), v and dout with their own head dim: normal,
+    clamped to [-1, 1], the same on every rank. Each batch element has its own generator, so that one can be made without the
+    others."""
     keys = which in ("k", "v")
     tokens, heads = (work.seq_len, work.kv_heads) if keys else (work.queries, work.heads)
+    head_dim = work.value_dim if which in ("v", "dout") else work.head_dim
     parts = []
     for b in range(work.batch) if batch is None else [batch]:
         generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
-        x = torch.empty(tokens, heads, work.head_dim, dtype=torch.float32, device=device)
+        x = torch.empty(tokens, heads, head_dim, dtype=torch.float32, device=device)
         parts.append(x.normal_(generator=generator).clamp_(-1, 1).to(DTYPES[work.dtype]))
     return parts[0] if work.seqlens else torch.stack(parts)
+
+
+def global_sinks(work: AttentionCall, seed: int, device: torch.device) -> Tensor | None:
+    """The sinks `[H]`, the same on every rank; None for a call without. They are normal around the logarithm of the keys that a query
+    sees on average, so that a sink weighs about as much as these do, at any length."""
+    if not work.sinks:
+        return None
+    generator = torch.Generator(device).manual_seed((seed * 4 + len(NAMES)) * 65_537 - 1)
+    x = torch.empty(work.heads, dtype=torch.float32, device=device).normal_(generator=generator)
+    return (x + math.log(max(work.pairs / work.queries, 1))).to(DTYPES[work.dtype])
 
 
 def build(experiment: Experiment, group: Any = None) -> ContextParallel:
@@ -65,7 +82,8 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
 def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | None) -> Choice:
     """The choice of `attention=auto` for the experiment. Raises ValueError if no variant can do it here."""
     work = experiment.workload
-    given = {name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "causal", "window")}
+    names = ("batch", "heads", "kv_heads", "head_dim", "v_head_dim", "causal", "window", "softcap")
+    given = {name: getattr(work, name) for name in names}
     given |= {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
     given |= {
         "dtype": DTYPES[work.dtype],
@@ -109,7 +127,12 @@ class AttentionWork:
             self.inputs.append(shard.requires_grad_(self.backward and which != "dout"))
         self.q, self.k, self.v = self.inputs[:3]
         self.dout = self.inputs[3] if self.backward else None
+        self.wanted = [self.q, self.k, self.v]  # whose gradients a backward gives
         self.options: dict[str, Any] = {"causal": work.causal, "window": work.window, "cu_seqlens": self.packs}
+        self.options |= {"scale": work.scale, "softcap": work.softcap}
+        if (sinks := global_sinks(work, experiment.seed, me.device)) is not None:
+            self.wanted.append(sinks.requires_grad_(self.backward))
+            self.options["sinks"] = sinks
         if work.named_mask is not None:
             self.options["mask"] = work.named_mask.make()
         if work.q_len is not None:
@@ -140,7 +163,7 @@ class AttentionWork:
         assert self.out is not None and self.dout is not None, "backward before forward"
         self.gradients = ()
         with torch.autograd.set_multithreading_enabled(self.autograd_thread):
-            self.gradients = torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout, retain_graph=keep)
+            self.gradients = torch.autograd.grad(self.out, self.wanted, self.dout, retain_graph=keep)
         self.last = self.out
         if not keep:
             self.out = None
@@ -150,7 +173,8 @@ class AttentionWork:
             return {} if self.out is None else {"out": self.out.detach()}
         if self.last is None or not self.gradients:
             return {}
-        return {"out": self.last.detach(), **dict(zip(("dq", "dk", "dv"), self.gradients, strict=True))}
+        found = {"out": self.last.detach(), **dict(zip(GRADIENTS, self.gradients, strict=False))}
+        return found | ({SINKS: found[SINKS].view(1, -1, 1)} if SINKS in found else {})
 
     @property
     def left(self) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, ...]]:
@@ -161,7 +185,7 @@ class AttentionWork:
         self.out, self.last, self.gradients = left
 
     def negate(self) -> None:
-        """Changes the sign of all inputs, in place. The scores keep theirs; out and the gradients change it."""
+        """Changes the sign of q, k, v and dout, in place. The scores keep theirs; out, dq, dk and dv change it, dsinks does not."""
         with torch.no_grad():
             for x in self.inputs:
                 x.neg_()
@@ -180,13 +204,13 @@ class AttentionWork:
     def report(self) -> dict[str, Any]:
         """kernel, transport and a note on them; with kernel=auto why preferred kernels were passed over."""
         kernel, chosen = self.plan.kernel.name, self.fn.variant
-        notes = self.transport.note, getattr(self.plan.kernel, "note", "")
-        note = "; ".join(each for each in notes if each) or None
-        found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name, "note": note}
+        notes = [self.transport.note, *(getattr(about, "note", None) for about in (self.plan.kernel, self.plan))]
+        found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name}
+        found["note"] = "; ".join(filter(None, notes)) or None
         if isinstance(chosen, External):
             found["note"] = chosen.served(kernel)
         elif self.experiment.kernel == "auto":
-            shape = Shape.of(self.q, self.k, self.v, self.backward)
+            shape = Shape.of(self.q, self.k, self.v, self.backward, self.spec.softcap is not None)
             if self.plan.problem.is_cut:  # into packed calls
                 shape = replace(shape, packed=True)
             found["passed_over"] = passed_over(kernel, shape, masks(self.plan.problem), chosen.decode)
@@ -209,24 +233,30 @@ class AttentionWork:
     def rate(self) -> float:
         """FLOP/s of a small call of the same kernel on this rank."""
         spec, kernel = self.spec, self.plan.kernel
-        key = kernel.name, spec.dtype, spec.head_dim, self.me.device.type
+        key = kernel.name, spec.dtype, spec.head_dim, spec.value_dim, self.me.device.type
         if key not in _rates:
             n, heads = min(spec.seq_len, 4096 if self.me.device.type == "cuda" else 512), min(spec.heads, 8)
-            q = torch.randn(1, n, heads, spec.head_dim, device=self.me.device).to(self.q.dtype)
+            sizes = counts.Shapes(1, heads, heads, spec.head_dim, self.q.itemsize, spec.v_head_dim)
+            q, v = (
+                torch.randn(1, n, heads, dim, device=self.me.device).to(self.q.dtype)
+                for dim in (spec.head_dim, spec.value_dim)
+            )
 
             def call() -> None:
-                kernel.forward(q, q, q, Call(spec.head_dim**-0.5))
+                kernel.forward(q, q, v, Call(spec.head_dim**-0.5))
                 self.me.synchronize()
 
             self.me.synchronize()
-            _rates[key] = 4 * n * n * heads * spec.head_dim / min(timeit.repeat(call, number=1, repeat=3))
+            _rates[key] = counts.forward_flops(sizes, n * n) / min(timeit.repeat(call, number=1, repeat=3))
         return _rates[key]
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`, which has the rows of the output `name`."""
-        return self.fn.shard(whole, self.packs, role=ROLES[name])
+        return whole if ROLES[name] == "all" else self.fn.shard(whole, self.packs, role=ROLES[name])
 
     def rows(self, name: str) -> Tensor:
+        if ROLES[name] == "all":
+            return torch.zeros(1, dtype=torch.int64)
         tokens = torch.arange(self.spec.seq_len if ROLES[name] == "kv" else self.spec.queries)
         shape = (-1, 1, 1) if self.packs is not None else (1, -1, 1, 1)
         return self.shard(name, tokens.view(shape)).flatten()
@@ -237,8 +267,15 @@ class AttentionWork:
         packs = other_orders(lengths, NEW_PACKS, self.experiment.seed) if lengths and new_packs else ()
         return Layers(self, layers, packs)
 
-    def unshard(self, shard: Tensor) -> Tensor:
-        return self.fn.unshard(shard, self.packs)
+    def whole(self, name: str, mine: Tensor) -> Tensor:
+        """An output of all ranks, from this rank's. Collective."""
+        if ROLES[name] != "all":
+            return self.fn.unshard(mine, self.packs)
+        if self.fn.layout.replicated or self.me.world == 1:
+            return mine
+        total = mine.double()  # a parameter's gradient: each rank has that of its queries
+        dist.all_reduce(total)
+        return total
 
 
 def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:

@@ -95,7 +95,8 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
     }
     functions = together(me, lambda: {label: build(each) for label, each in specs.items()})
     band, other = (call.mask, None) if isinstance(call.mask, Band) else (FULL, call.mask)
-    task = Task(call.cu_seqlens, me.world, band, call.shapes, bool(call.seqlens), spec.backward, call.q_len, other)
+    packed, softcap = bool(call.seqlens), call.softcap
+    task = Task(call.cu_seqlens, me.world, band, call.shapes, packed, spec.backward, call.q_len, other, softcap)
     found = fastest(functions, task, device=me.device, dtype=DTYPES[call.dtype])
     found = me.agree(Tried(found.ms, left_out | found.left_out))
     if not found.ms:

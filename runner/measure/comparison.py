@@ -4,22 +4,27 @@ same kernel in the same dtype, which gives the error of one device."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.arguments import positive, signed
 from attention.errors import UnsupportedCall
 from attention.kernels import Call, Kernel, Shape, select
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
+from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import pieces
-from runner.measure.attention_work import ROLES, AttentionWork
+from runner.measure.attention_work import GRADIENTS, NAMES, ROLES, SINKS, AttentionWork
 from runner.measure.errors import Error, Tolerance, described, total
 from runner.measure.pieces import Piece
+from runner.measure.reference import Reference
 from runner.measure.workload import Compared
 
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
@@ -32,14 +37,14 @@ IN_RESULT = ("rel_l2", "grad_rel_l2", "row", "grad_row", "gain", "lse", "error_r
 def compare(
     me: Rank, experiment: Experiment, work: AttentionWork, outputs: dict[str, Tensor], with_scales: bool
 ) -> Compared:
-    """`Kind.compare` of attention: out, dq, dk, dv and the LSE."""
+    """`Kind.compare` of attention: out, dq, dk, dv, dsinks and the LSE."""
     tflop = pieces.tflop(experiment.workload, experiment.backward)
     affordable = FP64_TFLOP[experiment.device] / (10 if experiment.workload.dtype in HALF else 1)
     dtype = torch.float64 if tflop <= affordable else torch.float32
     lse = _lse(me, work)
-    whole = {name: work.unshard(outputs.pop(name)) for name in [*outputs]}
+    whole = {name: work.whole(name, outputs.pop(name)) for name in [*outputs]}
     if isinstance(lse, Tensor):
-        whole["lse"] = work.unshard(lse)
+        whole["lse"] = work.whole("lse", lse)
     comparison = _Comparison(me, experiment, work, whole, dtype, with_scales)
     share = comparison.add_pieces(KEPT_BYTES if experiment.launch.memory_limit_gb is None else 0)
     me.say("check_compare")
@@ -50,14 +55,15 @@ def compare(
 
 
 def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
-    """The tolerances of out, dq, dk and dv."""
+    """The tolerances of out, dq, dk, dv and dsinks, whose few values are sums that may cancel: they have no relative L2 error."""
     given, spec = experiment.dtype, experiment.workload
     atol = given.gqa_atol if spec.heads != spec.kv_heads else given.atol
     of_out = Tolerance(given.rel_l2, atol, given.row, given.gain, given.error_ratio)
     of_gradient = Tolerance(
         given.grad_rel_l2, max(given.grad_atol, atol), given.grad_row, given.gain, given.error_ratio
     )
-    return {"out": of_out, **dict.fromkeys(("dq", "dk", "dv"), of_gradient)}
+    of_sum = replace(of_gradient, rel_l2=math.inf, ratio=None)
+    return {"out": of_out, **dict.fromkeys(("dq", "dk", "dv"), of_gradient), SINKS: of_sum}
 
 
 def _lse(me: Rank, work: AttentionWork) -> Tensor | str:
@@ -87,6 +93,8 @@ class _Comparison:
         self.limits = tolerances(experiment)
         self.errors = {name: Error() for name in whole}
         self.local = {name: Error() for name in whole if name != "lse"}
+        # of each head's sink: the reference, its square, and a local call's gradient
+        self.sums = torch.zeros(3, experiment.workload.heads, dtype=torch.float64, device=me.device)
         # scales of the rows that this rank compares: `[B, S, H]`, packed `[T, H]`
         self.scales = {name: whole[name].new_zeros(whole[name].shape[:-1], dtype=torch.float32) for name in self.local}
         if not with_scales:
@@ -114,6 +122,8 @@ class _Comparison:
                 piece.reference = None
         if all(piece.reference for piece in found):
             pieces.keep(key, found, most_bytes)
+        if SINKS in self.whole:
+            self._add_dsinks()
         return share
 
     def _add(self, piece: Piece) -> None:
@@ -125,7 +135,8 @@ class _Comparison:
         if piece.reference is None:
             piece.reference = pieces.reference(inputs, self.experiment, self.dtype).to("cpu")
         reference = piece.reference.to(device)
-        for name, x in self.whole.items():
+        rows = {name: x for name, x in self.whole.items() if name != SINKS}
+        for name, x in rows.items():
             heads = 1 if ROLES[name] == "kv" else spec.heads // spec.kv_heads
             rtol = self.limits[name].absolute if name in self.limits else 0.0
             piece.add(self.errors[name], piece.of(x, heads), reference, name, rtol)
@@ -133,32 +144,61 @@ class _Comparison:
                 piece.put(self.scales[name], heads, reference.scales(name))
         if new:
             errors = piece.local[self.kernel] = {name: Error() for name in self.local}
-            for name, x in self._local(inputs).items():
+            local = self._local(inputs)
+            if SINKS in local:
+                piece.local_dsinks[self.kernel] = local.pop(SINKS).double().cpu()
+            for name, x in local.items():
                 here = piece.mine(x if x.dim() == 3 else x[0])
                 piece.add(errors[name], here, reference, name, self.limits[name].absolute)
         self.local = {name: error.plus(piece.local[self.kernel][name]) for name, error in self.local.items()}
+        if SINKS in self.whole:
+            heads = spec.heads // spec.kv_heads
+            sums = self.sums[:, piece.head * heads : (piece.head + 1) * heads]
+            sums[0] += reference.values[SINKS].flatten()
+            sums[1] += reference.squares[SINKS].flatten()
+            if piece.first:
+                sums[2] += piece.local_dsinks[self.kernel].to(device)
+            self.least = reference.least
+
+    def _add_dsinks(self) -> None:
+        """Compares the sinks' gradient, to which every piece adds, on rank 0. Collective."""
+        if self.me.world > 1:
+            dist.all_reduce(self.sums)
+        if self.me.rank:
+            return
+        value, squares, local = self.sums
+        reference = Reference({SINKS: value.view(1, -1, 1)}, {SINKS: squares.view(1, -1)}, self.least)
+        expected, scales, rtol = reference.values[SINKS], reference.scales(SINKS), self.limits[SINKS].absolute
+        compared = (squares > 0).view(1, -1, 1)
+        self.errors[SINKS].add(self.whole[SINKS].where(compared, expected), expected, scales, rtol)
+        self.local[SINKS].add(local.view(1, -1, 1), expected, scales, rtol)
+        if SINKS in self.scales:
+            self.scales[SINKS] = scales.float()
 
     def _local(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """out, dq, dk, dv of a call of the kernel on one device, with a batch dim of 1 unless packed."""
-        spec, scale = self.experiment.workload, self.experiment.workload.head_dim**-0.5
-        q, k, v, *dout = (x.unsqueeze(0) if spec.seqlens is None else x for x in inputs.values())
-        kernel, call = self._local_kernel(q, k), Call(scale)
+        """out, dq, dk, dv and dsinks of a call of the kernel on one device, with a batch dim of 1 unless packed."""
+        spec, sinks = self.experiment.workload, inputs.get("sinks")
+        q, k, v, *dout = (inputs[x].unsqueeze(0) if spec.seqlens is None else inputs[x] for x in NAMES if x in inputs)
+        q, call = signed(q, spec.scale), Call(positive(spec.scale, spec.head_dim), softcap=spec.softcap)
+        kernel = self._local_kernel(q, k, v)
         if isinstance(spec.mask, Mask):
-            pattern = Pattern(spec.seq_len, spec.seq_len, spec.mask.rectangles(spec.seq_len))
-            call = Call(scale, pattern=pattern)
+            call = call.under(Pattern(spec.seq_len, spec.seq_len, spec.mask.rectangles(spec.seq_len)))
         elif spec.seqlens is None:
-            call = Call(scale, spec.mask)
+            call = call.under(spec.mask)
         else:
-            call = Call(scale).of_packed(spec.mask, spec.seqlens, spec.seqlens, q.device)
-        out, lse = kernel.forward(q, k, v, call)
-        gradients = kernel.backward(dout[0], q, k, v, out, lse, call) if dout else ()
-        return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=False))
+            call = call.of_packed(spec.mask, spec.seqlens, spec.seqlens, q.device)
+        out, lse = with_sinks(*kernel.forward(q, k, v, call), sinks)
+        if not dout:
+            return {"out": out}
+        dq, dk, dv = kernel.backward(dout[0], q, k, v, out, lse, call)
+        dsinks = sinks_gradients(dout[0], saved_with(sinks, q, k, v, out, lse))
+        return {"out": out, **dict(zip(GRADIENTS, (signed(dq, spec.scale), dk, dv, *dsinks), strict=False))}
 
-    def _local_kernel(self, q: Tensor, k: Tensor) -> Kernel:
-        mask = self.experiment.workload.mask
-        if self.kernel != "auto" or isinstance(mask, Mask):
+    def _local_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+        spec = self.experiment.workload
+        if self.kernel != "auto" or isinstance(spec.mask, Mask):
             return self.work.plan.kernel
-        return select("auto", Shape.of(q, k, k), (mask,))
+        return select("auto", Shape.of(q, k, v, softcap=spec.softcap is not None), (spec.mask,))
 
     def scales_of_shard(self, name: str) -> Tensor:
         """The scales of this rank's rows of a tensor, `[B, s, H]`. A head that no rank compared gets the largest scale

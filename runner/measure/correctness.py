@@ -3,7 +3,7 @@ are checked again.
 
 Before the checked call, a call with negated inputs runs, so that stale buffers cannot pass the check. The checked outputs
 are kept. After the timing, the outputs of the last timed iteration must agree with them, and one more iteration in the same
-mode with negated inputs must give the negated outputs, both within the tolerances."""
+mode with negated inputs must give the negated outputs (a sink's gradient: the same), both within the tolerances."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure.errors import Error, Tolerance, total
 from runner.measure.timing import iterate
-from runner.measure.workload import Passes, Workload
+from runner.measure.workload import EVEN, Passes, Workload
 from runner.measure.workloads import WORKLOADS
 
 
@@ -92,12 +92,12 @@ def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes,
 
 
 def _errors(me: Rank, work: Workload, outputs: dict[str, Tensor], kept: Kept, sign: int) -> dict[str, Error]:
-    """The errors of the outputs against `sign` times the kept ones, over all ranks."""
+    """The errors of the outputs against `sign` times the kept ones (of `EVEN` against themselves), over all ranks."""
     errors = {name: Error() for name in outputs}
     for name, x in outputs.items():
         tokens, atol = work.rows(name), kept.limits[name].absolute
         for batch, (mine, value, scale) in enumerate(_by_batch(x, kept.outputs[name], kept.scales[name])):
-            expected = sign * value.to(me.device, torch.float32)
+            expected = (1 if name in EVEN else sign) * value.to(me.device, torch.float32)
             errors[name].add(mine, expected, scale.to(me.device), atol, batch, tokens)
     everyone = me.gather(errors)
     return {name: total(rank[name] for rank in everyone) for name in errors}

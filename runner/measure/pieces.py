@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.geometry import counts
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
-from runner.measure.attention_work import global_input
+from runner.measure.attention_work import global_input, global_sinks
 from runner.measure.errors import Error
 from runner.measure.reference import Reference, Rows, Seen, SeenRectangles, attend
 
@@ -33,6 +33,12 @@ class Piece:
     rows: tuple[Rows, ...] | None = None  # the tokens that this rank compares, of a piece that ranks share
     reference: Reference | None = None  # of those tokens, in CPU memory, since a GPU's memory is measured
     local: dict[str, dict[str, Error]] = field(default_factory=dict)  # errors of a local call, by the requested kernel
+    local_dsinks: dict[str, Tensor] = field(default_factory=dict)  # and its gradient of the sinks, `[G]` in fp64
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first, or the only one, that has this piece."""
+        return self.rows is None or self.rows[0][0] == 0
 
     @property
     def tokens(self) -> Tensor | None:
@@ -103,11 +109,14 @@ def pieces_of(
 ) -> tuple[list[Piece], float, int]:
     """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
     none). With fewer pieces than ranks, several ranks share a piece: each takes some of its queries."""
-    everything = [(b, h) for b in range(work.batch) for h in range(work.kv_heads)]
+    everything = [[(b, h)] for b in range(work.batch) for h in range(work.kv_heads)]
+    if work.sinks:  # whose gradients are sums over the batch
+        everything = [[(b, h) for b in range(work.batch)] for h in range(work.kv_heads)]
     each = tflop(work, backward) / len(everything)
-    wanted = max(1, int(min(len(everything), limit_tflop / each)))
-    chosen = [everything[i * len(everything) // wanted] for i in range(wanted)]  # evenly over batch and heads
-    share = len(chosen) / len(everything)
+    number = max(1, int(min(len(everything), limit_tflop / each)))
+    sampled = [everything[i * len(everything) // number] for i in range(number)]  # evenly over batch and heads
+    share, chosen = number / len(everything), [piece for pieces in sampled for piece in pieces]
+    wanted = len(chosen)
     sharers = world // wanted  # ranks for each piece
     if sharers < 2 or work.seqlens is not None or work.queries < 2 * sharers * SHARED_ROWS:
         return [Piece(b, h, i) for i, (b, h) in enumerate(chosen) if i % world == rank], share, 0
@@ -122,13 +131,16 @@ def pieces_of(
 def piece_inputs(
     spec: AttentionCall, piece: Piece, seed: int, device: torch.device, backward: bool
 ) -> dict[str, Tensor]:
-    """The inputs of a piece: q, dout `[S, G, D]`, k, v `[S, 1, D]`."""
+    """The inputs of a piece: q `[S, G, D]`, dout `[S, G, Dv]`, k `[S, 1, D]`, v `[S, 1, Dv]` and, where the call has them, sinks
+    `[G]`."""
     group = spec.heads // spec.kv_heads
     found = {}
     for name in ("q", "k", "v", *(("dout",) if backward else ())):
         x = global_input(spec, name, seed, device, piece.batch)
         start, count = (piece.head, 1) if name in ("k", "v") else (piece.head * group, group)
         found[name] = (x if x.dim() == 3 else x[0])[:, start : start + count].contiguous()
+    if (sinks := global_sinks(spec, seed, device)) is not None:
+        found["sinks"] = sinks[piece.head * group : (piece.head + 1) * group]
     return found
 
 
@@ -140,7 +152,9 @@ def reference(
     seen = seen_by(spec)
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     scores = _scores_held(experiment, q.device, dtype)
-    return attend(q, k, v, inputs.get("dout"), seen, spec.head_dim**-0.5, dtype, scores, rows)
+    return attend(
+        q, k, v, inputs.get("dout"), seen, spec.scale_of_scores, dtype, scores, rows, spec.softcap, inputs.get("sinks")
+    )
 
 
 def seen_by(spec: AttentionCall) -> Seen | SeenRectangles:
@@ -169,8 +183,8 @@ def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, d
     """Sums every piece's dk and dv over the ranks; each rank keeps its tokens."""
     for number in range(pieces):
         reference = mine[0].reference if mine and mine[0].number == number else None
-        for name in ("dk", "dv"):
-            for kind, shape in (("values", (spec.seq_len, 1, spec.head_dim)), ("squares", (spec.seq_len, 1))):
+        for name, dim in (("dk", spec.head_dim), ("dv", spec.value_dim)):
+            for kind, shape in (("values", (spec.seq_len, 1, dim)), ("squares", (spec.seq_len, 1))):
                 if reference is None:
                     dist.all_reduce(torch.zeros(shape, dtype=dtype, device=me.device))
                     continue

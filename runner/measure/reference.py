@@ -3,8 +3,8 @@ queries. It shares no code with `attention`; which keys a query sees is an argum
 
 It also gives the scale of each row's error. If every term `p_ij v_j` of a row of out has an independent relative error of
 size u, the row's error in the L2 norm is about `u sqrt(sum_j p_ij^2 |v_j|^2)`, whatever the number of terms. The same holds
-for dv over the queries, and for dq and dk, whose terms also contain the rounding of `dout.v`. The row's own norm is added
-for its last rounding. Below the smallest normal number of a dtype (which matters in fp16) errors no longer shrink with the
+for dv over the queries, for dq and dk, whose terms also contain the rounding of `dout.v`, and for the gradient of a sink,
+whose terms contain that of `dout.out`. The row's own norm is added for its last rounding. Below the smallest normal number of a dtype (which matters in fp16) errors no longer shrink with the
 term. Divided by this scale, the errors of a correct result are a few u, at any length."""
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def _number(columns: Columns) -> int:
 
 @dataclass
 class Reference:
-    """values: out, dq `[queries, H, D]`, dk, dv `[keys, Hk, D]`, lse `[queries, H]`; without a backward only out and lse.
-    squares: for all but the LSE, the squared scale of each row's error without its own norm, `[tokens, heads]`. least: the
-    smallest normal number of the checked dtype. For a subset of the queries, dk, dv and their squares are that subset's
-    share; the shares sum to the whole."""
+    """values: out `[queries, H, Dv]`, dq `[queries, H, D]`, dk `[keys, Hk, D]`, dv `[keys, Hk, Dv]`, dsinks `[1, H, 1]`, lse
+    `[queries, H]`; without a backward only out and lse. squares: for all but the LSE, the squared scale of each row's error
+    without its own norm, `[tokens, heads]`. least: the smallest normal number of the checked dtype. For a subset of the
+    queries, dk, dv, dsinks and their squares are that subset's share; the shares sum to the whole."""
 
     values: dict[str, Tensor]
     squares: dict[str, Tensor]
@@ -207,29 +207,36 @@ def attend(
     dtype: torch.dtype = torch.float64,
     scores: int = 1 << 26,
     rows: Sequence[Rows] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Reference:
-    """The reference of q, dout `[queries, H, D]` and k, v `[keys, Hk, D]` in the checked dtype, computed in `dtype`, with
-    gradients if there is a `dout`. scale: of the scores. scores: about the most scores held at once. rows: compute only these
-    queries; out, dq and the LSE hold them side by side. Raises ValueError for numbers of tokens or heads that do not fit."""
-    queries, (kv_heads, head_dim) = seen.queries, k.shape[1:]
+    """The reference of q `[queries, H, D]`, dout `[queries, H, Dv]`, k `[keys, Hk, D]` and v `[keys, Hk, Dv]` in the checked
+    dtype, computed in `dtype`, with gradients if there is a `dout`. scale: of the scores. scores: about the most scores held at
+    once. rows: compute only these queries; out, dq and the LSE hold them side by side. softcap: scaled scores x become
+    `softcap * tanh(x / softcap)`. sinks: `[H]`, a score of each head beside those of all keys, with the value 0. Raises ValueError
+    for numbers of tokens or heads that do not fit."""
+    queries, kv_heads, value_dim = seen.queries, k.shape[1], v.shape[2]
     if (len(q), len(k)) != (queries, seen.keys) or q.shape[1] % kv_heads:
         must = f"must be [{queries}, H, D] and [{seen.keys}, Hk, D], H a multiple of Hk"
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: {must}")
     # results in other dtypes are never that small
     least = torch.finfo(q.dtype).smallest_normal if q.dtype == torch.float16 else 0.0
     group = q.shape[1] // kv_heads
+    sink = None if sinks is None else sinks.to(dtype).view(kv_heads, group)
     found = defaultdict(list)
     with exact_matmul():
         k_, v_ = (x.to(dtype).transpose(0, 1).contiguous() for x in (k, v))  # [Hk, keys, D]
         kk, vv = (x.square().sum(-1) for x in (k_, v_))  # [Hk, keys]
         of_keys = torch.stack([vv, vv * kk], -1)
         dk, dv, dkv2 = (torch.zeros_like(x) for x in (k_, v_, of_keys))
+        dsinks = k_.new_zeros(2, kv_heads, group)  # and their squares
         for chunk in (each for all_ in rows or [(0, queries)] for each in seen.chunks(all_, scores // q.shape[1])):
             keys = seen.columns(chunk)
             hidden = seen.hidden(chunk, keys, q.device)
             keys = keys if isinstance(keys, slice) else keys.to(q.device)
             q_ = _by_head(q[slice(*chunk)], dtype, kv_heads)  # [Hk, G * rows, D]
-            p, lse = _softmax(q_, k_[:, keys], scale, hidden)
+            of_rows = None if sink is None else sink.repeat_interleave(chunk[1] - chunk[0], 1).unsqueeze(-1)
+            p, slope, lse = _softmax(q_, k_[:, keys], scale, softcap, hidden, of_rows)
             out = p @ v_[:, keys]
             p2 = ((p + least).mul_(p > 0) if least else p).square()
             out2, dq2 = (p2 @ of_keys[:, keys]).split(1, -1)
@@ -241,30 +248,51 @@ def attend(
                 del p2
                 dv[:, keys] += p.mT @ dout_
                 ds = dout_ @ v_[:, keys].mT
-                ds.sub_((dout_ * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+                delta = (dout_ * out).sum(-1, keepdim=True)
+                ds.sub_(delta).mul_(p).mul_(scale)
+                if slope is not None:
+                    ds.mul_(slope)
                 dk[:, keys] += ds.mT @ q_
                 parts |= {"dq": ds @ k_[:, keys], "dq2": dq2 * oo}
+                if of_rows is not None:
+                    share = (of_rows - lse).exp()
+                    error = share.square() * oo * (out.square().sum(-1, keepdim=True) + out2) / value_dim
+                    dsinks += torch.stack([-share * delta, error]).view(2, kv_heads, group, -1).sum(-1)
             for name, x in parts.items():
                 found[name].append(_by_token(x, group))
     whole = {name: torch.cat(parts) for name, parts in found.items()}
     values, squares = {"out": whole["out"], "lse": whole["lse"].squeeze(-1)}, {"out": whole["out2"].squeeze(-1)}
     if dout is not None:
-        unit = scale**2 / head_dim  # the rounding of dout.v is about |dout| |v| / sqrt(D)
+        unit = scale**2 / value_dim  # the rounding of dout.v is about |dout| |v| / sqrt(Dv)
         values |= {"dq": whole["dq"], "dk": dk.transpose(0, 1), "dv": dv.transpose(0, 1)}
         squares |= {"dq": whole["dq2"].squeeze(-1) * unit, "dk": (dkv2[..., 1] * vv * unit).T, "dv": dkv2[..., 0].T}
+        if sink is not None:
+            values["dsinks"], squares["dsinks"] = dsinks[0].view(1, -1, 1), dsinks[1].view(1, -1)
     values, squares = ({name: x.contiguous() for name, x in kept.items()} for kept in (values, squares))
     return Reference(values, squares, least)
 
 
-def _softmax(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(p `[Hk, G * rows, keys]`, LSE `[Hk, G * rows, 1]`): p is 0 and the LSE -inf in a row without keys."""
+def _softmax(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None, hidden: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(p `[Hk, G * rows, keys]`, the slope of the softcap at each score, LSE `[Hk, G * rows, 1]`): p is 0 in a row without keys, and
+    the LSE that of the sink, without one -inf. sink: of each row, `[Hk, G * rows, 1]`."""
     s = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
+    slope = None
+    if softcap is not None:
+        s.div_(softcap).tanh_()
+        slope = 1 - s.square()
+        s.mul_(softcap)
     if hidden is not None:
         s.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, -torch.inf)
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
+    if sink is not None:
+        top = torch.maximum(top, sink)
     p = s.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
     total = p.sum(-1, keepdim=True)
-    return p.div_(total.masked_fill(total == 0, 1)), top + total.log()
+    if sink is not None:
+        total = total + (sink - top).exp()
+    return p.div_(total.masked_fill(total == 0, 1)), slope, top + total.log()
 
 
 def _by_head(x: Tensor, dtype: torch.dtype, kv_heads: int) -> Tensor:

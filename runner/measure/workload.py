@@ -10,6 +10,8 @@ from torch import Tensor
 from attention.transports.interface import Transport
 from runner.measure.errors import Tolerance
 
+EVEN = frozenset({"dsinks"})  # outputs that keep their sign when all inputs change theirs
+
 
 class Passes(Protocol):
     """The timed work. passes: in the order of an iteration, `forward`, then `backward` if it is timed."""
@@ -46,14 +48,14 @@ class Workload(Passes, Protocol):
         """FLOP/s that this rank is expected to reach."""
 
     def outputs(self) -> dict[str, Tensor]:
-        """The last iteration's results and gradients on this rank by name, `[B, tokens, H, D]` or `[tokens, H, D]`; empty
-        after `release`."""
+        """The last iteration's results and gradients on this rank by name, `[B, tokens, H, D]` or `[tokens, H, D]` (the gradient of
+        parameters of the heads: `[1, H, 1]`); empty after `release`."""
 
     def repeat(self, which: str, times: int) -> None:
         """Runs one pass `times` times; `backward` can be repeated after one `forward`."""
 
     def negate(self) -> None:
-        """Changes the sign of all inputs, in place: every output changes its sign."""
+        """Changes the sign of all inputs, in place: every output but those of `EVEN` changes its sign."""
 
     def release(self) -> None:
         """Drops the results, so that their memory does not count for what comes next."""

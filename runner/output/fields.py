@@ -45,6 +45,10 @@ class Workload(Part):
     q_len: int | None = None
     seqlens: list[int] | None = None
     named_mask: NamedMask | None = None
+    v_head_dim: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
 
 class Method(Part):

@@ -35,6 +35,10 @@ class Asked:
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
+    v_head_dim: int | None = None  # None: head_dim
+    scale: float | None = None  # None: head_dim ** -0.5
+    softcap: float | None = None  # None: none
+    sinks: bool | None = None
     seq_len: int | None = None
     q_len: int | None = None
     named_mask: fields.NamedMask | None = None

@@ -17,7 +17,7 @@ COLUMN_OF = {"timing.layers": "timing", "timing.autograd_thread": "timing", "tim
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
 COLUMNS = (
     "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len",
-    "heads", "kv_heads", "head_dim", "mask", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings",
+    "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings",
     "rounds", "forward_ms", "forward_iqr", "backward_ms", "backward_iqr", "total_ms", "back_to_back_ms", "tokens_per_s",
     "tflops_per_device", "sol", "speedup", "efficiency", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
@@ -26,7 +26,8 @@ COLUMNS = (
 SHOWN = (
     ("attention", "attention", "{}"), ("options", "options", "{}"), ("config", "config", "{}"), ("world_size", "W", "{}"),
     ("batch", "batch", "{}"), ("seq_len", "tokens", "{:,}"), ("q_len", "queries", "{}"), ("seqlens", "sequences", "{}"),
-    ("heads", "heads", "{}"), ("kv_heads", "KV heads", "{}"), ("head_dim", "D", "{}"), ("mask", "mask", "{}"),
+    ("heads", "heads", "{}"), ("kv_heads", "KV heads", "{}"), ("head_dim", "D", "{}"), ("v_head_dim", "Dv", "{}"),
+    ("scale", "scale", "{:.4g}"), ("softcap", "softcap", "{:g}"), ("sinks", "sinks", "{}"), ("mask", "mask", "{}"),
     ("sparsity_ratio", "sparsity", "{:.1%}"), ("causal", "causal", "{}"),
     ("window", "window", "{}"), ("dtype", "dtype", "{}"), ("mode", "mode", "{}"), ("seed", "seed", "{}"),
     ("kernel", "kernel", "{}"), ("transport", "transport", "{}"), ("timing", "timing", "{}"), ("settings", "settings", "{}"),
@@ -37,9 +38,17 @@ SHOWN = (
     ("forward_memory_read_bytes", "memory read", "{:,}"), ("forward_l2_read_bytes", "L2 read", "{:,}"),
     ("rel_l2_out", "rel L2", "{:.1e}"),
 )  # fmt: skip
+NONE_COUNTS = {
+    "q_len",
+    "seqlens",
+    "v_head_dim",
+    "scale",
+    "softcap",
+    "sinks",
+}  # an empty cell of these says that there is none
 # of those, the ones shown only where the runs differ in them
 WHERE_DIFFERENT = {
-    "batch", "q_len", "seqlens", "heads", "kv_heads", "head_dim", "mask", "sparsity_ratio", "causal", "window", "mode", "seed",
+    "batch", "q_len", "seqlens", "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "sparsity_ratio", "causal", "window", "mode", "seed",
     "transport",
 }  # fmt: skip
 
@@ -60,6 +69,7 @@ def _asked(result: Result) -> dict[str, Any]:
         "kernel": None if used.kernel == "auto" else used.kernel,
         "transport": None if used.transport == "auto" else used.transport,
         "window": "{},{}".format(*asked.window) if asked.window else None,
+        "sinks": asked.sinks or None,
         "mask": asked.named_mask.text if asked.named_mask else None,
         "seqlens": _lengths(asked.seqlens, asked.timing.new_packs) if isinstance(asked.seqlens, list) else None,
         "timing": timing_text(asked.timing),
@@ -156,10 +166,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def differ(rows: list[dict[str, Any]], key: str) -> bool:
-    """Whether the runs differ in a column. An empty cell is a value for `q_len` (no decode) and `seqlens` (no packed
-    batch), and means unknown elsewhere."""
+    """Whether the runs differ in a column. An empty cell is a value in `NONE_COUNTS`, and means unknown elsewhere."""
     found = {entry.get(key) for entry in rows if entry.get("device") is not None or entry.get(key) is not None}
-    return len(found if key in ("q_len", "seqlens") else found - {None}) > 1
+    return len(found if key in NONE_COUNTS else found - {None}) > 1
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:

@@ -15,7 +15,7 @@ from runner.report.table import BEST, NOISY, Table, counted, digits, fact
 COMPARED = (*PASSES, BACK_TO_BACK)
 RATIO = "fastest external / {}"
 EVEN = "`even`: the 95% intervals of the two medians overlap (p10 to p90 with fewer than 6 samples)."
-LEFT = {FACTS[key] for key in ("mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
+LEFT = {FACTS[key] for key in ("features", "mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,24 @@ from runner.output.record import Asked, Result
 # the facts in which runs may differ, by the title of their column
 FACTS = {
     "attention": "attention", "options": "options", "world_size": "W", "batch": "batch", "seq_len": "S", "q_len": "queries",
-    "heads": "heads", "head_dim": "D", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
+    "heads": "heads", "head_dim": "D", "features": "features", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
     "transport": "transport", "graphs": "graphs", "replay": "replay", "timing": "timing", "mode": "mode", "gpu": "GPU",
 }  # fmt: skip
 # the facts of the work itself, and those of the way it was done
-WORKLOAD = ("gpu", "mode", "dtype", "batch", "heads", "head_dim", "mask", "pack", "q_len", "seq_len", "world_size")
+WORKLOAD = (
+    "gpu",
+    "mode",
+    "dtype",
+    "batch",
+    "heads",
+    "head_dim",
+    "features",
+    "mask",
+    "pack",
+    "q_len",
+    "seq_len",
+    "world_size",
+)
 WAYS = ("asked_kernel", "asked_transport", "graphs", "replay", "timing")
 PASSES = ("forward", "backward", "total")
 BACK_TO_BACK = "back_to_back"
@@ -46,6 +59,9 @@ class Run:
     q_len: int | None
     heads: str | None  # query heads:KV heads
     head_dim: int | None
+    features: (
+        str | None
+    )  # what the call has beyond plain attention: sinks, a softcap, a scale, another head dim of the values
     mask: str | None
     pack: str | None  # a packed batch, in a few words
     dtype: str | None
@@ -72,6 +88,7 @@ class Run:
             options=options,
             took=took,
             heads=heads,
+            features=_features(asked),
             mask=_mask(asked),
             pack=_pack(asked),
             mode=asked.mode or ("forward" if variant and variant.decode else "forward_backward"),
@@ -146,6 +163,12 @@ def _options(result: Result) -> tuple[dict[str, Any], str | None]:
     if not result.chosen or not best:
         return options, None
     return options | dict.fromkeys(best, BEST), setting_label(options, best)
+
+
+def _features(asked: Asked) -> str | None:
+    found = [f"Dv = {asked.v_head_dim}"] if asked.v_head_dim not in (None, asked.head_dim) else []
+    found += [f"{key} {value:.4g}" for key in ("scale", "softcap") if (value := getattr(asked, key)) is not None]
+    return ", ".join([*found, "sinks"] if asked.sinks else found) or None
 
 
 def _mask(asked: Asked) -> str | None:

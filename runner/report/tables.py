@@ -13,7 +13,19 @@ from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, counted, differing, digits, fact
 
 LATE = 0.05  # the time back to back is shown where it differs from the total by more than this share
-WORDS = ("attention", "options", "mask", "pack", "mode", "kernel", "transport", "graphs", "replay", "timing")
+WORDS = (
+    "attention",
+    "options",
+    "features",
+    "mask",
+    "pack",
+    "mode",
+    "kernel",
+    "transport",
+    "graphs",
+    "replay",
+    "timing",
+)
 LEFT = {FACTS[key] for key in WORDS}
 
 

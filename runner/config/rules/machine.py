@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runner.config.experiment import ITEMSIZE, Experiment
+from runner.config.experiment import Experiment
 from runner.config.values import InvalidConfig
 
 RANKS_A_CORE = 32  # on a CPU
@@ -35,8 +35,8 @@ def check_fits(run: Experiment, machine: Machine) -> None:
         sharing = ranks if run.launch.share_gpu else -(-ranks // max(machine.gpus, 1))
     each = input_bytes(run)
     if memory is not None and each * sharing > memory:
-        keys = ("batch", "seq_len", "heads", "kv_heads", "head_dim")
-        sizes = " ".join(f"{key}={getattr(run.workload, key)}" for key in keys)
+        keys = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "v_head_dim")
+        sizes = " ".join(f"{key}={x}" for key in keys if (x := getattr(run.workload, key)) is not None)
         where = "a GPU" if run.device == "cuda" else "this machine"
         raise InvalidConfig(
             f"{sizes}: the inputs take {each / 2**30:,.1f} GiB a rank and {each * sharing / 2**30:,.1f} GiB for the "
@@ -50,6 +50,5 @@ def input_bytes(run: Experiment) -> int:
     replicated = run.chosen is not None and run.chosen.layout.replicated
     world = 1 if replicated else run.world_size
     queries = call.queries if call.q_len is not None else -(-call.seq_len // world)
-    rows = queries * call.heads * (2 if run.backward else 1)
-    rows += 2 * -(-call.seq_len // world) * call.kv_heads
-    return call.batch * rows * call.head_dim * ITEMSIZE[call.dtype]
+    found = queries * call.shapes.q_token + -(-call.seq_len // world) * call.shapes.kv_token
+    return found + (queries * call.shapes.out_token if run.backward else 0)

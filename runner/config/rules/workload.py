@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from runner.config.document_lengths import MEAN, real_lengths
 from runner.config.experiment import AttentionCall
 from runner.config.masks import NONE, NamedMask, named
 from runner.config.schema import DEFAULT_SIZES
-from runner.config.values import LARGEST, InvalidConfig, plain, shown, whole
+from runner.config.values import FINITE, LARGEST, InvalidConfig, above_zero, plain, shown, whole
 
 MOST_SEQUENCES = 1 << 19  # of a packed batch
 DRAWN_BY = {"seqlens_mean": "random", "seqlens_std": "random", "seqlens_multiple": "real"}  # keys of drawn lengths
@@ -37,15 +38,19 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
     q_len = _queries(cfg, chosen)
     decode = q_len is not None
     # a mask by name has packed documents of its own, so that all variants have the same work
-    packed = chosen is not None and chosen.packed and cfg.mask.name == NONE
+    packed = chosen is not None and chosen.packed and cfg.mask.name == NONE and cfg.chunk is None
     lengths = None if decode else _lengths(cfg, sizes, packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}
     causal = cfg.causal and not (decode and cfg.config == "default")  # the default workload suits every variant
     call = AttentionCall(
         **sizes,
+        v_head_dim=None if cfg.v_head_dim is None else whole("v_head_dim", cfg.v_head_dim),
         causal=causal,
         window=window,
+        scale=_scale(cfg.scale),
+        softcap=_softcap(cfg.softcap),
+        sinks=cfg.sinks,
         dtype=cfg.dtype.name,
         q_len=q_len,
         seqlens=lengths,
@@ -58,6 +63,12 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
 def _named_mask(cfg: DictConfig, tokens: int, lengths: tuple[int, ...] | None) -> NamedMask | None:
     given = plain(cfg.mask)
     name = given.pop("name")
+    if cfg.chunk is not None:
+        if name != NONE:
+            raise InvalidConfig(
+                f"chunk={cfg.chunk} mask={name}: two masks; chunk stands for mask=chunked; use chunk=null"
+            )
+        return NamedMask("chunked", {"chunk": whole("chunk", cfg.chunk)})
     if name == NONE:
         if given:
             raise InvalidConfig(f"mask.{next(iter(given))}: mask={NONE} has no parameters; give mask=NAME, too")
@@ -109,6 +120,17 @@ def _window(cfg: DictConfig) -> tuple[int, int]:
             "give for instance window=[512,0]"
         )
     return left, right
+
+
+def _scale(scale: float | None) -> float | None:
+    if scale is not None and not math.isfinite(scale):
+        raise InvalidConfig(f"scale={scale:g}: must be a finite number; null for head_dim ** -0.5")
+    return scale
+
+
+def _softcap(softcap: float | None) -> float | None:
+    above_zero("softcap", softcap, "null for no softcap", FINITE)
+    return softcap
 
 
 def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) -> tuple[int, ...] | None:

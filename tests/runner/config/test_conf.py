@@ -4,7 +4,9 @@ import csv
 import inspect
 import itertools
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,7 +111,7 @@ def test_the_help_composes():
 
 
 def test_the_workloads_are_those_of_the_table():
-    assert len(WORKLOADS) == 31
+    assert len(WORKLOADS) == 38
     assert set(groups()["config"]) == {*WORKLOADS, "default"}
 
 
@@ -123,6 +125,28 @@ def test_a_workload_has_its_rows_values(name):
     assert (cfg.config, cfg.dtype.name) == (name, row["dtype"])
     assert cfg.causal is (row["causal"] == "true")
     assert list(cfg.window) == [int(row["window_left"]), int(row["window_right"])]
+
+
+def test_models_have_their_sinks_scales_values_and_layer_kinds():
+    gpt, gemma, deepseek, scout = (
+        resolved(f"config={name}", "attention=ring", gpus=2).workload
+        for name in ("gpt_oss_120b", "gemma3_27b", "deepseek_v3", "llama4_scout")
+    )
+    assert gpt.sinks and not any(model.sinks for model in (gemma, deepseek, scout))
+    assert (gemma.scale, gpt.scale, scout.scale) == (pytest.approx(168**-0.5, rel=1e-15), None, None)
+    assert deepseek.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2, rel=1e-15)
+    assert (deepseek.head_dim, deepseek.v_head_dim) == (192, 128)
+    assert all(model.softcap is None for model in (gpt, gemma, deepseek, scout))
+    # a query of the other layers sees itself and the window's or chunk's other tokens; all else is alike
+    tokens = 65536
+    inner = {"gpt_oss_120b_window": 128, "gemma3_27b_window": 1024}
+    for name, seen in inner.items():
+        local, whole = (resolved(f"config={x}", "attention=ring", gpus=2).workload for x in (name, name[:-7]))
+        assert local.pairs == seen * (seen + 1) // 2 + (tokens - seen) * seen
+        assert replace(local, window=(-1, -1)) == whole
+    local = resolved("config=llama4_scout_chunked", "attention=ring", gpus=2).workload
+    assert local.pairs == 8 * 8192 * 8193 // 2
+    assert replace(local, named_mask=None) == scout
 
 
 @pytest.mark.parametrize("name", ["medium", "decode_1m", "small_fp16"])

@@ -15,7 +15,7 @@ BAD = [
     (["graphs=true"], "graphs: is now replay; give replay=graphs for graphs=true, replay=none for false"),
     (["dropout=0.1"], "dropout: not supported"),
     (["trnsport=nccl"], "trnsport: not a key; did you mean transport?"),
-    (["frobnicate=1"], "frobnicate: not a key; the nearest are category, batch, baseline", "python -m runner --help lists all"),
+    (["frobnicate=1"], "frobnicate: not a key; the nearest are category, scale, batch", "python -m runner --help lists all"),
     (["attention=flash"], "attention=flash", "known are auto, balanced, dense, grouped, llama3, rfa_llama3, rfa_llama3_"),
     (["config=qwen3_4"], "config=qwen3_4", "qwen3_4b"),
     (["timing=warmpu"], "timing=warmpu", "warmup"),

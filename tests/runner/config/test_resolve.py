@@ -171,6 +171,16 @@ INVALID = [
     (["dtype.rel_l2=inf"], "dtype.rel_l2=inf: must be at most", "dtype=bf16"),
     (["dtype.rel_l2=1"], "dtype.rel_l2=1: must be at most 0.5", "zeros", "dtype=bf16"),
     (["dtype.atol=nan"], "dtype.atol=nan: must be above 0"),
+    # what the call has beyond plain attention
+    (["v_head_dim=0"], "v_head_dim=0: must be a whole number of at least 1"),
+    (["softcap=0"], "softcap=0: must be above 0; null for no softcap"),
+    (["softcap=-30"], "softcap=-30: must be above 0; null for no softcap"),
+    (["softcap=nan"], "softcap=nan: must be above 0"),
+    (["softcap=inf"], "softcap=inf: must be at most", "null for no softcap"),
+    (["scale=inf"], "scale=inf: must be a finite number; null for head_dim ** -0.5"),
+    (["scale=nan"], "scale=nan: must be a finite number"),
+    (["attention=ring", "chunk=0"], "chunk=0: must be a whole number of at least 1"),
+    (["attention=ring", "chunk=64", "mask=prefix_lm"], "chunk=64 mask=prefix_lm: two masks", "chunk=null"),
     # what is missing, or leads nowhere
     (["seqlens=${nothing}"], "seqlens", "nothing"),
     (["seqlens='???'"], "seqlens=???: this is the mark of a value that is still missing; give one"),
@@ -508,6 +518,7 @@ def test_kv_heads_follow_heads_where_only_those_are_given():
         ["attention=llama3", "seqlens=[512,1024]"],
         ["attention=tree", "q_len=3", "attention.reduce=hierarchical"],
         ["config=qwen3_4b", "timing=adaptive", "dtype=fp32", "mode=forward", "launch.memory_limit_gb=1.5"],
+        ["config=deepseek_v3", "sinks=true", "softcap=30", "attention=ring", "chunk=512"],
     ],
 )
 def test_an_experiment_survives_json(overrides):
@@ -521,7 +532,7 @@ def test_an_experiment_survives_json(overrides):
 MEASURED = [
     "attention=ring", "config=medium", "seq_len=512", "batch=3", "causal=false", "window=[4,0]", "dtype=fp32",
     "world_size=4", "kernel=math", "transport=gloo", "hardware=cpu", "timing=simple", "timing.timing_runs=11",
-    "seqlens=[512,512]", "seqlens=random", "seqlens_mean=64", "seqlens_std=3", "q_len=2",
+    "sinks=true", "softcap=30", "scale=0.5", "v_head_dim=32", "chunk=64", "seqlens=[512,512]", "seqlens=random", "seqlens_mean=64", "seqlens_std=3", "q_len=2",
     "seed=1", "mode=forward", "deterministic=true", "baseline=none", "check.enabled=false", "launch.memory_limit_gb=2",
 ]  # fmt: skip
 

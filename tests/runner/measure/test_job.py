@@ -43,6 +43,29 @@ def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_pa
     assert last.keys() == ({"why"} if new_packs else {"out", "dq", "dk", "dv"})
 
 
+@pytest.mark.parametrize(
+    ("size", "share"),
+    [
+        (["attention=zigzag", "batch=1", "kv_heads=1", "seq_len=512"], 1.0),  # the ranks share a piece of the reference
+        (["attention=ulysses", "batch=2", "kv_heads=2", "check.max_tflop=1e-9"], 0.5),  # a head of both batch elements
+    ],
+    ids=["shared", "sampled"],
+)
+def test_what_a_call_has_beyond_plain_attention_is_checked_counted_and_in_the_baseline(pool, size, share):
+    outcome = measured(pool, 2, *size, "sinks=true", "softcap=1.5", "scale=-0.2", "v_head_dim=24")
+    assert outcome.status == "ok", outcome.reason
+    correctness = outcome.result["correctness"]
+    assert correctness["checked_share"] == share and correctness["lse"]["checked"]
+    for tensors in (correctness["tensors"], correctness["timed"]["last"], correctness["timed"]["negated"]):
+        assert tensors.keys() == {"out", "dq", "dk", "dv", "dsinks"}
+        assert all(0 < error["worst_row"] < 1e-5 for error in tensors.values()) or tensors is not correctness["tensors"]
+    tokens, batch = outcome.result["metrics"]["connections"], 1 if share == 1 else 2
+    pair = 2 * batch * 4 * tokens
+    assert outcome.result["metrics"]["flops"]["forward"] == pair * (64 + 24)
+    assert outcome.result["metrics"]["flops"]["backward"] == pair * (3 * 64 + 2 * 24)
+    assert outcome.result["baseline"]["kernel"] == "math" and "speedup" in outcome.result["baseline"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit(rank):

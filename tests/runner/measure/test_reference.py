@@ -13,18 +13,25 @@ from runner.measure.reference import Reference, Seen, SeenRectangles
 
 
 class Call(NamedTuple):
-    """A call's lengths, scale and mask."""
+    """A call's lengths, scale, mask, softcap, sinks `[4]` and head dim of the values."""
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
     scale: float
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
+    softcap: float | None = None
+    sinks: tuple[float, ...] | None = None
+    value_dim: int = 16
+
+    @property
+    def sink(self) -> torch.Tensor | None:
+        return None if self.sinks is None else torch.tensor(self.sinks, dtype=torch.float64)
 
 
 def attend(q, k, v, dout, call: Call, **more) -> Reference:
     seen = Seen.band(call.q_lengths, call.k_lengths, call.causal, call.window)
-    return reference.attend(q, k, v, dout, seen, call.scale, **more)
+    return reference.attend(q, k, v, dout, seen, call.scale, softcap=call.softcap, sinks=call.sink, **more)
 
 
 CASES = {
@@ -38,6 +45,10 @@ CASES = {
     "packed window": Call((100, 1, 150), (100, 1, 150), 0.3, True, (40, 0)),
     "decode": Call((3,), (500,), 0.3),
     "rows without keys": Call((40,), (30,), 0.3, True),
+    "softcap": Call((300,), (300,), 0.3, True, softcap=0.7),
+    "values of another size": Call((300,), (300,), 0.3, True, value_dim=6),
+    "sinks": Call((100, 1, 300), (100, 1, 300), 0.3, True, (70, 0), sinks=(-2.0, 0.5, 3.0, 5.0)),
+    "all of them, rows without keys": Call((40,), (30,), 0.3, True, (-1, -1), 0.7, (-2.0, 0.5, 3.0, 5.0), 24),
 }
 
 
@@ -57,21 +68,31 @@ def kept(call: Call) -> torch.Tensor:
 
 
 def plainly(q, k, v, dout, call):
+    """Sinks are one more key of each head, whose value is 0."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = torch.einsum("qhd,khd->hqk", q, keys).mul(call.scale).masked_fill(~kept(call), -torch.inf)
-    p = s.softmax(-1).nan_to_num(0)
-    p = torch.where(kept(call).any(-1)[:, None], p, 0)
+    s = torch.einsum("qhd,khd->hqk", q, keys).mul(call.scale)
+    if call.softcap is not None:
+        s = call.softcap * (s / call.softcap).tanh()
+    s = s.masked_fill(~kept(call), -torch.inf)
+    wanted = [q, k, v]
+    if (sink := call.sink) is not None:
+        wanted.append(sink.requires_grad_())
+        s = torch.cat([s, sink.view(-1, 1, 1).expand(-1, len(q), 1)], -1)
+    some = kept(call).any(-1) | (sink is not None)
+    p = torch.where(some[:, None], s.softmax(-1).nan_to_num(0), 0)[..., : len(k)]
     out = torch.einsum("hqk,khd->qhd", p, values)
-    gradients = torch.autograd.grad(out, (q, k, v), dout) if kept(call).any(-1).all() else ()
-    found = {"out": out, "lse": s.logsumexp(-1).T, **dict(zip(("dq", "dk", "dv"), gradients, strict=False))}
+    gradients = torch.autograd.grad(out, wanted, dout) if some.all() else ()
+    found = {"out": out, "lse": s.logsumexp(-1).T, **dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))}
+    found |= {"dsinks": found["dsinks"].view(1, -1, 1)} if "dsinks" in found else {}
     return {name: x.detach() for name, x in found.items()}
 
 
 def inputs(call, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
     n_q, n_k = sum(call.q_lengths), sum(call.k_lengths)
-    return [torch.randn(n, h, 16, generator=draw).to(dtype) for n, h in ((n_q, 4), (n_k, 2), (n_k, 2), (n_q, 4))]
+    sizes = ((n_q, 4, 16), (n_k, 2, 16), (n_k, 2, call.value_dim), (n_q, 4, call.value_dim))
+    return [torch.randn(size, generator=draw).to(dtype) for size in sizes]
 
 
 @pytest.mark.parametrize("scores", [1 << 26, 20_000], ids=["at once", "in chunks"])
@@ -141,7 +162,7 @@ def test_a_mask_of_few_keys_far_apart_is_never_a_matrix_of_all_keys():
 
 
 def test_some_queries_have_their_rows_and_their_share_of_the_rest():
-    call = CASES["window"]
+    call = CASES["window"]._replace(sinks=(-2.0, 0.5, 3.0, 5.0))
     q, k, v, dout = inputs(call)
     whole = attend(q, k, v, dout, call)
     rows = [[(0, 50), (250, 400)], [(50, 250)]]
@@ -149,7 +170,7 @@ def test_some_queries_have_their_rows_and_their_share_of_the_rest():
     for name in ("out", "dq", "lse"):
         for mine, part in zip(rows, parts, strict=True):
             torch.testing.assert_close(part.values[name], torch.cat([whole.values[name][a:b] for a, b in mine]))
-    for name in ("dk", "dv"):
+    for name in ("dk", "dv", "dsinks"):
         for kind in ("values", "squares"):
             torch.testing.assert_close(sum(getattr(x, kind)[name] for x in parts), getattr(whole, kind)[name])
 
@@ -174,6 +195,20 @@ def test_a_rows_scale_is_what_random_errors_of_its_terms_make():
             rows = (x - found.values[name][:, 0]).norm(dim=-1) / found.scales(name)[:, 0]
             assert 2e-4 < rows.median() < 2e-3
             assert rows.max() < 5e-3
+
+
+@pytest.mark.slow
+def test_a_sinks_scale_is_what_errors_of_out_make_at_every_length():
+    draw = torch.Generator().manual_seed(0)
+    for n in (64, 1024):
+        call = Call((n,), (n,), 0.25, True, sinks=tuple([3.0] * 64))
+        q, k, v, dout = (torch.randn(n, h, 16, generator=draw, dtype=torch.float64) for h in (64, 1, 1, 64))
+        found = attend(q, k, v, dout, call)
+        noisy = found.values["out"] * (1 + 1e-3 * torch.randn(n, 64, 16, generator=draw, dtype=torch.float64))
+        x = -((3.0 - found.values["lse"]).exp() * (noisy * dout).sum(-1)).sum(0)
+        rows = (x - found.values["dsinks"].flatten()).abs() / found.scales("dsinks").flatten()
+        assert 1e-4 < rows.median() < 2e-3
+        assert rows.max() < 5e-3
 
 
 def test_lengths_that_do_not_fit_are_refused():

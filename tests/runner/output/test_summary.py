@@ -28,6 +28,18 @@ def test_a_row_of_the_summary_is_the_last_pass_of_the_slowest_rank():
     assert row["tflops_per_device"] == pytest.approx(4 * 2 * 8 * 64 * 2048 * 2049 / 2 * 3.5 / 2 / 14e-3 / 1e12)
 
 
+def test_what_a_call_has_beyond_plain_attention_is_shown_where_runs_differ_in_it():
+    values = [measured(name) for name in "abc"]
+    values[1]["experiment"]["workload"] |= {"sinks": True, "softcap": 50.0}
+    values[2]["experiment"]["workload"] |= {"scale": 0.0771517, "v_head_dim": 32}
+    rows = [summary.row(Result.of(value)) for value in values]
+    heading, _, *cells = (line.split(" | ") for line in summary.markdown(rows).splitlines() if line.startswith("|"))
+    shown = [heading.index(title) for title in ("Dv", "scale", "softcap", "sinks")]
+    assert [[row[i] for i in shown] for row in cells] == [[""] * 4, ["", "", "50", "True"], ["32", "0.07715", "", ""]]
+    plain = summary.markdown(rows[:1])
+    assert "sinks" not in plain and "Dv" not in plain
+
+
 def test_a_sweeps_summary_has_a_row_for_every_run_the_failed_ones_with_their_reason(tmp_path):
     results.write_result(tmp_path / "a", measured("a"))
     results.write_result(tmp_path / "b", refused("b", "oom", "rank 1 in phase timing: out of memory, 3 GiB asked"))

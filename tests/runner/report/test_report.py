@@ -55,6 +55,20 @@ def test_several_layers_are_another_way_to_time_and_new_packs_another_workload(t
     ]
 
 
+def test_sinks_and_the_like_are_another_workload(tmp_path):
+    values = [result("ulysses", ms, name=str(ms)) for ms in (1.0, 2.0, 3.0)]
+    values[1]["experiment"]["workload"] |= {"sinks": True, "softcap": 50.0}
+    values[2]["experiment"]["workload"] |= {"scale": 0.0771517, "v_head_dim": 64}
+    runs = read([written(tmp_path, *values)])
+    assert {row[0]: row[1].strip("*") for row in comparison_table(runs).rows} == {
+        "": "3.000", "softcap 50, sinks": "6.000", "Dv = 64, scale 0.07715": "9.000",
+    }  # fmt: skip
+    assert len(set(cells(runs_table(runs), "features"))) == 3
+    assert "D = 128, softcap 50, sinks, causal" in in_common(
+        [run for run in runs if run.features == "softcap 50, sinks"]
+    )
+
+
 def cells(table: Table, title: str) -> list[str]:
     return [row[table.titles.index(title)] for row in table.rows]
 
