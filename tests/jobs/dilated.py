@@ -27,11 +27,11 @@ def _compare(me: Rank | None, case: dict[str, Any], transport: str) -> dict[str,
     dims, causal, cu = case.get("dims", (8, 8)), case.get("causal", True), case.get("cu_seqlens")
     generator = torch.Generator().manual_seed(tokens + heads)
     shapes = (heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]), (heads, dims[1])
-    dtype = DTYPES[case.get("dtype", "fp64")]
-    q, k, v, dout = (torch.randn(batch, tokens, *s, generator=generator).to(dtype) for s in shapes)
+    dtype, device = DTYPES[case.get("dtype", "fp64")], me.device if me else torch.device(case.get("device", "cpu"))
+    q, k, v, dout = (torch.randn(batch, tokens, *s, generator=generator).to(device, dtype) for s in shapes)
     how: dict[str, Any] = {name: case[name] for name in ("softcap",) if name in case}
     if case.get("sinks"):
-        how["sinks"] = torch.randn(heads, generator=generator).to(dtype)
+        how["sinks"] = torch.randn(heads, generator=generator).to(device, dtype)
     given = [x.double().requires_grad_() for x in (q, k, v, *([how["sinks"]] if case.get("sinks") else []))]
     about = {"softcap": case.get("softcap"), "sinks": given[3] if case.get("sinks") else None, "cu_seqlens": cu}
     about |= {name: options.get(name, default) for name, default in DEFAULTS.items()}
@@ -72,7 +72,9 @@ def _ours(
     results = dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
     results["lse"] = results["lse"].squeeze(-1).transpose(-1, -2)
     if "sinks" in how:
-        results["dsinks"] = grads[3] if me is None or fn.layout.replicated else sum(me.gather(grads[3]))
+        mine = grads[3]
+        alone = me is None or fn.layout.replicated
+        results["dsinks"] = mine if alone else torch.tensor(me.gather(mine.tolist())).sum(0).to(mine)
     return {name: x.detach() for name, x in results.items()}
 
 

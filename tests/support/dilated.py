@@ -53,7 +53,7 @@ def reference(
         for segment, rate, offset in pairs_of_head(h, heads, segments, rates, mixing):
             scores = q[:, :, h] @ k[:, :, h // group].mT * q.shape[-1] ** -0.5
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            scores = scores.masked_fill(~seen(cu_seqlens, segment, rate, offset, causal), -torch.inf)
+            scores = scores.masked_fill(~seen(cu_seqlens, segment, rate, offset, causal).to(q.device), -torch.inf)
             lse = torch.logsumexp(scores, -1)
             share = (scores - _finite(lse).unsqueeze(-1)).exp()
             found.append((share @ v[:, :, h // group], lse))
