@@ -97,6 +97,11 @@ class Plan:
         """Buffers that passes of this plan write first and read then, kept for the next pass."""
         return {}
 
+    @property
+    def note(self) -> str | None:
+        """What a result should say of how the problem was divided, or None."""
+        return self.problem.schedule.note
+
     def rank_at(self, place: int) -> int:
         """The rank that this rank reaches at a place of the schedule."""
         return place * self.problem.ulysses + self.head

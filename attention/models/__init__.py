@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attention.models.batch import IGNORED, Batch, shard
 from attention.models.config import PRESETS, SPARSE, Config, Kind, Latent, preset
+from attention.models.dilated import DilatedMultihead
 from attention.models.transformer import Transformer, reduce_gradients
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "SPARSE",
     "Batch",
     "Config",
+    "DilatedMultihead",
     "Kind",
     "Latent",
     "Transformer",

@@ -97,3 +97,21 @@ def received(me: Rank, options: dict[str, Any], sizes: list[int], transport: str
         me.synchronize()
         found.append(me.gather(dict(plan.transport.bytes_received)))
     return found
+
+
+def module(me: Rank, tokens: int, options: dict[str, Any]) -> list[float]:
+    """The largest differences of out and of the gradients of x and all parameters between `ring_dilated` in this world and
+    `dilated_improved` on one rank."""
+    from attention.models import DilatedMultihead
+
+    found = []
+    for variant in ("ring_dilated", "dilated_improved"):
+        torch.manual_seed(0)
+        made = DilatedMultihead(32, 4, variant=variant, dtype=torch.float64, kernel="math", **options)
+        whole, dout = torch.randn(2, 1, tokens, 1, 32, dtype=torch.float64)
+        x, given = (made.attend.shard(y).squeeze(2) for y in (whole, dout))
+        out = made(x.requires_grad_(), causal=True)
+        dx, *of_parameters = torch.autograd.grad(out, [x, *made.parameters()], given)
+        sums = [sum(me.gather(grad)) for grad in of_parameters] if variant == "ring_dilated" else of_parameters
+        found.append([*(made.attend.unshard(y.unsqueeze(2)).squeeze(2) for y in (out, dx)), *sums])
+    return [float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True)]

@@ -1,0 +1,62 @@
+"""The module of multi-head dilated attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attention.models import DilatedMultihead
+from tests.jobs import dilated as jobs
+from tests.support.dilated import reference
+
+PAIRS = {"segments": [8, 16], "rates": [1, 2]}
+
+
+def test_it_is_its_parts_one_after_another():
+    torch.manual_seed(0)
+    module = DilatedMultihead(32, 4, 2, dtype=torch.float64, kernel="math", mixing="longnet", **PAIRS)
+    with torch.no_grad():  # biases are 0 at first
+        for x in (module.qkv.bias, module.out.bias, module.norm.weight, module.norm.bias):
+            x.normal_()
+    x = torch.randn(2, 24, 32, dtype=torch.float64, requires_grad=True)
+    q, k, v = F.linear(x, module.qkv.weight, module.qkv.bias).view(2, 24, 8, 8).split([4, 2, 2], 2)
+    inner, _ = reference(q, k, v, **PAIRS, mixing="longnet", causal=True)
+    normal = F.layer_norm(inner.flatten(2), (32,), module.norm.weight, module.norm.bias)
+    expected = F.linear(normal, module.out.weight, module.out.bias)
+    inputs = [x, *module.parameters()]
+    ours = module(x, causal=True)
+    dout = torch.randn_like(ours)
+    grads = zip(*(torch.autograd.grad(y, inputs, dout) for y in (ours, expected)), strict=True)
+    assert all(torch.allclose(a, b, 1e-10, 1e-10) for a, b in [(ours, expected), *grads])
+
+
+def test_gamma_scales_the_initial_weights_that_values_pass_through():
+    torch.manual_seed(0)
+    plain, scaled = (DilatedMultihead(256, 4, gamma=gamma, **PAIRS) for gamma in (1.0, 3.0))
+    stds = [[w.std().item() for w in (*m.qkv.weight.split(256), m.out.weight)] for m in (plain, scaled)]
+    xavier = (2 / 512) ** 0.5
+    assert stds[0] == pytest.approx([xavier] * 4, rel=0.02)
+    assert stds[1] == pytest.approx([xavier, xavier, 3 * xavier, 3 * xavier], rel=0.02)
+    assert not plain.qkv.bias.any() and not plain.out.bias.any()
+
+
+def test_ranks_with_shards_compute_what_one_rank_does(in_world):
+    errors = in_world(jobs.module, 2, tokens=32, options={**PAIRS, "segments": [8, 32]})
+    assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"heads": 5}, "heads=5: must divide hidden=32; give another number of heads"),
+        ({"heads": 4, "kv_heads": 3}, "heads=4, kv_heads=3: heads must be a multiple of kv_heads; kv_heads may be [1, 2, 4]"),
+        (
+            {"heads": 1},
+            "heads=1: mixing=head_groups gives each of 2 segment lengths a group of heads; use at least 2 heads, or "
+            "mixing=longnet",
+        ),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ValueError) as error:
+        DilatedMultihead(32, **given, **PAIRS)
+    assert str(error.value) == message
