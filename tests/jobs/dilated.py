@@ -74,7 +74,9 @@ def _ours(
     if "sinks" in how:
         mine = grads[3]
         alone = me is None or fn.layout.replicated
-        results["dsinks"] = mine if alone else torch.tensor(me.gather(mine.tolist()), dtype=torch.float64).sum(0).to(mine)
+        results["dsinks"] = (
+            mine if alone else torch.tensor(me.gather(mine.tolist()), dtype=torch.float64).sum(0).to(mine)
+        )
     return {name: x.detach() for name, x in results.items()}
 
 
