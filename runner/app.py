@@ -135,6 +135,8 @@ def _refusal(error: InvalidConfig | UnsupportedHere) -> str:
 def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
     """Writes the result of a sweep's run and prints a line. Returns the run if it lacks rounds."""
     more = rounds.unfinished(value)
+    if value["config"].get("until_limit"):
+        sweep.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
     if not more:
         statuses.append(value["status"])
     with results.writing(folder):
@@ -232,6 +234,8 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     try:
         gpus = usable_gpus(cfg)
         spec = experiment(cfg, gpus, seed)
+        if place and (reason := sweep.beyond_limit(cfg)):
+            raise UnsupportedHere(reason)
         gpu_memory = environment.gpu_memory_bytes() if gpus else None
         check_fits(spec, Machine(cores(), environment.memory_bytes(), gpus, gpu_memory))
         if cfg.hardware.name == "cuda" and not gpus:
@@ -282,7 +286,10 @@ def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, 
         return results.result(status=found["status"], reason=found["reason"], artifacts=artifacts, **about)
     lost = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
     failure = lost if outcome.world_lost else None
-    return results.result(status=outcome.status, reason=outcome.reason, failure=failure, artifacts=artifacts, **about)
+    limit, reason = about["experiment"]["launch"]["memory_limit_gb"], outcome.reason
+    if outcome.status == "oom" and limit is not None:
+        reason = f"{reason} (launch.memory_limit_gb={limit:g})"
+    return results.result(status=outcome.status, reason=reason, failure=failure, artifacts=artifacts, **about)
 
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:

@@ -1,4 +1,4 @@
-"""What the runs of a sweep share: their number, and the seed of their inputs."""
+"""What the runs of a sweep share: their number, the seed of their inputs, and the lengths that failed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config import overrides
+from runner.config.resolve import series
 from runner.config.values import InvalidConfig, Refused
 from runner.output import reader
 
 SEEDS = 1 << 31
 SEED = "seed"  # its file in a sweep's folder
+LIMITS = ("oom", "timeout", "crash")  # statuses that end a series of lengths
 
 _runs: int | None = None  # of this program's sweep, once it is known
 _started = time.monotonic()
+_failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
 
 
 class Count(Callback):
@@ -43,6 +46,24 @@ def place(number: int) -> str:
     """The place of run `number` (from 0) in its sweep, and the time since the start: `3 of 11, 24 s`."""
     of = f" of {_runs}" if _runs is not None else ""
     return f"{number + 1}{of}, {time.monotonic() - _started:.0f} s"
+
+
+def note_failure(cfg: DictConfig, status: str, reason: str | None) -> None:
+    """Remembers the length of a run that failed, for `beyond_limit`."""
+    if status not in LIMITS or cfg.seq_len is None:
+        return
+    key, length = series(cfg), cfg.seq_len
+    if key not in _failed or length < _failed[key][0]:
+        _failed[key] = length, f"{status}: {reason}"
+
+
+def beyond_limit(cfg: DictConfig) -> str | None:
+    """With `until_limit`, why a run is not started: a shorter one that differs in its length alone failed."""
+    found = _failed.get(series(cfg)) if cfg.until_limit and cfg.seq_len is not None else None
+    if found is None or cfg.seq_len <= found[0]:
+        return None
+    length, how = found
+    return f"seq_len={cfg.seq_len}: not run, as seq_len={length} ended as {how}; until_limit=false runs it"
 
 
 @lru_cache

@@ -23,7 +23,7 @@ from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plai
 
 LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
 # keys that do not change what is measured, and so are no part of a run's identity
-_NOT_IDENTITY = ("hydra", "order", "output", "resume")
+_NOT_IDENTITY = ("hydra", "order", "output", "resume", "until_limit")
 # keys that came later, with the value for which earlier results keep their identity
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
@@ -62,6 +62,12 @@ def identity(cfg: DictConfig) -> str:
               for key in cfg if key not in _NOT_IDENTITY}  # fmt: skip
     values = {key: value for key, value in values.items() if key not in _LATER or value != _LATER[key]}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def series(cfg: DictConfig) -> str:
+    """A short hash of the resolved configuration but for `seq_len`: equal for runs that differ in their length alone."""
+    length = OmegaConf.create({"seq_len": None})
+    return identity(OmegaConf.merge(cfg, length))  # type: ignore[arg-type]
 
 
 def run_name(cfg: DictConfig, gpus: int) -> str:

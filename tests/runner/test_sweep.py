@@ -15,6 +15,7 @@ from runner import sweep
 from runner.config import overrides
 from runner.config.values import InvalidConfig, Refused
 from tests.runner.test_cli import SMALL, only, results_in, run
+from tests.support.composing import configured
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["phases=false", "baseline=none", "mode=forward", "check.enabled=false"]
@@ -104,6 +105,38 @@ def test_an_experiments_own_sweep_is_counted_too():
     assert sweep.place(2).startswith("3 of 4, ")
     with pytest.raises(Refused, match="20000 runs; a sweep has at most 10,000"):
         started(seed="range(0,10000)")
+
+
+def test_a_length_that_failed_ends_its_own_series(monkeypatch):
+    monkeypatch.setattr(sweep, "_failed", {})
+
+    def beyond(length, *overrides):
+        return sweep.beyond_limit(configured("config=tiny", f"seq_len={length}", "until_limit=true", *overrides))
+
+    def failed(length, status):
+        sweep.note_failure(configured("config=tiny", f"seq_len={length}", "until_limit=true"), status, "why")
+
+    for status in ("ok", "invalid", "unsupported", "incorrect"):
+        failed(64, status)
+    assert beyond(128) is None
+    failed(512, "oom")
+    failed(256, "crash")
+    failed(1024, "oom")
+    assert beyond(128) is beyond(256) is None
+    assert beyond(512) == "seq_len=512: not run, as seq_len=256 ended as crash: why; until_limit=false runs it"
+    assert beyond(512, "attention=ring") is beyond(512, "mode=forward") is None
+    assert sweep.beyond_limit(configured("config=tiny", "seq_len=512")) is None
+
+
+@pytest.mark.slow
+def test_lengths_beyond_one_that_ran_out_of_memory_are_rows_with_the_reason(tmp_path):
+    limit = ["launch.memory_limit_gb=0.05", "until_limit=true", "heads=8", "kv_heads=8", "head_dim=64"]
+    done = run(tmp_path, "-m", "seq_len=64,65536,131072", *limit, *QUICK)
+    assert done.returncode == 0, done.stderr
+    found = {v["config"]["seq_len"]: (v["status"], v["reason"]) for v in results_in(tmp_path).values()}
+    assert found[64][0] == "ok" and found[65536][0] == "oom" and found[131072][0] == "unsupported"
+    assert found[131072][1].startswith("seq_len=131072: not run, as seq_len=65536 ended as oom: rank ")
+    assert "(launch.memory_limit_gb=0.05)" in found[65536][1]
 
 
 def own_files(folder):

@@ -1,0 +1,30 @@
+"""The experiments that are earlier suites' default sets: each of them in a tiny form on CPU ranks."""
+
+import pytest
+
+from runner import app
+from tests.support.composing import configured
+
+TINY = ["config=tiny", "hardware=cpu", "batch=1", "timing.timing_runs=2", "timing.warmup_runs=1", "timing.settle_ms=0"]
+RUNS = {
+    "backends": ["kernel=sdpa_flash", "seq_len=128", "heads=2", "kv_heads=2"],
+    "ring_correctness": ["attention=ring_varlen", "seq_len=128"],
+    "ring_performance": ["attention=ring", "seq_len=128"],
+    "ring_multi_gpu": ["attention=zigzag", "seq_len=128"],
+    "ring_gqa": ["attention=ring", "seq_len=128", "heads=8", "kv_heads=2"],
+    "ring_zigzag": ["attention=zigzag", "seq_len=128"],
+    "tree_profile": ["q_len=1", "causal=false", "seq_len=512"],
+    "extreme_lengths": ["mask=block_sparse", "attention=balanced", "mode=forward", "seq_len=1024", "heads=2", "kv_heads=2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "pool", pool)
+    world = ["world_size=1"] if name == "backends" else ["world_size=2"]
+    value = app.run(configured(f"+experiment={name}", *TINY, *RUNS[name], *world), tmp_path, seed=1)
+    assert value["status"] == "ok", value["reason"]
+    assert value["correctness"]["passed"]
+    if name == "tree_profile":
+        text = (tmp_path / "phases.csv").read_text()
+        assert all(f",comm_{what}," in text for what in ("max_lse", "sum_den", "sum_num")), text[:300]
