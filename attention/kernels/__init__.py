@@ -99,6 +99,8 @@ def preference(shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> t
     """The kernels that `auto` tries, in order: those measured for this class of calls on this GPU, then the rest of
     `FASTEST`. For value heads of another size those that take them come first."""
     order = FASTEST.get(shape.device, FASTEST["cpu"])
+    if shape.softcap and shape.device == "cuda":
+        order = (*order[:-1], "flex", order[-1])  # where flash4 cannot: its compilation is short beside math
     if shape.device == "cuda":
         call = rates.class_of(shape, masks)
         measured = rates.order(rates.table(), gpu_name(), call, shape.backward) if call else []

@@ -119,6 +119,7 @@ class SdpaCudnn(decompose.Decomposed):
     name = "sdpa_cudnn"
     summary = "cuDNN's fused attention through PyTorch; packed batches go sequence by sequence"
     align = 16
+    features = frozenset({"v_head_dim"})
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":
@@ -128,6 +129,9 @@ class SdpaCudnn(decompose.Decomposed):
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         if mask.windowed:
             return f"window=({mask.left}, {mask.right}): no sliding window"
+        d, dv = shape.head_dim, shape.v_head_dim
+        if d != dv and max(d, dv) > 128 and not (_hopper() and (d, dv) == (192, 128)):
+            return f"head_dim={d} and v_head_dim={dv}: different ones up to 128 only, or 192 and 128 on Hopper"
         return half_only(shape) or head_dim_rule(shape, 256 if not shape.backward or _hopper() else 128)
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:

@@ -20,6 +20,7 @@ from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import rectangle, rectangles
 from attention.runtime.uploads import held
+from attention.tensors import result_like
 
 MOST_INTERVALS = 16
 
@@ -29,12 +30,18 @@ class CudnnFlex:
     name = "cudnn_flex"
     summary = "cuDNN's flex attention: exact masks of few intervals a query, on Hopper"
     align = 16
+    features = frozenset({"v_head_dim"})
 
     def missing(self, device: str) -> str | None:
         return cudnn_package.missing("flex_attention.execution", device)
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
-        return half_only(shape) or head_dim_rule(shape, 128)
+        d, dv = shape.head_dim, shape.v_head_dim
+        if d != dv and shape.heads != shape.kv_heads:
+            return (
+                f"v_head_dim={dv}: its backward needs as many KV heads as heads, not {shape.kv_heads} of {shape.heads}"
+            )
+        return half_only(shape) or (None if (d, dv) == (192, 128) else head_dim_rule(shape, 128))
 
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         needed = most_at_once(tiles_of(pattern).rows)
@@ -46,7 +53,7 @@ class CudnnFlex:
             return settle((out[0], lse[0]), into)
         if q.numel() == 0 or k.numel() == 0:
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
-            return settle((torch.zeros_like(q), lse), into)
+            return settle((torch.zeros_like(result_like(q, v)), lse), into)
         found = _functions()._flex_attention_forward(
             q, k, v, mask_plan=_plan(q, k, v, call), softmax_scale=call.scale, return_lse=True
         )
@@ -104,7 +111,7 @@ def _pattern(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...])
 def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
     """The package's plan of a pattern; kept with it."""
     pattern = call.pattern or _pattern(call.mask, (q.shape[1],), (k.shape[1],))
-    key = ("cudnn_flex", q.device, q.dtype, q.shape, k.shape)
+    key = ("cudnn_flex", q.device, q.dtype, q.shape, k.shape, v.shape)
     if key not in pattern.kept:
         rows = tiles_of(pattern).rows
         intervals = row_intervals(rows, pattern.n_q, q.device)[: pattern.n_q]

@@ -11,12 +11,15 @@ from torch import Tensor
 from attention.kernels import flash4_sparse
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.fit import fitted
+from attention.kernels.flash4_mods import softcap_mods
 from attention.kernels.flash4_package import as_taken, dense_like, functions, interface, launches, lse_like, writable
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
+from attention.tensors import result_like
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims whose backward was checked on sm90; at 80 dq is wrong (4.0.0b36)
+RIGHT_PAIRS = ((128, 64), (192, 128))  # different head dims of keys and of values that were checked on sm90
 
 
 @fitted
@@ -24,6 +27,7 @@ class Flash4:
     name = "flash4"
     summary = "FlashAttention-4 (flash_attn.cute), for Hopper and newer"
     align = 16
+    features = frozenset({"softcap", "v_head_dim"})
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":
@@ -36,6 +40,10 @@ class Flash4:
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         blackwell = _blackwell()
+        if shape.softcap and blackwell:
+            return "softcap: checked on Hopper (sm90) alone"
+        if shape.v_head_dim != shape.head_dim:
+            return half_only(shape) or _pair_rule(shape, blackwell)
         if shape.backward and not blackwell and shape.head_dim not in RIGHT_BACKWARDS:
             right = ", ".join(map(str, RIGHT_BACKWARDS))
             return (
@@ -51,7 +59,7 @@ class Flash4:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if call.pattern is not None:
             return flash4_sparse.forward(q, k, v, call, into)
-        out, lse = into or (dense_like(q), lse_like(q))
+        out, lse = into or (dense_like(result_like(q, v)), lse_like(q))
         if q.numel() == 0 or k.numel() == 0:
             return out.zero_(), lse.fill_(-torch.inf)
         empty = rows_without_keys(q, k, call)
@@ -68,6 +76,7 @@ class Flash4:
             **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
+            score_mod=None if call.softcap is None else softcap_mods(call.softcap)[0],
             out=out if writable(out) and out.dtype == q.dtype else None,
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
@@ -98,6 +107,7 @@ class Flash4:
             dout, below, out = (x[:, empty:] for x in (dout, q, out))
             self.backward(dout, below, k, v, out, lse[..., empty:], call, (dq[:, empty:], dk, dv))
             return dq, dk, dv
+        capped, slope = (None, None) if call.softcap is None else softcap_mods(call.softcap)
         run = partial(
             functions()._flash_attn_bwd,
             q,
@@ -109,12 +119,25 @@ class Flash4:
             **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
+            score_mod=capped,
+            score_mod_bwd=slope,
             deterministic=call.deterministic,
             dq=dq if writable(dq) else None,
             dk=dk if writable(dk) else None,
             dv=dv if writable(dv) else None,
         )
         return settle(launches().call(run), (dq, dk, dv))
+
+
+def _pair_rule(shape: Shape, blackwell: bool) -> str | None:
+    if blackwell or (shape.head_dim, shape.v_head_dim) not in RIGHT_PAIRS:
+        pairs = ", ".join(f"{d} and {dv}" for d, dv in RIGHT_PAIRS)
+        return (
+            f"head_dim={shape.head_dim} and v_head_dim={shape.v_head_dim}: checked with {pairs} on Hopper (sm90) alone"
+        )
+    if shape.backward and shape.heads != shape.kv_heads:
+        return f"v_head_dim={shape.v_head_dim}: its backward needs as many KV heads as heads, not {shape.kv_heads} of {shape.heads}"
+    return None
 
 
 def window(mask: Band) -> dict[str, int | bool | None]:

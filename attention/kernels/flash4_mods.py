@@ -1,9 +1,9 @@
-"""What FlashAttention-4's kernels evaluate for each score of a tile that is seen in part."""
+"""What FlashAttention-4's kernels evaluate for each score: of a tile that is seen in part, and of a softcap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 
@@ -56,3 +56,12 @@ def scalars(band: tuple[int, int]) -> tuple[Any, Any]:
     import cutlass
 
     return cutlass.Int32(band[0]), cutlass.Int32(band[1])
+
+
+@lru_cache
+def softcap_mods(softcap: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The capped score, and the gradient of a score from that of the capped one: the package's own. Made once, as the package
+    reads a new function's source at each call."""
+    from flash_attn.cute.utils import create_softcap_scoremod, create_softcap_scoremod_bwd
+
+    return create_softcap_scoremod(softcap), create_softcap_scoremod_bwd(softcap)

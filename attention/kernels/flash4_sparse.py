@@ -41,6 +41,10 @@ def why_not(shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
     """Why tile lists cannot do a pattern, or None."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         return "tile lists were checked on Hopper (sm90) alone"
+    if shape.softcap:
+        return "softcap: tile lists were checked without"
+    if shape.v_head_dim != shape.head_dim:
+        return f"v_head_dim={shape.v_head_dim}: tile lists were checked with head_dim={shape.head_dim} alone"
     if shape.head_dim not in RIGHT:
         return f"head_dim={shape.head_dim}: tile lists were checked with {', '.join(map(str, RIGHT))}"
     if deterministic and shape.backward:

@@ -34,6 +34,7 @@ from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.runtime import private
 from attention.runtime.uploads import held, uploaded
+from attention.tensors import result_like
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -48,6 +49,7 @@ class Flex:
     name = "flex"
     summary = "PyTorch's flex attention, compiled for each shape; its backward runs the forward again"
     align = 16
+    features = frozenset({"softcap", "v_head_dim"})
 
     def missing(self, device: str) -> str | None:
         if flex_attention is None:
@@ -63,7 +65,7 @@ class Flex:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.numel() == 0 or k.numel() == 0:
             lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
-            return settle((torch.zeros_like(q), lse.to(accumulation_dtype(q.dtype))), into)
+            return settle((torch.zeros_like(result_like(q, v)), lse.to(accumulation_dtype(q.dtype))), into)
         with torch.no_grad():
             out, lse = attend(_heads_first(q), _heads_first(k), _heads_first(v), call)
         if call.pattern is not None or some_row_without_keys(q, k, call):
@@ -207,26 +209,43 @@ def _chosen(q: Tensor, k: Tensor, call: Call) -> tuple[int, Any]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-    """(out as q, lse `[B, H, Sq]`) of q `[B, H, Sq, D]` over k and v `[B, Hk, Sk, D]`; packed batches have B = 1.
+    """(out `[B, H, Sq, Dv]`, lse `[B, H, Sq]`) of q `[B, H, Sq, D]` over k `[B, Hk, Sk, D]` and v `[B, Hk, Sk, Dv]`; packed
+    batches have B = 1.
 
     Raises UnsupportedCall where PyTorch's compiler has no kernel for these lengths."""
     dense, chosen = _chosen(q, k, call)
     if not q.is_cuda:
-        return _call(q, k, v, chosen, call.scale)
+        return _call(q, k, v, chosen, call.scale, call.softcap)
     strides = (q.stride(), k.stride(), v.stride())
-    key = (q.dtype, q.shape, k.shape, *strides, dense, call.scale, q.requires_grad, q.device)
+    numbers = call.scale, call.softcap
+    key = (q.dtype, q.shape, k.shape, v.shape, *strides, dense, *numbers, q.requires_grad, q.device)
     try:
-        return _compiled(key)(q, k, v, chosen, call.scale)
+        return _compiled(key)(q, k, v, chosen, *numbers)
     except private.inductor_errors() as error:  # it finds no kernel for some lengths
         raise UnsupportedCall(
             f"kernel=flex: {q.shape[2]} queries, {k.shape[2]} keys: {str(error).splitlines()[0]}"
         ) from None
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float) -> Pair:
-    gqa = q.shape[1] != k.shape[1]
-    out, aux = flex_attention(q, k, v, block_mask=chosen, scale=scale, enable_gqa=gqa, return_aux=AuxRequest(lse=True))  # type: ignore[misc]
+def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float, softcap: float | None) -> Pair:
+    out, aux = flex_attention(  # type: ignore[misc]
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=chosen,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
     return out, aux.lse  # type: ignore[union-attr,return-value]
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 @cache

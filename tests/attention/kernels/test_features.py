@@ -10,7 +10,7 @@ from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, sel
 from attention.kernels.padded_values import PaddedValues
 from attention.kernels.patterns import ForPatterns
 from attention.masks.band import CAUSAL, FULL, Band
-from tests.support.naive import assert_matches, assert_split_matches, inputs
+from tests.support.naive import assert_lse, assert_matches, assert_split_matches, inputs, reference, relative
 from tests.support.patterns import PATTERNS
 
 torch.set_num_threads(1)
@@ -90,6 +90,20 @@ def test_patterns_have_softcap_and_value_heads_of_another_size(head_dim, v_head_
         assert_matches(ForPatterns(kernel, shape), q, k, v, dout, call)
 
 
+@pytest.mark.parametrize("head_dim, v_head_dim, softcap", [(16, 32, 0.7), (32, 16, None)], ids=str)
+def test_the_forward_of_flex_has_softcap_and_value_heads_of_another_size(head_dim, v_head_dim, softcap, monkeypatch):
+    """PyTorch has no backward of it on a CPU."""
+    module = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    for sizes in ((33, 50), (50, 33), (0, 5), PACK):
+        q, k, v, dout, call = given(Band(9, 3), sizes, head_dim, v_head_dim, softcap, torch.float32)
+        out, lse = KERNELS["flex"].forward(q, k, v, call)
+        expected_out, expected_lse, *_ = reference(q, k, v, dout, call)
+        assert out.shape == dout.shape
+        assert relative(out, expected_out) < 1e-6
+        assert_lse(lse, expected_lse, 1e-6)
+
+
 def test_a_kernel_without_value_heads_of_another_size_pads_and_says_so():
     for value_dim, note in ((128, "values padded from 128 to 192"), (256, "queries and keys padded from 192 to 256")):
         call = Shape("cpu", torch.float32, 8, 2, 192, value_dim=value_dim)
@@ -113,12 +127,41 @@ def test_softcap_is_refused_with_the_kernels_that_have_it():
         kernels.select_for_patterns("sdpa_flash", call, (CAUSAL,), False)
 
 
-def test_auto_on_a_gpu_pads_before_it_takes_a_slow_kernel(monkeypatch):
-    for name in ("flash2", "sdpa_flash"):
-        monkeypatch.setattr(KERNELS[name], "missing", lambda device: None)
-    for name in ("flash3", "flash4", "sdpa_cudnn"):
-        monkeypatch.setattr(KERNELS[name], "missing", lambda device: "not here")
-    monkeypatch.setattr(KERNELS["sdpa_efficient"], "missing", lambda device: None)
+@pytest.fixture
+def only(monkeypatch):
+    """Sets the kernels that work on a GPU, beside `math`."""
+
+    def set_up(*names: str) -> None:
+        monkeypatch.setattr(kernels, "gpu_name", lambda: "")
+        for kernel in KERNELS.values():
+            reason = None if kernel.name in (*names, "math") else "not here"
+            monkeypatch.setattr(kernel, "missing", lambda device, reason=reason: reason)
+
+    return set_up
+
+
+def test_auto_on_a_gpu_takes_the_fastest_kernel_with_softcap(only):
+    only("flash2", "flash4", "flex")
+    call = Shape("cuda", torch.bfloat16, 8, 2, 128, softcap=True)
+    assert select("auto", call, (CAUSAL,)) is KERNELS["flash4"]
+    only("flash2", "flex")
+    assert select("auto", call, (CAUSAL,)) is KERNELS["flex"]
+    only("flash2")
+    assert select("auto", call, (CAUSAL,)) is KERNELS["math"]
+
+
+def test_auto_on_a_gpu_pads_only_where_no_fast_kernel_takes_the_values(only):
+    only("flash2", "flash4", "sdpa_efficient")
+    mla = Shape("cuda", torch.bfloat16, 8, 8, 192, value_dim=128)
+    assert select("auto", mla, (CAUSAL,)) is KERNELS["flash4"]
+    grouped = select("auto", replace(mla, kv_heads=2), (CAUSAL,))  # whose backward flash4 lacks
+    assert (grouped.name, getattr(grouped, "note", "")) == ("flash2", "values padded from 128 to 192")
+    few = select("flash4", replace(mla, kv_heads=2, head_dim=128, value_dim=96), (CAUSAL,))
+    assert getattr(few, "note", "") == "values padded from 96 to 128"
+
+
+def test_auto_on_a_gpu_pads_before_it_takes_a_slow_kernel(only):
+    only("flash2", "sdpa_efficient")
     taken = select("auto", Shape("cuda", torch.bfloat16, 8, 2, 192, value_dim=128), (CAUSAL,))
     assert (taken.name, getattr(taken, "note", "")) == ("flash2", "values padded from 128 to 192")
     wide = Shape("cuda", torch.float32, 8, 2, 192, value_dim=128)
