@@ -1,0 +1,217 @@
+"""Models of transformers with sharded attention: loss and gradients, refusals, generation."""
+
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install -e '.[huggingface]'"
+)
+
+from transformers import masking_utils  # noqa: E402
+
+from attention.huggingface import context_parallel  # noqa: E402
+from attention.huggingface.masks import Asked, asked  # noqa: E402
+from tests.jobs import huggingface as jobs  # noqa: E402
+
+CAUSAL = [(name, {}) for name in ("zigzag", "zigzag_varlen", "stripe", "usp")]
+ANY = [
+    (name, {}) for name in ("ring", "ring_varlen", "ring_allgather", "llama3", "zigzag_llama3", "balanced", "ulysses")
+]
+ANY += [("usp", {"ring": "contiguous"})]
+EVERY = {"llama": ANY + CAUSAL, "gemma2": ANY}  # others: a variant of each executor
+SOME = [("ring", {}), ("zigzag_llama3", {}), ("ulysses", {})]
+
+
+@pytest.mark.parametrize("world", (4, 2))
+@pytest.mark.parametrize("kind", jobs.MODELS)
+@pytest.mark.slow
+def test_loss_logits_and_gradients_are_those_of_one_rank(in_world, kind, world):
+    cases = [(*each, None) for each in EVERY.get(kind, SOME)]
+    cases += [(*each, "odd") for each in (EVERY["gemma2"] if kind == "gemma2" else SOME[1:])]
+    if kind == "llama":
+        cases += [("dense", {}, None)] + [(*each, "even") for each in CAUSAL]
+    found = in_world(jobs.trained, 4, kind=kind, world=world, cases=cases)
+    for case, error in zip(cases, found, strict=True):
+        assert not isinstance(error, str), (case, error)
+        assert error < 5e-6, case
+
+
+@pytest.mark.parametrize("kind", ("gemma2", "gpt_oss"))
+def test_a_variant_without_windows_refuses_a_model_that_has_them(in_world, kind):
+    found = in_world(jobs.trained, 4, kind=kind, world=2, cases=[("zigzag", {}, None), ("stripe", {}, None)])
+    assert all("window=(6, 0)" in message and "ulysses" in message for message in found)
+
+
+def test_checkpointing_changes_no_gradient(in_world):
+    assert in_world(jobs.checkpointed, 4) < 5e-6
+
+
+def test_gradients_that_some_ranks_lack_are_summed_and_those_of_none_stay_none(in_world):
+    assert in_world(jobs.used_by_one_rank, 4) == [1.0, 4.0, None]
+
+
+def test_ids_that_differ_are_refused_on_every_rank(in_world):
+    found = in_world(jobs.differing, 4)
+    assert len(found) == 8
+    assert all("input_ids differ between the ranks" in message for message in found)
+
+
+@pytest.fixture
+def cp():
+    return context_parallel(jobs.model_of("llama"), "dense")
+
+
+IDS = torch.arange(16).view(2, 8)
+
+
+def test_lengths_say_the_same_as_positions(cp):
+    batch = jobs.batch_of("odd")
+    by_positions = cp.shard(**batch)
+    lengths = torch.tensor([0, *jobs.DOCUMENTS["odd"]]).cumsum(0)
+    by_lengths = cp.shard(batch["input_ids"], batch["labels"], cu_seq_lens_q=lengths, max_length_q=25)
+    assert by_lengths.keys() == by_positions.keys()
+    assert all(
+        torch.equal(x, y) if torch.is_tensor(x) else x == y
+        for x, y in zip(by_lengths.values(), by_positions.values(), strict=True)
+    )
+
+
+def test_rows_may_be_packed_each_in_its_way(cp):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 0]])
+    batch = cp.shard(IDS, IDS, positions)
+    assert batch["context_parallel"].cu_seqlens == (0, 3, 8, 9, 15, 16)
+    assert batch["shift_labels"].tolist() == [[1, 2, 3, 4, 5, 6, 7, -100, 9, 10, 11, 12, 13, 14, 15, -100]]
+    assert torch.equal(cp.unshard(batch["input_ids"]), IDS)
+    assert cp.unshard(cp.model(**batch).logits, batch).shape == (2, 8, jobs.VOCABULARY)
+
+
+def test_labels_are_counted_over_the_whole_batch_unless_a_count_is_given(cp):
+    labels = IDS.masked_fill(IDS < 3, -100)
+    assert cp.shard(IDS, labels)["num_items_in_batch"] == 12  # of 16 without the first of each row and 1, 2
+    assert cp.shard(IDS, labels, num_items_in_batch=100)["num_items_in_batch"] == 100
+    assert "labels" not in cp.shard(IDS, attention_mask=torch.ones(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1] * 8, [1] * 7 + [0]])}, "attention_mask .* padding is not supported"),
+        ({"attention_mask": torch.tensor([[1] * 8, [1] * 4 + [2] * 4])}, "attention_mask .* not all ones"),
+        ({"position_ids": torch.arange(3, 11)[None]}, "position_ids has 3 in row 0 at token 0: must count from 0"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 5, 6, 7, 8, 9]])}, "position_ids has 5 in row 0 at token 3"),
+        (
+            {"position_ids": torch.arange(8)[None], "cu_seq_lens_q": [0, 4, 16]},
+            r"cu_seq_lens_q=\(0, 4, 16\).*\(0, 8, 16\)",
+        ),
+        ({"cu_seq_lens_q": [0, 4, 8]}, "cu_seqlens.*16"),
+        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_shard_refuses_what_it_does_not_understand(cp, given, message):
+    with pytest.raises(ValueError, match=message):
+        cp.shard(IDS, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1] * 8, [1] * 7 + [0]])}, "padding is not supported"),
+        ({"attention_mask": torch.zeros(2, 1, 8, 8)}, "attention_mask is .*Tensor"),
+        ({"context_parallel": None}, "cp.shard"),
+        ({"position_bias": torch.zeros(1)}, "LlamaAttention: position_bias"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "LlamaAttention: cu_seq_lens_q"),
+        ({"sliding_window": 4}, "sliding_window=4: the model's mask says None"),
+        ({"shift_labels": None}, "shift_labels"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_attention_and_loss_refuse_what_they_do_not_understand(cp, given, message):
+    batch = cp.shard(IDS, IDS) | given
+    if given.get("shift_labels", 0) is None:
+        del batch["shift_labels"]
+    with pytest.raises(ValueError, match=message):
+        cp.model(**batch)
+
+
+def test_a_mask_and_an_argument_that_disagree_are_refused(cp):
+    q = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="is_causal=False: the model's mask says True"):
+        cp.attend(cp.model, q, q, q, Asked(True, (-1, -1), 8), is_causal=False)
+    with pytest.raises(ValueError, match="sliding_window=9: the model's mask says 4"):
+        cp.attend(cp.model, q, q, q, Asked(True, (3, -1), 8), sliding_window=9)
+
+
+def test_dropout_is_refused_in_training_only():
+    model = jobs.model_of("llama", attention_dropout=0.1)
+    cp = context_parallel(model, "dense")
+    model.eval()(**cp.shard(IDS))
+    with pytest.raises(ValueError, match=r"dropout=0.1: not supported"):
+        model.train()(**cp.shard(IDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Mamba", {}, "is a Conv1d: only attention may mix tokens"),
+        ("MiniMax", {}, "layer_types has linear_attention"),
+        ("Llama4", {}, "layer_types has chunked_attention"),
+        ("Bloom", {"n_head": 4, "n_layer": 2}, "does not use the attention interface"),
+    ],
+)
+def test_a_model_that_mixes_tokens_elsewhere_is_refused(name, options, message):
+    config = getattr(transformers, f"{name}TextConfig" if name == "Llama4" else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")
+    shape = {**jobs.SHAPE, "num_local_experts": 2} if name != "Bloom" else {"vocab_size": 64, "hidden_size": 32}
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        context_parallel(model(config(**shape | options)), "dense")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("gpt_oss", {"output_router_logits": True}, "output_router_logits=True"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=dynamic"),
+    ],
+)
+def test_what_depends_on_tokens_of_other_ranks_is_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        context_parallel(jobs.model_of(kind, **options), "dense").shard(IDS)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, BERT has attention of its own")
+def test_a_loss_of_another_kind_is_refused():
+    config = transformers.BertConfig(**{k: v for k, v in jobs.SHAPE.items() if k != "head_dim"}, pad_token_id=0)
+    model = transformers.BertForMaskedLM(config).eval()
+    cp = context_parallel(model, "dense")
+    with pytest.raises(ValueError, match="the model's loss is ForMaskedLMLoss"):
+        cp.shard(IDS, IDS)
+    batch = cp.shard(IDS)
+    batch.pop("use_cache")
+    found = model(**batch).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, model(IDS).logits)  # a full mask
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(2)),
+        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(4)),
+    ],
+)
+def test_masks_that_are_not_understood_are_refused(mask):
+    with pytest.raises(ValueError, match=r"the model's mask has (chunked_overlay|or_masks)"):
+        asked(mask, 8)
+
+
+def test_without_transformers_the_import_says_what_to_install(monkeypatch):
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "transformers" or "attention.huggingface" in name
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'attention-runner\[huggingface\]'"):
+        import attention.huggingface  # noqa: F401

@@ -1,0 +1,146 @@
+"""Jobs with models of transformers: tiny, with random weights."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.nn.functional import cross_entropy
+
+import attention
+from attention.huggingface import context_parallel
+from runner.launch.rank import Rank
+from tests.jobs.reference import rel
+
+transformers.logging.set_verbosity_error()
+
+VOCABULARY, ROWS, TOKENS = 64, 2, 30  # tokens that no layout divides
+DOCUMENTS = {"odd": (11, 25, 23, 1), "even": (16, 32, 16)}  # packed into one row
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": ("Gemma2", WINDOWS | {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3", WINDOWS),
+    "gpt_oss": ("GptOss", WINDOWS | EXPERTS | {"num_local_experts": 4}),
+    "deepseek_v3": ("DeepseekV3", LATENT | EXPERTS),
+}
+
+
+def model_of(kind: str, **options: Any) -> Any:
+    """A causal LM in fp32, the same on every rank."""
+    name, own = MODELS[kind]
+    config = getattr(transformers, f"{name}{'Text' if kind == 'gemma3' else ''}Config")(**SHAPE | own | options)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def batch_of(documents: str | None) -> dict[str, torch.Tensor]:
+    """Ids, labels and, with documents, positions. A document's first token has no label, as with transformers' collator."""
+    lengths = DOCUMENTS[documents] if documents else (TOKENS,) * ROWS
+    ids = torch.randint(VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    labels = ids.masked_fill(positions == 0, -100)
+    labels[2:5] = -100
+    shape = (1, -1) if documents else (ROWS, TOKENS)
+    found = {"input_ids": ids.view(shape), "labels": labels.view(shape)}
+    return found | {"position_ids": positions.view(shape)} if documents else found
+
+
+@cache
+def alone(kind: str, documents: str | None) -> list[torch.Tensor]:
+    """(loss, logits, gradients) of transformers' own attention, each document by itself."""
+    model, batch = model_of(kind), batch_of(documents)
+    model.set_attn_implementation("eager")
+    lengths = DOCUMENTS[documents] if documents else (TOKENS,) * ROWS
+    ids, labels = (batch[name].flatten().split(lengths) for name in ("input_ids", "labels"))
+    found = [model(input_ids=x[None], use_cache=False).logits[0] for x in ids]
+    losses = [cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in zip(found, labels, strict=True) if len(y) > 1]
+    loss = torch.stack(losses).sum() / sum(int((y[1:] >= 0).sum()) for y in labels)
+    loss.backward()
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()]
+    return [loss.detach(), torch.cat(found).view(*batch["input_ids"].shape, -1).detach(), *gradients]
+
+
+@cache
+def groups(world: int, of: int) -> list[Any]:
+    return [dist.new_group(list(range(first, first + of))) for first in range(0, world, of)]
+
+
+def trained(me: Rank, kind: str, world: int, cases: list[tuple[str, dict[str, Any], str | None]]) -> list[Any]:
+    """For each case (variant, options, documents) the relative errors of loss, logits and gradients in groups of `world`
+    ranks, or the refusal. Each group does some of the cases."""
+    mine, every = me.rank // world, groups(me.world, world)
+    found: list[Any] = [None] * len(cases)
+    for number in range(mine, len(cases), len(every)):
+        variant, options, documents = cases[number]
+        if variant == "balanced":
+            tokens = sum(DOCUMENTS[documents]) if documents else TOKENS
+            options = {"tokens": tokens, "mask": attention.masks.causal()}
+        model = model_of(kind)
+        try:
+            cp = context_parallel(model, variant, every[mine], **options)
+            out = model(**cp.shard(**batch_of(documents)))
+        except ValueError as error:
+            found[number] = str(error)
+            continue
+        out.loss.backward()
+        cp.reduce_gradients()
+        loss = out.loss.detach().clone()
+        dist.all_reduce(loss, group=every[mine])
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()]
+        exact = alone(kind, documents)
+        found[number] = max(rel(a, b) for a, b in zip([loss, cp.unshard(out.logits), *gradients], exact, strict=True))
+    everyone: list[Any] = [None] * me.world
+    dist.all_gather_object(everyone, found)
+    return [next(x for x in each if x is not None) for each in zip(*everyone, strict=True)]
+
+
+def checkpointed(me: Rank) -> float:
+    """The largest relative error of a gradient with activation checkpointing."""
+    model = model_of("gemma2")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    cp = context_parallel(model, "ring")
+    model(**cp.shard(**batch_of("odd"))).loss.backward()
+    cp.reduce_gradients()
+    return max(rel(x.grad, exact) for x, exact in zip(model.parameters(), alone("gemma2", "odd")[2:], strict=True))
+
+
+def used_by_one_rank(me: Rank) -> list[float | None]:
+    """The gradients' sums after a reduction of 1 on rank 0 only, 1 on every rank, and of none."""
+    model = model_of("llama")
+    cp = context_parallel(model, "ring")
+    some = list(model.parameters())[:3]
+    for x, mine in zip(some, (me.rank == 0, True, False), strict=True):
+        x.grad = torch.ones_like(x) if mine else None
+    cp.reduce_gradients()
+    return [None if x.grad is None else float(x.grad.mean()) for x in some]
+
+
+def differing(me: Rank) -> list[str]:
+    """What ranks say to ids that differ on one of them, or that are fewer there."""
+    cp = context_parallel(model_of("llama"), "ring")
+    ids = batch_of(None)["input_ids"]
+    found = []
+    for other in (ids.flip(0), ids[:, :-2]):
+        try:
+            cp.shard(input_ids=other if me.rank == 1 else ids)
+        except ValueError as error:
+            found.append(str(error))
+    everyone: list[Any] = [None] * me.world
+    dist.all_gather_object(everyone, found)
+    return [message for each in everyone for message in each]
