@@ -279,6 +279,7 @@ class ContextParallel:
         cu_seqlens: Lengths = None,
         mask: Mask | None = None,
         kv_tokens: int | None = None,
+        kv_lengths: Lengths = None,
         padding: int = 0,
         sinks: Tensor | None = None,
         softcap: float | None = None,
@@ -298,6 +299,10 @@ class ContextParallel:
         window and cu_seqlens hold beside it: a query sees the keys that all of them allow.
         kv_tokens: for a decode, the number of keys on all ranks together. By default all ranks have as many as this one. Its
         queries are the last tokens, by which causal and window are aligned.
+        kv_lengths: for a decode, integers `[B]`: batch element b has the keys up to kv_lengths[b] of all ranks together, 0 to
+        kv_tokens, and its queries are the last of these. A list or a CPU tensor is checked. A GPU tensor is read by the kernel
+        `decode` alone, without a synchronisation: values outside are taken as the nearest within; other kernels read it as a
+        list and make a call for each length. Without keys out is 0 and the LSE -inf.
         padding: the tokens that `shard(x, pad=True)` added at the end. No query sees them; their out is 0, their LSE
         -inf, and they have and cause no gradient. cu_seqlens and mask are those of the other tokens.
         sinks: `[H]`, a learned logit a head that joins the softmax's denominator; floating-point, equal on all ranks. Their
@@ -314,7 +319,7 @@ class ContextParallel:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
         plan = self.plan(
             q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, mask=mask,
-            kv_tokens=kv_tokens, padding=padding, sinks=sinks, softcap=softcap, return_lse=return_lse,
+            kv_tokens=kv_tokens, kv_lengths=kv_lengths, padding=padding, sinks=sinks, softcap=softcap, return_lse=return_lse,
         )  # fmt: skip
         q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
         if isinstance(self.variant, External):

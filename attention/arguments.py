@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from numbers import Real
 from operator import index
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import check_heads
 from attention.masks.mask import Mask
 from attention.tensors import on_host
+
+if TYPE_CHECKING:
+    from attention.variants.base import Variant
 
 Lengths = Tensor | list[int] | tuple[int, ...] | None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -174,6 +178,50 @@ def _rising(cu: CuSeqlens, total: int) -> CuSeqlens:
 def _shown(cu: tuple[object, ...]) -> str:
     shown = cu if len(cu) < 9 else (*cu[:4], "...", *cu[-3:])
     return f"({', '.join(map(str, shown))})"
+
+
+def check_kv_lengths(
+    lengths: Lengths, batch: int, total: int, device: torch.device, variant: Variant[Any]
+) -> tuple[int, ...] | Tensor | None:
+    """The number of keys of each batch element: as integers on the CPU, or for a GPU tensor the tensor itself, which is not
+    read. Raises ValueError unless there is one for each, from 0 to the total."""
+    if lengths is None:
+        return None
+    if not variant.decode:
+        raise ValueError(
+            f"kv_lengths: {variant.name} is no decode; take tree or ring_decode, or pack the batch by cu_seqlens"
+        )
+    if isinstance(lengths, Tensor):
+        if lengths.dtype not in INTEGERS or lengths.shape != (batch,):
+            raise ValueError(
+                f"kv_lengths is {lengths.dtype} of shape {list(lengths.shape)}: must be an integer tensor [{batch}], one for "
+                "each batch element; give kv_lengths.to(torch.int32)"
+            )
+        if lengths.device.type != "cpu":
+            if lengths.device != device:
+                raise ValueError(f"kv_lengths is on {lengths.device}: must be on {device}, as q, or on the CPU")
+            return lengths
+        return check_range(on_host(lengths), total)
+    try:
+        found = tuple(map(index, lengths))
+    except TypeError:
+        raise ValueError(
+            f"kv_lengths={str(lengths)[:40]}: must be integers, one for each of the {batch} batch elements"
+        ) from None
+    if len(found) != batch:
+        raise ValueError(f"kv_lengths has {len(found)} lengths: must be one for each of the {batch} batch elements")
+    return check_range(found, total)
+
+
+def check_range(kv_lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """Raises ValueError unless all lengths are from 0 to the total."""
+    for i, n in enumerate(kv_lengths):
+        if not 0 <= n <= total:
+            raise ValueError(
+                f"kv_lengths[{i}]={n}: must be from 0 to the {total} keys of all ranks; give the numbers of keys, and the "
+                "size that k and v are padded to as kv_tokens"
+            )
+    return kv_lengths
 
 
 def check_padding(padding: int, total: int, decode: bool) -> int:

@@ -17,8 +17,10 @@ from attention import agreement, kernels, transports
 from attention.arguments import (
     Lengths,
     check_cu_seqlens,
+    check_kv_lengths,
     check_mask,
     check_padding,
+    check_range,
     check_scale,
     check_sinks,
     check_softcap,
@@ -29,13 +31,14 @@ from attention.arguments import (
 from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
-from attention.executors.plan import Part, Plan, plan_steps, resized
+from attention.executors.plan import KeyLengths, Part, Plan, plan_steps, resized
 from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.mixtures import Component, components
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, masks
 from attention.kernels import Call, Kernel, Shape
+from attention.kernels.by_element import ByElement
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
 from attention.masks.band import FULL, Band
@@ -44,7 +47,7 @@ from attention.masks.padded import Padded
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of, of_sequences
 from attention.replay import Replay
-from attention.tensors import tokens
+from attention.tensors import on_host, tokens
 from attention.transports import Transport
 from attention.variants.base import Variant
 from attention.variants.external import External
@@ -88,6 +91,8 @@ class CallSpec(NamedTuple):
     scale: float
     softcap: float | None
     sinks: bool
+    kv_lengths: KeyLengths  # of a decode
+    lengths_on: str | None  # where these are known
     device: torch.device
     want_lse: bool
 
@@ -107,6 +112,7 @@ def call_spec(
     padding: int = 0,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    kv_lengths: Lengths = None,
     return_lse: bool = False,
 ) -> CallSpec:
     """The checked arguments of a call (see `ContextParallel.__call__`). Raises ValueError."""
@@ -117,6 +123,7 @@ def call_spec(
     held = tokens(k)
     total = kv_tokens if kv_tokens is not None else held * (1 if settings.layout.replicated else settings.world)
     cu = check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, settings.variant.decode))
+    lengths = check_kv_lengths(kv_lengths, len(q), total, q.device, settings.variant)
     shape = Shape.of(q, k, v, wants_gradient(q, k, v, sinks), softcap is not None)
     return CallSpec(
         shape=shape,
@@ -132,6 +139,8 @@ def call_spec(
         scale=positive(scale, shape.head_dim),
         softcap=softcap,
         sinks=sinks is not None,
+        kv_lengths=lengths,
+        lengths_on=None if lengths is None else "GPU" if isinstance(lengths, Tensor) else "CPU",
         device=q.device,
         want_lse=return_lse,
     )
@@ -174,16 +183,24 @@ def plan_of(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connec
 
 
 def _decode_plan(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """A decode keeps its plan while the keys grow: the plan is resized, and ranks agree once."""
-    key = spec._replace(cu_seqlens=(), kv_tokens=0)
+    """A decode keeps its plan while the keys grow and lengths change: the plan is resized, and ranks agree once."""
+    key = spec._replace(cu_seqlens=(), kv_tokens=0, kv_lengths=None)
     found = plans.get(key)
     if found is None:
         found = build(spec, batch, settings, plans.made, connect)
         plans.add(key, found)
     _check_share(spec, settings)
-    if found.problem.cu_seqlens != spec.cu_seqlens:
-        plans[key] = found = resized(found, spec.cu_seqlens, _like(spec, settings))
+    lengths = spec.kv_lengths
+    if isinstance(lengths, Tensor) and isinstance(found.kernel, ByElement):
+        lengths = check_range(on_host(lengths), spec.cu_seqlens[-1])
+    if found.problem.cu_seqlens != spec.cu_seqlens or not _same(found.lengths, lengths):
+        found = resized(found, spec.cu_seqlens, _like(spec, settings), lengths, spec.device)
+        plans[key] = found
     return found
+
+
+def _same(a: KeyLengths, b: KeyLengths) -> bool:
+    return a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a == b)
 
 
 def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Connect) -> Plan:
@@ -341,7 +358,9 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
         if kernel.refuses(spec.shape, FULL):  # it has no packed calls: all ranks see here whether it can do the mask
             kernel.check(_like(spec, settings).under(Pattern(tokens, tokens, rows)))
         return kernel
-    return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
+    chosen = kernels.select(wanted, spec.shape, masks(problem), variant.decode)
+    reads_lengths = "kv_lengths" in getattr(chosen, "features", ())
+    return chosen if spec.lengths_on is None or reads_lengths else ByElement(chosen)
 
 
 def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Kernel) -> agreement.Asked:
@@ -376,6 +395,7 @@ def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Ke
         "scale": spec.scale,
         "softcap": spec.softcap,
         "sinks": spec.sinks,
+        "kv_lengths": "none" if spec.lengths_on is None else f"on {spec.lengths_on}",
         "return_lse": spec.want_lse,
         "gradient": shape.backward,
     }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
@@ -28,15 +30,19 @@ from attention.geometry.transfers import (
     where,
 )
 from attention.kernels import Call, Kernel
+from attention.kernels.by_element import ByElement
+from attention.kernels.interface import KvLengths
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.runtime.priority_stream import Inline, PriorityStream
+from attention.runtime.uploads import held, uploaded
 from attention.transports import Message, Messages, Transport
 
 if TYPE_CHECKING:
     from attention.variants.base import Variant
 
 INLINE = Inline()
+KeyLengths = tuple[int, ...] | Tensor | None  # a tensor where they are known on the device alone
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Part:
 class Plan:
     """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head`
     is this rank's number among them. options: of the class that the executor reads. parts: makes or gives the plans of a
-    mixture's components."""
+    mixture's components. lengths: of a decode's batch elements with different numbers of keys."""
 
     variant: Variant[Any]
     problem: Problem
@@ -91,6 +97,7 @@ class Plan:
     options: Any
     steps: tuple[PlannedStep, ...]
     parts: Callable[[], tuple[Part, ...]] = tuple
+    lengths: KeyLengths = None
 
     @cached_property
     def pool(self) -> dict[Hashable, torch.Tensor]:
@@ -179,25 +186,52 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
     return tuple(planned)
 
 
-def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call) -> Plan:
+def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call, lengths: KeyLengths, device: torch.device) -> Plan:
     """A decode's plan for another number of keys: what `plan_steps` would make of its schedule, without building it. like:
-    as there."""
-    problem = replace(plan.problem, cu_seqlens=cu_seqlens)
-    world, most = problem.world, decodes.most_seen(problem) if len(plan.steps) > 1 else 0
-    mine, changed = decodes.block(problem, plan.rank), []
+    as there. lengths: of batch elements with different numbers of keys."""
+    problem, ends = replace(plan.problem, cu_seqlens=cu_seqlens), _ends(lengths, cu_seqlens[-1])
+    world, most = problem.world, decodes.most_seen(problem, ends) if len(plan.steps) > 1 else 0
+    mine, changed = decodes.block(problem, plan.rank, ends), []
+    tensor = _tensor(lengths, torch.device("cpu") if isinstance(plan.kernel, ByElement) else device)
     for i, step in enumerate(plan.steps):
         remote = step.owner != plan.rank
-        block = decodes.block(problem, step.owner) if remote else mine
+        block = decodes.block(problem, step.owner, ends) if remote else mine
         sends = (Piece((plan.rank + i) % world, (mine.k,), side_by_side((mine.k,))),) if remote and mine else ()
         if block is None:
             changed.append(PlannedStep(step.owner, (), 0, (), Route(sends, ()), most if remote else 0))
             continue
-        keys = (block.k,)
+        keys, call = (block.k,), like.under(block.mask)
+        if tensor is not None:
+            call = replace(
+                call, lengths=KvLengths(tensor, decodes.first_key(problem, step.owner) + block.k[0], cu_seqlens[-1])
+            )
         receives = (Piece(step.owner, keys, side_by_side(keys)),) if remote else ()
-        call = LocalCall((block.q,), side_by_side(keys) if remote else keys, like.under(block.mask))
-        route = Route(sends, receives)
-        changed.append(PlannedStep(step.owner, keys, length(keys), (call,), route, most if remote else 0))
-    return replace(plan, problem=problem, steps=tuple(changed))
+        local = LocalCall((block.q,), side_by_side(keys) if remote else keys, call)
+        changed.append(
+            PlannedStep(step.owner, keys, length(keys), (local,), Route(sends, receives), most if remote else 0)
+        )
+    return replace(plan, problem=problem, steps=tuple(changed), lengths=lengths)
+
+
+def _ends(lengths: KeyLengths, total: int) -> decodes.Ends | None:
+    if lengths is None:
+        return None
+    if isinstance(lengths, Tensor):  # known on the device alone
+        return 0, total
+    some = [n for n in lengths if n]
+    return (min(some), max(some)) if some else (0, 0)
+
+
+def _tensor(lengths: KeyLengths, device: torch.device) -> Tensor | None:
+    if lengths is None or isinstance(lengths, Tensor):
+        return lengths
+    return held(_uploaded(lengths, device), device)
+
+
+@lru_cache(maxsize=16)
+def _uploaded(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cached, since all layers of a model pass the same lengths."""
+    return uploaded(np.array(lengths, np.int32), device)
 
 
 def _calls(step: Step, place: Place, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:

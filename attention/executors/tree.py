@@ -19,16 +19,18 @@ from attention.kernels import Kernel
 from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
 from attention.reduction.sinks import with_sinks
-from attention.tensors import take
+from attention.tensors import empty_lse, result_like, take
 from attention.transports import Message, Messages, mailboxes
 
 Saved = tuple[Tensor, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
-    """(out, lse, nothing saved). q: `[B, Sq, H, D]`, the same on every rank; k, v: `[B, N, Hk, D]`, this rank's. sinks: `[H]`."""
+    """(out, lse, nothing saved). q: `[B, Sq, H, D]`, the same on every rank; k `[B, N, Hk, D]`, v `[B, N, Hk, Dv]`: this rank's.
+    sinks: `[H]`, applied once, after the reduction."""
+    like = result_like(q, v)
     if not q.numel():
-        return *empty_result(q), ()
+        return *empty_result(like), ()
     reduced = plan.transport.name != "none"
     fused = reduced and plan.options.reduce == "fused"
     call = _local_call(plan)
@@ -38,25 +40,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
         if fused:
             parts, lses = _splits(q, keys, values, call, plan.kernel)
         elif call is None:
-            out, lse = empty_result(q)
+            out, lse = empty_result(like)
         elif _all_queries(call, q):
-            into = _partial(q) if reduced else None
+            into = _partial(like) if reduced else None
             out, lse = plan.kernel.forward(q, keys, values, call.call, into=into)
         else:
             out, lse = _some_queries(q, keys, values, call, plan.kernel)
     if fused:
-        out, lse = exchanged(parts, lses, q, plan)
+        out, lse = exchanged(parts, lses, like, plan)
     elif reduced:
         out, lse = REDUCTIONS[plan.options.reduce](out, lse, plan)
     out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse, ()
 
 
-def _partial(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out, lse) for a partial result, in the accumulation dtype, since it is merged before it is
-    rounded."""
-    out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-    return out, out.new_empty((q.shape[0], q.shape[2], q.shape[1]))
+def _partial(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised (out of the shape of `like`, lse) for a partial result, in the accumulation dtype, since it is merged
+    before it is rounded."""
+    out = torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
+    return out, empty_lse(like)
 
 
 def _local_call(plan: Plan) -> LocalCall | None:
@@ -70,17 +72,17 @@ def _all_queries(call: LocalCall, q: Tensor) -> bool:
 
 def _some_queries(q: Tensor, k: Tensor, v: Tensor, call: LocalCall, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """(out, lse) in the accumulation dtype, where some queries see none of the keys."""
-    out, lse = empty_result(q)
+    out, lse = empty_result(result_like(q, v))
     kernel.forward(take(q, call.q), k, v, call.call, into=(take(out, call.q), take(lse, call.q, -1)))
     return out, lse
 
 
 def _splits(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """This rank's partial results `[n, B, Sq, H, D]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys,
+    """This rank's partial results `[n, B, Sq, H, Dv]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys,
     or one if it has none; n = 0 without keys."""
     if call is None:
-        parts = torch.empty((0, *q.shape), dtype=torch.float32, device=q.device)
-        return parts, parts.new_empty((0, q.shape[0], q.shape[2], q.shape[1]))
+        out, lse = _partial(result_like(q, v))
+        return out[None][:0], lse[None][:0]
     if not _all_queries(call, q):
         out, lse = _some_queries(q, k, v, call, kernel)
         return out[None], lse[None]
@@ -88,7 +90,7 @@ def _splits(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, kernel: Ker
     if splits is not None:
         parts, lses = splits(q, k, v, call.call)
         return parts, lses
-    out, lse = kernel.forward(q, k, v, call.call, into=_partial(q))
+    out, lse = kernel.forward(q, k, v, call.call, into=_partial(result_like(q, v)))
     return out[None], lse[None]
 
 
@@ -178,16 +180,17 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def exchanged(parts: Tensor, lses: Tensor, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for
-    theirs and merges them. All of it is recorded as waiting, which is most of its few microseconds."""
+    theirs and merges them. All of it is recorded as waiting, which is most of its few microseconds. like: of the shape and
+    dtype of out."""
     from attention.ops.tree import exchange
 
-    rows, world = q.shape[:3].numel(), plan.problem.world
-    boxes = mailboxes(plan.transport, pieces(rows, q.shape[3]), q.device)
-    plan.transport.counted("partials", received_bytes(world, rows, q.shape[3]))
+    rows, head_dim, world = like.shape[:3].numel(), like.shape[3], plan.problem.world
+    boxes = mailboxes(plan.transport, pieces(rows, head_dim), like.device)
+    plan.transport.counted("partials", received_bytes(world, rows, head_dim))
     with phase("wait_partials"):
-        return exchange(parts, lses, boxes.addresses, boxes.box, plan.rank, q)
+        return exchange(parts, lses, boxes.addresses, boxes.box, plan.rank, like)
 
 
 REDUCTIONS = {"three": three, "two": two, "packed": packed, "hierarchical": hierarchical}  # of merged splits

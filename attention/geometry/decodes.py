@@ -7,15 +7,32 @@ from collections.abc import Iterator, Sequence
 
 from attention.geometry.layouts import sizes_of
 from attention.geometry.schedules import Block, LocalSchedule, Problem, RingSchedule, tiles
-from attention.masks.band import CAUSAL, FULL, Band, Intervals
+from attention.masks.band import CAUSAL, FULL, Band, Intervals, tile
+
+Ends = tuple[int, int]  # the least and the largest number of keys of a batch element
 
 
-def block(problem: Problem, owner: int) -> Block | None:
-    """All queries that see some key of `owner`, against the keys that they see; None where no query sees one."""
+def block(problem: Problem, owner: int, ends: Ends | None = None) -> Block | None:
+    """All queries that see some key of `owner`, against the keys that they see; None where no query sees one. ends: of batch
+    elements with different numbers of keys. The block then has all queries, the keys that those of some element may see, and
+    the mask of the problem, which is aligned to each element's own end."""
     n, end = problem.q_tokens or 0, problem.cu_seqlens[-1]
+    keys = _shard(problem, owner)
+    if ends is None:
+        found = tiles(problem.band, (end - n, end), n - end, (keys.start, keys.stop), -keys.start)
+        return found[0] if found else None
+    least, most = ends
+    seen = tile(problem.band, (least - n, most), (keys.start, min(keys.stop, most)))
+    return Block((0, n), (seen[1][0] - keys.start, seen[1][1] - keys.start), problem.band) if seen and n else None
+
+
+def first_key(problem: Problem, owner: int) -> int:
+    return _shard(problem, owner).start
+
+
+def _shard(problem: Problem, owner: int) -> range:
     (keys,) = problem.layout.shards(problem.cu_seqlens, problem.world)[owner]
-    found = tiles(problem.band, (end - n, end), n - end, (keys.start, keys.stop), -keys.start)
-    return found[0] if found else None
+    return keys
 
 
 def masks(problem: Problem) -> set[Band]:
@@ -55,11 +72,11 @@ class _Ring(RingSchedule):
         return masks(problem)
 
 
-def most_seen(problem: Problem) -> int:
-    """The most keys of one rank that queries see."""
-    if problem.band.full and problem.q_tokens:
+def most_seen(problem: Problem, ends: Ends | None = None) -> int:
+    """The most keys of one rank that queries see. ends: as of `block`."""
+    if problem.band.full and problem.q_tokens and ends is None:
         return max(sizes_of(problem.layout, problem.cu_seqlens, problem.world))
-    return max(b.k[1] - b.k[0] if (b := block(problem, owner)) else 0 for owner in range(problem.world))
+    return max(b.k[1] - b.k[0] if (b := block(problem, owner, ends)) else 0 for owner in range(problem.world))
 
 
 TREE = _Tree(lambda problem, rank: _blocks(problem, rank, rank))

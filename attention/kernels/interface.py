@@ -25,7 +25,7 @@ class KvLengths(NamedTuple):
     """The numbers of keys of a decode's batch elements, over all calls that share the keys. A kernel reads those above
     `total` as `total`, and those below 0 as 0."""
 
-    lengths: Tensor  # int32 [B], on the device
+    lengths: Tensor  # integers [B], on the device; for `ByElement` on the CPU
     first: int  # the position of this call's first key
     total: int  # the most keys that an element may have
 

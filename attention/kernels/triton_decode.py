@@ -67,6 +67,7 @@ def _split(  # type: ignore[no-untyped-def]
     per_cap,
     left,
     right,
+    lengths_b,
     n_queries,
     row_blocks,
     q_b,
@@ -114,7 +115,7 @@ def _split(  # type: ignore[no-untyped-def]
 
     end = n_keys  # where the last query lies, plus 1
     if LENGTHS:
-        end = tl.minimum(tl.maximum(tl.load(lengths + b), 0), all_keys) - first_key
+        end = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_b).to(tl.int32), 0), all_keys) - first_key
     start = split * split_keys
     stop = tl.minimum(n_keys, end)
     if LEFT:
@@ -273,11 +274,10 @@ def _splits(
         # the batch stride of a batch of one changes with a growing KV cache; as 0 it needs no new launcher
         strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
         strides += parts.stride(), lses.stride()
-        shape = _Launched(
-            q.shape, kv_heads, value_dim, q.dtype, call.scale, call.mask, call.softcap, call.lengths is not None
-        )
-        start = _start(shape, strides, splits, stages_on(q.device))
         lengths, first, total = (lses, 0, 0) if call.lengths is None else call.lengths
+        stride = None if call.lengths is None else lengths.stride(0)
+        of = _Launched(q.shape, kv_heads, value_dim, q.dtype, call.scale, call.mask, call.softcap, stride)
+        start = _start(of, strides, splits, stages_on(q.device))
         start(q, k, v, parts, lses, lengths, changing=(n_keys, split_keys, first, total))
     return parts, lses
 
@@ -315,7 +315,7 @@ class _Launched(NamedTuple):
     scale: float
     mask: Band
     softcap: float | None
-    lengths: bool
+    lengths: int | None  # their stride
 
 
 @lru_cache(maxsize=MOST)
@@ -335,6 +335,7 @@ def _start(of: _Launched, strides: tuple[tuple[int, ...], ...], splits: int, sta
             of.scale / cap,
             min(of.mask.left, FAR),
             min(of.mask.right, FAR),
+            of.lengths or 0,
             n_queries,
             tiles.row_blocks,
             *of_q[:3],
@@ -346,7 +347,7 @@ def _start(of: _Launched, strides: tuple[tuple[int, ...], ...], splits: int, sta
         GROUP=group,
         HEAD_DIM=head_dim,
         VALUE_DIM=of.value_dim,
-        LENGTHS=of.lengths,
+        LENGTHS=of.lengths is not None,
         LEFT=of.mask.left >= 0,
         RIGHT=0 <= of.mask.right < n_queries - 1,  # else the first query sees the last key
         SOFTCAP=of.softcap is not None,

@@ -112,9 +112,9 @@ def exchange(parts: Tensor, lses: Tensor, boxes: int, box: Mailbox, rank: int, l
     """The attention over the keys of all ranks: (out like `like`, lse `[B, H, Sq]` in fp32), bitwise equal on every
     rank. All ranks must call it, with the same number of queries.
 
-    parts: this rank's partial results `[n, B, Sq, H, D]`, n >= 0, contiguous in the last dim; lses: `[n, B, H, Sq]`;
+    parts: this rank's partial results `[n, B, Sq, H, Dv]`, n >= 0, contiguous in the last dim; lses: `[n, B, H, Sq]`;
     both fp32. boxes: the device address of a table with the address of each rank's memory for `box`.
-    like: `[B, Sq, H, D]`, the shape and dtype of out."""
+    like: `[B, Sq, H, Dv]`, the shape and dtype of out."""
     batch, queries, heads, _ = like.shape
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=like.device)

@@ -1,12 +1,15 @@
 """Tree and ring decode over real gloo worlds: KV really sharded, uneven and empty shards, GQA, speculative queries."""
 
 import pytest
+import torch
 
+import attention
 from attention.executors import costs
 from attention.geometry.counts import Shapes
+from attention.geometry.decodes import block
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from tests.jobs import numerics
+from tests.jobs import decodes, numerics
 
 REDUCTIONS = ("three", "two", "packed", "hierarchical")
 BASE = {"batch": 2, "queries": 1, "keys": 48, "heads": 8, "kv_heads": 1, "head_dim": 64}
@@ -72,6 +75,63 @@ def test_the_phases_are_those_of_the_paper(in_world):
     }
 
 
+LENGTHS = [0, 1, 7, 20, 20, 37, 3]
+RAGGED = {"batch": 7, "queries": 1, "keys": 37, "heads": 4, "kv_heads": 2, "lengths": LENGTHS}
+COMBINED = [
+    RAGGED,
+    RAGGED | {"tensor": True, "window": (6, 0)},
+    RAGGED | {"queries": 3, "causal": True, "sinks": True},
+    RAGGED | {"queries": 3, "window": (9, 1), "sinks": True, "softcap": 1.5, "value_dim": 24},
+    RAGGED | {"lengths": [0] * 7, "sinks": True, "value_dim": 8},
+    RAGGED | {"batch": 1, "lengths": [9], "queries": 2, "value_dim": 8, "window": (2, 0)},
+    RAGGED | {"lengths": None, "sinks": True, "softcap": 0.7, "value_dim": 24},
+    RAGGED | {"lengths": None, "sinks": True, "queries": 4, "causal": True, "window": (11, 0), "value_dim": 8},
+    RAGGED | {"batch": 64, "lengths": [n % 38 for n in range(64)]},
+]
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_lengths_sinks_softcap_and_value_heads_of_another_size_match_fp64(in_world, world):
+    found = in_world(decodes.compare, world, settings=[*TREES, ("ring_decode", {})], cases=COMBINED)
+    assert len(found) == 5 * len(COMBINED)
+    for each in found:
+        assert all(out < 1e-6 and lse < 1e-5 for out, lse, _ in each["errors"]), each
+
+
+def test_new_lengths_need_no_new_plan(in_world):
+    cases = [RAGGED | {"lengths": [n % 38 for n in range(i, 7 * i + i, i)]} for i in range(1, 8)]
+    cases += [RAGGED | {"keys": 40}]
+    for each in in_world(decodes.compare, 2, settings=[("tree", {}), ("ring_decode", {})], cases=cases):
+        assert all(out < 1e-6 and plans == 1 for out, _, plans in each["errors"]), each
+
+
+def test_of_elements_with_different_lengths_only_keys_that_some_may_see_travel():
+    """Lengths 20 to 24 with a window of 2 before the last key: keys 17 to 23, of which rank 1 of 4 has 17 to 19."""
+    problem = VARIANTS["ring_decode"].problem((0, 40), 4, Band(2, 0), {}, 1)
+    assert [b and b.k for b in (block(problem, rank, (20, 24)) for rank in range(4))] == [None, (7, 10), (0, 4), None]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "parts"),
+    [
+        ("tree", [3, 4], ("kv_lengths has 2 lengths", "one for each of the 3 batch elements")),
+        ("tree", [3, 4, 9], ("kv_lengths[2]=9", "from 0 to the 8 keys", "kv_tokens")),
+        ("tree", [-1, 4, 8], ("kv_lengths[0]=-1", "from 0 to the 8 keys")),
+        ("ring_decode", [1.5, 4, 8], ("kv_lengths=[1.5, 4, 8]", "must be integers")),
+        ("ring_decode", 5, ("kv_lengths=5", "must be integers")),
+        ("tree", torch.ones(3), ("torch.float32", "integer tensor [3]", "to(torch.int32)")),
+        ("tree", torch.ones(3, 1, dtype=torch.int32), ("shape [3, 1]", "integer tensor [3]")),
+        ("ring", [1, 4, 8], ("kv_lengths: ring is no decode", "take tree or ring_decode", "cu_seqlens")),
+    ],
+    ids=str,
+)
+def test_lengths_that_do_not_fit_are_refused_in_one_line(name, lengths, parts):
+    q = torch.zeros(3, 8, 2, 8)
+    with pytest.raises(ValueError) as refusal:
+        attention.make(name)(q, q, q, kv_lengths=lengths)
+    assert "\n" not in str(refusal.value) and all(part in str(refusal.value) for part in parts), refusal.value
+
+
 @pytest.mark.parametrize("world", (1, 3, 4, 8))
 @pytest.mark.parametrize(
     ("name", "options", "transport", "window"),
@@ -99,10 +159,6 @@ def test_keys_that_no_query_sees_do_not_travel(in_world):
 
 
 def test_a_decode_refuses_keys_that_did_not_grow_with_the_others():
-    import torch
-
-    import attention
-
     q, k = torch.zeros(1, 1, 2, 8), torch.zeros(1, 4, 2, 8)
     fn = attention.make("tree")
     fn(q, k, k, kv_tokens=4)

@@ -1,6 +1,7 @@
 """The Triton kernels under the interpreter on a CPU against plain fp64 attention. The interpreter has no bf16 dot; the
 GPU tests have it."""
 
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import pytest
@@ -233,6 +234,22 @@ def test_decode_over_elements_of_different_lengths_merges_over_shards(mask, n_qu
         expected, expected_lse = attention(*each, 0.3, kept(mask, n_queries, n))
         assert float((out[b] - expected[0]).abs().max()) < 1e-6
         assert_lse(lse[b], expected_lse[0], 1e-6)
+
+
+def test_a_tree_reads_lengths_that_changed_in_place():
+    """By the kernel itself: a plan keeps the tensor, as for a GPU."""
+    q, k, v = qkv(1, 40, 4, 2, 16, torch.float32)
+    call, lengths = Call(0.25, Band(9, 0)), torch.tensor([[3, 0], [40, 0]])[:, 0]  # strided, int64
+    for _ in range(2):
+        out, lse = decode(q, k, v, replace(call, lengths=KvLengths(lengths, 0, 40)))
+        expected = make("tree", kernel="decode")(
+            q, k, v, scale=0.25, window=(9, 0), kv_lengths=lengths, return_lse=True
+        )
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        for b, n in enumerate(lengths.tolist()):
+            plain, _ = attention(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], 0.25, kept(Band(9, 0), 1, n))
+            assert torch.allclose(out[b], plain[0], atol=1e-6)
+        lengths += torch.tensor([5, -13])
 
 
 # merging n parts
