@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import api, autograd, planner
-from attention.executors import all_to_all, keys
+from attention.executors import all_to_all, keys, ring
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import cuts, schedules, transfers
-from attention.kernels import decompose
+from attention.kernels import decompose, padded_values
 from attention.kernels import math as math_kernel
+from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, Band
 from attention.masks.mask import Mask
 from attention.reduction import grad_sum, lse_merge, stepwise
+from attention.reduction.sinks import with_sinks
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
 from runner.config.masks import NamedMask
@@ -31,7 +33,7 @@ from runner.measure import timed as timed_run
 from runner.measure.attention_work import AttentionWork
 from runner.measure.correctness import check, check_timed
 
-Tensors = dict[str, Tensor]  # out and lse, or dq, dk and dv, of this rank's shard
+Tensors = dict[str, Tensor]  # out and lse, or dq, dk, dv and dsinks, of this rank's shard
 Change = Callable[[Tensors, Plan], None]  # in place
 
 SIZE = ("batch=1", "heads=2", "kv_heads=1", "head_dim=16")
@@ -52,6 +54,9 @@ RUNS = {  # overrides by name; all in a world of 2
     "packed": ("attention=llama3", "causal=true", *SIZE, *FORWARD),
     "batch": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "batch=2"),
     "tree": ("attention=tree", "causal=false", *SIZE, *FORWARD, "q_len=16"),
+    "sinks": ("attention=zigzag", "causal=true", *SIZE, "sinks=true"),
+    "softcap": ("attention=zigzag", "causal=true", *SIZE, "softcap=1"),
+    "values": ("attention=zigzag", "causal=true", *SIZE, "v_head_dim=8", "kernel=sdpa_flash"),
 }
 
 
@@ -107,35 +112,57 @@ def outputs(change: Change) -> Iterator[None]:
 
         return make
 
-    with changed(autograd, "_forward", of(("out", "lse"))), changed(autograd, "_backward", of(("dq", "dk", "dv"))):
+    with (
+        changed(autograd, "_forward", of(("out", "lse"))),
+        changed(autograd, "_backward", of(("dq", "dk", "dv", "dsinks"))),
+    ):
         yield
 
 
-class Faulty:
-    """A kernel whose calls are changed: the scale by these factors, its own results by `change`."""
+def same(call: Call) -> Call:
+    return call
 
-    def __init__(self, kernel: Any, forward: float, backward: float, change: Callable[..., None] | None):
-        self.kernel, self.factors, self.change = kernel, (forward, backward), change
+
+def scaled(factor: float) -> Callable[[Call], Call]:
+    return lambda call: replace(call, scale=call.scale * factor)
+
+
+def uncapped(call: Call) -> Call:
+    return replace(call, softcap=None)
+
+
+class Faulty:
+    """A kernel that is given other calls than it was asked for, and whose results are changed by `change`."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        forward: Callable[[Call], Call],
+        backward: Callable[[Call], Call],
+        change: Callable[..., None] | None,
+    ):
+        self.kernel, self.other, self.change = kernel, (forward, backward), change
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, into: Any = None) -> Any:
-        found = self.kernel.forward(q, k, v, replace(call, scale=call.scale * self.factors[0]), into)
+        found = self.kernel.forward(q, k, v, self.other[0](call), into)
         if self.change:
             self.change(call, *found)
         return found
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, into: Any = None) -> Any:  # fmt: skip
-        scaled = replace(call, scale=call.scale * self.factors[1])
-        found = self.kernel.backward(dout, q, k, v, out, lse, scaled, into)
+        found = self.kernel.backward(dout, q, k, v, out, lse, self.other[1](call), into)
         if self.change:
             self.change(call, *found)
         return found
 
 
 def kernel(
-    forward: float = 1.0, backward: float = 1.0, change: Callable[..., None] | None = None
+    forward: Callable[[Call], Call] = same,
+    backward: Callable[[Call], Call] = same,
+    change: Callable[..., None] | None = None,
 ) -> Callable[[], AbstractContextManager[object]]:
     def wrapped(original: Any) -> Any:
         return lambda *args: Faulty(original(*args), forward, backward, change)
@@ -405,7 +432,7 @@ def _keys_too_early() -> Iterator[None]:
 
 def _math_scores() -> AbstractContextManager[object]:
     def make(original: Any) -> Any:
-        return lambda q, k, rows, keys, scale, mask: original(q, k, rows, keys, scale * 1.05, mask)
+        return lambda q, k, rows, keys, call, mask: original(q, k, rows, keys, scaled(1.05)(call), mask)
 
     return changed(math_kernel, "_scores", make)
 
@@ -476,6 +503,41 @@ def _nan_gradients(call: Any, *found: Tensor) -> None:
         found[1].view(-1)[0] = torch.nan
 
 
+def _without_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    return out, lse
+
+
+@contextmanager
+def _sinks_in_every_step() -> Iterator[None]:
+    """Sinks join each step's partial result, and not the merged one."""
+    now: list[Tensor | None] = []
+
+    def noting(original: Any) -> Any:
+        def inner(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Any:
+            now[:] = [sinks]
+            return original(q, k, v, plan, sinks)
+
+        return inner
+
+    def joined(call: Any, *found: Tensor) -> None:
+        if len(found) == 2:
+            with_sinks(*found, now[0])
+
+    without = changed(ring, "with_sinks", lambda original: _without_sinks)
+    with changed(ring, "forward", noting), without, kernel(change=joined)():
+        yield
+
+
+def _sinks_gradient_lost(found: Tensors, plan: Plan) -> None:
+    if "dsinks" in found and plan.rank == 1:
+        found["dsinks"].zero_()
+
+
+def _values_cut_elsewhere() -> AbstractContextManager[object]:
+    """Of padded values the dims from the second on."""
+    return changed(padded_values, "_cut", lambda original: lambda x, like: original(x.roll(-1, -1), like))
+
+
 PLANTS = [
     Plant("documents attend across borders", _planned_as_causal, "documents"),
     Plant("a window became causal", _planned_as_causal, "named window"),
@@ -487,11 +549,11 @@ PLANTS = [
     Plant("zigzag chunks swapped", _chunks_swapped),
     Plant("a shard's last key dropped", lambda: steps(_last_key_dropped), "ring"),
     Plant("one key too many", lambda: steps(_one_key_too_many)),
-    Plant("backward scale x1.5", kernel(backward=1.5)),
-    Plant("backward scale x1.01", kernel(backward=1.01)),
-    Plant("backward scale x1.005", kernel(backward=1.005)),
-    Plant("scale x1.01", kernel(1.01, 1.01)),
-    Plant("scale x1.003", kernel(1.003, 1.003)),
+    Plant("backward scale x1.5", kernel(backward=scaled(1.5))),
+    Plant("backward scale x1.01", kernel(backward=scaled(1.01))),
+    Plant("backward scale x1.005", kernel(backward=scaled(1.005))),
+    Plant("scale x1.01", kernel(scaled(1.01), scaled(1.01))),
+    Plant("scale x1.003", kernel(scaled(1.003), scaled(1.003))),
     Plant("dk of a head zeroed", lambda: outputs(_head_zeroed), "two heads"),
     Plant("dk and dv swapped", lambda: _swap("dk", "dv")),
     Plant("dq of the last token zeroed", zeroed("dq", 1)),
@@ -525,6 +587,12 @@ PLANTS = [
     Plant("math scores wrong with kernel=math", _math_scores, "math"),
     Plant("LSE off by one token", _lse_shifted, "forward"),
     Plant("keys used before they came", _keys_too_early),
+    Plant("sinks dropped", lambda: changed(ring, "with_sinks", lambda original: _without_sinks), "sinks"),
+    Plant("sinks applied in every step", lambda: _sinks_in_every_step(), "sinks"),
+    Plant("a rank's part of the sinks' gradient lost", lambda: outputs(_sinks_gradient_lost), "sinks"),
+    Plant("softcap dropped", kernel(uncapped, uncapped), "softcap"),
+    Plant("softcap dropped in the backward", kernel(backward=uncapped), "softcap"),
+    Plant("values cut off by one dim", lambda: _values_cut_elsewhere(), "values"),
     Plant("wrong from the second call on", _later(lambda number: number >= 2)),
     Plant("wrong once the check is over", _later(lambda number: STATE.checked)),
 ]
