@@ -17,7 +17,9 @@ from attention import masks
 from attention.geometry.mixtures import components
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.schedules import masks as bands_of
-from attention.kernels import KERNELS, Call, Kernel, Shape
+from attention.kernels import KERNELS, Call, Kernel, Shape, made_for
+from attention.kernels.interface import lacks
+from attention.kernels.padded_values import PaddedValues
 from attention.kernels.patterns import ForPatterns
 from attention.masks.band import FULL
 from attention.masks.mask import Mask
@@ -29,7 +31,7 @@ from attention.variants.external import External
 from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
-TOKENS, WORLD, HEADS, HEAD_DIM = 1024, 4, 8, 128
+TOKENS, WORLD, HEADS, HEAD_DIM, VALUE_DIM = 1024, 4, 8, 128, 64
 LENGTHS = (256, 512, 256)
 EXAMPLES: dict[str, Mask] = {
     "full": masks.full(),
@@ -58,8 +60,12 @@ class Setting:
     kv_heads: int = HEADS
     deterministic: bool = False
     replay: str = "none"
+    sinks: bool = False
+    softcap: bool = False
+    v_head_dim: int | None = None
 
 
+PADDED = "padded"  # honoured, with values that are filled up with zeros
 FEATURES = {
     "packed": Setting(packed=True),
     "packed, window": Setting("sliding_window", packed=True),
@@ -67,6 +73,9 @@ FEATURES = {
     "fp32": Setting(dtype=torch.float32),
     "fp64": Setting(dtype=torch.float64),
     "GQA": Setting(kv_heads=4),
+    "sinks": Setting(sinks=True),
+    "softcap": Setting(softcap=True),
+    "v_head_dim": Setting(v_head_dim=VALUE_DIM),
     "deterministic": Setting(deterministic=True),
     "replay=launches": Setting(replay="launches"),
     "replay=graphs": Setting(replay="graphs"),
@@ -74,17 +83,21 @@ FEATURES = {
 
 
 def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | None:
-    """Why a call is refused, or None: with every package installed, over symmetric memory."""
+    """Why a call is refused, or None: with every package installed, over symmetric memory. `PADDED`: it is not, but the kernel's values
+    are padded."""
     try:
         problem = _problem(variant, setting)
         options = variant.parse({})
         options.check(HEADS, setting.kv_heads, problem.ranks)
         shape = Shape("cuda", setting.dtype, HEADS, setting.kv_heads, HEAD_DIM, setting.packed, not variant.decode)
-        return (
+        shape = replace(shape, value_dim=setting.v_head_dim, softcap=setting.softcap)
+        kernel = made_for(kernel.name, shape)
+        refused = (
             _external(variant, kernel, setting)
             or _kernel_refuses(kernel, shape, problem, setting)
             or _replay_refuses(variant, kernel, problem, setting)
         )
+        return refused or (PADDED if isinstance(kernel, PaddedValues) else None)
     except ValueError as error:
         return str(error)
 
@@ -109,6 +122,8 @@ def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Set
             return reason
     if problem.is_cut:
         shape = replace(shape, packed=True)
+    if reason := lacks(kernel, shape):
+        return reason
     if not problem.is_cut or kernel.name != "cudnn_block_sparse":
         for band in bands_of(problem):
             if reason := kernel.refuses(shape, band):
@@ -128,6 +143,9 @@ def _external(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | 
         return f"kernel: {variant.name} runs PyTorch's own kernels only; use {', '.join(variant.kernels)} or auto"
     if variant.half and setting.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype: {variant.name} is for bf16 and fp16 only; use dtype=bf16"
+    for asked in ("sinks", "softcap", "v_head_dim"):
+        if getattr(setting, asked):
+            return f"{asked}: {variant.name} has none here; our own variants take {asked}"
     return None
 
 
@@ -187,6 +205,8 @@ def page() -> str:
 
 
 def _cell(reason: str | None, notes: dict[str, int]) -> str:
+    if reason == PADDED:
+        return PADDED
     return "yes" if reason is None else f"({notes.setdefault(reason, len(notes) + 1)})"
 
 
@@ -197,7 +217,7 @@ Written by `python -m runner.support`, which asks the library; `python -m runner
 Each cell is a call on {WORLD} GPUs with {TOKENS:,} tokens, {HEADS} heads of {HEAD_DIM} in bf16, forward and backward, with
 default options, every package installed and the transport symm.
 
-- `yes`: honoured. A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
+- `yes`: honoured; `padded`: honoured with values of {VALUE_DIM} filled up to {HEAD_DIM} (column v_head_dim). A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
 - The first table of a section has the masks, the second has other properties of a causal call. A decode has one query.
 - Kernels that answer alike share a section. `grouped` is for one GPU.
 """
