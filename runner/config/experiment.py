@@ -122,6 +122,30 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
+class Dilation:
+    """What dilated attention computes, where a variant does: segment lengths with their rates, and how they are mixed."""
+
+    pairs: tuple[tuple[int, int], ...]
+    mixing: str
+    weights: str
+
+    @property
+    def divisor(self) -> int:
+        """By what the result is divided."""
+        return len(self.pairs) if self.mixing == "head_groups" else 1
+
+    def pairs_of(self, head: int, heads: int) -> list[tuple[int, int, int]]:
+        """(segment, rate, offset) of each pair that a head computes. Of head groups the first `heads % n` have one head more."""
+        n = len(self.pairs)
+        if self.mixing == "longnet":
+            return [(segment, rate, head % rate) for segment, rate in self.pairs]
+        each, more = divmod(heads, n)
+        i = head // (each + 1) if head < more * (each + 1) else more + (head - more * (each + 1)) // each
+        segment, rate = self.pairs[i]
+        return [(segment, rate, i % rate)]
+
+
+@dataclass(frozen=True)
 class Timing:
     """`schema.TimingConf` with the defaults of the hardware."""
 
@@ -167,6 +191,23 @@ class Experiment:
     def chosen(self) -> Variant[Any] | None:
         """The variant; None for attention=auto."""
         return None if self.variant == AUTO else variant(self.variant)
+
+    @property
+    def dilation(self) -> Dilation | None:
+        """What a variant of dilated attention computes; None for attention under the call's mask."""
+        if self.chosen is None or not self.chosen.mixes:
+            return None
+        options: Any = self.chosen.parse(self.options)
+        return Dilation(options.pairs(self.workload.seq_len), options.mixing, options.weights)
+
+    @property
+    def head_pairs(self) -> int:
+        """(query, key) pairs of all heads of a batch element; of dilated attention as often as pairs of segment and rate have them."""
+        call = self.workload
+        if self.chosen is None or not self.chosen.mixes:
+            return call.heads * call.pairs
+        problem = self.chosen.problem(call.cu_seqlens, self.world_size, call.mask, self.options)
+        return counts.head_pairs(problem, call.heads, call.kv_heads)
 
     @property
     def backward(self) -> bool:

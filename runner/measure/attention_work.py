@@ -102,7 +102,8 @@ def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | No
 def alone(experiment: Experiment) -> ContextParallel:
     """The same global call on one device, within a world of several."""
     chosen = variant(experiment.variant)
-    fn = ContextParallel(chosen, None, experiment.kernel, "auto", experiment.deterministic, chosen.parse())
+    options = chosen.parse(experiment.options)
+    fn = ContextParallel(chosen, None, experiment.kernel, "auto", experiment.deterministic, options)
     fn.world, fn.rank = 1, 0
     return fn
 

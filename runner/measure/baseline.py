@@ -45,7 +45,7 @@ def measure(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: floa
     an iteration on one device should take."""
     options = spec.timing
     key = (
-        spec.workload, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
+        spec.workload, spec.dilation, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
         options.flush_l2, options.autograd_thread, options.layers, options.new_packs,
     )  # fmt: skip
     me.say("baseline", single_s, waiting=me.rank != 0)

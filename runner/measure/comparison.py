@@ -20,7 +20,7 @@ from attention.masks.pattern import Pattern
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure import pieces
+from runner.measure import dilated, pieces
 from runner.measure.attention_work import GRADIENTS, NAMES, ROLES, SINKS, AttentionWork
 from runner.measure.errors import Error, Tolerance, described, total
 from runner.measure.pieces import Piece
@@ -38,7 +38,7 @@ def compare(
     me: Rank, experiment: Experiment, work: AttentionWork, outputs: dict[str, Tensor], with_scales: bool
 ) -> Compared:
     """`Kind.compare` of attention: out, dq, dk, dv, dsinks and the LSE."""
-    tflop = pieces.tflop(experiment.workload, experiment.backward)
+    tflop = pieces.tflop(experiment)
     affordable = FP64_TFLOP[experiment.device] / (10 if experiment.workload.dtype in HALF else 1)
     dtype = torch.float64 if tflop <= affordable else torch.float32
     lse = _lse(me, work)
@@ -108,8 +108,8 @@ class _Comparison:
         for later checks. Collective."""
         me, experiment, backward = self.me, self.experiment, self.experiment.backward
         limit = experiment.check.max_tflop or MAX_TFLOP[experiment.device]
-        key = (experiment.workload, experiment.seed, backward, self.dtype, me.world, limit)
-        mine, share, shared = pieces.pieces_of(experiment.workload, me.world, me.rank, limit, backward)
+        key = (experiment.workload, experiment.dilation, experiment.seed, backward, self.dtype, me.world, limit)
+        mine, share, shared = pieces.pieces_of(experiment, me.world, me.rank, limit)
         found = pieces.kept(key) or mine
         me.say("check_reference")  # also on a rank that has no piece to check
         if shared and any(me.gather(not all(piece.reference for piece in found))):
@@ -133,7 +133,7 @@ class _Comparison:
         if new or piece.reference is None:
             inputs = pieces.piece_inputs(spec, piece, self.experiment.seed, device, self.work.backward)
         if piece.reference is None:
-            piece.reference = pieces.reference(inputs, self.experiment, self.dtype).to("cpu")
+            piece.reference = pieces.reference(inputs, piece, self.experiment, self.dtype).to("cpu")
         reference = piece.reference.to(device)
         rows = {name: x for name, x in self.whole.items() if name != SINKS}
         for name, x in rows.items():
@@ -144,7 +144,7 @@ class _Comparison:
                 piece.put(self.scales[name], heads, reference.scales(name))
         if new:
             errors = piece.local[self.kernel] = {name: Error() for name in self.local}
-            local = self._local(inputs)
+            local = self._local(inputs, piece)
             if SINKS in local:
                 piece.local_dsinks[self.kernel] = local.pop(SINKS).double().cpu()
             for name, x in local.items():
@@ -175,9 +175,15 @@ class _Comparison:
         if SINKS in self.scales:
             self.scales[SINKS] = scales.float()
 
-    def _local(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _local(self, inputs: dict[str, Tensor], piece: Piece) -> dict[str, Tensor]:
         """out, dq, dk, dv and dsinks of a call of the kernel on one device, with a batch dim of 1 unless packed."""
         spec, sinks = self.experiment.workload, inputs.get("sinks")
+        if (dilation := self.experiment.dilation) is not None:
+            call = Call(positive(spec.scale, spec.head_dim), softcap=spec.softcap)
+            given = inputs | {"q": signed(inputs["q"], spec.scale)}
+            first = piece.head * inputs["q"].shape[1]
+            found = dilated.local(given, first, spec, dilation, self.kernel, call)
+            return found | ({"dq": signed(found["dq"], spec.scale)} if "dq" in found else {})
         q, k, v, *dout = (inputs[x].unsqueeze(0) if spec.seqlens is None else inputs[x] for x in NAMES if x in inputs)
         q, call = signed(q, spec.scale), Call(positive(spec.scale, spec.head_dim), softcap=spec.softcap)
         kernel = self._local_kernel(q, k, v)

@@ -25,8 +25,8 @@ EXCEEDED = 1.03  # a run above this share of its limit shows that the measured c
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
-    """FLOPs of the whole problem under the mask, see `counts.forward_flops` and `backward_flops`."""
-    about = experiment.workload.shapes, experiment.workload.pairs
+    """FLOPs of the whole problem, see `counts.forward_flops` and `backward_flops`."""
+    about = replace(experiment.workload.shapes, heads=1), experiment.head_pairs
     forward = counts.forward_flops(*about)
     if not experiment.backward:
         return {"forward": forward}
@@ -35,15 +35,16 @@ def flops(experiment: Experiment) -> dict[str, int]:
 
 
 def sparsity(experiment: Experiment) -> dict[str, Any]:
-    """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element. density: of all
-    queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
+    """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element, of dilated attention
+    the mean of its heads. density: of all queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
     is causal if no query sees a later key. dense_flops: FLOPs of that."""
     work = experiment.workload
+    pairs = experiment.head_pairs / work.heads
     return {
-        "connections": work.pairs,
-        "density": work.pairs / (work.queries * work.seq_len),
-        "sparsity_ratio": 1 - work.pairs / work.dense.pairs,
-        "dense_flops": flops(replace(experiment, workload=work.dense)),
+        "connections": round(pairs),
+        "density": pairs / (work.queries * work.seq_len),
+        "sparsity_ratio": 1 - pairs / work.dense.pairs,
+        "dense_flops": flops(replace(experiment, variant="dense", options={}, workload=work.dense)),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.geometry import counts
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
+from runner.measure import dilated
 from runner.measure.attention_work import global_input, global_sinks
 from runner.measure.errors import Error
 from runner.measure.reference import Reference, Rows, Seen, SeenRectangles, attend
@@ -98,21 +99,21 @@ def kept(key: Any) -> list[Piece] | None:
     return _references.pop(key, None)
 
 
-def tflop(work: AttentionCall, backward: bool) -> float:
+def tflop(experiment: Experiment) -> float:
     """TFLOP of the whole reference."""
-    found = counts.forward_flops(work.shapes, work.pairs)
-    return (found + (counts.backward_flops(work.shapes, work.pairs) if backward else 0)) / 1e12
+    shapes = replace(experiment.workload.shapes, heads=1)
+    found = counts.forward_flops(shapes, experiment.head_pairs)
+    return (found + (counts.backward_flops(shapes, experiment.head_pairs) if experiment.backward else 0)) / 1e12
 
 
-def pieces_of(
-    work: AttentionCall, world: int, rank: int, limit_tflop: float, backward: bool
-) -> tuple[list[Piece], float, int]:
+def pieces_of(experiment: Experiment, world: int, rank: int, limit_tflop: float) -> tuple[list[Piece], float, int]:
     """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
     none). With fewer pieces than ranks, several ranks share a piece: each takes some of its queries."""
+    work = experiment.workload
     everything = [[(b, h)] for b in range(work.batch) for h in range(work.kv_heads)]
     if work.sinks:  # whose gradients are sums over the batch
         everything = [[(b, h) for b in range(work.batch)] for h in range(work.kv_heads)]
-    each = tflop(work, backward) / len(everything)
+    each = tflop(experiment) / len(everything)
     number = max(1, int(min(len(everything), limit_tflop / each)))
     sampled = [everything[i * len(everything) // number] for i in range(number)]  # evenly over batch and heads
     share, chosen = number / len(everything), [piece for pieces in sampled for piece in pieces]
@@ -144,14 +145,14 @@ def piece_inputs(
     return found
 
 
-def reference(
-    inputs: dict[str, Tensor], experiment: Experiment, dtype: torch.dtype, rows: tuple[Rows, ...] | None = None
-) -> Reference:
-    """The reference of a piece's inputs, of all queries or of `rows`."""
-    spec = experiment.workload
-    seen = seen_by(spec)
+def reference(inputs: dict[str, Tensor], piece: Piece, experiment: Experiment, dtype: torch.dtype) -> Reference:
+    """The reference of a piece's inputs, of all queries or of this rank's."""
+    spec, rows = experiment.workload, piece.rows
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     scores = _scores_held(experiment, q.device, dtype)
+    if (dilation := experiment.dilation) is not None:
+        return dilated.reference(inputs, piece.head * q.shape[1], spec, dilation, dtype, scores, rows)
+    seen = seen_by(spec)
     return attend(
         q, k, v, inputs.get("dout"), seen, spec.scale_of_scores, dtype, scores, rows, spec.softcap, inputs.get("sinks")
     )
@@ -171,7 +172,7 @@ def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces:
     """Computes the references of shared pieces: each rank does its queries, and dk and dv are summed over the ranks."""
     for piece in mine:
         inputs = piece_inputs(experiment.workload, piece, experiment.seed, me.device, experiment.backward)
-        piece.reference = reference(inputs, experiment, dtype, piece.rows)
+        piece.reference = reference(inputs, piece, experiment, dtype)
     if experiment.backward:
         _sum_shares(me, experiment.workload, mine, pieces, dtype)
     for piece in mine:

@@ -1,5 +1,5 @@
 """Plain softmax attention, the reference of the correctness check: forward, LSE and backward in fp64 or fp32, by chunks of
-queries. It shares no code with `attention`; which keys a query sees is an argument (`Seen`, `SeenRectangles`).
+queries. It shares no code with `attention`; which keys a query sees is an argument (`Sees`).
 
 It also gives the scale of each row's error. If every term `p_ij v_j` of a row of out has an independent relative error of
 size u, the row's error in the L2 norm is about `u sqrt(sum_j p_ij^2 |v_j|^2)`, whatever the number of terms. The same holds
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,25 @@ Columns = slice | Tensor  # places of keys
 
 LEAST_ROWS = 128  # queries per chunk, unless the scores of fewer fill the memory
 BUSY = 0.75  # at least this share of a chunk's scores is visible under the mask
+
+
+class Sees(Protocol):
+    """What each query sees."""
+
+    @property
+    def queries(self) -> int: ...
+
+    @property
+    def keys(self) -> int: ...
+
+    def columns(self, rows: Rows) -> Columns:
+        """The keys that these queries see together, sorted."""
+
+    def hidden(self, rows: Rows, columns: Columns, device: torch.device) -> Tensor | None:
+        """The pairs that the mask hides, bool `[rows, columns]`; None if it hides none."""
+
+    def chunks(self, rows: Rows, scores: int) -> Iterator[Rows]:
+        """The rows in chunks of at most `scores` scores per head."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +222,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     dout: Tensor | None,
-    seen: Seen | SeenRectangles,
+    seen: Sees,
     scale: float,
     dtype: torch.dtype = torch.float64,
     scores: int = 1 << 26,

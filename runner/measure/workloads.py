@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import comparison
@@ -26,8 +27,12 @@ class Kind:
 
 
 def _single_attention(me: Rank, experiment: Experiment) -> Workload:
-    decode = experiment.workload.q_len is not None
-    dense = replace(experiment, variant="tree" if decode else "dense", options={}, world_size=1)
+    """By the variant that computes the same on one device."""
+    name, options = "tree" if experiment.workload.q_len is not None else "dense", {}
+    if experiment.dilation is not None:
+        name, known = "dilated_improved", variant("dilated_improved").options.names()
+        options = {option: value for option, value in experiment.options.items() if option in known}
+    dense = replace(experiment, variant=name, options=options, world_size=1)
     return AttentionWork(me, dense, alone(dense))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,3 +118,19 @@ def module(me: Rank, tokens: int, options: dict[str, Any]) -> list[float]:
         sums = [sum(me.gather(grad)) for grad in of_parameters] if variant == "ring_dilated" else of_parameters
         found.append([*(made.attend.unshard(y.unsqueeze(2)).squeeze(2) for y in (out, dx)), *sums])
     return [float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True)]
+
+
+def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -> list[list[Any]]:
+    """Whether the correctness check passes, and the largest ratio to the errors of a local call: of the experiment, and of
+    functions with these other options in its place."""
+    from runner.config.experiment import Experiment
+    from runner.measure import correctness
+    from runner.measure.attention_work import AttentionWork, build
+
+    spec = Experiment.from_plain(experiment)
+    found = []
+    for options in ({}, *wrong):
+        work = AttentionWork(me, spec, build(replace(spec, options=spec.options | options)))
+        each = correctness.check(me, spec, work).found
+        found.append([each["passed"], max(x["ratio_to_local"] for x in each["tensors"].values())])
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,12 +68,12 @@ def shared_reference(me: Rank, experiment: dict[str, Any], number: int) -> list[
     spec = Experiment.from_plain(experiment)
     limit = 1e-12 if number == 1 else 1e9  # the least that can be checked, or everything
     backward = spec.mode == "forward_backward"
-    mine, _, shared = pieces.pieces_of(spec.workload, me.world, me.rank, limit, backward)
+    mine, _, shared = pieces.pieces_of(spec, me.world, me.rank, limit)
     pieces.share_reference(me, spec, mine, shared, torch.float64)
     found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
     for piece in mine:
         inputs = pieces.piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
-        alone = pieces.reference(inputs, spec, torch.float64)
+        alone = pieces.reference(inputs, replace(piece, rows=None), spec, torch.float64)
         found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows or () for token in range(a, b)]
         shared = piece.reference
         assert shared is not None and shared.values.keys() == alone.values.keys()

@@ -48,6 +48,10 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
         else:
             about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
             chosen.settings(run.call_options, *about)
+            if chosen.mixes and run.baseline == "dense":
+                raise ValueError(
+                    f"baseline=dense: {chosen.name} gives other numbers than attention; run attention=dense beside it, with baseline=none"
+                )
     except ValueError as error:
         hint = _about_drawn(cfg.seqlens, run.world_size) if call.seqlens is not None else ""
         raise InvalidConfig(f"{_by_keys(str(error), run)}{hint}") from None

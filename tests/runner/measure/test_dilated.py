@@ -1,0 +1,72 @@
+"""The runner's reference of dilated attention, and runs that are checked with it."""
+
+import pytest
+import torch
+
+from runner.config.experiment import Dilation
+from runner.config.values import InvalidConfig
+from runner.measure import dilated, metrics
+from tests.jobs import dilated as jobs
+from tests.support.composing import resolved
+from tests.support.dilated import reference
+
+PAIRS = ["attention.segments=[64,128]", "attention.rates=[1,4]"]
+SMALL = ["config=tiny", "batch=1", "heads=4", "kv_heads=2", "head_dim=8", "seq_len=320", "dtype=fp32"]
+WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", [[], ["causal=false"], ["seqlens=[64,100,156]"]])
+def test_the_reference_is_the_definition_by_rows_too(way, more):
+    chosen = [f"attention.mixing={way[0]}", f"attention.weights={way[1]}"]
+    spec = resolved("attention=dilated", *SMALL, *PAIRS, *chosen, *more, "world_size=1").workload
+    dilation = Dilation(((64, 1), (128, 4)), *way)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(320, h, 8, generator=generator).double() for h in (4, 2, 2, 4))
+    inputs = [x.unsqueeze(0).requires_grad_() for x in (q, k, v)]
+    out, lse = reference(*inputs, (64, 128), (1, 4), *way, spec.causal, spec.cu_seqlens)
+    expected = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs, dout.unsqueeze(0)), strict=True))
+    expected |= {"out": out, "lse": lse.transpose(1, 2)}
+    for rows in (None, [(0, 100), (300, 320)]):
+        for head in range(2):
+            piece = {"q": q[:, 2 * head : 2 * head + 2], "k": k[:, head : head + 1], "v": v[:, head : head + 1]}
+            piece["dout"] = dout[:, 2 * head : 2 * head + 2]
+            found = dilated.reference(piece, 2 * head, spec, dilation, torch.float64, 1 << 20, rows).values
+            at = torch.cat([torch.arange(*x) for x in rows or [(0, 320)]])
+            for name in ("out", "lse", "dq") if rows else expected:
+                heads = slice(head, head + 1) if name in ("dk", "dv") else slice(2 * head, 2 * head + 2)
+                whole = expected[name][0].detach()[:, heads]
+                torch.testing.assert_close(
+                    found[name], whole if name in ("dk", "dv") else whole[at], rtol=1e-10, atol=1e-12
+                )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_checked_and_another_dilation_does_not_pass(in_world, way):
+    chosen = [f"attention.mixing={way[0]}", f"attention.weights={way[1]}"]
+    spec = resolved("attention=ring_dilated", *SMALL, *PAIRS, *chosen, "world_size=2")
+    wrong = [{"rates": [1, 2]}, {"segments": [32, 128]}]
+    wrong += [{"weights": "detached"}] if way == WAYS[1] else [{"weights": "joint"}] if way == WAYS[2] else []
+    (passed, ratio), *others = in_world(jobs.checked, 2, experiment=spec.plain(), wrong=wrong)
+    assert passed and ratio < 1.5
+    assert not any(passed for passed, _ in others)
+
+
+def test_flops_and_density_are_those_of_the_components():
+    spec = resolved(
+        "attention=dilated_improved", *SMALL, *PAIRS, "attention.mixing=longnet", "causal=false", "world_size=1"
+    )
+    pairs = 4 * (5 * 64 * 64 + (2 * 32 * 32 + 16 * 16))
+    assert spec.head_pairs == pairs
+    assert metrics.flops(spec)["forward"] == 4 * 8 * pairs
+    found = metrics.sparsity(spec)
+    assert found["connections"] == pairs // 4 and found["density"] == pytest.approx(pairs / (4 * 320 * 320))
+    assert found["dense_flops"]["forward"] == 4 * 8 * 4 * 320 * 320
+
+
+def test_dense_attention_is_no_baseline_of_another_function():
+    with pytest.raises(InvalidConfig) as error:
+        resolved("attention=dilated", *SMALL, *PAIRS, "baseline=dense", "world_size=1")
+    assert str(error.value) == (
+        "baseline=dense: dilated gives other numbers than attention; run attention=dense beside it, with baseline=none"
+    )
