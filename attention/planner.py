@@ -347,8 +347,12 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     """The local kernel. Raises UnsupportedCall if it can't do this call."""
     variant, wanted = settings.variant, settings.kernel_name
     if isinstance(variant, External):
-        calls.check(variant, spec.shape, spec.batch, settings.transport_name, spec.want_lse, spec.sinks)
-        return calls.kernel(variant, wanted, spec.shape, masks(problem))
+        shape = spec.shape
+        calls.check(variant, shape, spec.batch, settings.transport_name, spec.want_lse, spec.sinks)
+        scaled = spec.scale != positive(None, shape.head_dim)
+        if reason := variant.refuses(problem, shape.heads, shape.kv_heads, scaled, shape.backward):
+            raise UnsupportedCall(reason)
+        return calls.kernel(variant, wanted, shape, masks(problem))
     if mixed := _mixed(spec, settings, problem):
         return _kernel(_part_spec(spec, mixed[0]), settings, mixed[0].problem)
     if problem.is_cut:

@@ -93,7 +93,7 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
         shape = replace(shape, value_dim=setting.v_head_dim, softcap=setting.softcap)
         kernel = made_for(kernel.name, shape)
         refused = (
-            _external(variant, kernel, setting)
+            _external(variant, kernel, problem, setting)
             or _kernel_refuses(kernel, shape, problem, setting)
             or _replay_refuses(variant, kernel, problem, setting)
         )
@@ -134,7 +134,7 @@ def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Set
     return None
 
 
-def _external(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | None:
+def _external(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:
     if not isinstance(variant, External):
         return None
     if variant.own_kernel and kernel.name not in variant.kernels:
@@ -146,7 +146,7 @@ def _external(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | 
     for asked in ("sinks", "softcap", "v_head_dim"):
         if getattr(setting, asked):
             return f"{asked}: {variant.name} has none here; our own variants take {asked}"
-    return None
+    return variant.refuses(problem, HEADS, setting.kv_heads, scaled=False, backward=True)
 
 
 def _replay_refuses(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:

@@ -23,7 +23,7 @@ def check(package: External[Any], shape: Shape, batch: int, transport: str, want
     name, reason = package.name, package.missing(shape.device)
     if reason:
         raise UnsupportedCall(reason)
-    if not dist.is_initialized():
+    if not package.layout.replicated and not dist.is_initialized():
         raise UnsupportedCall(f"{name}: works over a process group; call torch.distributed.init_process_group first")
     if transport not in ("auto", "gloo", "nccl"):
         raise UnsupportedCall(f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto")

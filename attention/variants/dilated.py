@@ -18,7 +18,7 @@ from typing import Any
 
 from attention.geometry.layouts import REPLICATED, CuSeqlens, Layout
 from attention.geometry.mixtures import MIXINGS, WEIGHTS, Mixture
-from attention.geometry.options import MixtureOptions, option
+from attention.geometry.options import MixtureOptions, Options, option
 from attention.geometry.schedules import Problem
 from attention.masks.band import Band
 from attention.masks.documents import Documents
@@ -36,17 +36,21 @@ DIVIDED = Mixture((0, 0), (), MIXINGS[0])  # of no call: each call has its own
 
 
 @dataclass(frozen=True)
-class DilatedOptions(MixtureOptions):
+class PairOptions(Options):
     """`segments` and `rates`: lengths in tokens and a rate for each; None: a default by the number of tokens."""
 
     segments: tuple[int, ...] | None = option(None)
     rates: tuple[int, ...] | None = option(None)
-    mixing: str = option("head_groups")
 
     def __post_init__(self) -> None:
         for name in ("segments", "rates"):
             if isinstance(given := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(given))
+
+    @property
+    def mixing(self) -> str:
+        """How the pairs are divided among the heads: see this module."""
+        return "head_groups"
 
     def plain(self) -> dict[str, Any]:
         return {name: list(x) if isinstance(x, tuple) else x for name, x in super().plain().items()}
@@ -54,22 +58,9 @@ class DilatedOptions(MixtureOptions):
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
         self.check_pairs()
-        groups = 3 if self.segments is None else len(self.segments)
-        if self.mixing == "head_groups" and heads < groups:
-            raise ValueError(
-                f"heads={heads}: mixing=head_groups gives each of {groups} segment lengths a group of heads; use at least "
-                f"{groups} heads, or mixing=longnet"
-            )
 
     def check_pairs(self) -> None:
-        """Raises ValueError for segments, rates, mixing or weights that cannot be."""
-        for name, known in (("mixing", MIXINGS), ("weights", WEIGHTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be {' or '.join(known)}")
-        if self.weights == "detached" and self.mixing != "longnet":
-            raise ValueError(
-                "weights=detached: mixing=head_groups has no weights; use mixing=longnet, or weights=joint"
-            )
+        """Raises ValueError for segments and rates that cannot be."""
         segments, rates = self._numbers("segments"), self._numbers("rates")
         if segments is None and rates is None:
             return
@@ -115,6 +106,31 @@ class DilatedOptions(MixtureOptions):
 
 
 @dataclass(frozen=True)
+class DilatedOptions(MixtureOptions, PairOptions):
+    mixing: str = option("head_groups")
+
+    def check(self, heads: int, kv_heads: int, world: int) -> None:
+        super().check(heads, kv_heads, world)
+        groups = 3 if self.segments is None else len(self.segments)
+        if self.mixing == "head_groups" and heads < groups:
+            raise ValueError(
+                f"heads={heads}: mixing=head_groups gives each of {groups} segment lengths a group of heads; use at least "
+                f"{groups} heads, or mixing=longnet"
+            )
+
+    def check_pairs(self) -> None:
+        """Also for a mixing and weights that cannot be."""
+        for name, known in (("mixing", MIXINGS), ("weights", WEIGHTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be {' or '.join(known)}")
+        if self.weights == "detached" and self.mixing != "longnet":
+            raise ValueError(
+                "weights=detached: mixing=head_groups has no weights; use mixing=longnet, or weights=joint"
+            )
+        super().check_pairs()
+
+
+@dataclass(frozen=True)
 class CopiedOptions(DilatedOptions):
     @property
     def copies(self) -> bool:
@@ -146,7 +162,7 @@ class Dilated(Variant[DilatedOptions]):
 
 
 def mixture_problem(
-    variant: Variant[Chosen], cu_seqlens: CuSeqlens, world: int, mask: Band | Mask, options: DilatedOptions
+    variant: Variant[Chosen], cu_seqlens: CuSeqlens, world: int, mask: Band | Mask, options: PairOptions
 ) -> Problem:
     """The problem of dilated attention, as `Variant.problem`."""
     sequences, found = _within(mask, cu_seqlens)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from attention.geometry.layouts import CONTIGUOUS, CuSeqlens
 from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
-from attention.geometry.schedules import GATHER, Schedule
+from attention.geometry.schedules import GATHER, Problem, Schedule
 from attention.masks.band import Band
 from attention.variants import ring, stripe, zigzag
 from attention.variants.base import Chosen, Variant, register
@@ -43,6 +43,11 @@ class External(Variant[Chosen]):
             return f"{self.name} needs the package {self.needs}: {self.install}"
         if self.cuda and device == "cpu":
             return f"{self.name} needs CUDA GPUs: {self.source} has no CPU path"
+        return None
+
+    def refuses(self, problem: Problem, heads: int, kv_heads: int, scaled: bool, backward: bool) -> str | None:
+        """Why the package's result is not right for a call, as `value: rule`, or None. scaled: the call has a scale other than
+        D^-0.5."""
         return None
 
     def served(self, kernel: str) -> str:
