@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pickle import PicklingError
 from typing import Any, Literal, TypeVar, cast, overload
@@ -14,7 +15,16 @@ from torch import Tensor
 
 from attention import kernels, transports
 from attention.agreement import Disagreement, refuse, seconds
-from attention.arguments import Lengths, check_cu_seqlens, check_padding, rank_and_world, signed, token_dim_of
+from attention.arguments import (
+    Lengths,
+    check_cu_seqlens,
+    check_no_window,
+    check_padding,
+    check_prefix,
+    rank_and_world,
+    signed,
+    token_dim_of,
+)
 from attention.autograd import Unshard, attend, token_range
 from attention.autotune import machine as automatic
 from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
@@ -26,6 +36,7 @@ from attention.geometry.options import Options
 from attention.kernels.fit import fit
 from attention.masks.mask import Mask
 from attention.planner import Plans, call_spec, padded_layout, plan_of
+from attention.reduction.lse_merge import merge
 from attention.replay import Replay, check_old_option, check_replay
 from attention.runtime import private
 from attention.tensors import token_dim, token_indices
@@ -280,6 +291,8 @@ class ContextParallel:
         mask: Mask | None = None,
         kv_tokens: int | None = None,
         kv_lengths: Lengths = None,
+        prefix: tuple[Tensor, Tensor] | None = None,
+        prefix_tokens: int | None = None,
         padding: int = 0,
         sinks: Tensor | None = None,
         softcap: float | None = None,
@@ -303,6 +316,10 @@ class ContextParallel:
         kv_tokens, and its queries are the last of these. A list or a CPU tensor is checked. A GPU tensor is read by the kernel
         `decode` alone, without a synchronisation: values outside are taken as the nearest within; other kernels read it as a
         list and make a call for each length. Without keys out is 0 and the LSE -inf.
+        prefix: for a decode, (k, v) of keys before those of every batch element, which the whole batch shares: this rank's shard
+        of `[1, N_p, Hk, D]` or `[N_p, Hk, D]`, v with Dv. They are attended as one sequence of B*Sq queries, so that they are read once.
+        It is a call of its own with a reduction of its own; both results are rounded to q's dtype, then merged. causal holds
+        within an element's own keys; windows are refused. prefix_tokens: as kv_tokens, of the prefix.
         padding: the tokens that `shard(x, pad=True)` added at the end. No query sees them; their out is 0, their LSE
         -inf, and they have and cause no gradient. cu_seqlens and mask are those of the other tokens.
         sinks: `[H]`, a learned logit a head that joins the softmax's denominator; floating-point, equal on all ranks. Their
@@ -317,6 +334,17 @@ class ContextParallel:
         when the kernel can't."""
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+        if prefix is not None or prefix_tokens is not None:
+            own = {"causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask}
+            own |= {
+                "kv_tokens": kv_tokens,
+                "kv_lengths": kv_lengths,
+                "padding": padding,
+                "sinks": sinks,
+                "softcap": softcap,
+            }
+            out, lse = self._with_prefix(q, k, v, own, prefix, prefix_tokens)
+            return (out, lse) if return_lse else out
         plan = self.plan(
             q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, mask=mask,
             kv_tokens=kv_tokens, kv_lengths=kv_lengths, padding=padding, sinks=sinks, softcap=softcap, return_lse=return_lse,
@@ -334,11 +362,32 @@ class ContextParallel:
             lse = lse.index_fill(-1, at, -torch.inf) if return_lse else lse
         return (out, lse) if return_lse else out
 
+    def _with_prefix(
+        self, q: Tensor, k: Tensor, v: Tensor, own: dict[str, Any], prefix: object, tokens: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the keys of each element and those of the prefix. own: what the call on the former takes, sinks among
+        it, which join one denominator only."""
+        with self._told():
+            shared = check_prefix(prefix, k, v, self.variant)
+            check_no_window(own["causal"], own["window"], own["mask"])
+        out, lse = self(q, k, v, **own, return_lse=True)
+        batch, n, heads, _ = q.shape
+        queries = q.reshape(1, batch * n, heads, -1)
+        found = self(queries, *shared, scale=own["scale"], softcap=own["softcap"], kv_tokens=tokens, return_lse=True)
+        merge(out, lse, out, lse, found[0].view(out.shape), found[1].view(heads, batch, n).transpose(0, 1))
+        return out, lse
+
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
         """The plan of a call with these arguments: the schedule bound to this rank, its kernel and its transport."""
-        try:
+        with self._told():
             spec = call_spec(self, q, k, v, **given)
             return plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Within it, other ranks learn of an error before the call's agreement."""
+        try:
+            yield
         except Disagreement:
             raise
         except Exception as error:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import check_heads
+from attention.masks.band import Band
 from attention.masks.mask import Mask
+from attention.masks.sequences import mask_of
 from attention.tensors import on_host
 
 if TYPE_CHECKING:
@@ -222,6 +224,38 @@ def check_range(kv_lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
                 "size that k and v are padded to as kv_tokens"
             )
     return kv_lengths
+
+
+def check_prefix(prefix: object, k: Tensor, v: Tensor, variant: Variant[Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values `[1, n, Hk, .]` of a prefix that a batch shares. Raises ValueError unless the variant is a decode and they
+    have the heads and head dims of k and v."""
+    if not variant.decode:
+        raise ValueError(
+            f"prefix: {variant.name} is no decode; take tree or ring_decode, or mask=masks.shared_prompt(...)"
+        )
+    if not isinstance(prefix, tuple | list) or not all(isinstance(x, Tensor) for x in prefix) or len(prefix) != 2:
+        given = "no prefix" if prefix is None else type(prefix).__name__
+        raise ValueError(
+            f"prefix: {given} given: must be a pair (k, v) of tensors [1, N_p, Hk, D] and [1, N_p, Hk, Dv]"
+        )
+    keys, values = (x.unsqueeze(0) if x.dim() == 3 else x for x in prefix)
+    for name, x, like in (("k", keys, k), ("v", values, v)):
+        if x.dim() != 4 or x.shape[0] != 1 or x.shape[2:] != like.shape[2:]:
+            raise ValueError(
+                f"{name} of the prefix has shape {list(x.shape)}: must be [1, N_p, {', '.join(map(str, like.shape[2:]))}], "
+                f"one sequence with the heads of {name}"
+            )
+    return keys, values
+
+
+def check_no_window(causal: bool, window: tuple[int, int], mask: object) -> None:
+    """Raises ValueError for a window, which a call with a prefix can't have."""
+    band = mask_of(Band.of(causal, check_window(window)), (0, 1), check_mask(mask))
+    if isinstance(band, Band) and band.windowed:
+        raise ValueError(
+            f"window=({band.left}, {band.right}): the queries of a call with a prefix see all of it; leave the window out, or give "
+            "the prefix as keys of every element"
+        )
 
 
 def check_padding(padding: int, total: int, decode: bool) -> int:

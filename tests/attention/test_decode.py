@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attention
+from attention import masks
 from attention.executors import costs
 from attention.geometry.counts import Shapes
 from attention.geometry.decodes import block
@@ -87,6 +88,8 @@ COMBINED = [
     RAGGED | {"lengths": None, "sinks": True, "softcap": 0.7, "value_dim": 24},
     RAGGED | {"lengths": None, "sinks": True, "queries": 4, "causal": True, "window": (11, 0), "value_dim": 8},
     RAGGED | {"batch": 64, "lengths": [n % 38 for n in range(64)]},
+    RAGGED | {"prefix": 21, "sinks": True, "softcap": 1.5, "value_dim": 24},
+    RAGGED | {"prefix": 3, "queries": 3, "causal": True},
 ]
 
 
@@ -129,6 +132,38 @@ def test_lengths_that_do_not_fit_are_refused_in_one_line(name, lengths, parts):
     q = torch.zeros(3, 8, 2, 8)
     with pytest.raises(ValueError) as refusal:
         attention.make(name)(q, q, q, kv_lengths=lengths)
+    assert "\n" not in str(refusal.value) and all(part in str(refusal.value) for part in parts), refusal.value
+
+
+Q, K = torch.zeros(3, 1, 4, 8), torch.zeros(3, 8, 2, 8)
+P = torch.zeros(5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "parts"),
+    [
+        (
+            "tree",
+            {"prefix": (P, P), "window": (4, 0)},
+            ("window=(4, 0)", "prefix see all of it", "leave the window out"),
+        ),
+        ("tree", {"prefix": (P, P), "mask": masks.sliding_window(4)}, ("window=(4, 0)", "prefix")),
+        ("tree", {"prefix": P}, ("prefix: Tensor given", "a pair (k, v)")),
+        ("tree", {"prefix_tokens": 5}, ("no prefix given", "a pair (k, v)")),
+        ("tree", {"prefix": (P, P[..., :4])}, ("v of the prefix has shape [1, 5, 2, 4]", "[1, N_p, 2, 8]")),
+        (
+            "ring_decode",
+            {"prefix": (P.expand(3, 5, 2, 8), P)},
+            ("k of the prefix has shape [3, 5, 2, 8]", "one sequence"),
+        ),
+        ("tree", {"prefix": (P, P), "prefix_tokens": 9}, ("k has 5 tokens: rank 0 of 1 holds 9 of 9",)),
+        ("ring", {"prefix": (P, P)}, ("prefix: ring is no decode", "tree or ring_decode", "shared_prompt")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_prefixes_that_do_not_fit_are_refused_in_one_line(name, given, parts):
+    with pytest.raises(ValueError) as refusal:
+        attention.make(name)(Q, K, K, **given)
     assert "\n" not in str(refusal.value) and all(part in str(refusal.value) for part in parts), refusal.value
 
 
