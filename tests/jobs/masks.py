@@ -94,7 +94,7 @@ def compare(
         out, lse = fn(*shards, **given, return_lse=True)
         received = me.gather(dict(plan.transport.bytes_received))
         gradients = torch.autograd.grad(out, [*shards, *mine], fn.shard(dout, packs))
-        dsinks = [torch.tensor(me.gather(x.tolist())).sum(0) for x in gradients[3:]]
+        dsinks = [torch.tensor(me.gather(x.tolist()), device=me.device).sum(0) for x in gradients[3:]]
         if fn.layout.replicated or fn.variant.decode:  # every rank has the whole
             dsinks = [x / me.world for x in dsinks]
         ours = [fn.unshard(x, packs) for x in (out, *gradients[:3])]
