@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner.launch.files import WorldSpec
-from tests.support.cases import draw, judge, variants
+from tests.gate import plants
+from tests.support.cases import Case, compute, draw, judge, variants, wrong
 
 WORLDS = (1, 2, 3, 4)
 
@@ -38,3 +39,13 @@ def test_random_calls_are_right_or_refused(pool, request, world, fuzz_seed):
     assert not bad, f"{where}:\n" + "\n".join(bad)
     done = outcome.result.count("ok")
     assert done >= wanted // 2, f"{where}: only {done} of {wanted} calls were done: {outcome.result}"
+
+
+@pytest.mark.parametrize("name", ["ring", "llama3", "tree"])  # one of each executor that applies sinks
+def test_dropped_sinks_and_softcaps_are_found(name):
+    decode = {"queries": 2, "causal": False, "gradients": ""} if name == "tree" else {"gradients": "qkvs"}
+    case = Case(name, 1, 24, 2, 1, 8, 1, transport="auto", value_dim=16, softcap=0.5, sinks="fp32", **decode)
+    assert wrong(case, compute(case)) is None
+    for plant in (plants.sinks_dropped, plants.kernel(plants.uncapped, plants.uncapped)):
+        with plant():
+            assert wrong(case, compute(case)) is not None

@@ -4,7 +4,7 @@ change of one seam (`outputs`, `kernel`, `steps`, `changed`), and the run of `RU
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import api, autograd, planner
-from attention.executors import all_to_all, keys, ring
+from attention.executors import all_to_all, gather, keys, ring, tree
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import cuts, schedules, transfers
 from attention.kernels import decompose, padded_values
@@ -503,6 +503,15 @@ def _nan_gradients(call: Any, *found: Tensor) -> None:
         found[1].view(-1)[0] = torch.nan
 
 
+@contextmanager
+def sinks_dropped() -> Iterator[None]:
+    """No executor applies them; their gradient is computed as if they were."""
+    with ExitStack() as stack:
+        for executor in (ring, gather, tree):
+            stack.enter_context(changed(executor, "with_sinks", lambda original: _without_sinks))
+        yield
+
+
 def _without_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, lse
 
@@ -587,7 +596,7 @@ PLANTS = [
     Plant("math scores wrong with kernel=math", _math_scores, "math"),
     Plant("LSE off by one token", _lse_shifted, "forward"),
     Plant("keys used before they came", _keys_too_early),
-    Plant("sinks dropped", lambda: changed(ring, "with_sinks", lambda original: _without_sinks), "sinks"),
+    Plant("sinks dropped", lambda: sinks_dropped(), "sinks"),
     Plant("sinks applied in every step", lambda: _sinks_in_every_step(), "sinks"),
     Plant("a rank's part of the sinks' gradient lost", lambda: outputs(_sinks_gradient_lost), "sinks"),
     Plant("softcap dropped", kernel(uncapped, uncapped), "softcap"),

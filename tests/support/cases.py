@@ -5,6 +5,7 @@ shares no code with the library. `tests/test_fuzz.py` draws new cases each run, 
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ FORM = re.compile(r".*\w.*: .*(; |must be ).*\w.*")
 
 @dataclass(frozen=True)
 class Case:
-    """One call. Dense inputs are `[batch, tokens, heads, head_dim]`; with `lengths` they are packed, without a batch. A
-    decode has `queries` queries on every rank."""
+    """One call. Dense inputs are `[batch, tokens, heads, head_dim]`, v and dout with `value_dim` in its place; with `lengths` they are
+    packed, without a batch. A decode has `queries` queries on every rank. sinks: the dtype of a logit a head, or None."""
 
     variant: str
     world: int
@@ -56,10 +57,13 @@ class Case:
     lengths: tuple[int, ...] | None = None
     queries: int | None = None
     layouts: tuple[str, ...] = ("contiguous",) * 4  # of q, k, v and dout in memory
-    gradients: str = "qkv"  # the inputs that need one; empty: forward alone
+    gradients: str = "qkv"  # the inputs that need one, s for the sinks; empty: forward alone
     deterministic: bool = False
     masks: tuple[dict[str, Any], ...] = ()  # names and parameters; the call has their intersection
     pad: bool = False  # the library pads what does not divide
+    value_dim: int | None = None  # None: head_dim
+    softcap: float | None = None
+    sinks: str | None = None
 
     @property
     def cu_seqlens(self) -> list[int] | None:
@@ -102,7 +106,10 @@ def draw(name: str, world: int, seed: int) -> Case:
         "scale": rng.choice((None, None, 0.3)),
         "batch": rng.choice((1, 2, 3)),
         "deterministic": rng.random() < 0.2,
+        "value_dim": rng.choice((None, None, None, 8, 24, 64)),
+        "softcap": rng.choice((None, None, None, None, 0.5, 4.0)),
     }
+    base["sinks"] = rng.choice((None, None, base["dtype"], "fp32"))
     layouts = tuple(rng.choice(LAYOUTS) if rng.random() < 0.4 else "contiguous" for _ in NAMES)
     if chosen.decode:
         tokens = rng.choice((1, world, 5, 33, 64, 200))
@@ -127,6 +134,8 @@ def draw(name: str, world: int, seed: int) -> Case:
     if rng.random() < (0.6 if chosen.any_mask else 0.1):
         base["masks"] = masked.drawn(tokens, rng)
     gradients = rng.choice(("qkv", "qkv", "qkv", "", "q", "kv"))
+    if base["sinks"] and rng.random() < 0.8:
+        gradients += "s"
     return Case(
         **base, tokens=tokens, causal=causal, window=window, lengths=lengths, layouts=layouts, gradients=gradients
     )
@@ -154,10 +163,19 @@ def whole(case: Case) -> dict[str, Tensor]:
     for name in NAMES:
         tokens, heads = (case.tokens, case.kv_heads) if name in "kv" else (queries, case.heads)
         lead = (tokens,) if case.lengths is not None else (case.batch, tokens)
-        found[name] = torch.randn(*lead, heads, case.head_dim, generator=generator).to(DTYPES[case.dtype])
+        head_dim = case.head_dim if name in "qk" else case.value_dim or case.head_dim
+        found[name] = torch.randn(*lead, heads, head_dim, generator=generator).to(DTYPES[case.dtype])
         if case.layouts[NAMES.index(name)] == "expanded_heads":
             found[name] = found[name][..., :1, :].expand_as(found[name]).contiguous()
     return found
+
+
+def sinks_of(case: Case) -> Tensor | None:
+    """The logits `[heads]`, equal on every rank, around that of all keys together."""
+    if case.sinks is None:
+        return None
+    x = torch.randn(case.heads, generator=torch.Generator().manual_seed(case.seed + 1))
+    return (x + math.log(case.tokens)).to(DTYPES[case.sinks])
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -248,7 +266,9 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
             shard.movedim(-3, 0)[outside] = 3.0  # whatever a model makes of padding
         given[name] = laid_out(shard, layout).requires_grad_(name in case.gradients)
         kept[name] = shard
-    how = {"causal": case.causal, "window": case.window, "scale": case.scale, "mask": mask}
+    how = {"causal": case.causal, "window": case.window, "scale": case.scale, "mask": mask, "softcap": case.softcap}
+    if (sinks := sinks_of(case)) is not None:
+        how["sinks"] = given["s"] = sinks.requires_grad_("s" in case.gradients)
     how |= {"kv_tokens": case.tokens} if case.queries is not None else {"cu_seqlens": cu, "padding": added}
     out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
     results = {"out": out.detach(), "lse": lse.transpose(-1, -2).unsqueeze(-1).contiguous()}
@@ -256,11 +276,18 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
         wanted = [given[name] for name in case.gradients]
         grads = torch.autograd.grad(out, wanted, given["dout"])
         results |= {f"d{name}": x for name, x in zip(case.gradients, grads, strict=True)}
+    dsinks = results.pop("ds", None)
     for name, x in results.items() if outside is not None else ():
         left = -torch.inf if name == "lse" else 0
         assert (x.movedim(-3, 0)[outside] == left).all(), f"{name} of padding is not {left}"
     if case.queries is None:
         results = {name: fn.unshard(x, cu, added) for name, x in results.items()}
+    if dsinks is not None:
+        assert dsinks.dtype == how["sinks"].dtype
+        total = dsinks.double()  # a rank has the part of its queries
+        if case.world > 1 and not fn.layout.replicated:
+            dist.all_reduce(total, group=group)
+        results["ds"] = total.view(1, -1, 1)
     for name, x in kept.items():
         assert torch.equal(given[name], x), f"the call changed {name}"
     return results
@@ -291,13 +318,20 @@ def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     q, k, v, dout = (x.double() for x in whole(case).values())
     if case.lengths is not None:
         q, k, v, dout = (x[None] for x in (q, k, v, dout))
-    group = case.heads // case.kv_heads
+    group, of_heads = case.heads // case.kv_heads, ({}, {})
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     keep = seen(case)
+    slope = torch.ones_like(s)
+    if case.softcap is not None:
+        slope = 1 - (s / case.softcap).tanh().square()
+        s = case.softcap * (s / case.softcap).tanh()
     s = s.masked_fill(~keep, -torch.inf)
-    lse = s.logsumexp(-1, keepdim=True)
+    lse, sinks = s.logsumexp(-1, keepdim=True), sinks_of(case)
+    if sinks is not None:
+        sinks = sinks.double().view(1, -1, 1, 1)
+        lse = torch.logaddexp(lse, sinks)
     p = (s - lse.masked_fill(lse == -torch.inf, 0)).exp()
     exact = {"out": torch.einsum("bhqk,bkhd->bqhd", p, v), "lse": lse.transpose(1, 2)}
     norms = {name: x.norm(dim=-1).transpose(1, 2) for name, x in zip(NAMES, (q, k, v, dout), strict=True)}  # [B, H, S]
@@ -309,7 +343,7 @@ def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     if case.gradients:
         dp = torch.einsum("bqhd,bkhd->bhqk", dout, v)
         delta = (exact["out"] * dout).sum(-1).transpose(1, 2)[..., None]
-        ds = p * (dp - delta) * scale
+        ds = p * (dp - delta) * slope * scale
         bound = weight * (norms["dout"][..., None] * norms["v"][..., None, :] + delta.abs()) * scale
         exact |= {
             "dq": torch.einsum("bhqk,bkhd->bqhd", ds, k),
@@ -322,9 +356,13 @@ def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             "dk": _summed((columns @ norms["q"][..., None]).transpose(1, 2), group),
             "dv": _summed((weight.transpose(-1, -2) @ norms["dout"][..., None]).transpose(1, 2), group),
         }
+        if sinks is not None:
+            share = (sinks - lse).exp()
+            error = share * (1 + lse.abs()) * norms["dout"][..., None] * sizes["out"].transpose(1, 2)
+            of_heads = {"ds": -(share * delta).sum((0, 2)).view(1, -1, 1)}, {"ds": error.sum((0, 2)).view(1, -1, 1)}
     if case.lengths is not None:
         exact, sizes = ({name: x[0] for name, x in each.items()} for each in (exact, sizes))
-    return exact, sizes
+    return exact | of_heads[0], sizes | of_heads[1]
 
 
 def _summed(x: Tensor, group: int) -> Tensor:
@@ -344,6 +382,9 @@ def wrong(case: Case, results: dict[str, Tensor]) -> str | None:
             return f"{name} is not finite where it should be, or finite where it should not"
         error = (x.double() - expected).masked_fill(unseen, 0).norm(dim=-1, keepdim=True)
         share = float((error / sizes[name].masked_fill(unseen, 1).clamp_min(1e-30)).max())
-        if not share <= TOLERANCE[case.dtype]:
-            return f"{name}: a row's error is {share:.1e} of its scale, more than {TOLERANCE[case.dtype]:.0e}"
+        most = TOLERANCE[case.dtype]
+        if name == "ds" and case.sinks:  # which is rounded to the dtype of the sinks
+            most = max(most, TOLERANCE[case.sinks])
+        if not share <= most:
+            return f"{name}: a row's error is {share:.1e} of its scale, more than {most:.0e}"
     return None
