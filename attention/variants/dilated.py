@@ -52,6 +52,11 @@ class PairOptions(Options):
         """How the pairs are divided among the heads: see this module."""
         return "head_groups"
 
+    @property
+    def weights(self) -> str:
+        """Whether gradients flow through the weights of what is mixed: see this module."""
+        return "joint"
+
     def plain(self) -> dict[str, Any]:
         return {name: list(x) if isinstance(x, tuple) else x for name, x in super().plain().items()}
 

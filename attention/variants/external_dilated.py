@@ -25,6 +25,12 @@ class _ExternalDilated(External[PairOptions]):
             return f"{self.name} needs the package einops: {self.install}"
         return super().missing(device)
 
+    def served(self, kernel: str) -> str:
+        return (
+            "dilated-attention-pytorch 0.2.0 without its division by sums over tokens; the xformers function it calls is served "
+            f"by kernel {kernel}"
+        )
+
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
         """Always over all positions, so that padding is known."""
         return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)

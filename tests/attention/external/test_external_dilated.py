@@ -12,6 +12,9 @@ from attention.external.stand_ins import stand_ins
 from attention.geometry.counts import head_pairs
 from attention.kernels import KERNELS
 from attention.variants.registry import EXTERNAL, MIXTURES
+from runner.measure import metrics
+from tests.jobs import dilated as jobs
+from tests.support.composing import resolved
 
 LACKS = EXTERNAL["external_dilated"].missing("cpu")
 installed = pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
@@ -204,3 +207,25 @@ def test_its_default_pairs_are_those_of_dilated(tokens):
         for v in (EXTERNAL["external_dilated"], MIXTURES["dilated"])
     ]
     assert of[0].schedule == of[1].schedule and of[0].form == of[1].form
+
+
+@installed
+def test_a_run_is_checked_and_counted_as_one_of_dilated(in_world):
+    size = [
+        "config=tiny",
+        "batch=1",
+        "heads=4",
+        "kv_heads=4",
+        "head_dim=8",
+        "seq_len=256",
+        "dtype=fp32",
+        "world_size=1",
+    ]
+    pairs = ["attention.segments=[64,128]", "attention.rates=[1,4]"]
+    spec, ours = (resolved(f"attention={name}", *size, *pairs) for name in ("external_dilated", "dilated"))
+    assert metrics.flops(spec) == metrics.flops(ours)
+    (passed, ratio), *others = in_world(
+        jobs.checked, 1, experiment=spec.plain(), wrong=[{"rates": [1, 2]}, {"segments": [32, 128]}]
+    )
+    assert passed and ratio < 1.5
+    assert not any(passed for passed, _ in others)
