@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attention import make
 from attention.kernels import Call, name_of
 from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kept, normal, relative
@@ -63,6 +64,39 @@ def test_decode_over_a_long_cache_with_heads_first(dtype, heads, kv_heads):
     q, k, v = qkv(2, 20001, heads, kv_heads, 128, dtype, 0, batch=1)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     assert_close(decode(q, k, v, Call(0.3)), plain(q, k, v, 0.3, FULL), dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (128, 80)], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, Band(1000, 0), Band(0, 3), Band(-1, 2)], ids=str)
+def test_decode_under_bands_with_softcap_and_value_heads_of_another_size(dtype, dims, mask):
+    for n_queries, n_keys, softcap in ((1, 5003, None), (4, 5003, 3.0), (5, 3, None), (9, 64, 1.0)):
+        q, k, v = qkv(n_queries, n_keys, 16, 2, dims[0], dtype, 0)
+        v = normal(2, n_keys, 2, dims[1], dtype=dtype, seed=3, device="cuda")
+        keep = kept(mask, n_queries, n_keys, "cuda")
+        expected = attention(q.double(), k.double(), v.double(), 0.3, keep, softcap)
+        for splits in (None, 3):
+            assert_close(decode(q, k, v, Call(0.3, mask, softcap=softcap), splits=splits), expected, dtype)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(100, 0)], ids=str)
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_a_captured_tree_reads_lengths_that_change_in_place(mask, n_queries):
+    q, k, v = qkv(n_queries, 3000, 16, 2, 128, torch.bfloat16, 0, batch=64)
+    lengths = torch.arange(64, device="cuda", dtype=torch.int32) * 47
+    fn = make("tree")
+    given = {"causal": mask.right == 0, "window": (mask.left, mask.right), "kv_lengths": lengths, "return_lse": True}
+    fn(q, k, v, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fn(q, k, v, **given)
+    for _ in range(3):
+        graph.replay()
+        for b, n in enumerate(lengths.clamp(0, 3000).tolist()):
+            each = (x[b : b + 1].double() for x in (q, k[:, :n], v[:, :n]))
+            expected = attention(*each, 128**-0.5, kept(mask, n_queries, n, "cuda"))
+            assert_close((out[b : b + 1], lse[b : b + 1]), expected, torch.bfloat16)
+        lengths += 13
 
 
 def test_decode_reaches_beyond_two_to_the_31_elements():
