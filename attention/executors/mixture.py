@@ -64,7 +64,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
                     total.add(i, x)
     with phase("comp_merge", len(parts)):
         grads = [total.finish() for total in totals]
-        of_sinks = [] if plan.options.weights == "detached" else sinks_gradients(dout / n, saved)
+        of_sinks = sinks_gradients(dout / n, saved) if plan.sinks else []
     return (*(x[0] for x in grads), *of_sinks) if packed else (*grads, *of_sinks)
 
 

@@ -49,57 +49,61 @@ class MixtureCosts(Costs[MixtureOptions]):
                 found[what] += size
         return found
 
-    def _sum_bytes(self, size: int, of_keys: bool) -> int:
-        """A sum or merge of `size` bytes in the dtype of the tensors: with its accumulator where more than two parts meet."""
-        wide = self._meeting(of_keys).most > 2 and self.shapes.itemsize < 4
-        return size + (size * 4 // self.shapes.itemsize if wide else 0)
+    def _wide(self, of_keys: bool) -> bool:
+        """Whether a sum or merge has an fp32 accumulator beside its result."""
+        return self._meeting(of_keys).most > 2 and self.shapes.itemsize < 4
 
-    def _direct(self, i: int, of_keys: bool, forward: bool) -> bool:
-        """Whether component i writes its part of a result in place."""
-        found = self._meeting(of_keys)
-        narrow = found.most <= 2 or self.shapes.itemsize >= 4
-        return found.fresh[i] and narrow and not self.options.copies and not (forward and self._detached)
+    def _direct(self, i: int, of_keys: bool) -> bool:
+        """Whether the kernel of component i writes its part of a result in place."""
+        return self._meeting(of_keys).fresh[i] and not self._wide(of_keys) and not self.options.copies
 
     def pass_peak(self, rank: int, backward: bool) -> int:
+        return self._backward_peak(rank) if backward else self._forward_peak(rank)
+
+    def _forward_peak(self, rank: int) -> int:
+        out, lse = self.tokens * self.shapes.out_token, self.tokens * self.shapes.batch * self.shapes.heads * 4
+        wide = self._wide(False)
+        result = (out * 4 // self.shapes.itemsize if wide else out) + lse
+        kept = peak = 0
+        for i, (c, of) in enumerate(self._components):
+            here = self._costs(c, of).pass_peak(c.place(rank), False)
+            if c.local and self._direct(i, False) and not self._detached:
+                here -= _rows(c) * of.out_token
+            if self.options.copies:  # its inputs, then out and LSE in full size
+                here += max(self._copied(c, of, of.q_token + of.kv_token), out + lse)
+            peak = max(peak, kept + here)
+            kept += _own(c, of) if self._detached else 0
+        return result + max(peak, kept + (out if wide or self._groups > 1 else 0))
+
+    def _backward_peak(self, rank: int) -> int:
         n, shapes = self.tokens, self.shapes
-        lse = n * shapes.batch * shapes.heads * 4
-        whole = n * shapes.out_token
-        saved = lse + (self._own if self._detached else whole)
-        divided = whole if self._groups > 1 or self._detached else 0
-        if not backward:
-            return self._sum_bytes(whole, False) + lse + (self._own if self._detached else 0) + max(
-                divided, *(self._forward_scratch(i, c, of, rank, whole, lse) for i, (c, of) in enumerate(self._components))
-            )  # fmt: skip
-        grads = self._sum_bytes(n * shapes.q_token, False) + self._sum_bytes(n * shapes.kv_token, True)
-        scratch = (self._backward_scratch(i, c, of, rank) for i, (c, of) in enumerate(self._components))
-        return saved + divided + grads + max(scratch, default=0)
+        saved = n * shapes.batch * shapes.heads * 4 + n * shapes.out_token * (2 if self._groups > 1 else 1)
+        saved += sum(_own(c, of) for c, of in self._components) if self._detached else 0
+        sums = rounded = 0
+        for token, of_keys in ((shapes.q_token, False), (shapes.kv_token, True)):
+            wide = self._wide(of_keys)
+            sums += n * token * 4 // shapes.itemsize if wide else n * token
+            rounded += n * token if wide else 0
+        parts = (self._backward_part(i, c, of, rank) for i, (c, of) in enumerate(self._components))
+        return saved + sums + max(rounded, *parts)
 
-    @property
-    def _own(self) -> int:
-        """Bytes of the components' own out and LSE, which detached weights keep."""
-        return sum(c.tokens // c.fold * (of.out_token + of.batch * of.heads * 4) for c, of in self._components)
+    def _backward_part(self, i: int, c: Component, shapes: Shapes, rank: int) -> int:
+        """Bytes of component i's backward beside the sums. As a call of its own it would hold out, which is here a view."""
+        out = _rows(c) * shapes.out_token
+        peak = self._costs(c, shapes).pass_peak(c.place(rank), True) - out
+        if c.local and self._direct(i, False) and self._direct(i, True):
+            peak -= _rows(c) * (shapes.q_token + shapes.kv_token)
+        if self.options.copies:  # its inputs with dout and out, then one gradient in full size
+            copied = self._copied(c, shapes, shapes.q_token + shapes.kv_token + 2 * shapes.out_token)
+            peak += max(copied, self.tokens * self.shapes.q_token)
+        if self._detached:  # its share of dout, computed in fp32
+            return max(peak + out, out + out * 4 // self.shapes.itemsize)
+        return peak + (out if self._groups > 1 else 0)
 
-    def _forward_scratch(self, i: int, c: Component, shapes: Shapes, rank: int, whole: int, lse: int) -> int:
-        """Bytes of component i's forward beside the result."""
-        peak = self._costs(c, shapes).pass_peak(c.place(rank), False)
-        rows = c.tokens // c.fold
-        if c.local and self._direct(i, False, True):
-            peak -= rows * shapes.out_token
-        if self._detached:
-            peak -= rows * (shapes.out_token + shapes.batch * shapes.heads * 4)
-        return peak + (rows * (shapes.q_token + shapes.kv_token) + whole + lse if self.options.copies else 0)
-
-    def _backward_scratch(self, i: int, c: Component, shapes: Shapes, rank: int) -> int:
-        """Bytes of component i's backward beside the sums. Its costs as a call of its own include out, which is here a view."""
-        rows = c.tokens // c.fold
-        peak = self._costs(c, shapes).pass_peak(c.place(rank), True) - rows * shapes.out_token
-        if c.local and self._direct(i, False, False) and self._direct(i, True, False):
-            peak -= rows * (shapes.q_token + shapes.kv_token)
-        peak += rows * shapes.out_token if self._groups > 1 or self._detached else 0  # its share of dout
-        if self.options.copies:  # its inputs, dout and out, and one gradient in full size
-            peak += rows * (shapes.q_token + shapes.kv_token + 2 * shapes.out_token)
-            peak += self.tokens * self.shapes.q_token
-        return peak
+    def _copied(self, c: Component, shapes: Shapes, token: int) -> int:
+        """Bytes of copies of a component's tokens; one with all tokens and heads needs none."""
+        everything = c.tokens == self.tokens and len(c.heads) == self.shapes.heads
+        return 0 if everything else _rows(c) * token
 
     def timeline(self, rank: int, backward: bool) -> Timeline:
         parts = [self._costs(c, of).timeline(c.place(rank), backward) for c, of in self._components]
@@ -112,3 +116,13 @@ class MixtureCosts(Costs[MixtureOptions]):
             sum(part.merges for part in parts) + merges,
             sum(part.exchanges for part in parts),
         )
+
+
+def _rows(c: Component) -> int:
+    """Tokens of one of a component's segments: its shapes have the others as a batch."""
+    return c.tokens // c.fold
+
+
+def _own(c: Component, shapes: Shapes) -> int:
+    """Bytes of a component's out and LSE."""
+    return _rows(c) * (shapes.out_token + shapes.batch * shapes.heads * 4)

@@ -5,7 +5,7 @@ import pytest
 from attention.executors import costs, policy
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL
-from attention.variants.registry import VARIANTS
+from attention.variants.registry import MIXTURES, VARIANTS, everything
 from runner.launch.files import WorldSpec
 from tests.jobs import memory
 
@@ -21,6 +21,11 @@ WITH_OPTIONS = [
     ("zigzag_llama3", {"grouping": "packed"}),
 ]
 HEAD_PARTS = ("ulysses", {"head_parts": 2})  # in a world of four, a rank has one KV head
+DILATED = [
+    (name, {"segments": [128, 256, 1024], "rates": [1, 2, 4], "mixing": mixing, "weights": weights})
+    for name in MIXTURES
+    for mixing, weights in (("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached"))
+]
 ALONE = [("grouped", {"n_groups": 4}), ("grouped", {"n_groups": 4, "grouping": "packed"})]
 
 
@@ -30,7 +35,9 @@ ALONE = [("grouped", {"n_groups": 4}), ("grouped", {"n_groups": 4, "grouping": "
 )
 def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
     cases = [case for case in PLAIN + WITH_OPTIONS if packs > 1 or case not in FOR_PACKS]
-    cases += [HEAD_PARTS] * (packs == 1 and world < 4) + ALONE * (world == 1)
+    cases += (
+        [HEAD_PARTS] * (packs == 1 and world < 4) + ALONE * (world == 1) + DILATED * (packs == 1 and world in (1, 4))
+    )
     cu_seqlens = tuple(range(0, TOKENS + 1, TOKENS // packs))
     arguments = {"cases": cases, "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
     if packs > 1:
@@ -39,7 +46,7 @@ def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
     assert outcome.status == "ok", "\n".join(outcome.log_tail)
     shapes = Shapes(1, *HEADS, HEAD_DIM, 2)
     for (name, options), by_rank in zip(cases, outcome.result, strict=True):
-        variant = VARIANTS[name]
+        variant = everything()[name]
         problem = variant.problem(cu_seqlens, world, CAUSAL, options)
         for backward in (False, True):
             each = costs.of(variant, problem, shapes, options)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import attention
 from attention import masks
 from attention.executors import policy
+from attention.executors.plan import Part, Plan
 from attention.masks import Mask
 from attention.reduction import grad_sum, lse_merge
 from attention.transports import symmetric
@@ -84,6 +85,11 @@ def held(
         policy.APART = before
 
 
+def _idle(plan: Plan) -> Plan:
+    """The plan with a kernel that does nothing."""
+    return replace(plan, kernel=Nothing())  # type: ignore[arg-type]
+
+
 def _held(
     name: str,
     options: dict[str, Any],
@@ -100,7 +106,8 @@ def _held(
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     plan = fn.plan(*inputs, causal=True, cu_seqlens=packs)
     (key,) = fn.plans
-    fn.plans[key] = replace(plan, kernel=Nothing())  # type: ignore[arg-type]
+    parts = tuple(Part(part.component, _idle(part.plan)) for part in plan.parts())
+    fn.plans[key] = replace(_idle(plan), parts=lambda: parts)
 
     def step() -> None:
         out = fn(*inputs, causal=True, cu_seqlens=packs)
