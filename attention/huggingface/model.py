@@ -39,7 +39,7 @@ def context_parallel(
     model: Any, variant: str = "zigzag", group: dist.ProcessGroup | None = None, **options: Any
 ) -> HuggingFace:
     """Shards the attention of a transformers model over the ranks of `group`, by one of `attention.names()`. Call it on
-    every rank, before FSDP or DDP wraps the model.
+    every rank, before FSDP or DDP wraps the model. A later call replaces the variant.
 
     options: those of `attention.make`, with the variant's own. Raises ValueError for a model whose layers mix tokens
     outside of transformers' attention interface."""
@@ -53,7 +53,8 @@ def context_parallel(
         raise ValueError(
             f"{type(model).__name__} does not use the attention interface of transformers; use one that does"
         )
-    model.loss_function = partial(shifted_loss, model.loss_function)
+    if getattr(model.loss_function, "func", None) is not shifted_loss:  # of an earlier call
+        model.loss_function = partial(shifted_loss, model.loss_function)
     return cp
 
 

@@ -24,9 +24,9 @@ EVERY = {"llama": ANY + CAUSAL, "gemma2": ANY}  # others: a variant of each exec
 SOME = [("ring", {}), ("zigzag_llama3", {}), ("ulysses", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", (4, 2))
 @pytest.mark.parametrize("kind", jobs.MODELS)
-@pytest.mark.slow
 def test_loss_logits_and_gradients_are_those_of_one_rank(in_world, kind, world):
     cases = [(*each, None) for each in EVERY.get(kind, SOME)]
     cases += [(*each, "odd") for each in (EVERY["gemma2"] if kind == "gemma2" else SOME[1:])]
@@ -38,29 +38,61 @@ def test_loss_logits_and_gradients_are_those_of_one_rank(in_world, kind, world):
         assert error < 5e-6, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("gemma2", "gpt_oss"))
 def test_a_variant_without_windows_refuses_a_model_that_has_them(in_world, kind):
     found = in_world(jobs.trained, 4, kind=kind, world=2, cases=[("zigzag", {}, None), ("stripe", {}, None)])
     assert all("window=(6, 0)" in message and "ulysses" in message for message in found)
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_no_gradient(in_world):
     assert in_world(jobs.checkpointed, 4) < 5e-6
 
 
+@pytest.mark.slow
+def test_fsdp_sums_the_gradients_of_data_and_context_parallel_ranks(in_world):
+    assert in_world(jobs.fully_sharded, 4) < 5e-6
+
+
+@pytest.mark.slow
 def test_gradients_that_some_ranks_lack_are_summed_and_those_of_none_stay_none(in_world):
     assert in_world(jobs.used_by_one_rank, 4) == [1.0, 4.0, None]
 
 
+@pytest.mark.slow
 def test_ids_that_differ_are_refused_on_every_rank(in_world):
     found = in_world(jobs.differing, 4)
     assert len(found) == 8
     assert all("input_ids differ between the ranks" in message for message in found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", jobs.MODELS)
+def test_generation_with_a_sharded_cache_gives_the_same_tokens(in_world, kind):
+    found = in_world(jobs.generated, 4, kind=kind, worlds=[1, 2, 4])
+    assert found["same"]
+    assert found["error"] < 5e-6
+    assert found["held"] == [[21] * 4, [11] * 4, [6] * 4]  # of 13 + 8 tokens
+
+
 @pytest.fixture
 def cp():
     return context_parallel(jobs.model_of("llama"), "dense")
+
+
+def test_a_cache_that_is_too_small_says_how_large_it_must_be():
+    model = jobs.model_of("llama").eval()
+    cp = context_parallel(model, "tree")
+    with pytest.raises(ValueError, match=r"cache has 9 tokens.*cp.cache\(tokens=10\)"):
+        model.generate(IDS + 1, past_key_values=cp.cache(tokens=9), max_new_tokens=3, pad_token_id=0)
+
+
+def test_a_decode_neither_shards_a_batch_nor_a_variant_for_training_a_cache(cp):
+    with pytest.raises(ValueError, match=r"dense is no decode: context_parallel\(model, 'tree'\)"):
+        cp.cache(tokens=8)
+    with pytest.raises(ValueError, match=r"tree is for model.generate, with past_key_values=cp.cache"):
+        context_parallel(cp.model, "tree").shard(IDS)
 
 
 IDS = torch.arange(16).view(2, 8)
@@ -85,6 +117,12 @@ def test_rows_may_be_packed_each_in_its_way(cp):
     assert batch["shift_labels"].tolist() == [[1, 2, 3, 4, 5, 6, 7, -100, 9, 10, 11, 12, 13, 14, 15, -100]]
     assert torch.equal(cp.unshard(batch["input_ids"]), IDS)
     assert cp.unshard(cp.model(**batch).logits, batch).shape == (2, 8, jobs.VOCABULARY)
+
+
+def test_a_later_call_replaces_the_variant(cp):
+    exact = cp.model(**cp.shard(IDS, IDS)).loss
+    later = context_parallel(cp.model, "ring")
+    assert later.model(**later.shard(IDS, IDS)).loss == exact
 
 
 def test_labels_are_counted_over_the_whole_batch_unless_a_count_is_given(cp):

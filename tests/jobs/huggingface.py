@@ -120,6 +120,27 @@ def checkpointed(me: Rank) -> float:
     return max(rel(x.grad, exact) for x, exact in zip(model.parameters(), alone("gemma2", "odd")[2:], strict=True))
 
 
+def fully_sharded(me: Rank) -> float:
+    """The largest relative error of a gradient under FSDP2 over 2 data-parallel times 2 context-parallel ranks. Each
+    group of the latter has a row of the batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    everyone = mesh["data", "context"]._flatten("everyone")
+    model = model_of("llama")
+    cp = context_parallel(model, "zigzag", mesh["context"].get_group())
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    batch, row = batch_of(None), mesh["data"].get_local_rank()
+    labels = int((batch["labels"][:, 1:] >= 0).sum())
+    mine = {name: x[row : row + 1] for name, x in batch.items()}
+    (me.world * model(**cp.shard(**mine, num_items_in_batch=labels)).loss).backward()
+    gradients = [x.grad.full_tensor() for x in model.parameters()]
+    return max(rel(x, exact) for x, exact in zip(gradients, alone("llama", None)[2:], strict=True))
+
+
 def used_by_one_rank(me: Rank) -> list[float | None]:
     """The gradients' sums after a reduction of 1 on rank 0 only, 1 on every rank, and of none."""
     model = model_of("llama")
@@ -144,3 +165,27 @@ def differing(me: Rank) -> list[str]:
     everyone: list[Any] = [None] * me.world
     dist.all_gather_object(everyone, found)
     return [message for each in everyone for message in each]
+
+
+def generated(me: Rank, kind: str, worlds: list[int], prompt: int = 13, new: int = 8) -> dict[str, Any]:
+    """Greedy generation by tree in groups of each size, against transformers' own attention and cache: whether all ranks
+    have the same tokens, the largest relative error of logits, and the keys and values that this rank holds of a layer."""
+    ids = torch.randint(VOCABULARY, (ROWS, prompt), generator=torch.Generator().manual_seed(2))
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    how |= {"output_logits": True, "return_dict_in_generate": True}
+    model = model_of(kind).eval()
+    model.set_attn_implementation("eager")
+    exact = model.generate(ids, **how)
+    found: dict[str, Any] = {"same": True, "error": 0.0, "held": []}
+    for world in worlds:
+        cp = context_parallel(model, "tree", groups(me.world, world)[me.rank // world])
+        cache = cp.cache(tokens=prompt + new)
+        out = model.generate(ids, past_key_values=cache, **how)
+        mine = torch.tensor(
+            [not torch.equal(out.sequences, exact.sequences), rel(*map(torch.stack, (out.logits, exact.logits)))]
+        )
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        found["same"] &= not mine[0]
+        found["error"] = max(found["error"], float(mine[1]))
+        found["held"].append([x.shape[2] for layer in cache.layers for x in (layer.keys, layer.values)])
+    return found
