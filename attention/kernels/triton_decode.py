@@ -116,10 +116,14 @@ def _split(  # type: ignore[no-untyped-def]
     end = n_keys  # where the last query lies, plus 1
     if LENGTHS:
         end = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_b).to(tl.int32), 0), all_keys) - first_key
-    start = split * split_keys
-    stop = tl.minimum(n_keys, end)
+    first_seen = 0
     if LEFT:
-        start += tl.maximum(end - n_queries - left, 0)
+        first_seen = tl.maximum(end - n_queries - left, 0)
+    stop = tl.minimum(n_keys, end)
+    if LENGTHS:  # each element has as many splits, of its own keys
+        share = tl.cdiv(tl.maximum(stop - first_seen, 0), tl.num_programs(1))
+        split_keys = tl.cdiv(share, BLOCK_N) * BLOCK_N
+    start = first_seen + split * split_keys
     stop = tl.minimum(start + split_keys, stop)
     place = end - n_queries + row // GROUP  # of each query
     key = tl.arange(0, BLOCK_N)
