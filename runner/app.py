@@ -292,13 +292,16 @@ def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, 
     return results.result(status=outcome.status, reason=reason, failure=failure, artifacts=artifacts, **about)
 
 
-def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
+def world_of(spec: Experiment) -> WorldSpec:
     launch, variables = spec.launch, tuple(sorted(_variables(spec).items()))
     where = launch.nodes, launch.endpoint, launch.start_timeout_s, launch.share_gpu
-    world = WorldSpec(spec.world_size, spec.device, *where, variables)
-    arguments = {"experiment": spec.plain(), "folder": str(folder.absolute())}
-    log = folder / "run.log"
-    return pool.call(world, "runner.measure.job:run", arguments, launch.timeout_s, log, progress, fresh=launch.fresh)
+    return WorldSpec(spec.world_size, spec.device, *where, variables)
+
+
+def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
+    launch, arguments = spec.launch, {"experiment": spec.plain(), "folder": str(folder.absolute())}
+    log, job = folder / "run.log", "runner.measure.job:run"
+    return pool.call(world_of(spec), job, arguments, launch.timeout_s, log, progress, fresh=launch.fresh)
 
 
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -40,17 +40,21 @@ GRADIENTS = ("dq", "dk", "dv", SINKS)
 _rates: dict[Any, float] = {}  # FLOP/s of kernels, measured by this process
 
 
+def row_shape(work: AttentionCall, which: str) -> tuple[int, int, int]:
+    """Tokens, heads and head dim of a batch element of a whole input."""
+    keys = which in ("k", "v")
+    tokens, heads = (work.seq_len, work.kv_heads) if keys else (work.queries, work.heads)
+    return tokens, heads, work.value_dim if which in ("v", "dout") else work.head_dim
+
+
 def global_input(work: AttentionCall, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
     """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`), v and dout with their own head dim: normal,
     clamped to [-1, 1], the same on every rank. Each batch element has its own generator, so that one can be made without the
     others."""
-    keys = which in ("k", "v")
-    tokens, heads = (work.seq_len, work.kv_heads) if keys else (work.queries, work.heads)
-    head_dim = work.value_dim if which in ("v", "dout") else work.head_dim
     parts = []
     for b in range(work.batch) if batch is None else [batch]:
         generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
-        x = torch.empty(tokens, heads, head_dim, dtype=torch.float32, device=device)
+        x = torch.empty(row_shape(work, which), dtype=torch.float32, device=device)
         parts.append(x.normal_(generator=generator).clamp_(-1, 1).to(DTYPES[work.dtype]))
     return parts[0] if work.seqlens else torch.stack(parts)
 
@@ -123,9 +127,8 @@ class AttentionWork:
         self.packs = work.cu_seqlens if work.seqlens else None
         self.inputs: list[Tensor] = []
         for which in NAMES if self.backward else NAMES[:3]:
-            whole = global_input(work, which, experiment.seed, me.device)
-            shard = fn.shard(whole, self.packs, role="kv" if which in ("k", "v") else "q").detach()
-            self.inputs.append(shard.requires_grad_(self.backward and which != "dout"))
+            shard = fn.shard(self.whole_input(which), self.packs, role="kv" if which in ("k", "v") else "q")
+            self.inputs.append(self.drawn(shard.detach()).requires_grad_(self.backward and which != "dout"))
         self.q, self.k, self.v = self.inputs[:3]
         self.dout = self.inputs[3] if self.backward else None
         self.wanted = [self.q, self.k, self.v]  # whose gradients a backward gives
@@ -145,6 +148,13 @@ class AttentionWork:
         self.out: Tensor | None = None
         self.gradients: tuple[Tensor, ...] = ()
         self.last: Tensor | None = None  # the out of the last backward
+
+    def whole_input(self, which: str) -> Tensor:
+        return global_input(self.spec, which, self.experiment.seed, self.me.device)
+
+    def drawn(self, shard: Tensor) -> Tensor:
+        """The values of a shard of `whole_input`."""
+        return shard
 
     def run(self, which: str) -> None:
         if which == "forward":

@@ -1,0 +1,54 @@
+"""The longest sequence that fits: the search, and a real one under a limit on a CPU."""
+
+import json
+
+import pytest
+
+from runner import max_seq
+from runner.max_seq import PRECISION, longest
+
+DENSE = [
+    "config=tiny", "batch=1", "head_dim=256", "attention=dense", "world_size=1", "hardware=cpu", "mode=forward",
+    "launch.memory_limit_gb=0.0625",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("guess", [64, 5_000, 64_000, 640_000])
+@pytest.mark.parametrize("fixed, each", [(0, 10), (300_000, 7), (0, 17_000), (0, 1)])
+def test_the_search_ends_beside_a_length_that_does_not_fit(guess, fixed, each):
+    limit, unit, tried = 1_000_000, 64, {}
+
+    def held(n):
+        tried[n] = fixed + each * n if fixed + each * n <= limit else None
+        return tried[n]
+
+    found = longest(held, limit, guess, unit)
+    assert found == max((n for n, size in tried.items() if size), default=0)
+    assert min(n for n, size in tried.items() if not size) - found <= PRECISION * found + unit
+    assert len(tried) < 50
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_is_near_the_prediction(pool, tmp_path):
+    (row,) = max_seq.search(DENSE, pool, tmp_path)
+    assert (row.status, row.reason, row.limit) == ("ok", None, 2**26)
+    assert abs(row.predicted / row.longest - 1) < 0.15 and row.error == row.predicted / row.longest - 1
+    fitting = {trial["seq_len"]: trial for trial in row.trials if trial["fits"]}
+    assert max(fitting) == row.longest < min(t["seq_len"] for t in row.trials if not t["fits"])
+    assert row.measured_peak == fitting[row.longest]["memory"][0]["needed"] <= row.limit
+    assert row.experiment["workload"]["seq_len"] == row.longest
+
+
+def test_settings_that_cannot_be_searched_are_rows_with_the_reason(tmp_path, capsys):
+    swept = ["attention=auto,dense,zigzag", "config=tiny", "causal=false", "hardware=cpu", "world_size=1"]
+    assert max_seq.main([*swept, f"output={tmp_path}"]) == 1
+    (file,) = tmp_path.glob("max_seq/*/max_seq.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["setting"] for row in rows] == ["attention=auto", "attention=dense", "attention=zigzag"]
+    assert "name a variant" in rows[0]["reason"]
+    assert "launch.memory_limit_gb=null" in rows[1]["reason"]
+    assert "causal=true" in rows[2]["reason"]
+    assert {row["status"] for row in rows} == {"invalid"} and "name a variant" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert max_seq.main(["no_such_key=1"]) == 2
