@@ -98,7 +98,7 @@ def of_heads(x: Tensor, numbers: tuple[int, ...]) -> Tensor:
     """These heads of `[..., H, D]`: a view if they are a slice, else a copy."""
     found = strided(numbers)
     if found is None:
-        return x.index_select(-2, torch.tensor(numbers, device=x.device))
+        return torch.stack([x[..., number, :] for number in numbers], -2)
     return x[..., found, :]
 
 

@@ -147,9 +147,9 @@ def _shown(x: object) -> str:
 
 
 class Dilated(Variant[DilatedOptions]):
-    def outer(self, options: DilatedOptions) -> Layout:
-        """A shard begins at a multiple of every rate."""
-        return self.layout if self.layout.replicated else replace(self.layout, chunks=options.unit)
+    def border(self, world: int, options: DilatedOptions) -> Layout:
+        """Each of several shards begins at a multiple of every rate."""
+        return self.layout if self.layout.replicated or world == 1 else replace(self.layout, chunks=options.unit)
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
         """Always over all positions, so that padding is known."""

@@ -1,5 +1,7 @@
 """Dilated attention against its dense definition, alone and in worlds; its counts, refusals and switches."""
 
+import random
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from attention.geometry.mixtures import components, strided
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import MIXTURES
 from tests.jobs import dilated
-from tests.support.dilated import pairs_of_head, seen
+from tests.support.dilated import drawn, pairs_of_head, seen
 
 SEGMENTS, RATES = [8, 16, 32], [1, 2, 4]
 WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
@@ -87,6 +89,13 @@ def test_ring_dilated_is_its_definition_in_worlds(in_world, world):
     cases += [case("ring_dilated", sinks=True, softcap=3.0, dims=(8, 4))]
     cases += [case(name, way) for name in NAMES for way in WAYS[:2]]
     assert_right(cases, in_world(dilated.compare, world, cases=cases))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_random_calls_are_their_definition(in_world, pytestconfig, world):
+    rng = random.Random(f"{pytestconfig.option.fuzz_seed}/{world}")
+    cases = [drawn(rng, world, sorted(MIXTURES) if world == 1 else ["ring_dilated"]) for _ in range(12)]
+    assert_right(cases, in_world(dilated.compare, 2, cases=cases) if world > 1 else dilated.compare(None, cases), 1e-11)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "symm"])
@@ -189,3 +198,9 @@ def test_what_cannot_be_is_refused_in_a_line(name, given, call, message):
 def test_shards_that_begin_between_selected_tokens_are_refused_with_what_would_work():
     with pytest.raises(ValueError, match=r"seq_len=36: the packed contiguous layout needs .* = 16; 32 would work"):
         MIXTURES["ring_dilated"].problem((0, 36), 4, CAUSAL, {"segments": [8, 8], "rates": [1, 4]})
+
+
+def test_a_world_of_one_takes_any_length():
+    x = torch.randn(1, 13, 4, 8)
+    fn, other = (attention.make(name, **(OPTIONS | {"rates": [2, 4]})) for name in ("ring_dilated", "dilated_improved"))
+    assert torch.equal(fn(fn.shard(x), x, x, causal=True), other(x, x, x, causal=True))
