@@ -47,15 +47,18 @@ def row_shape(work: AttentionCall, which: str) -> tuple[int, int, int]:
     return tokens, heads, work.value_dim if which in ("v", "dout") else work.head_dim
 
 
-def global_input(work: AttentionCall, which: str, seed: int, device: torch.device, batch: int | None = None) -> Tensor:
+def global_input(experiment: Experiment, which: str, device: torch.device, batch: int | None = None) -> Tensor:
     """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`), v and dout with their own head dim: normal,
     clamped to [-1, 1], the same on every rank. Each batch element has its own generator, so that one can be made without the
-    others."""
+    others. The dout of dilated attention is multiplied by what its result is divided by: many elements are 1 or -1, and their
+    thirds all round the same way."""
+    work, seed, dilation = experiment.workload, experiment.seed, experiment.dilation
+    factor = dilation.divisor if which == "dout" and dilation is not None else 1
     parts = []
     for b in range(work.batch) if batch is None else [batch]:
         generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
         x = torch.empty(row_shape(work, which), dtype=torch.float32, device=device)
-        parts.append(x.normal_(generator=generator).clamp_(-1, 1).to(DTYPES[work.dtype]))
+        parts.append(x.normal_(generator=generator).clamp_(-1, 1).mul_(factor).to(DTYPES[work.dtype]))
     return parts[0] if work.seqlens else torch.stack(parts)
 
 
@@ -150,7 +153,7 @@ class AttentionWork:
         self.last: Tensor | None = None  # the out of the last backward
 
     def whole_input(self, which: str) -> Tensor:
-        return global_input(self.spec, which, self.experiment.seed, self.me.device)
+        return global_input(self.experiment, which, self.me.device)
 
     def drawn(self, shard: Tensor) -> Tensor:
         """The values of a shard of `whole_input`."""

@@ -131,7 +131,7 @@ class _Comparison:
         spec, device = self.experiment.workload, self.me.device
         new = self.kernel not in piece.local
         if new or piece.reference is None:
-            inputs = pieces.piece_inputs(spec, piece, self.experiment.seed, device, self.work.backward)
+            inputs = pieces.piece_inputs(self.experiment, piece, device)
         if piece.reference is None:
             piece.reference = pieces.reference(inputs, piece, self.experiment, self.dtype).to("cpu")
         reference = piece.reference.to(device)

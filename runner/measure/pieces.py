@@ -129,18 +129,17 @@ def pieces_of(experiment: Experiment, world: int, rank: int, limit_tflop: float)
     return [Piece(*chosen[number], number, rows)], share, wanted
 
 
-def piece_inputs(
-    spec: AttentionCall, piece: Piece, seed: int, device: torch.device, backward: bool
-) -> dict[str, Tensor]:
+def piece_inputs(experiment: Experiment, piece: Piece, device: torch.device) -> dict[str, Tensor]:
     """The inputs of a piece: q `[S, G, D]`, dout `[S, G, Dv]`, k `[S, 1, D]`, v `[S, 1, Dv]` and, where the call has them, sinks
     `[G]`."""
+    spec = experiment.workload
     group = spec.heads // spec.kv_heads
     found = {}
-    for name in ("q", "k", "v", *(("dout",) if backward else ())):
-        x = global_input(spec, name, seed, device, piece.batch)
+    for name in ("q", "k", "v", *(("dout",) if experiment.backward else ())):
+        x = global_input(experiment, name, device, piece.batch)
         start, count = (piece.head, 1) if name in ("k", "v") else (piece.head * group, group)
         found[name] = (x if x.dim() == 3 else x[0])[:, start : start + count].contiguous()
-    if (sinks := global_sinks(spec, seed, device)) is not None:
+    if (sinks := global_sinks(spec, experiment.seed, device)) is not None:
         found["sinks"] = sinks[piece.head * group : (piece.head + 1) * group]
     return found
 
@@ -171,7 +170,7 @@ def seen_by(spec: AttentionCall) -> Seen | SeenRectangles:
 def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
     """Computes the references of shared pieces: each rank does its queries, and dk and dv are summed over the ranks."""
     for piece in mine:
-        inputs = piece_inputs(experiment.workload, piece, experiment.seed, me.device, experiment.backward)
+        inputs = piece_inputs(experiment, piece, me.device)
         piece.reference = reference(inputs, piece, experiment, dtype)
     if experiment.backward:
         _sum_shares(me, experiment.workload, mine, pieces, dtype)

@@ -67,12 +67,11 @@ def shared_reference(me: Rank, experiment: dict[str, Any], number: int) -> list[
     computed alone."""
     spec = Experiment.from_plain(experiment)
     limit = 1e-12 if number == 1 else 1e9  # the least that can be checked, or everything
-    backward = spec.mode == "forward_backward"
     mine, _, shared = pieces.pieces_of(spec, me.world, me.rank, limit)
     pieces.share_reference(me, spec, mine, shared, torch.float64)
     found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
     for piece in mine:
-        inputs = pieces.piece_inputs(spec.workload, piece, spec.seed, me.device, backward)
+        inputs = pieces.piece_inputs(spec, piece, me.device)
         alone = pieces.reference(inputs, replace(piece, rows=None), spec, torch.float64)
         found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows or () for token in range(a, b)]
         shared = piece.reference

@@ -52,6 +52,23 @@ def test_a_run_is_checked_and_another_dilation_does_not_pass(in_world, way):
     assert not any(passed for passed, _ in others)
 
 
+def test_a_result_divided_by_three_passes_in_bf16(in_world):
+    size = [
+        "config=tiny",
+        "batch=1",
+        "heads=6",
+        "kv_heads=6",
+        "head_dim=16",
+        "seq_len=1024",
+        "dtype=bf16",
+        "world_size=1",
+    ]
+    pairs = ["attention.segments=[128,256,512]", "attention.rates=[1,2,4]"]
+    spec = resolved("attention=dilated_improved", *size, *pairs)
+    ((passed, ratio),) = in_world(jobs.checked, 1, experiment=spec.plain(), wrong=[])
+    assert passed and ratio < 1.5
+
+
 def test_flops_and_density_are_those_of_the_components():
     spec = resolved(
         "attention=dilated_improved", *SMALL, *PAIRS, "attention.mixing=longnet", "causal=false", "world_size=1"
