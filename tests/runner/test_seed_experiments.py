@@ -1,8 +1,14 @@
-"""The experiments that are earlier suites' default sets: each of them in a tiny form on CPU ranks."""
+"""The experiments that are earlier suites' default sets: each of them in a tiny form on CPU ranks; and the commands of
+docs/seeds.md."""
+
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from runner import app
+from runner.config import overrides
 from tests.support.composing import configured
 
 TINY = ["config=tiny", "hardware=cpu", "batch=1", "timing.timing_runs=2", "timing.warmup_runs=1", "timing.settle_ms=0"]
@@ -28,3 +34,12 @@ def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeyp
     if name == "tree_profile":
         text = (tmp_path / "phases.csv").read_text()
         assert all(f",comm_{what}," in text for what in ("max_lse", "sum_den", "sum_num")), text[:300]
+
+
+def test_every_command_of_the_table_of_earlier_suites_is_accepted():
+    text = (Path(__file__).parents[2] / "docs" / "seeds.md").read_text()
+    commands = re.findall(r"`(?:python -m runner )?((?:-m |\+experiment=|attention=\w+ )[^`]*)`", text)
+    assert len(commands) > 30
+    for command in commands:
+        flags, arguments = overrides.split(shlex.split(command))
+        assert overrides.problem(arguments, "-m" in flags) is None, command
