@@ -1,11 +1,17 @@
-"""Whole models around the attention functions: see `attention.models.transformer`."""
+"""Whole models around the attention functions: see `attention.models.transformer`. The sizes and presets import without
+torch."""
 
 from __future__ import annotations
 
-from attention.models.batch import IGNORED, Batch, shard
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from attention.models.config import PRESETS, SPARSE, Config, Kind, Latent, preset
-from attention.models.dilated import DilatedMultihead
-from attention.models.transformer import Transformer, reduce_gradients
+
+if TYPE_CHECKING:
+    from attention.models.batch import IGNORED, Batch, shard
+    from attention.models.dilated import DilatedMultihead
+    from attention.models.transformer import Transformer, reduce_gradients
 
 __all__ = [
     "IGNORED",
@@ -21,3 +27,11 @@ __all__ = [
     "reduce_gradients",
     "shard",
 ]
+_WITH_TORCH = {"IGNORED": "batch", "Batch": "batch", "shard": "batch", "Transformer": "transformer"}
+_WITH_TORCH |= {"reduce_gradients": "transformer", "DilatedMultihead": "dilated"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        return getattr(importlib.import_module(f"attention.models.{_WITH_TORCH[name]}"), name)
+    raise AttributeError(f"module 'attention.models' has no attribute {name!r}")

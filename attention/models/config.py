@@ -16,11 +16,12 @@ CAUSAL = masks.causal()
 @dataclass(frozen=True)
 class Kind:
     """How a layer attends. mask: which keys a query sees. sinks: a learned logit for each head joins the softmax.
-    softcap: scores become c tanh(score / c)."""
+    softcap: scores become c tanh(score / c). scale: of the scores; None: head_dim^-0.5."""
 
     mask: Mask = CAUSAL
     sinks: bool = False
     softcap: float | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,31 @@ class Config:
     @property
     def mlp_dim(self) -> int:
         return 4 * self.hidden if self.mlp is None else self.mlp
+
+    @property
+    def matrices(self) -> int:
+        """The parameters of all matrices, each of which a token meets once: the embedding as the output layer."""
+        heads = self.heads * self.head_dim, self.key_heads * (self.head_dim + self.value_dim)
+        out, mlp = self.heads * self.value_dim * self.hidden, 3 * self.hidden * self.mlp_dim
+        dense = self.hidden * sum(heads) + out
+        own = dense if self.latent is None else self._latent_matrices(self.latent) + out
+        encoder = self.encoder_layers * (own + mlp) + (self.layers * dense if self.encoder_layers else 0)
+        return self.vocabulary * self.hidden + self.layers * (own + mlp) + encoder
+
+    def _latent_matrices(self, latent: Latent) -> int:
+        down = self.hidden * (latent.q + latent.kv + latent.rotary)
+        up = latent.q * self.head_dim + latent.kv * (self.head_dim - latent.rotary + self.value_dim)
+        return down + self.heads * up
+
+    def flops(self, batch: int, tokens: int) -> int:
+        """FLOPs of a forward over `[batch, tokens]` (a source of as many): 2 for each token and matrix parameter, and
+        2 (D + Dv) for each pair and head that a layer's mask keeps. A model's backward counts twice that, whatever is
+        computed again."""
+        pairs = sum(self.kind(i).mask.pairs(tokens) for i in range(self.layers))
+        if self.encoder_layers:
+            pairs += (self.encoder_layers + self.layers) * tokens**2
+        attended = self.heads * (self.head_dim + self.value_dim) * pairs
+        return 2 * batch * (tokens * self.matrices + attended)
 
     def kind(self, layer: int) -> Kind:
         return self.kinds[layer % len(self.kinds)]

@@ -23,6 +23,7 @@ from attention import masks
 from attention.api import ContextParallel
 from attention.models.batch import Batch
 from attention.models.config import Config, Kind, Latent
+from attention.profiling import phase
 
 STD = 0.02  # of initial weights
 EPS = 1e-6  # of RMSNorm
@@ -94,10 +95,14 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(STD * torch.randn(config.heads)) if kind.sinks else None
         self.out = linear(config.heads * config.value_dim, config.hidden, residuals)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the call."""
+        kind = self.kind
+        return {"mask": kind.mask, "sinks": self.sinks, "softcap": kind.softcap, "scale": kind.scale}
+
     def forward(self, x: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
-        options: dict[str, Any] = {"sinks": self.sinks, "softcap": self.kind.softcap}
-        given = {key: x for key, x in options.items() if x is not None}
-        return self.out(self.attend(*self.heads(x, memory, positions), mask=self.kind.mask, **given).flatten(2))
+        return self.out(self.attend(*self.heads(x, memory, positions), **self.options).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -168,6 +173,14 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits `[B, s, V]` of this rank's tokens. Raises ValueError for a source without an encoder, or the reverse."""
+        return self.logits(self.hidden(batch))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """By the output layer, which is the embedding."""
+        return F.linear(hidden, self.embedding.weight)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """What the output layer takes, `[B, s, C]`."""
         memory = None
         if (batch.source is None) != (self.encoder_norm is None):
             needs = "has no encoder: leave source out" if self.encoder_norm is None else "has an encoder: give source"
@@ -182,7 +195,7 @@ class Transformer(nn.Module):
         x = self.embedding(batch.ids)
         for layer in self.layers:
             x = self._run(layer, x, batch.positions, memory)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return self.norm(x)
 
     def _run(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -209,7 +222,8 @@ def reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -
     as 0."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    for p in model.parameters():
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        dist.all_reduce(p.grad, group=group)
+    with phase("wait_gradients"):
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad, group=group)

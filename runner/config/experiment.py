@@ -16,6 +16,7 @@ from attention.masks.sequences import mask_of, of_sequences
 from attention.variants.base import Variant
 from attention.variants.registry import variant
 from runner.config.masks import NamedMask
+from runner.config.models import Model
 from runner.config.schema import Check, Dtype, Launch
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
@@ -184,7 +185,7 @@ class Experiment:
     phases: bool
     deterministic: bool
     replay: str
-    model: str = "none"
+    model: Model | None = None  # None: attention alone
     agreement: bool = True
 
     @property
@@ -211,7 +212,13 @@ class Experiment:
 
     @property
     def backward(self) -> bool:
-        return self.mode == "forward_backward"
+        return self.mode in ("forward_backward", "training")
+
+    @property
+    def dense(self) -> Experiment:
+        """Dense attention over the same tokens, of a model in each layer of the decoder."""
+        model = self.model and replace(self.model, own_masks=False)
+        return replace(self, workload=self.workload.dense, model=model)
 
     @property
     def call_options(self) -> dict[str, Any]:
@@ -246,7 +253,9 @@ class Experiment:
         call["seqlens"] = tuple(call["seqlens"]) if call["seqlens"] else None
         named_mask = call.get("named_mask")  # results of earlier versions have none
         call["named_mask"] = NamedMask(**named_mask) if named_mask else None
+        model = plain.get("model")  # results of earlier versions have the text none
         typed = {
+            "model": Model(**model) if isinstance(model, dict) else None,
             "workload": AttentionCall(**call),
             "dtype": Dtype(**plain["dtype"]),
             "timing": Timing(**plain["timing"]),

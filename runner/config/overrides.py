@@ -165,7 +165,7 @@ def _count(override: Override, choices: list[str]) -> int:
 
 def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
     # options differ by variant and mask, so each of a sweep is composed; of the other groups, the first choice
-    varied = [c if c[0].startswith(("attention=", "mask=")) else c[:1] for c in choices]
+    varied = [c if c[0].startswith(("attention=", "mask=", "model=")) else c[:1] for c in choices]
     for chosen in product(*varied):
         try:
             cfg = copy.deepcopy(_composed(chosen))
@@ -220,7 +220,7 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
 
 def _unknown(name: str, cfg: Any, paths: list[str], known: Iterable[str]) -> str:
     """The message for a key that a configuration lacks, with the nearest keys."""
-    for group, what in (("attention", "option"), ("mask", "parameter")):
+    for group, what in (("attention", "option"), ("mask", "parameter"), ("model", "option")):
         if name.startswith(f"{group}."):
             able = [path for path in paths if path.startswith(f"{group}.") and path != f"{group}.name"]
             return (

@@ -14,11 +14,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from attention.autotune.choice import AUTO
 from attention.variants.registry import everything, variant
 from runner import environment
-from runner.config import folders, schema
+from runner.config import folders, models, schema
 from runner.config.experiment import Experiment
 from runner.config.groups import groups
 from runner.config.masks import NONE
-from runner.config.rules import attention, launch, timing, workload
+from runner.config.rules import attention, launch, model, timing, workload
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 
 LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
@@ -76,7 +76,8 @@ def run_name(cfg: DictConfig, gpus: int) -> str:
     world = cfg.world_size
     if world == "auto" and cfg.hardware.name in schema.HARDWARE:
         world = launch.world_size(cfg, gpus)
-    parts = [cfg.attention.get("name", "none"), cfg.config]
+    parts = [cfg.attention.get("name", "none")]
+    parts += [cfg.config] if cfg.model.get("name") == models.NONE else [cfg.model.get("name")]
     parts += [] if cfg.mask.name == NONE else [cfg.mask.name]
     tokens = cfg.seq_len
     if isinstance(cfg.seqlens, ListConfig) and all(isinstance(n, int) for n in cfg.seqlens):
@@ -106,14 +107,13 @@ def _check_names(cfg: DictConfig) -> None:
     one_of("attention", cfg.attention.get("name"), [AUTO, *everything()])
     for group in ("kernel", "transport", "dtype"):
         one_of(group, cfg[group].name, groups()[group])
-    one_of("model", cfg.model.name, schema.MODELS)
     one_of("mask", cfg.mask.get("name"), groups()["mask"])
     one_of("hardware", cfg.hardware.name, schema.HARDWARE)
     one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
     one_of("baseline", cfg.baseline, schema.BASELINES)
     one_of("order", cfg.order, schema.ORDERS)
     if cfg.mode is not None:
-        one_of("mode", cfg.mode, schema.MODES)
+        one_of("mode", cfg.mode, (*schema.MODES, *schema.MODEL_MODES))
 
 
 def _check_dtype(cfg: DictConfig) -> None:
@@ -132,7 +132,7 @@ def _check_check(cfg: DictConfig) -> None:
 GROUP_RULES = (_check_values, _check_names, _check_dtype, _check_check, launch.check_group, timing.check_group)
 # rules across groups; those of this machine come last, since a broken rule is broken on every machine
 RUN_RULES = (
-    launch.check_nodes, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
+    launch.check_nodes, model.check_model, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
     launch.check_shared_gpu, timing.check_device,
 )  # fmt: skip
 
@@ -143,7 +143,10 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     for check_group in GROUP_RULES:
         check_group(cfg)
     chosen = None if cfg.attention.name == AUTO else variant(cfg.attention.name)
-    options, mode = attention.options(cfg, chosen), attention.mode(cfg, chosen)
+    whole_model = model.model(cfg)
+    cfg = model.filled(cfg, whole_model)
+    options = attention.options(cfg, chosen)
+    mode = model.mode(cfg) if whole_model else attention.mode(cfg, chosen)
     device = launch.device(cfg, gpus)
     seed = seed if cfg.seed is None else whole("seed", cfg.seed, 0)
     run = Experiment(
@@ -164,7 +167,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         phases=cfg.phases,
         deterministic=cfg.deterministic,
         replay=cfg.replay,
-        model=cfg.model.name,
+        model=whole_model,
         agreement=cfg.agreement,
     )
     for check in RUN_RULES:

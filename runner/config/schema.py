@@ -7,9 +7,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from attention.models import PRESETS
+
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
-MODELS = ("none",)
-MODES = ("forward", "forward_backward")
+MODELS = ("none", *PRESETS)
+MODES = ("forward", "forward_backward")  # of attention alone
+MODEL_MODES = ("training", "inference")
 BASELINES = ("single", "dense", "none")
 ORDERS = ("auto", "interleaved", "sequential")
 HARDWARE = ("auto", "cpu", "cuda")
@@ -89,7 +92,7 @@ class Launch:
 @dataclass
 class RunConf:
     attention: Any = MISSING
-    model: Named = field(default_factory=lambda: Named("none"))
+    model: Any = MISSING  # conf/model/; none: attention alone
     kernel: Named = field(default_factory=Named)
     transport: Named = field(default_factory=Named)
     hardware: Named = field(default_factory=Named)
@@ -119,7 +122,9 @@ class RunConf:
     sinks: bool = False  # a learned logit a head in the softmax's denominator, with its gradient
     world_size: Any = "auto"
     seed: int | None = None  # null: a fresh one each invocation, recorded
-    mode: str | None = None  # forward or forward_backward; null: both where there is a backward
+    mode: str | None = (
+        None  # forward or forward_backward (null: both where there is a backward); of a model training (null) or inference
+    )
     baseline: str = "single"
     phases: bool = True
     deterministic: bool = False

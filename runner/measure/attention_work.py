@@ -281,6 +281,9 @@ class AttentionWork:
         packs = other_orders(lengths, NEW_PACKS, self.experiment.seed) if lengths and new_packs else ()
         return Layers(self, layers, packs)
 
+    def more(self) -> dict[str, Any]:
+        return {}
+
     def whole(self, name: str, mine: Tensor) -> Tensor:
         """An output of all ranks, from this rank's. Collective."""
         if ROLES[name] != "all":

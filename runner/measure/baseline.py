@@ -15,7 +15,7 @@ from runner.measure import choosing, memory, metrics, timed, timing
 from runner.measure.statistics import slowest
 from runner.measure.stopwatch import stopwatch
 from runner.measure.timed import beats, flush_buffer, sampled_passes, settle_ms, silent_s
-from runner.measure.workloads import WORKLOADS
+from runner.measure.workloads import kind
 
 LEAST_TOKENS = 2048  # a shorter sequence that does not fit is an error
 
@@ -26,9 +26,9 @@ def dense(me: Rank, spec: Experiment, measured: dict[str, Any], dense_s: float) 
     """Dense attention in the mask's direction, timed as the run was, with speedup and efficiency of the run against it.
     dense_s: seconds that an iteration should take."""
     me.say("baseline", dense_s)
-    here = replace(spec, workload=spec.workload.dense)
+    here = spec.dense
     try:
-        work = choosing.together(me, lambda: WORKLOADS[spec.model].create(me, here))
+        work = choosing.together(me, lambda: kind(spec).create(me, here))
     except ValueError as error:
         return {"kind": "dense", "unsupported": str(error)}
     watch = stopwatch(me, together=me.world > 1)
@@ -45,7 +45,7 @@ def measure(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: floa
     an iteration on one device should take."""
     options = spec.timing
     key = (
-        spec.workload, spec.dilation, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
+        spec.workload, spec.dilation, spec.model, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic,
         options.flush_l2, options.autograd_thread, options.layers, options.new_packs,
     )  # fmt: skip
     me.say("baseline", single_s, waiting=me.rank != 0)
@@ -89,7 +89,7 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
 
 def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], dict[str, Any]]:
     """The median of each pass in ms; `kernel` and the number of `samples`."""
-    work = WORKLOADS[spec.model].single(me, spec)
+    work = kind(spec).single(me, spec)
     watch = stopwatch(me, together=False)
     flush, passes, layers = flush_buffer(me, spec), sampled_passes(spec, work), spec.timing.layers
     single_s *= layers

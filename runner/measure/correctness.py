@@ -19,7 +19,7 @@ from runner.launch.rank import Rank
 from runner.measure.errors import Error, Tolerance, total
 from runner.measure.timing import iterate
 from runner.measure.workload import EVEN, Passes, Workload
-from runner.measure.workloads import WORKLOADS
+from runner.measure.workloads import kind
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def check(me: Rank, experiment: Experiment, work: Workload) -> Checked:
     outputs = work.outputs()
     work.release()
     copies = _on_host(outputs) if keep else {}
-    compared = WORKLOADS[experiment.model].compare(me, experiment, work, outputs, keep)
+    compared = kind(experiment).compare(me, experiment, work, outputs, keep)
     kept = Kept(copies, _on_host(compared.scales), compared.limits) if keep else None
     return Checked(compared.found, kept)
 

@@ -29,7 +29,7 @@ from runner.measure import (
 from runner.measure.correctness import Checked
 from runner.measure.stopwatch import Stopwatch, stopwatch
 from runner.measure.workload import Passes, Workload
-from runner.measure.workloads import WORKLOADS
+from runner.measure.workloads import kind
 
 NOT_TIMED = "not timed: launch.share_gpu=true has all ranks on one GPU"
 
@@ -55,7 +55,7 @@ class _Run:
         self.result: dict[str, Any] = {"status": "ok", "environment": environment.of_torch(spec.device)}
         me.say("prepare")
         made, about = choosing.resolved(me, spec)
-        self.work: Workload = choosing.together(me, lambda: WORKLOADS[spec.model].create(me, made))
+        self.work: Workload = choosing.together(me, lambda: kind(spec).create(me, made))
         self.spec = replace(made, options=self.work.resolved())
         if self.spec != spec:
             self.result["experiment"] = self.spec.plain()
@@ -134,6 +134,7 @@ class _Run:
         with sampler.sampling(me.device.type, timed.samples_clocks(me)) as sampled:
             self.measured, passes = timed.measure(me, spec, work, watch, self.iteration_s)
         self.measured["memory"] = used or self._memory()
+        self.measured |= work.more()
         return passes, sampled
 
     def check_timed(self, checked: Checked | None, passes: Passes) -> None:

@@ -14,6 +14,7 @@ from attention.geometry.schedules import Problem
 from attention.variants.base import Variant
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
+from runner.measure import model_metrics
 
 PARTS = {"forward": (False,), "backward": (True,), "total": (False, True)}  # whether each part is a backward
 CEILINGS = {
@@ -25,7 +26,9 @@ EXCEEDED = 1.03  # a run above this share of its limit shows that the measured c
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
-    """FLOPs of the whole problem, see `counts.forward_flops` and `backward_flops`."""
+    """FLOPs of the whole problem, see `counts.forward_flops` and `backward_flops`; of a model see `model_metrics.flops`."""
+    if experiment.model is not None:
+        return model_metrics.flops(experiment)
     about = replace(experiment.workload.shapes, heads=1), experiment.head_pairs
     forward = counts.forward_flops(*about)
     if not experiment.backward:
@@ -44,7 +47,7 @@ def sparsity(experiment: Experiment) -> dict[str, Any]:
         "connections": round(pairs),
         "density": pairs / (work.queries * work.seq_len),
         "sparsity_ratio": 1 - pairs / work.dense.pairs,
-        "dense_flops": flops(replace(experiment, variant="dense", options={}, workload=work.dense)),
+        "dense_flops": flops(replace(experiment.dense, variant="dense", options={})),
     }
 
 
@@ -62,7 +65,11 @@ def compute(
     if "grouping" in options:
         ranks = range(problem.world)
         found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, options["grouping"]) for rank in ranks]
-    passes: dict[str, dict[str, Any]] = {}
+    if experiment.model is not None:
+        passes = model_metrics.passes(experiment, median_ms, ceilings)
+        found["matmul_tflops"] = ceilings["matmul_tflops"] if ceilings else None
+        return at({**found, "passes": passes}, median_ms, experiment.world_size)
+    passes = {}
     for which in median_ms:
         # the exchange of an external package does not follow a schedule
         received = None if chosen.external else _received(chosen, problem, sizes, which, options, pulls)
@@ -83,6 +90,8 @@ def at(found: dict[str, Any], median_ms: dict[str, float], world: int) -> dict[s
             "tflops_per_device": found["flops"][which] / ms / world / 1e9,
             "received_gb_s": most / ms / 1e6 if most is not None else None,
         }
+        if found.get("matmul_tflops"):  # of a model
+            entry["mfu"] = entry["tflops_per_device"] / found["matmul_tflops"]
         passes[which] = entry | ({"sol": entry["limit_ms"] / ms} if "limit_ms" in entry else {})
     return {**found, "passes": passes}
 
@@ -100,7 +109,7 @@ def gain(
     times = {which: baseline["passes"][which] / ms[which] for which in ms}
     ideal: dict[str, float] = dict.fromkeys(ms, world)
     if baseline.get("kind") == "dense":
-        ideal = {which: found["dense_flops"][which] / max(found["flops"][which], 1) for which in ms}
+        ideal = {which: max(found["dense_flops"][which], 1) / max(found["flops"][which], 1) for which in ms}
     return {"speedup": times, "efficiency": {which: x / ideal[which] for which, x in times.items()}}
 
 

@@ -88,12 +88,12 @@ def _profiled(plain: dict[str, Any]) -> None:
 
     from attention.runtime import private
     from runner.launch.rank import Rank
-    from runner.measure.workloads import WORKLOADS
+    from runner.measure.workloads import kind
 
     spec, device = Experiment.from_plain(plain), torch.device("cuda", 0)
     torch.cuda.set_device(device)
     alone = Rank(0, 1, device, Path(tempfile.gettempdir()), cast(Any, None))  # a world of one needs no process group
-    work = WORKLOADS[spec.model].create(alone, spec)
+    work = kind(spec).create(alone, spec)
     for profiled in (False, True):
         if profiled:
             torch.cuda.profiler.start()

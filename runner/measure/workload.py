@@ -25,9 +25,11 @@ class Passes(Protocol):
 class Workload(Passes, Protocol):
     """A rank's share of the work: inputs, and passes over them that can be timed and compared with a reference."""
 
-    inputs: list[Tensor]
     has_phases: bool  # whether its phases and the bytes that it moves are known
     left: Any  # the last iteration's results; settable, because a CUDA graph writes them in place
+
+    @property
+    def inputs(self) -> list[Tensor]: ...
 
     @property
     def transport(self) -> Transport: ...
@@ -62,6 +64,9 @@ class Workload(Passes, Protocol):
 
     def layered(self, layers: int, new_packs: bool) -> Passes:
         """The passes of a model with so many layers; with `new_packs` each iteration has another packed batch."""
+
+    def more(self) -> dict[str, Any]:
+        """Further fields of the result, after the timing. Collective."""
 
     def rows(self, name: str) -> Tensor:
         """The token of each row of this rank's shard of an output, int64 on the CPU."""

@@ -1,4 +1,4 @@
-"""The workloads that a run can measure, by the name of their model."""
+"""The workloads that a run can measure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure import comparison
+from runner.measure import comparison, model_check
 from runner.measure.attention_work import AttentionWork, alone
+from runner.measure.model_work import ModelWork
 from runner.measure.workload import Compared, Workload
 
 
@@ -36,4 +37,17 @@ def _single_attention(me: Rank, experiment: Experiment) -> Workload:
     return AttentionWork(me, dense, alone(dense))
 
 
-WORKLOADS = {"none": Kind(AttentionWork, _single_attention, comparison.compare)}
+def _single_model(me: Rank, experiment: Experiment) -> Workload:
+    dense = replace(experiment, variant="dense", options={}, world_size=1)
+    return ModelWork(me, dense, alone(dense))
+
+
+WORKLOADS = {
+    "attention": Kind(AttentionWork, _single_attention, comparison.compare),
+    "model": Kind(ModelWork, _single_model, model_check.compare),
+}
+
+
+def kind(experiment: Experiment) -> Kind:
+    """Of a run."""
+    return WORKLOADS["attention" if experiment.model is None else "model"]

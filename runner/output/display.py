@@ -66,6 +66,7 @@ def run_table(result: Result) -> None:
         return
     _print(_mask(result, result.metrics))
     _times(result.timing, result.metrics, result.baseline or fields.Baseline(), several=len(result.memory.by_rank) > 1)
+    _print(_model(result.model, result.last_metrics) if result.model else [])
     clocks = clocks_text(result.environment.during)
     _print([f"clocks while timing: {clocks}"] if clocks else [])
     _print([result.environment.commit])
@@ -123,6 +124,15 @@ def _mask(result: Result, metrics: fields.Metrics) -> Iterator[str]:
         f"mask {named.text}: {metrics.connections:,} connections, density {metrics.density:.2%}, {metrics.sparsity_ratio:.1%} "
         f"fewer than dense; forward {needed} of {dense}{built}"
     )
+
+
+def _model(model: fields.Model, metrics: fields.PassMetrics | None) -> Iterator[str]:
+    """The model's size, the use of the hardware, and the loss of its training."""
+    used = f"; MFU {metrics.mfu:.1%} of a matrix product's rate here" if metrics and metrics.mfu else ""
+    yield f"{model.name}: {model.parameters:,} parameters, {gib(model.parameter_bytes)}{used}"
+    if curve := model.loss_curve:
+        shown = [curve[i * (len(curve) - 1) // 8] for i in range(9)] if len(curve) > 9 else curve
+        yield f"loss over {len(curve)} training steps: {' '.join(f'{loss:.2f}' for loss in shown)}"
 
 
 def _times(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Baseline, several: bool) -> None:

@@ -231,6 +231,7 @@ class PassMetrics(Part):
     limited_by: str | None = None
     sol: float | None = None  # the limit's time over the measured time
     no_sol: str | None = None  # why there is no sol
+    mfu: float | None = None  # of a model: its FLOP/s over the rate of a matrix product
 
 
 class Metrics(Part):
@@ -242,6 +243,20 @@ class Metrics(Part):
     density: float | None = None  # of all queries times all keys
     sparsity_ratio: float | None = None  # the share that the mask removes from dense attention in its direction
     mask_build_ms: float | None = None  # to build the mask and cut it for a rank; None for masks that are not cut
+
+
+class Model(Part):
+    """loss_curve: the loss of every training step, from the first one on."""
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    loss_curve: list[float] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last step."""
+        return self.loss_curve[-1] if self.loss_curve else None
 
 
 class RankMemory(Part):

@@ -24,6 +24,7 @@ class Asked:
     auto."""
 
     attention: str | None = None
+    model: str | None = None  # None: attention alone
     config: str | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of the variant, without those that are None
     kernel: str | None = None
@@ -54,7 +55,10 @@ class Asked:
     @staticmethod
     def by(result: Result) -> Asked:
         config, variant, experiment = result.config, result.group("attention"), result.experiment
-        flat = config | {key: result.group(key).get("name") for key in ("attention", "kernel", "transport", "dtype")}
+        flat = config | {
+            key: result.group(key).get("name") for key in ("attention", "model", "kernel", "transport", "dtype")
+        }
+        flat["model"] = None if flat["model"] == "none" else flat["model"]
         flat |= {"timing": result.group("timing"), "device": None, "options": dict(variant)}
         flat["options"].pop("name", None)
         flat["named_mask"] = _named_mask(result.group("mask"))
@@ -87,6 +91,7 @@ class Result:
     chosen: fields.Chosen | None = None
     environment: fields.Environment = field(default_factory=fields.Environment)
     correctness: fields.Correctness | None = None
+    model: fields.Model | None = None
     timing: fields.Timing | None = None
     metrics: fields.Metrics | None = None
     baseline: fields.Baseline | None = None

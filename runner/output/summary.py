@@ -16,15 +16,15 @@ from runner.output.results import replacing, write_csv, write_text
 COLUMN_OF = {"timing.layers": "timing", "timing.autograd_thread": "timing", "timing.new_packs": "seqlens"}
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
 COLUMNS = (
-    "name", "status", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len",
+    "name", "status", "model", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len",
     "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings",
-    "rounds", "forward_ms", "forward_iqr", "backward_ms", "backward_iqr", "total_ms", "back_to_back_ms", "tokens_per_s",
-    "tflops_per_device", "sol", "speedup", "efficiency", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
+    "rounds", "forward_ms", "forward_iqr", "backward_ms", "backward_iqr", "optimizer_ms", "optimizer_iqr", "total_ms", "back_to_back_ms", "tokens_per_s",
+    "tflops_per_device", "sol", "mfu", "parameters", "first_loss", "loss", "speedup", "efficiency", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
 )  # fmt: skip
 # the columns of summary.md and of the printed table: title and format
 SHOWN = (
-    ("attention", "attention", "{}"), ("options", "options", "{}"), ("config", "config", "{}"), ("world_size", "W", "{}"),
+    ("model", "model", "{}"), ("attention", "attention", "{}"), ("options", "options", "{}"), ("config", "config", "{}"), ("world_size", "W", "{}"),
     ("batch", "batch", "{}"), ("seq_len", "tokens", "{:,}"), ("q_len", "queries", "{}"), ("seqlens", "sequences", "{}"),
     ("heads", "heads", "{}"), ("kv_heads", "KV heads", "{}"), ("head_dim", "D", "{}"), ("v_head_dim", "Dv", "{}"),
     ("scale", "scale", "{:.4g}"), ("softcap", "softcap", "{:g}"), ("sinks", "sinks", "{}"), ("mask", "mask", "{}"),
@@ -32,7 +32,8 @@ SHOWN = (
     ("window", "window", "{}"), ("dtype", "dtype", "{}"), ("mode", "mode", "{}"), ("seed", "seed", "{}"),
     ("kernel", "kernel", "{}"), ("transport", "transport", "{}"), ("timing", "timing", "{}"), ("settings", "settings", "{}"),
     ("rounds", "rounds", "{}"), ("status", "status", "{}"), ("forward_ms", "fwd ms", "{:.3f}"),
-    ("backward_ms", "bwd ms", "{:.3f}"), ("total_ms", "total ms", "{:.3f}"), ("tflops_per_device", "TFLOP/s", "{:.3g}"),
+    ("backward_ms", "bwd ms", "{:.3f}"), ("optimizer_ms", "step ms", "{:.3f}"), ("total_ms", "total ms", "{:.3f}"), ("tflops_per_device", "TFLOP/s", "{:.3g}"),
+    ("mfu", "MFU", "{:.1%}"), ("parameters", "parameters", "{:,}"), ("first_loss", "first loss", "{:.3f}"), ("loss", "loss", "{:.3f}"),
     ("efficiency", "eff.", "{:.0%}"), ("exposed_forward_ms", "exp. fwd", "{:.3f}"),
     ("exposed_backward_ms", "exp. bwd", "{:.3f}"), ("kv_read_bytes", "KV bytes, model", "{:,}"),
     ("forward_memory_read_bytes", "memory read", "{:,}"), ("forward_l2_read_bytes", "L2 read", "{:,}"),
@@ -85,7 +86,9 @@ def _measured(result: Result) -> dict[str, Any]:
         return found
     for which, times in timing.passes.items():
         found |= {f"{which}_ms": times.median, f"{which}_iqr": times.iqr_over_median}
-    found |= {key: getattr(metrics, key) for key in ("tokens_per_s", "tflops_per_device", "sol")}
+    found |= {key: getattr(metrics, key) for key in ("tokens_per_s", "tflops_per_device", "sol", "mfu")}
+    if model := result.model:
+        found |= {"parameters": model.parameters, "loss": model.loss, "first_loss": next(iter(model.loss_curve), None)}
     found |= {"back_to_back_ms": timing.back_to_back_ms, "peak_bytes": result.peak_bytes}
     found |= {
         key: getattr(result.metrics, key) for key in ("density", "sparsity_ratio", "connections", "mask_build_ms")

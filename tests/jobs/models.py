@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,9 @@ import attention
 from attention import masks
 from attention.masks import Mask
 from attention.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
+from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
+from runner.measure import correctness, model_check, model_work
 
 TINY: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 16, "head_dim": 8}
 TOKENS, VOCABULARY = 32, 37
@@ -36,9 +40,10 @@ class Exact:
         mask: Mask,
         sinks: Tensor | None = None,
         softcap: float | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~mask.dense(q.shape[1]), -torch.inf)
         if sinks is not None:
@@ -49,7 +54,7 @@ class Exact:
 def config_of(case: dict[str, Any]) -> Config:
     """kinds as (name, parameters) of their masks, with sinks and softcap."""
     kinds = tuple(
-        Kind(masks.make(name, **parameters), **{key: case[key] for key in ("sinks", "softcap") if key in case})
+        Kind(masks.make(name, **parameters), **{key: case[key] for key in ("sinks", "softcap", "scale") if key in case})
         for name, parameters in case.get("masks", [("causal", {})])
     )
     more = {key: case[key] for key in ("layers", "encoder_layers", "v_head_dim", "head_dim") if key in case}
@@ -175,3 +180,98 @@ def refusals(me: Rank) -> dict[str, str]:
         except ValueError as error:
             found[name] = str(error)
     return found
+
+
+def _no_sum(*_: Any) -> None:
+    """Gradients stay those of this rank's tokens."""
+
+
+def _own_positions(attend: Any, ids: Tensor, labels: Any = None, source: Any = None, counted: Any = None) -> Batch:
+    """Every rank counts its positions from 0."""
+    found = shard(attend, ids, labels, source, counted)
+    return replace(found, positions=torch.arange(found.ids.shape[1]).expand_as(found.ids))
+
+
+def _shifted_after(attend: Any, ids: Tensor, labels: Any = None, source: Any = None, counted: Any = None) -> Batch:
+    """Labels are shifted within each rank's part."""
+    found = shard(attend, ids, labels, source, counted)
+    return replace(found, labels=found.ids.roll(-1, 1))
+
+
+def _own_mean(attend: Any, ids: Tensor, labels: Any = None, source: Any = None, counted: Any = None) -> Batch:
+    """Every rank divides by the number of its own tokens."""
+    found = shard(attend, ids, labels, source, counted)
+    return replace(found, counted=found.labels.numel())
+
+
+FAULTS = {
+    "gradients not summed": ("reduce_gradients", _no_sum),
+    "positions of the rank": ("shard", _own_positions),
+    "labels shifted after the split": ("shard", _shifted_after),
+    "mean of the rank": ("shard", _own_mean),
+}
+
+
+def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, str | None]:
+    """What the gate says of a model, and of it with each fault: why it fails, or None."""
+    spec = Experiment.from_plain(experiment)
+    found = {"": correctness.check(me, spec, model_work.ModelWork(me, spec)).found["why"]}
+    for fault in faults:
+        name, changed = FAULTS[fault]
+        before = getattr(model_work, name)
+        setattr(model_work, name, changed)
+        try:
+            work = model_work.ModelWork(me, spec)
+            with _only_in_a_world(name, before):
+                found[fault] = correctness.check(me, spec, work).found["why"]
+        finally:
+            setattr(model_work, name, before)
+    return found
+
+
+@contextmanager
+def _only_in_a_world(name: str, before: Any) -> Iterator[None]:
+    """The reference on one device is without the fault."""
+    once = model_check.one_device
+
+    def one_device(*arguments: Any) -> Any:
+        changed = getattr(model_work, name)
+        setattr(model_work, name, before)
+        try:
+            return once(*arguments)
+        finally:
+            setattr(model_work, name, changed)
+
+    model_check.one_device = one_device
+    try:
+        yield
+    finally:
+        model_check.one_device = once
+
+
+def with_little_memory(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
+    """The check where one device has no memory for two layers."""
+    spec, once = Experiment.from_plain(experiment), model_check.one_device
+
+    def one_device(me: Rank, here: Experiment, dtype: Any) -> Any:
+        if here.model is not None and here.model.layers != 1:
+            raise torch.OutOfMemoryError("two layers")
+        return once(me, here, dtype)
+
+    model_check.one_device = one_device  # type: ignore[assignment]
+    try:
+        return correctness.check(me, spec, model_work.ModelWork(me, spec)).found
+    finally:
+        model_check.one_device = once
+
+
+def timed_wrongly(me: Rank, experiment: dict[str, Any]) -> str | None:
+    """What the check after the timing says where ranks begin to sum no gradients during it."""
+    spec = Experiment.from_plain(experiment)
+    work, before = model_work.ModelWork(me, spec), model_work.reduce_gradients
+    checked = correctness.check(me, spec, work)
+    model_work.reduce_gradients = _no_sum
+    try:
+        return correctness.check_timed(me, spec, work, work, checked.kept)["why"]
+    finally:
+        model_work.reduce_gradients = before

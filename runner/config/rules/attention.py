@@ -13,6 +13,7 @@ from attention.masks.band import Band
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS
 from runner.config.experiment import Experiment
+from runner.config.schema import MODES
 from runner.config.values import FINITE, InvalidConfig, above_zero, plain, shown
 
 
@@ -32,6 +33,8 @@ def options(cfg: DictConfig, chosen: Variant[Any] | None) -> dict[str, Any]:
 def mode(cfg: DictConfig, chosen: Variant[Any] | None) -> str:
     decode = chosen.decode if chosen is not None else cfg.q_len is not None
     found = cfg.mode or ("forward" if decode else "forward_backward")
+    if found not in MODES:
+        raise InvalidConfig(f"mode={found}: is of a model; give model=NAME, or mode={' or mode='.join(MODES)}")
     if decode and found != "forward":
         name = cfg.attention.name if chosen is not None else f"q_len={cfg.q_len}"
         raise InvalidConfig(f"mode={found}: {name} is a decode and has no backward; use mode=forward")

@@ -1,8 +1,10 @@
 """Sequence-parallel models: loss and every parameter's gradient are those of a world of one, in fp64."""
 
 import pytest
+import torch
 
-from attention.models import PRESETS, Config, Latent, preset
+import attention
+from attention.models import PRESETS, Config, Latent, Transformer, preset
 from tests.jobs import models
 
 WINDOWS = [("sliding_window", {"left": 5}), ("causal", {})]
@@ -16,6 +18,9 @@ DECODERS = [
     {"name": "llama3", "masks": DOCUMENTS},
     {"name": "ring", "others": ["ring_allgather"], "masks": WINDOWS},
     {"name": "dense"},
+    {"name": "zigzag", "sinks": True, "softcap": 2.0, "scale": 0.4},
+    {"name": "ring", "masks": WINDOWS, "sinks": True},
+    {"name": "zigzag", "latent": {"q": 12, "kv": 8, "rotary": 4}, "v_head_dim": 6},
 ]
 ENCODER_DECODERS = [
     {"name": "ulysses", "encoder_layers": 1},
@@ -80,3 +85,15 @@ def test_presets_have_the_sizes_that_they_are_named_for():
         "deepseek_layer": (4096, 1, 128, 7168, 192),
     }
     assert Config(context=8, layers=1, heads=1, hidden=8, head_dim=8).mlp_dim == 32
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_matrices_and_flops_are_those_of_the_model(name):
+    config = preset(name)
+    with torch.device("meta"):
+        model = Transformer(config, attention.make("dense"))
+    assert config.matrices == sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    pairs = config.kind(0).mask.pairs(512) * config.layers  # every preset has one mask or one layer
+    pairs += (config.layers + config.encoder_layers) * 512**2 if config.encoder_layers else 0
+    attended = 2 * pairs * config.heads * (config.head_dim + config.value_dim)
+    assert config.flops(3, 512) == 3 * (2 * 512 * config.matrices + attended)

@@ -22,6 +22,7 @@ from runner import rounds
 from runner.config.masks import NONE
 from runner.config.overrides import groups, problem
 from runner.config.resolve import run_name
+from runner.config.rules import model as model_rules
 from runner.config.schema import MODELS, TIMING_METHODS
 from runner.config.values import InvalidConfig
 from runner.measure.attention_work import DTYPES
@@ -56,7 +57,7 @@ def test_every_file_of_every_group_is_a_choice():
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_makes_an_experiment(group, choice):
     here = f"+experiment={choice}" if group == "experiment" else f"{group}={choice}"
-    able = able_to(choice) if group == "config" else ["attention=ring"] if group == "mask" else []
+    able = able_to(choice) if group == "config" else ["attention=ring"] if group in ("mask", "model") else []
     alone = choice == "grouped" and group == "attention"
     spec = resolved(here, *able, gpus=1 if alone else 2)
     assert spec.workload.seq_len > 0
@@ -221,14 +222,16 @@ def test_every_variant_and_its_file_name_its_source_with_its_year_and_when_to_us
 def test_every_kernel_and_transport_has_its_file():
     assert set(groups()["kernel"]) == {"auto", *KERNELS}
     assert set(groups()["transport"]) == {"auto", *SUMMARIES}
-    for group in ("kernel", "transport", "hardware", "model"):
+    for group in ("kernel", "transport", "hardware"):
         for name in groups()[group]:
             assert plain(composed(f"{group}={name}")[group]) == {"name": name}
 
 
 def test_every_model_has_its_file_and_none_is_the_default():
     assert set(groups()["model"]) == set(MODELS)
-    assert composed().model.name == "none"
+    assert plain(composed().model) == {"name": "none"}
+    for name in MODELS[1:]:
+        assert set(plain(composed(f"model={name}").model)) == set(model_rules.OPTIONS), name
 
 
 @pytest.mark.parametrize("name", masks.names())

@@ -20,7 +20,7 @@ BAD = [
     (["config=qwen3_4"], "config=qwen3_4", "qwen3_4b"),
     (["timing=warmpu"], "timing=warmpu", "warmup"),
     (["kernel=sdpa"], "kernel=sdpa", "sdpa_flash"),
-    (["model=transformer"], "model=transformer: not a choice of model; known are none"),
+    (["model=transformer"], "model=transformer: not a choice of model; known are decoder_medium"),
     (["dtype=fp23"], "dtype=fp23", "fp32"),
     (["attention=ring,zigzga"], "attention=zigzga", "zigzag"),
     (["attention=choice(ring,zigzga)"], "attention=zigzga", "zigzag"),

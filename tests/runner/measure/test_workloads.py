@@ -50,7 +50,7 @@ def compare(me: Rank, experiment: Experiment, work: Linear, outputs, with_scales
 
 @pytest.fixture
 def check(monkeypatch):
-    monkeypatch.setitem(WORKLOADS, "none", Kind(None, None, compare))
+    monkeypatch.setitem(WORKLOADS, "attention", Kind(None, None, compare))
     me = Rank(0, 1, torch.device("cpu"), None, None)
     monkeypatch.setattr(me, "say", lambda *_, **__: None)
     monkeypatch.setattr(me, "gather", lambda value: [value])

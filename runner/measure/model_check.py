@@ -1,0 +1,149 @@
+"""A model's comparison with its reference: the loss and every parameter's gradient (without a backward, each token's loss)
+on all ranks against those of a world of one. That is the same model on one device with `dense` attention: once by kernel
+math in fp64, or fp32 where fp64 would take too long, and once in the run's dtype with its kernel, which gives the error of one
+device. Where one device has no memory for the model, models of fewer layers are compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from runner.config.experiment import Experiment
+from runner.launch.rank import Rank, is_out_of_memory
+from runner.measure import memory, timing
+from runner.measure.attention_work import alone
+from runner.measure.comparison import FP64_TFLOP
+from runner.measure.errors import Error, Tolerance, total
+from runner.measure.model_work import GUESSED, ModelWork, by_rows
+from runner.measure.workload import Compared
+
+LEAST = 1e-4  # the relative error of a gradient that fp32's rounding in all layers explains
+RATIO = 3.0  # at most so many times the error of one device
+CHUNK = 2048  # tokens whose logits are in memory at once
+
+Tensors = dict[str, Tensor]
+
+
+def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors, with_scales: bool) -> Compared:
+    """`Kind.compare` of a model."""
+    limits = {name: tolerance(experiment, None) for name in outputs}
+    scales = {name: torch.ones(x.shape[:-1]) for name, x in outputs.items()} if with_scales else {}
+    layers, there = work.config.layers, None
+    expected_s = 4 * me.world * work.flops() / work.rate()
+    while layers:
+        me.say("check_reference", expected_s, waiting=me.rank > 0)
+        here = _of_layers(experiment, layers)
+        there = references(me, here, work.plan.kernel.name) if me.rank == 0 else None
+        if me.agree(there is not None):
+            break
+        layers //= 2
+    if not layers:
+        raise MemoryError(f"model={work.about.name}: one device has no memory for a layer; use check.enabled=false")
+    if layers < work.config.layers:
+        outputs = _first_step(me, here)
+    outputs = {name: _whole(work, x) if name == GUESSED else x for name, x in outputs.items()}
+    me.say("check_compare")
+    verdict = me.agree(_verdict(experiment, outputs, there) if there else None)
+    about = {"kernel": work.plan.kernel.name, "checked_share": layers / work.config.layers}
+    return Compared(verdict | about, scales, limits)
+
+
+def tolerance(experiment: Experiment, local: Error | None) -> Tolerance:
+    """Of the loss and of each gradient as a whole. local: the error of one device."""
+    least = max(experiment.dtype.grad_rel_l2, LEAST)
+    rel_l2 = least if local is None else max(least, RATIO * local.rel_l2)
+    return Tolerance(rel_l2, *[torch.inf] * 3)
+
+
+def _of_layers(experiment: Experiment, layers: int) -> Experiment:
+    assert experiment.model is not None
+    return replace(experiment, model=replace(experiment.model, layers=layers))
+
+
+def _first_step(me: Rank, experiment: Experiment) -> Tensors:
+    """The outputs of another model, on all ranks. Collective."""
+    work = ModelWork(me, experiment)
+    timing.iterate(work)
+    return work.outputs()
+
+
+def _whole(work: ModelWork, x: Tensor) -> Tensor:
+    """What each token has, of all tokens. Collective."""
+    return work.fn.unshard(x.view(*work.batches[0].ids.shape, 1, 1)).reshape(-1, 1, 1)
+
+
+def references(me: Rank, experiment: Experiment, kernel: str) -> tuple[str, Tensors, Tensors] | None:
+    """The dtype of the reference, its outputs, and those of one device in the run's dtype; None without memory for
+    them."""
+    one = replace(experiment, variant="dense", options={}, world_size=1, replay="none")
+    call = experiment.workload
+    affordable = FP64_TFLOP[experiment.device] / (10 if call.dtype in ("bf16", "fp16") else 1)
+    assert experiment.model is not None
+    flops = 3 * experiment.model.config(call).flops(call.batch, call.seq_len)
+    dtype = torch.float64 if flops <= affordable * 1e12 else torch.float32
+    try:
+        exact = one_device(me, replace(one, kernel="math"), dtype)
+        memory.empty_caches(me.device)
+        own = "auto" if experiment.chosen is None or experiment.chosen.external else kernel
+        return "fp64" if dtype == torch.float64 else "fp32", exact, one_device(me, replace(one, kernel=own), None)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    finally:
+        memory.empty_caches(me.device)
+    return None
+
+
+def one_device(me: Rank, experiment: Experiment, dtype: torch.dtype | None) -> Tensors:
+    """The outputs of the model by itself, layer by layer and with few tokens' logits at once."""
+    assert experiment.model is not None
+    recomputing = replace(experiment, model=replace(experiment.model, recompute=True))
+    work = ModelWork(me, recomputing, alone(experiment), dtype)
+    batch, model = work.batches[0], work.model
+    with torch.set_grad_enabled(work.backward):
+        hidden = model.hidden(batch)
+        parts = zip(hidden.split(CHUNK, 1), batch.labels.split(CHUNK, 1), strict=True)
+        losses = torch.cat([checkpoint(_losses, model, *part, use_reentrant=False) for part in parts], 1)
+    if not work.backward:
+        return {GUESSED: work.less_guess(losses)}
+    loss = losses.sum() / batch.counted
+    loss.backward()
+    gradients = {name: by_rows(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach().view(1, 1, 1), **gradients}
+
+
+def _losses(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = model.logits(hidden)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+def _verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors, Tensors]) -> dict[str, Any]:
+    """The fields of the result: of the loss, of all gradients together, and of the worst one. Every one counts."""
+    dtype, exact, local = there
+    errors, of_local = ({name: _error(x[name], exact[name]) for name in exact} for x in (outputs, local))
+    why = [text for name, error in errors.items() for text in error.faults(name, tolerance(experiment, of_local[name]))]
+    shown: dict[str, list[str]] = {name: [name] for name in ("loss", GUESSED) if name in errors}
+    if gradients := [name for name in errors if name not in shown]:
+        worst = max(gradients, key=lambda name: errors[name].rel_l2)
+        shown |= {"gradients": gradients, f"gradient of {worst}": [worst]}
+    tensors = {}
+    for label, names in shown.items():
+        here, device = (total(each[name] for name in names) for each in (errors, of_local))
+        ratio = {"local_rel_l2": device.rel_l2, "ratio_to_local": here.ratio_to(device)}
+        tensors[label] = {"rel_l2": here.rel_l2, "max_abs": here.worst, **ratio}
+    lse = {"checked": None, "why": "a model's loss and gradients are compared"}
+    least = {"grad_rel_l2": tolerance(experiment, None).rel_l2, "error_ratio": RATIO}
+    found = {"passed": not why, "why": "; ".join(why) or None, "tensors": tensors, "lse": lse, "tolerance": least}
+    return found | {"reference": dtype}
+
+
+def _error(x: Tensor, expected: Tensor) -> Error:
+    found = Error()
+    found.add(x, expected.to(torch.promote_types(expected.dtype, torch.float32)), x.new_ones(x.shape[:-1]), 0.0)
+    return found
