@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.executors import gather
 from attention.executors.plan import Part, Plan
-from attention.geometry.mixtures import Component, Mixture, meeting, strided
+from attention.geometry.mixtures import Component, Mixture, strided
 from attention.kernels.interface import Grads, Pair, Triple
 from attention.profiling import phase
 from attention.reduction.lse_merge import merge
@@ -94,22 +94,21 @@ def divisor(plan: Plan) -> int:
     return len(mixture.pairs) if mixture.mixing == "head_groups" else 1
 
 
-def of_heads(x: Tensor, numbers: tuple[int, ...]) -> Tensor:
-    """These heads of `[..., H, D]`: a view if they are a slice, else a copy."""
-    found = strided(numbers)
-    if found is None:
-        return torch.stack([x[..., number, :] for number in numbers], -2)
-    return x[..., found, :]
-
-
 def queries(x: Tensor, c: Component) -> Tensor:
     """A component's tokens and heads of a tensor like q `[B, s, H, D]`, a view `[B, n, h, D]`."""
-    return of_heads(x[:, c.offset :: c.rate], c.heads)
+    return _selected(x, c, c.heads)
 
 
 def keys(x: Tensor, c: Component) -> Tensor:
-    """As `queries`, of a tensor like k."""
-    return of_heads(x[:, c.offset :: c.rate], c.kv_heads)
+    """As `queries`, of a tensor like k; a copy where its heads are no slice."""
+    return _selected(x, c, c.kv_heads)
+
+
+def _selected(x: Tensor, c: Component, heads: tuple[int, ...]) -> Tensor:
+    found = strided(heads)
+    if found is None:
+        return torch.stack([x[:, c.offset :: c.rate, head] for head in heads], -2)
+    return x[:, c.offset :: c.rate, found]
 
 
 def of_rows(lse: Tensor, c: Component) -> Tensor:
@@ -193,8 +192,7 @@ class _Total:
     def __init__(self, name: str, like: Tensor, plan: Plan, parts: Sequence[Part], of_keys: bool):
         self.like, self.plan, self.parts, self.of_keys = like, plan, parts, of_keys
         self.copies = plan.options.copies
-        heads, tokens = like.shape[-2], like.shape[1]
-        self.how = meeting(tuple(part.component for part in parts), of_keys, heads, tokens)
+        self.how = plan.meetings[of_keys]
         self.wide = self.how.most > 2 and accumulation_dtype(like.dtype) != like.dtype
         dtype = accumulation_dtype(like.dtype) if self.wide else like.dtype
         self.total = self.scratch(name, dtype) if self.wide else like.new_empty(like.shape)

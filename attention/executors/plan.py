@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard
-from attention.geometry.mixtures import Component
+from attention.geometry.mixtures import Component, Meeting, components, meeting
 from attention.geometry.schedules import Block, Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
     Intervals,
@@ -103,6 +103,14 @@ class Plan:
     def pool(self) -> dict[Hashable, torch.Tensor]:
         """Buffers that passes of this plan write first and read then, kept for the next pass."""
         return {}
+
+    @cached_property
+    def meetings(self) -> dict[bool, Meeting]:
+        """How a mixture's components meet in results over query heads (False) and over KV heads (True)."""
+        problem = self.problem
+        tokens = problem.cu_seqlens[-1] // (1 if problem.layout.replicated else problem.world)
+        found = components(problem, self.heads, self.kv_heads)
+        return {keys: meeting(found, keys, self.kv_heads if keys else self.heads, tokens) for keys in (False, True)}
 
     @property
     def note(self) -> str | None:

@@ -70,9 +70,8 @@ class PairOptions(Options):
         if segments is None and rates is None:
             return
         if segments is None or rates is None or len(segments) != len(rates):
-            shown = [f"{name}={_shown(x)}" for name, x in (("segments", segments), ("rates", rates))]
             raise ValueError(
-                f"{' '.join(shown)}: each segment length needs its rate; give lists of one length, or neither"
+                f"segments={_shown(segments)}: each has one of rates={_shown(rates)}; give lists of one length, or neither"
             )
         for segment, rate in zip(segments, rates, strict=True):
             if rate > segment:

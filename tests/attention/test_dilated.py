@@ -169,8 +169,8 @@ OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
     [
         ({"rates": [1, 16], "segments": [8, 8]}, {}, "rates=[1, 16]: rate 16 is above its segment of 8; use at most 8"),
         ({"rates": [1, 3]}, {}, "segments=[8, 16]: 16 is no multiple of its rate 3; 15 or 18 would work"),
-        ({"rates": [1]}, {}, "segments=[8, 16] rates=[1]: each segment length needs its rate; give lists of one length, or neither"),
-        ({"rates": None}, {}, "segments=[8, 16] rates=None: each segment length needs its rate; give lists of one length, or neither"),
+        ({"rates": [1]}, {}, "segments=[8, 16]: each has one of rates=[1]; give lists of one length, or neither"),
+        ({"rates": None}, {}, "segments=[8, 16]: each has one of rates=None; give lists of one length, or neither"),
         ({"segments": [], "rates": []}, {}, "segments=[]: must be a list of whole numbers of at least 1, or null for the default"),
         ({"segments": [8, 0]}, {}, "segments=[8, 0]: must be a list of whole numbers of at least 1, or null for the default"),
         ({"segments": 8}, {}, "segments=8: must be a list of whole numbers of at least 1, or null for the default"),
