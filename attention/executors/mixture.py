@@ -54,7 +54,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
     dout = dout.unsqueeze(0) if packed else dout
     parts, n = plan.parts(), divisor(plan)
     totals = [_Gradient(name, x, plan, parts) for name, x in zip(("dq", "dk", "dv"), saved, strict=False)]
-    rows = _detached(dout, saved, parts) if plan.options.weights == "detached" else _joint(dout, saved, parts, n)
+    rows = _detached(dout, saved, parts) if plan.options.weights == "detached" else _joint(dout, saved, parts)
     for i, given in rows:
         into = [x for total in totals if (x := total.target(i)) is not None]
         found = _attend_backward(given, saved[:3], parts[i], i, (into[0], into[1], into[2]) if len(into) == 3 else None)
@@ -63,18 +63,18 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
                 for total, x in zip(totals, found, strict=True):
                     total.add(i, x)
     with phase("comp_merge", len(parts)):
-        grads = [total.finish() for total in totals]
-        of_sinks = sinks_gradients(dout / n, saved) if plan.sinks else []
+        # the sums are divided, not dout: rounding its often equal elements would bias the gradients
+        grads = [total.finish() if n == 1 else total.finish().div_(n) for total in totals]
+        of_sinks = [x / n for x in sinks_gradients(dout, saved)] if plan.sinks else []
     return (*(x[0] for x in grads), *of_sinks) if packed else (*grads, *of_sinks)
 
 
-def _joint(dout: Tensor, saved: Saved, parts: Sequence[Part], n: int) -> Iterator[tuple[int, Triple]]:
+def _joint(dout: Tensor, saved: Saved, parts: Sequence[Part]) -> Iterator[tuple[int, Triple]]:
     """The number of each component that computes, and its rows of dout, out and lse: those of all."""
     for i, part in enumerate(parts):
         if _computes(part):
             c = part.component
-            mine = queries(dout, c)
-            yield i, (mine / n if n > 1 else mine, queries(saved[3], c), of_rows(saved[4], c))
+            yield i, (queries(dout, c), queries(saved[3], c), of_rows(saved[4], c))
 
 
 def _detached(dout: Tensor, saved: Saved, parts: Sequence[Part]) -> Iterator[tuple[int, Triple]]:
