@@ -265,7 +265,8 @@ def _splits(
     tiles = _tiles(q.shape, kv_heads, value_dim, q.dtype)
     reach = n_keys if call.mask.left < 0 else min(n_keys, call.mask.left + n_queries)  # the most keys that are read
     if splits is None:
-        splits = split_count(reach, batch * kv_heads * tiles.row_blocks, multiprocessors(q.device))
+        programs, uneven = batch * kv_heads * tiles.row_blocks, batch > 1 and call.lengths is not None
+        splits = (most_splits if uneven else split_count)(reach, programs, multiprocessors(q.device))
     split_keys = max(triton.cdiv(triton.cdiv(reach, splits), tiles.keys), 1) * tiles.keys
     splits = triton.cdiv(reach, split_keys)  # none is empty, but where lengths or a rank's end leave less
     if into is not None and splits == 1:
@@ -368,8 +369,13 @@ def _start(of: _Launched, strides: tuple[tuple[int, ...], ...], splits: int, sta
 def split_count(n_keys: int, programs: int, n_sm: int) -> int:
     """The number of pieces to cut `n_keys` keys into. Each piece is `programs` programs on a GPU of `n_sm` SMs; an SM
     reads as fast with one program as with two."""
-    most = triton.cdiv(4 * n_sm, programs)
-    return _split_count(min(most, max(1, n_keys // SHORTEST_SPLIT)), programs, n_sm)
+    return _split_count(most_splits(n_keys, programs, n_sm), programs, n_sm)
+
+
+def most_splits(n_keys: int, programs: int, n_sm: int) -> int:
+    """The most pieces that are worth their merge. Batch elements of different lengths are cut into so many: with a few
+    programs for each SM, the longest element takes hardly more than its share."""
+    return min(triton.cdiv(4 * n_sm, programs), max(1, n_keys // SHORTEST_SPLIT))
 
 
 @lru_cache
