@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attention import masks
+from attention.arguments import check_kv_lengths, check_prefix
 from attention.geometry.mixtures import components
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.schedules import masks as bands_of
@@ -63,8 +64,11 @@ class Setting:
     sinks: bool = False
     softcap: bool = False
     v_head_dim: int | None = None
+    kv_lengths: bool = False
+    prefix: bool = False
 
 
+EMPTY = torch.empty(1, 0, 1, 1)
 PADDED = "padded"  # honoured, with values that are filled up with zeros
 FEATURES = {
     "packed": Setting(packed=True),
@@ -76,6 +80,8 @@ FEATURES = {
     "sinks": Setting(sinks=True),
     "softcap": Setting(softcap=True),
     "v_head_dim": Setting(v_head_dim=VALUE_DIM),
+    "kv_lengths": Setting(kv_lengths=True),
+    "prefix": Setting(prefix=True),
     "deterministic": Setting(deterministic=True),
     "replay=launches": Setting(replay="launches"),
     "replay=graphs": Setting(replay="graphs"),
@@ -103,6 +109,9 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
 
 
 def _problem(variant: Variant[Any], setting: Setting) -> Problem:
+    check_kv_lengths((TOKENS,) if setting.kv_lengths else None, 1, TOKENS, torch.device("cuda"), variant)
+    if setting.prefix:
+        check_prefix((EMPTY, EMPTY), EMPTY, EMPTY, variant)
     mask = EXAMPLES[setting.mask]
     cu = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))) if setting.packed else (0, TOKENS)
     if variant.decode and setting.packed:

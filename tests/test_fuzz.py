@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,11 @@ def test_dropped_sinks_and_softcaps_are_found(name):
     for plant in (plants.sinks_dropped, plants.kernel(plants.uncapped, plants.uncapped)):
         with plant():
             assert wrong(case, compute(case)) is not None
+
+
+def test_a_decode_that_drops_its_window_its_lengths_or_its_prefix_is_found():
+    case = Case("tree", 1, 24, 2, 1, 8, 1, transport="auto", batch=2, queries=2, causal=False, gradients="")
+    for given in ({"window": (5, 0)}, {"causal": True}, {"kv_lengths": (24, 7)}, {"prefix": 3}):
+        asked = replace(case, **given)
+        assert wrong(asked, compute(asked)) is None
+        assert wrong(asked, compute(case)) is not None, given

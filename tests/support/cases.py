@@ -37,7 +37,8 @@ FORM = re.compile(r".*\w.*: .*(; |must be ).*\w.*")
 @dataclass(frozen=True)
 class Case:
     """One call. Dense inputs are `[batch, tokens, heads, head_dim]`, v and dout with `value_dim` in its place; with `lengths` they are
-    packed, without a batch. A decode has `queries` queries on every rank. sinks: the dtype of a logit a head, or None."""
+    packed, without a batch. A decode has `queries` queries on every rank, and may have `kv_lengths`, the numbers of keys of its batch
+    elements, and `prefix` keys that these share. sinks: the dtype of a logit a head, or None."""
 
     variant: str
     world: int
@@ -64,6 +65,8 @@ class Case:
     value_dim: int | None = None  # None: head_dim
     softcap: float | None = None
     sinks: str | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    prefix: int = 0
 
     @property
     def cu_seqlens(self) -> list[int] | None:
@@ -74,7 +77,7 @@ class Case:
 
     @staticmethod
     def of(plain: dict[str, Any]) -> Case:
-        listed = ("window", "lengths", "layouts", "masks")
+        listed = ("window", "lengths", "layouts", "masks", "kv_lengths")
         return Case(**{k: tuple(v) if k in listed and v is not None else v for k, v in plain.items()})
 
 
@@ -114,7 +117,15 @@ def draw(name: str, world: int, seed: int) -> Case:
     if chosen.decode:
         tokens = rng.choice((1, world, 5, 33, 64, 200))
         base["masks"] = rng.choice(((), (), ({"name": "full"},), ({"name": "chunked", "chunk": 4},)))
-        return Case(**base, tokens=tokens, queries=rng.choice((1, 2, 5)), causal=False, layouts=layouts, gradients="")
+        base |= {
+            "causal": rng.random() < 0.4,
+            "window": rng.choice(((-1, -1), (-1, -1), (0, 0), (7, 0), (40, 2), (-1, 1))),
+        }
+        if rng.random() < 0.4:
+            base["kv_lengths"] = tuple(rng.choice((0, 1, tokens // 2, tokens)) for _ in range(base["batch"]))
+        if rng.random() < 0.2:
+            base |= {"prefix": rng.choice((1, 7, 30)), "window": (-1, -1)}
+        return Case(**base, tokens=tokens, queries=rng.choice((1, 2, 5)), layouts=layouts, gradients="")
     causal = chosen.causal_only or rng.random() < 0.6
     window = (-1, -1)
     if rng.random() < 0.3:
@@ -168,6 +179,13 @@ def whole(case: Case) -> dict[str, Tensor]:
         if case.layouts[NAMES.index(name)] == "expanded_heads":
             found[name] = found[name][..., :1, :].expand_as(found[name]).contiguous()
     return found
+
+
+def prefix_of(case: Case) -> list[Tensor]:
+    """The global k and v of the prefix, `[1, prefix, kv_heads, .]`; equal on every rank."""
+    generator, dims = torch.Generator().manual_seed(case.seed + 2), (case.head_dim, case.value_dim or case.head_dim)
+    shape = 1, case.prefix, case.kv_heads
+    return [torch.randn(*shape, n, generator=generator).to(DTYPES[case.dtype]) for n in dims]
 
 
 def sinks_of(case: Case) -> Tensor | None:
@@ -259,6 +277,9 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
     given, kept = {}, {}
     for (name, x), layout in zip(whole(case).items(), case.layouts, strict=True):
         role = "kv" if name in "kv" else "q"
+        for b, n in enumerate(case.kv_lengths or ()):
+            if name in "kv":
+                x[b, n:] = 50.0  # whatever a cache has there
         shard = fn.shard(x, cu, role, pad=True)[0].clone() if case.pad else fn.shard(x, cu, role)
         if case.queries is None:
             assert torch.equal(fn.unshard(shard, cu, added), x), f"unshard(shard({name})) differs"
@@ -270,6 +291,10 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
     if (sinks := sinks_of(case)) is not None:
         how["sinks"] = given["s"] = sinks.requires_grad_("s" in case.gradients)
     how |= {"kv_tokens": case.tokens} if case.queries is not None else {"cu_seqlens": cu, "padding": added}
+    if case.kv_lengths is not None:
+        how["kv_lengths"] = case.kv_lengths
+    if case.prefix:
+        how |= {"prefix": tuple(fn.shard(x, role="kv") for x in prefix_of(case)), "prefix_tokens": case.prefix}
     out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
     results = {"out": out.detach(), "lse": lse.transpose(-1, -2).unsqueeze(-1).contiguous()}
     if case.gradients:
@@ -294,23 +319,26 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
 
 
 def seen(case: Case) -> Tensor:
-    """The pairs that the mask keeps, bool `[queries, tokens]`."""
+    """The pairs that the mask keeps, bool `[queries, tokens]`; of a decode `[batch, 1, queries, prefix + tokens]`."""
     queries = case.tokens if case.queries is None else case.queries
     q, k = torch.arange(queries)[:, None], torch.arange(case.tokens)[None]
     keep = torch.ones(queries, case.tokens, dtype=torch.bool)
+    if case.queries is not None:  # the last of each element's keys
+        ends = torch.tensor(case.kv_lengths or (case.tokens,) * case.batch).view(-1, 1, 1, 1)
+        q, keep = q + ends - queries, keep & (k < ends)
     if case.causal:
-        keep &= k <= q
+        keep = keep & (k <= q)
     left, right = case.window
     if left >= 0:
-        keep &= k >= q - left
+        keep = keep & (k >= q - left)
     if right >= 0:
-        keep &= k <= q + right
+        keep = keep & (k <= q + right)
     if case.masks and case.queries is None:
         keep &= masked.dense(case.masks, case.tokens)
     if case.lengths is not None:
         document = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
         keep &= document[:, None] == document[None]
-    return keep
+    return torch.cat([keep.new_ones(*keep.shape[:-1], case.prefix), keep], -1) if case.prefix else keep
 
 
 def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -318,6 +346,11 @@ def reference(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     q, k, v, dout = (x.double() for x in whole(case).values())
     if case.lengths is not None:
         q, k, v, dout = (x[None] for x in (q, k, v, dout))
+    if case.prefix:
+        k, v = (
+            torch.cat([p.double().expand(case.batch, -1, -1, -1), x], 1)
+            for p, x in zip(prefix_of(case), (k, v), strict=True)
+        )
     group, of_heads = case.heads // case.kv_heads, ({}, {})
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
