@@ -36,7 +36,7 @@ class Sharded:
 
 
 def context_parallel(
-    model: Any, variant: str = "zigzag", group: dist.ProcessGroup | None = None, **options: Any
+    model: Any, variant: str | ContextParallel = "zigzag", group: dist.ProcessGroup | None = None, **options: Any
 ) -> HuggingFace:
     """Shards the attention of a transformers model over the ranks of `group`, by one of `attention.names()`. Call it on
     every rank, before FSDP or DDP wraps the model. A later call replaces the variant.
@@ -44,7 +44,8 @@ def context_parallel(
     options: those of `attention.make`, with the variant's own. Raises ValueError for a model whose layers mix tokens
     outside of transformers' attention interface."""
     check_layers(model)
-    cp = HuggingFace(model, make(variant, group, **options))
+    fn = variant if isinstance(variant, ContextParallel) else make(variant, group, **options)
+    cp = HuggingFace(model, fn)
     name = f"context_parallel_{next(_numbers)}"
     AttentionInterface.register(name, cp.attend)
     AttentionMaskInterface.register(name, asked)

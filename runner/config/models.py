@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attention.models import Config, preset
+from runner.config import huggingface
 
 if TYPE_CHECKING:
     from runner.config.experiment import AttentionCall
 
 NONE = "none"  # attention alone
+HF = "hf"  # any causal LM of transformers
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,21 @@ class Model:
     hidden: int | None = None
     mlp: int | None = None
     vocabulary: int | None = None
+    huggingface: str | None = None  # of model=hf: its configuration, as JSON
+
+    @property
+    def sizes(self) -> Config:
+        """Of the preset or of transformers' configuration, before those of the call."""
+        return preset(self.name) if self.huggingface is None else huggingface.config_of(self.huggingface, self.layers)
 
     def config(self, call: AttentionCall) -> Config:
         """The sizes, with the call's heads. Raises ValueError for sizes that do not fit together."""
         sizes = {key: getattr(self, key) for key in ("layers", "hidden", "mlp", "vocabulary")}
+        sizes = {} if self.huggingface else sizes  # has them already
         heads = {key: getattr(call, key) for key in ("heads", "kv_heads", "head_dim", "v_head_dim")}
-        found = preset(self.name, **{key: x for key, x in sizes.items() if x is not None}, **heads)
+        if self.sizes.latent:
+            heads.pop("kv_heads")
+        found = replace(self.sizes, **{key: x for key, x in sizes.items() if x is not None}, **heads)
         found = found if self.own_masks else found.under(call.whole_mask)
         how: dict[str, Any] = {"sinks": call.sinks, "softcap": call.softcap, "scale": call.scale}
         return replace(found, kinds=tuple(replace(kind, **how) for kind in found.kinds))

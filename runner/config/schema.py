@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from attention.models import PRESETS
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
-MODELS = ("none", *PRESETS)
+MODELS = ("none", *PRESETS, "hf")
 MODES = ("forward", "forward_backward")  # of attention alone
 MODEL_MODES = ("training", "inference")
 BASELINES = ("single", "dense", "none")

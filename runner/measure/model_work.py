@@ -18,6 +18,7 @@ from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
 from runner.measure import ceilings
 from runner.measure.attention_work import DTYPES, build
+from runner.measure.huggingface import Decoder
 from runner.measure.text import excerpts
 from runner.measure.workload import Passes
 
@@ -67,7 +68,7 @@ class ModelWork:
             self.__dict__.pop(name, None)  # freed first
         torch.manual_seed(self.experiment.seed)
         with torch.device(self.me.device):
-            model = Transformer(self.config, self.fn, self.about.recompute)
+            model = self._model()
         self.model = model.to(self.given).to(self.dtype)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), self.about.learning_rate, BETAS, fused=self.me.device.type == "cuda"
@@ -76,13 +77,20 @@ class ModelWork:
         self.losses: list[Tensor] = []  # this rank's part of each step's
         self.release()
 
+    def _model(self) -> Transformer | Decoder:
+        if self.about.huggingface is None:
+            return Transformer(self.config, self.fn, self.about.recompute)
+        return Decoder(self.about.huggingface, self.config, self.fn, self.about.recompute, self.dtype)
+
     def _plan(self) -> Any:
         """Of the first layer's attention."""
         shape = (*self.batches[0].ids.shape,)
         heads = (self.config.heads, self.config.head_dim), (self.config.key_heads, self.config.head_dim)
         sizes = (*heads, (self.config.key_heads, self.config.value_dim))
         q, k, v = (torch.empty(*shape, *size, dtype=self.dtype, device=self.me.device) for size in sizes)
-        options: dict[str, Any] = self.model.layers[0].attention.options  # type: ignore[union-attr,assignment]
+        kind = self.config.kind(0)
+        options: dict[str, Any] = {"mask": kind.mask, "softcap": kind.softcap, "scale": kind.scale}
+        options["sinks"] = q.new_zeros(self.config.heads) if kind.sinks else None
         try:
             return self.fn.plan(*(x.requires_grad_(self.backward) for x in (q, k, v)), **options)
         except ValueError as error:

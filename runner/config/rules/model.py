@@ -14,14 +14,15 @@ from attention.masks import full
 from attention.masks.band import FULL
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
-from attention.models import PRESETS, SPARSE, Config
-from runner.config import masks, schema
+from attention.models import SPARSE, Config
+from runner.config import huggingface, masks, schema
 from runner.config.experiment import Experiment
-from runner.config.models import NONE, Model
+from runner.config.models import HF, NONE, Model
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 
 SIZES = ("layers", "hidden", "mlp", "vocabulary")
-OPTIONS = tuple(each.name for each in fields(Model) if each.name != "own_masks")
+OPTIONS = tuple(each.name for each in fields(Model) if each.name not in ("own_masks", "huggingface"))
+OF_HF = ("config", "type")
 BYTES = 256  # the smallest vocabulary of a text of bytes
 TIMED_BY = ("warmup", "adaptive", "simple", "profiler")
 
@@ -30,7 +31,7 @@ def model(cfg: DictConfig) -> Model | None:
     """The model of a configuration; None for attention alone. Raises InvalidConfig."""
     given = plain(cfg.model)
     name = one_of("model", given.pop("name", None), schema.MODELS)
-    known = () if name == NONE else OPTIONS[1:]
+    known = () if name == NONE else OPTIONS[1:] + (OF_HF if name == HF else ())
     for key in given:
         if key not in known:
             raise InvalidConfig(f"model.{shown(key)}: model={name} has no such option; its options: {', '.join(known)}")
@@ -45,7 +46,16 @@ def model(cfg: DictConfig) -> Model | None:
     if given["learning_rate"] is None:
         raise InvalidConfig("model.learning_rate=null: must be a number above 0; the default is 0.001")
     above_zero("model.learning_rate", given["learning_rate"], "the default is 0.001", FINITE)
-    return Model(name=name, own_masks=_own_masks(cfg), **given)
+    own_masks = _own_masks(cfg)
+    if name != HF:
+        return Model(name=name, own_masks=own_masks, **given)
+    if not own_masks:
+        raise InvalidConfig(
+            "model=hf: its layers have the masks of its configuration; use mask=none causal=true window=[-1,-1]"
+        )
+    path, kind = (given.pop(key) for key in OF_HF)
+    sizes = {key: given[key] for key in huggingface.NAMES} | {key: cfg[key] for key in huggingface.HEADS}
+    return Model(name=name, own_masks=True, huggingface=huggingface.loaded(path, kind, sizes), **given)
 
 
 def _own_masks(cfg: DictConfig) -> bool:
@@ -58,7 +68,7 @@ def filled(cfg: DictConfig, chosen: Model | None) -> DictConfig:
     layer."""
     if chosen is None:
         return cfg
-    found, sizes = copy.deepcopy(cfg), PRESETS[chosen.name]
+    found, sizes = copy.deepcopy(cfg), chosen.sizes
     of_preset: dict[str, Any] = {"batch": 1, "seq_len": sizes.context, "heads": sizes.heads, "head_dim": sizes.head_dim}
     of_preset |= {"v_head_dim": sizes.v_head_dim, "softcap": sizes.kinds[0].softcap, "scale": sizes.kinds[0].scale}
     if cfg.heads is None:

@@ -58,6 +58,7 @@ def test_every_file_of_every_group_is_a_choice():
 def test_every_choice_composes_and_makes_an_experiment(group, choice):
     here = f"+experiment={choice}" if group == "experiment" else f"{group}={choice}"
     able = able_to(choice) if group == "config" else ["attention=ring"] if group in ("mask", "model") else []
+    able = [*able, "model.type=llama"] if choice == "hf" else able
     alone = choice == "grouped" and group == "attention"
     spec = resolved(here, *able, gpus=1 if alone else 2)
     assert spec.workload.seq_len > 0
@@ -231,7 +232,8 @@ def test_every_model_has_its_file_and_none_is_the_default():
     assert set(groups()["model"]) == set(MODELS)
     assert plain(composed().model) == {"name": "none"}
     for name in MODELS[1:]:
-        assert set(plain(composed(f"model={name}").model)) == set(model_rules.OPTIONS), name
+        more = model_rules.OF_HF if name == "hf" else ()
+        assert set(plain(composed(f"model={name}").model)) == {*model_rules.OPTIONS, *more}, name
 
 
 @pytest.mark.parametrize("name", masks.names())
