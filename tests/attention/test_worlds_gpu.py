@@ -6,7 +6,7 @@ import pytest
 
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from tests.jobs import masks, numerics
+from tests.jobs import decodes, masks, numerics
 from tests.support import coverage as geometry
 from tests.support.gpus import need_one, worlds
 
@@ -82,6 +82,24 @@ def test_a_decode_stays_within_twice_the_error_of_one_gpu(in_world, name, option
         ):
             assert found["error"] < 2 * found["local"] + 1e-6, found
             assert found["lse"] < 1e-2, found
+
+
+RAGGED = {"batch": 5, "queries": 1, "keys": 3000, "heads": 8, "kv_heads": 2, "lengths": [0, 1, 1499, 3000, 700]}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_decodes_with_lengths_windows_sinks_softcap_and_prefixes_match_fp64(in_world, world):
+    """With the lengths on the GPU, which the kernel reads there, and by another kernel."""
+    cases = [
+        RAGGED | {"tensor": True},
+        RAGGED | {"queries": 3, "causal": True, "sinks": True, "tensor": True},
+        RAGGED | {"queries": 3, "window": (900, 0), "sinks": True, "softcap": 2.0, "value_dim": 24},
+        RAGGED | {"lengths": None, "queries": 4, "causal": True, "value_dim": 8},
+        RAGGED | {"prefix": 777, "sinks": True, "tensor": True},
+    ]
+    settings = [*(("tree", {"reduce": r}) for r in REDUCTIONS), ("ring_decode", {}), ("tree", {"kernel": "math"})]
+    for found in in_world(decodes.compare, world, "cuda", settings=settings, cases=cases, dtype="bf16"):
+        assert all(out < 3e-2 and lse < 1e-2 for out, lse, _ in found["errors"]), found
 
 
 MASKS = [

@@ -11,17 +11,20 @@ import attention
 from attention.masks.band import Band
 from runner.launch.rank import Rank
 from tests.jobs.numerics import worst_lse
+from tests.jobs.reference import DTYPES
 from tests.support.naive import attention as plain
 from tests.support.naive import kept
 
 
-def compare(me: Rank, settings: list[tuple[str, dict[str, Any]]], cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each variant with its options and each case, the largest errors of out and lse on any rank against fp64. Keys
-    beyond an element's length are NaN."""
+def compare(
+    me: Rank, settings: list[tuple[str, dict[str, Any]]], cases: list[dict[str, Any]], dtype: str = "fp32"
+) -> list[dict[str, Any]]:
+    """For each variant with its options and each case, by rank the largest errors of out and lse against fp64, and the number of
+    plans. Keys beyond an element's length are NaN."""
     fns = [attention.make(name, **options) for name, options in settings]
     found = []
     for case in cases:
-        q, k, v, given = _inputs(case)
+        q, k, v, given = _inputs(case, DTYPES[dtype], me.device)
         prefix = given.pop("prefix", None)
         exact, exact_lse = _expected(q, k, v, case, given.get("sinks"), prefix)
         for fn, setting in zip(fns, settings, strict=True):
@@ -34,19 +37,21 @@ def compare(me: Rank, settings: list[tuple[str, dict[str, Any]]], cases: list[di
     return found
 
 
-def _inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+def _inputs(
+    case: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Global q, k, v, and what else the call is given."""
     generator = torch.Generator().manual_seed(0)
     batch, kv_heads, dim, value_dim = case["batch"], case["kv_heads"], 16, case.get("value_dim", 16)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     q = normal(batch, case["queries"], case["heads"], dim)
     k, v = (normal(batch, case["keys"], kv_heads, n) for n in (dim, value_dim))
     given = {name: case[name] for name in ("causal", "window", "softcap") if name in case}
     if lengths := case.get("lengths"):
-        given["kv_lengths"] = torch.tensor(lengths) if case.get("tensor") else lengths
+        given["kv_lengths"] = torch.tensor(lengths, device=device) if case.get("tensor") else lengths
         for x in (k, v):
             for b, n in enumerate(lengths):
                 x[b, n:] = torch.nan
@@ -65,7 +70,8 @@ def _expected(
     outs, lses = [], []
     for b, n in enumerate(case.get("lengths") or [case["keys"]] * case["batch"]):
         keys, values = k[b : b + 1, :n], v[b : b + 1, :n]
-        keep = kept(Band.of(case.get("causal", False), case.get("window", (-1, -1))), case["queries"], n)
+        band = Band.of(case.get("causal", False), case.get("window", (-1, -1)))
+        keep = kept(band, case["queries"], n, q.device)
         if prefix is not None:
             keys, values = (torch.cat([x.double(), y], 1) for x, y in zip(prefix, (keys, values), strict=True))
             keep = torch.cat([keep.new_ones(len(keep), prefix[0].shape[1]), keep], 1)
