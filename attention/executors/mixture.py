@@ -120,11 +120,17 @@ def of_rows(lse: Tensor, c: Component) -> Tensor:
 
 def folded(x: Tensor, c: Component) -> Tensor:
     """Equal segments as a batch: `[B, n, h, D]` as `[B * fold, n / fold, h, D]`; of whole segments a view."""
-    return x.unflatten(1, (c.fold, -1)).flatten(0, 1) if c.fold > 1 else x
+    if c.fold == 1:
+        return x
+    batch, n, *heads = x.shape
+    if batch > 1 and x.stride(0) != n * x.stride(1):
+        return x.unflatten(1, (c.fold, -1)).flatten(0, 1)
+    each = n // c.fold  # in one operation, since short calls are bound by CPU launch overhead
+    return x.as_strided((batch * c.fold, each, *heads), (each * x.stride(1), *x.stride()[1:]))
 
 
 def unfolded(x: Tensor, c: Component) -> Tensor:
-    return x.unflatten(0, (-1, c.fold)).flatten(1, 2) if c.fold > 1 else x
+    return x.reshape(-1, c.fold * x.shape[1], *x.shape[2:]) if c.fold > 1 else x
 
 
 def folded_lse(lse: Tensor, c: Component) -> Tensor:
@@ -241,10 +247,6 @@ class _Total:
         for at, number in enumerate(numbers):
             total[:, c.offset :: c.rate, number].add_(x[:, :, at])
 
-    def whole(self) -> Tensor:
-        """In the dtype of `like`."""
-        return self.total.to(self.like.dtype) if self.wide else self.total
-
 
 class _Gradient(_Total):
     """The sum of a gradient's parts."""
@@ -261,7 +263,7 @@ class _Gradient(_Total):
             self.put(self.total, i, x)
 
     def finish(self) -> Tensor:
-        return self.whole()
+        return self.total.to(self.like.dtype)
 
 
 class _Result(_Total):
@@ -288,4 +290,4 @@ class _Result(_Total):
             merge(place, lse_place, place, lse_place, out, lse)
 
     def finish(self) -> Pair:
-        return self.whole(), self.lse
+        return self.total.to(self.like.dtype), self.lse

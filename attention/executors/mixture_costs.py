@@ -98,7 +98,7 @@ class MixtureCosts(Costs[MixtureOptions]):
             peak += max(copied, self.tokens * self.shapes.q_token)
         if self._detached:  # its share of dout, computed in fp32
             return max(peak + out, out + out * 4 // self.shapes.itemsize)
-        return peak + (out if self._groups > 1 else 0)
+        return peak
 
     def _copied(self, c: Component, shapes: Shapes, token: int) -> int:
         """Bytes of copies of a component's tokens; one with all tokens and heads needs none."""

@@ -210,7 +210,7 @@ def local(
         outs.append(out / dilation.divisor)
         if not grads:
             continue
-        dout = rows["dout"] / dilation.divisor
+        dout = rows["dout"]
         dsinks += sinks_gradients(dout, saved_with(sinks, rows["q"], rows["k"], rows["v"], out, lse))
         for part, (x, x_lse) in zip(parts, own, strict=True):
             if dilation.weights == "detached":
@@ -220,8 +220,8 @@ def local(
                 found = part.backward(dout[part.at], rows, out[part.at], lse[:, part.at])
             for total, grad in zip((grads["dq"][:, g : g + 1], grads["dk"], grads["dv"]), found, strict=True):
                 total.index_add_(0, part.at, grad.to(wide))
-    result = {"out": torch.cat(outs, 1), **{key: x.to(q.dtype) for key, x in grads.items()}}
-    return result | ({"dsinks": torch.cat(dsinks)} if dsinks else {})
+    result = {"out": torch.cat(outs, 1), **{key: (x / dilation.divisor).to(q.dtype) for key, x in grads.items()}}
+    return result | ({"dsinks": torch.cat(dsinks) / dilation.divisor} if dsinks else {})
 
 
 class _Calls:
