@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from attention.autotune.choice import AUTO
 from attention.executors import costs
 from attention.geometry.counts import sampled_places
+from attention.measured.scratch import backward_scratch
 from attention.variants.registry import variant
 from runner import app, environment
 from runner.config import folders, overrides, resolve
@@ -46,6 +47,7 @@ class Row:
     setting: str
     status: str = "ok"
     reason: str | None = None
+    kernel: str | None = None
     limit: int | None = None
     predicted: int | None = None  # length; None for an external package, of whose memory nothing is known
     longest: int | None = None
@@ -75,16 +77,26 @@ def longest(held: Callable[[int], int | None], limit: int, guess: int, unit: int
     return low * unit
 
 
-def needed_bytes(spec: Experiment) -> int:
-    """By the memory model: a rank's inputs, and the peak of the executor beside them. Kernels' scratch is not counted."""
+def needed_bytes(spec: Experiment, kernel: str) -> int:
+    """By the memory model: a rank's inputs, the peak of the executor beside them, and on a GPU the kernel's scratch."""
     chosen, work, options = variant(spec.variant), spec.workload, spec.call_options
     if chosen.external:
         return input_bytes(spec)
     problem = chosen.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
     found = costs.of(chosen, problem, work.shapes, options, pulls=spec.device == "cuda")
-    return input_bytes(spec) + max(
-        found.peak_bytes(place * problem.ulysses, spec.backward) for place in sampled_places(problem)
-    )
+
+    def scratch(rank: int) -> int:
+        steps = [each for each in found.timeline(rank, True).steps if each.calls]
+        sizes = ((each.shapes, each.work.queries // each.calls, each.work.keys // each.calls) for each in steps)
+        return max((backward_scratch(kernel, *size) for size in sizes), default=0)
+
+    def peak(rank: int) -> int:
+        if not spec.backward:
+            return found.pass_peak(rank, False)
+        beside = scratch(rank) if spec.device == "cuda" else 0
+        return max(found.pass_peak(rank, False), found.pass_peak(rank, True) + beside)
+
+    return input_bytes(spec) + max(peak(place * problem.ulysses) for place in sampled_places(problem))
 
 
 class Search:
@@ -107,8 +119,8 @@ class Search:
             raise InvalidConfig(
                 f"attention={spec.variant}: chosen anew for each length; name a variant and its options"
             )
-        if spec.model != "none":
-            raise InvalidConfig(f"model={spec.model}: the memory of attention alone is known; use model=none")
+        if spec.model is not None:
+            raise InvalidConfig(f"model={self.cfg.model.name}: the memory of attention alone is known; use model=none")
         if spec.device == "cpu" and spec.launch.memory_limit_gb is None:
             raise InvalidConfig(
                 "launch.memory_limit_gb=null: a CPU's memory is other programs', too; give GiB, such as 0.25"
@@ -118,20 +130,20 @@ class Search:
 
     def run(self) -> None:
         row, limit = self.row, self.small.launch.memory_limit_gb
-        row.limit = int(limit * 2**30) if limit is not None else self._free()
+        row.kernel, free = self._call("facts", self.small, small=self.small.plain()).result
+        row.limit = free if limit is None else int(limit * 2**30)
         external = variant(self.small.variant).external
         most = row.limit // input_bytes(self.small) + 1
         lengths = range(self.unit, self.unit * most + 1, self.unit)
-        predicted = self.unit * bisect_right(lengths, row.limit, key=lambda n: needed_bytes(self._experiment(n)))
+        predicted = self.unit * bisect_right(
+            lengths, row.limit, key=lambda n: needed_bytes(self._experiment(n), row.kernel)
+        )
         row.predicted = None if external else predicted
         row.longest = longest(self._held, row.limit, predicted, self.unit)
         if row.longest:
             spec = self._experiment(row.longest)
-            row.experiment, row.predicted_peak = spec.plain(), None if external else needed_bytes(spec)
+            row.experiment, row.predicted_peak = spec.plain(), None if external else needed_bytes(spec, row.kernel)
             row.error = None if external else predicted / row.longest - 1
-
-    def _free(self) -> int:
-        return int(self._call("free_bytes", self.small, small=self.small.plain()).result)
 
     def _held(self, tokens: int) -> int | None:
         """The bytes that a step of so many tokens takes on the fullest rank; None if it does not fit."""

@@ -22,13 +22,12 @@ class LocalWork(AttentionWork):
     """Every rank draws its own shards, as a training step gets them: none holds a whole tensor."""
 
     def whole_input(self, which: str) -> Tensor:
-        """Zeros, without memory for them."""
+        """A shape without memory."""
         work, shape = self.spec, row_shape(self.spec, which)
-        zero = torch.zeros((), dtype=DTYPES[work.dtype], device=self.me.device)
-        return zero.expand(shape if work.seqlens else (work.batch, *shape))
+        return torch.empty(shape if work.seqlens else (work.batch, *shape), dtype=DTYPES[work.dtype], device="meta")
 
     def drawn(self, shard: Tensor) -> Tensor:
-        return torch.empty(shard.shape, dtype=shard.dtype, device=shard.device).normal_()
+        return torch.empty(shard.shape, dtype=shard.dtype, device=self.me.device).normal_()
 
 
 def run(me: Rank, experiment: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
@@ -46,10 +45,10 @@ def run(me: Rank, experiment: dict[str, Any], small: dict[str, Any]) -> dict[str
         return {"fits": False, "why": str(error).splitlines()[0]}
 
 
-def free_bytes(me: Rank, small: dict[str, Any]) -> int:
-    """Bytes that a rank can allocate on its GPU after a short step: the least of all ranks."""
-    _step(me, Experiment.from_plain(small))
-    return int(min(me.gather(torch.cuda.mem_get_info()[0])))
+def facts(me: Rank, small: dict[str, Any]) -> tuple[str, int | None]:
+    """The kernel of a short step, and after it the bytes that a rank can still allocate on its GPU, the least of all."""
+    kernel = _step(me, Experiment.from_plain(small))["kernel"]
+    return kernel, min(me.gather(torch.cuda.mem_get_info()[0])) if me.device.type == "cuda" else None
 
 
 def _step(me: Rank, spec: Experiment) -> dict[str, Any]:

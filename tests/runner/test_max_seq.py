@@ -5,11 +5,12 @@ import json
 import pytest
 
 from runner import max_seq
-from runner.max_seq import PRECISION, longest
+from runner.max_seq import PRECISION, longest, needed_bytes
+from tests.support.composing import resolved
 
 DENSE = [
-    "config=tiny", "batch=1", "head_dim=256", "attention=dense", "world_size=1", "hardware=cpu", "mode=forward",
-    "launch.memory_limit_gb=0.0625",
+    "config=tiny", "batch=1", "heads=16", "kv_heads=16", "head_dim=128", "dtype=fp32", "attention=dense", "world_size=1",
+    "hardware=cpu", "mode=forward", "launch.memory_limit_gb=0.0625",
 ]  # fmt: skip
 
 
@@ -26,6 +27,15 @@ def test_the_search_ends_beside_a_length_that_does_not_fit(guess, fixed, each):
     assert found == max((n for n, size in tried.items() if size), default=0)
     assert min(n for n, size in tried.items() if not size) - found <= PRECISION * found + unit
     assert len(tried) < 50
+
+
+@pytest.mark.parametrize(
+    "tokens, mode, mib",
+    [(150_400, "forward", 2958.1), (54_400, "forward_backward", 3844.3), (161_024, "forward", 3164.7)],
+)
+def test_the_predicted_peak_is_what_an_h200_allocated(tokens, mode, mib):
+    given = ["config=llama3_8b", "batch=1", "attention=dense", "world_size=1", f"mode={mode}", f"seq_len={tokens}"]
+    assert needed_bytes(resolved(*given, gpus=1), "sdpa_flash") / 2**20 == pytest.approx(mib, rel=0.005)
 
 
 @pytest.mark.slow
