@@ -38,8 +38,8 @@ class Sharded:
 def context_parallel(
     model: Any, variant: str | ContextParallel = "zigzag", group: dist.ProcessGroup | None = None, **options: Any
 ) -> HuggingFace:
-    """Shards the attention of a transformers model over the ranks of `group`, by one of `attention.names()`. Call it on
-    every rank, before FSDP or DDP wraps the model. A later call replaces the variant.
+    """Shards the attention of a transformers model over the ranks of `group`, by one of `attention.names()` or by a function
+    of `attention.make`. Call it on every rank, before FSDP or DDP wraps the model. A later call replaces the variant.
 
     options: those of `attention.make`, with the variant's own. Raises ValueError for a model whose layers mix tokens
     outside of transformers' attention interface."""

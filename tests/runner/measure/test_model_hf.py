@@ -4,13 +4,15 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[huggingface]'")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install -e '.[huggingface]'"
+)
 
-from attention import masks
-from runner.config.values import InvalidConfig
-from tests.jobs import models
-from tests.jobs.huggingface import MODELS, SHAPE
-from tests.support.composing import resolved
+from attention import masks  # noqa: E402
+from runner.config.values import InvalidConfig  # noqa: E402
+from tests.jobs import models  # noqa: E402
+from tests.jobs.huggingface import MODELS, SHAPE  # noqa: E402
+from tests.support.composing import resolved  # noqa: E402
 
 SIZES = (
     "model.layers=2",
@@ -40,6 +42,8 @@ def config(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_gate_passes_a_model_of_transformers(in_world, config, kind):
+    if kind == "deepseek_v3" and transformers.__version__ < "5":
+        pytest.skip("its experts have no fp64 before transformers 5")
     spec = resolved(*RUN, config(kind), "attention=ring")
     assert in_world(models.gated, 2, experiment=spec.plain(), faults=[]) == {"": None}
 
