@@ -23,7 +23,10 @@ from runner.measure.model_work import GUESSED, ModelWork, by_rows
 from runner.measure.workload import Compared
 
 LEAST = 1e-4  # the relative error of a gradient that fp32's rounding in all layers explains
-RATIO = 3.0  # at most so many times the error of one device
+RATIO = 1.5  # at most so many times the error of one device, all gradients together
+# The same for a single one: where terms nearly cancel, as for the queries of an attention that is nearly uniform, partial results
+# lose more than one call does. Twice to three times was seen in bf16.
+RATIO_OF_ONE = 6.0
 CHUNK = 2048  # tokens whose logits are in memory at once
 
 Tensors = dict[str, Tensor]
@@ -53,10 +56,10 @@ def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors,
     return Compared(verdict | about, scales, limits)
 
 
-def tolerance(experiment: Experiment, local: Error | None) -> Tolerance:
-    """Of the loss and of each gradient as a whole. local: the error of one device."""
+def tolerance(experiment: Experiment, local: Error | None, ratio: float = RATIO_OF_ONE) -> Tolerance:
+    """Of the loss, of a gradient as a whole, and with `RATIO` of all gradients together. local: the error of one device."""
     least = max(experiment.dtype.grad_rel_l2, LEAST)
-    rel_l2 = least if local is None else max(least, RATIO * local.rel_l2)
+    rel_l2 = least if local is None else max(least, ratio * local.rel_l2)
     return Tolerance(rel_l2, *[torch.inf] * 3)
 
 
@@ -130,6 +133,8 @@ def _verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors
     why = [text for name, error in errors.items() for text in error.faults(name, tolerance(experiment, of_local[name]))]
     shown: dict[str, list[str]] = {name: [name] for name in ("loss", GUESSED) if name in errors}
     if gradients := [name for name in errors if name not in shown]:
+        together, device = (total(each[name] for name in gradients) for each in (errors, of_local))
+        why += together.faults("all gradients", tolerance(experiment, device, RATIO))
         worst = max(gradients, key=lambda name: errors[name].rel_l2)
         shown |= {"gradients": gradients, f"gradient of {worst}": [worst]}
     tensors = {}
@@ -138,7 +143,11 @@ def _verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors
         ratio = {"local_rel_l2": device.rel_l2, "ratio_to_local": here.ratio_to(device)}
         tensors[label] = {"rel_l2": here.rel_l2, "max_abs": here.worst, **ratio}
     lse = {"checked": None, "why": "a model's loss and gradients are compared"}
-    least = {"grad_rel_l2": tolerance(experiment, None).rel_l2, "error_ratio": RATIO}
+    least = {
+        "grad_rel_l2": tolerance(experiment, None).rel_l2,
+        "error_ratio": RATIO,
+        "error_ratio_of_one": RATIO_OF_ONE,
+    }
     found = {"passed": not why, "why": "; ".join(why) or None, "tensors": tensors, "lse": lse, "tolerance": least}
     return found | {"reference": dtype}
 
