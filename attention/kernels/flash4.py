@@ -4,6 +4,7 @@ batches and bands directly, and writes into given tensors."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Flash4:
             **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
-            score_mod=None if call.softcap is None else softcap_mods(call.softcap)[0],
+            **_capped(call, "score_mod"),
             out=out if writable(out) and out.dtype == q.dtype else None,
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
@@ -107,7 +108,6 @@ class Flash4:
             dout, below, out = (x[:, empty:] for x in (dout, q, out))
             self.backward(dout, below, k, v, out, lse[..., empty:], call, (dq[:, empty:], dk, dv))
             return dq, dk, dv
-        capped, slope = (None, None) if call.softcap is None else softcap_mods(call.softcap)
         run = partial(
             functions()._flash_attn_bwd,
             q,
@@ -119,8 +119,7 @@ class Flash4:
             **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
-            score_mod=capped,
-            score_mod_bwd=slope,
+            **_capped(call, "score_mod", "score_mod_bwd"),
             deterministic=call.deterministic,
             dq=dq if writable(dq) else None,
             dk=dk if writable(dk) else None,
@@ -138,6 +137,11 @@ def _pair_rule(shape: Shape, blackwell: bool) -> str | None:
     if shape.backward and shape.heads != shape.kv_heads:
         return f"v_head_dim={shape.v_head_dim}: its backward needs as many KV heads as heads, not {shape.kv_heads} of {shape.heads}"
     return None
+
+
+def _capped(call: Call, *names: str) -> dict[str, Any]:
+    """The functions of a softcap, of the scores and of their gradients, by these names of the kernel's arguments."""
+    return {} if call.softcap is None else dict(zip(names, softcap_mods(call.softcap), strict=False))
 
 
 def window(mask: Band) -> dict[str, int | bool | None]:

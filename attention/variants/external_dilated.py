@@ -21,9 +21,10 @@ from attention.variants.external import External
 
 class _ExternalDilated(External[PairOptions]):
     def missing(self, device: str) -> str | None:
-        if importlib.util.find_spec("einops") is None:
+        reason = super().missing(device)
+        if reason is None and importlib.util.find_spec("einops") is None:
             return f"{self.name} needs the package einops: {self.install}"
-        return super().missing(device)
+        return reason
 
     def served(self, kernel: str) -> str:
         return (

@@ -30,6 +30,8 @@ SOME = [("ring", {}), ("zigzag_llama3", {}), ("ulysses", {})]
 def test_loss_logits_and_gradients_are_those_of_one_rank(in_world, kind, world):
     cases = [(*each, None) for each in EVERY.get(kind, SOME)]
     cases += [(*each, "odd") for each in (EVERY["gemma2"] if kind == "gemma2" else SOME[1:])]
+    if world == 2 and kind != "llama":  # the variants differ in a world of 4
+        cases = cases[:1]
     if kind == "llama":
         cases += [("dense", {}, None)] + [(*each, "even") for each in CAUSAL]
     found = in_world(jobs.trained, 4, kind=kind, world=world, cases=cases)
