@@ -20,13 +20,13 @@ from attention.geometry.transfers import Intervals
 from attention.kernels.interface import Grads
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
+from attention.reduction.sinks import SAVED
 from attention.runtime.batched_copy import copy_all
 from attention.tensors import empty_pair, empty_tokens, result_like, take, tokens
 from attention.transports import Handle, Message, Messages
 
 Saved = tuple[Tensor, ...]
 Heads = list[list[slice]]  # heads[part][i]: the heads that rank i of the group computes
-SAVED = 5  # tensors that the ring saves for its backward, beside sinks
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
