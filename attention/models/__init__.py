@@ -11,7 +11,8 @@ from attention.models.config import PRESETS, SPARSE, Config, Kind, Latent, prese
 if TYPE_CHECKING:
     from attention.models.batch import IGNORED, Batch, shard
     from attention.models.dilated import DilatedMultihead
-    from attention.models.transformer import Transformer, reduce_gradients
+    from attention.models.gradients import reduce_gradients
+    from attention.models.transformer import Transformer
 
 __all__ = [
     "IGNORED",
@@ -28,7 +29,7 @@ __all__ = [
     "shard",
 ]
 _WITH_TORCH = {"IGNORED": "batch", "Batch": "batch", "shard": "batch", "Transformer": "transformer"}
-_WITH_TORCH |= {"reduce_gradients": "transformer", "DilatedMultihead": "dilated"}
+_WITH_TORCH |= {"reduce_gradients": "gradients", "DilatedMultihead": "dilated"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.api import ContextParallel
-
-IGNORED = -100  # the label of a token that does not count
+from attention.models.split import IGNORED, shifted
+from attention.models.split import counted as counted_of
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,17 @@ def shard(
     counted: the labels that count, over all data-parallel batches; by default of this batch.
     Raises ValueError for shapes that differ, and for a sequence that does not divide."""
     if labels is None:
-        labels = torch.cat([ids[:, 1:], ids.new_full((len(ids), 1), IGNORED)], 1)
+        labels = shifted(ids)
     for name, x in (("labels", labels), ("source", source)):
         if x is not None and x.shape != ids.shape:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}: must be that of ids, {list(ids.shape)}; pad the shorter"
             )
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    if counted is None:
-        counted = int((labels != IGNORED).sum())
     return Batch(
         attend.shard(ids),
         attend.shard(positions),
         attend.shard(labels),
-        counted * (attend.world if attend.layout.replicated else 1),  # then every rank counts all of them
+        int(counted_of(attend, labels, counted)),
         None if source is None else attend.shard(source),
     )

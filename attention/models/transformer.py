@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +22,6 @@ from attention import masks
 from attention.api import ContextParallel
 from attention.models.batch import Batch
 from attention.models.config import Config, Kind, Latent
-from attention.profiling import phase
 
 STD = 0.02  # of initial weights
 EPS = 1e-6  # of RMSNorm
@@ -215,15 +213,3 @@ def _alike(config: Config, attend: ContextParallel | Sequence[ContextParallel]) 
         if (fn.layout, fn.world) != (functions[0].layout, functions[0].world):
             raise ValueError(f"attend={fn}: shards tokens otherwise than {functions[0]}; take functions of one layout")
     return functions
-
-
-def reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Sums the parameters' gradients over the ranks of the attention's group, in place. A parameter without one counts
-    as 0."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    with phase("wait_gradients"):
-        for p in model.parameters():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad, group=group)

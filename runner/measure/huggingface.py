@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attention.api import ContextParallel
 from attention.models import Batch, Config
+from attention.models.split import Split
 
 
 class Decoder(nn.Module):
@@ -35,9 +36,7 @@ class Decoder(nn.Module):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Logits already: a model may scale or cap them in a way of its own."""
-        from attention.huggingface.model import Sharded
-
-        how = Sharded((len(batch.ids), self.config.context), None, 0)
+        how = Split((len(batch.ids), self.config.context))
         given: dict[str, Any] = {"use_cache": False, "context_parallel": how}
         return self.model(input_ids=batch.ids, position_ids=batch.positions, **given).logits
 

@@ -12,7 +12,7 @@ transformers = pytest.importorskip(
 from transformers import masking_utils  # noqa: E402
 
 from attention.huggingface import context_parallel  # noqa: E402
-from attention.huggingface.masks import Asked, asked  # noqa: E402
+from attention.masks.of_transformers import Asked, asked  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
 
 CAUSAL = [(name, {}) for name in ("zigzag", "zigzag_varlen", "stripe", "usp")]

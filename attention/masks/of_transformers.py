@@ -1,16 +1,14 @@
-"""What a batch and a model of transformers say about who attends whom."""
+"""What transformers' mask registry asks for, as ours. Imports nothing of transformers: a mask function is known by its name."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
-from torch import Tensor
-
-from attention.huggingface.checks import check_padding
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,15 @@ def asked(
     return Asked(causal, window, kv_length)
 
 
+def check_padding(attention_mask: Tensor | None) -> None:
+    """Raises ValueError unless the mask is `[B, S]` of ones."""
+    if attention_mask is not None and not (attention_mask.dim() == 2 and bool((attention_mask == 1).all())):
+        raise ValueError(
+            f"attention_mask of shape {list(attention_mask.shape)} is not all ones: padding is not supported; pack the "
+            "rows, with position_ids that restart at 0, or pad at the right with labels of -100 and leave it out"
+        )
+
+
 def _parts(mask: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """The functions whose intersection is a mask of transformers: their names and variables."""
     name, variables = mask.__qualname__.partition(".")[0], inspect.getclosurevars(mask).nonlocals
@@ -50,18 +57,3 @@ def _parts(mask: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
         yield from _parts(variables["mask_function"])
     else:
         yield name, variables
-
-
-def documents(position_ids: Tensor) -> tuple[int, ...]:
-    """The cumulative lengths of the documents in `[B, S]`, one row after another: each begins where positions are 0.
-    Raises ValueError unless positions rise by one or restart at 0, as they do in every row."""
-    begins = position_ids == 0
-    right = begins | (position_ids == F.pad(position_ids, (1, 0), value=-1)[:, :-1] + 1)
-    right[:, 0] = begins[:, 0]
-    if not right.all():
-        row, token = (~right).nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids has {int(position_ids[row, token])} in row {row} at token {token}: must count from 0 in each "
-            "row, and again from 0 where a document begins"
-        )
-    return *begins.flatten().nonzero().flatten().tolist(), begins.numel()
