@@ -19,6 +19,7 @@ import attention
 from attention.api import ContextParallel
 from attention.autotune.choice import Choice
 from attention.autotune.hardware import Ceilings
+from attention.executors.plan import Plan
 from attention.geometry import counts, cuts
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import masks
@@ -231,14 +232,7 @@ class AttentionWork:
         return found
 
     def mask_build_ms(self) -> float | None:
-        problem = self.plan.problem
-        if not problem.is_cut:
-            return None
-        cuts.forget()
-        start = time.perf_counter()
-        for i in range(problem.schedule.count(problem)):
-            assert problem.schedule.step(problem, self.plan.rank, i).blocks is not None
-        return (time.perf_counter() - start) * 1e3
+        return build_ms(self.plan)
 
     def flops(self) -> float:
         forward = max(counts.rank_flops(self.plan.problem, self.spec.shapes))
@@ -330,3 +324,15 @@ class Layers:
             while self.outs:
                 work.out = self.outs.pop()
                 work.run("backward")
+
+
+def build_ms(plan: Plan) -> float | None:
+    """The time to build a call's mask and cut it for this rank; None for a mask that is not cut."""
+    problem = plan.problem
+    if not problem.is_cut:
+        return None
+    cuts.forget()
+    start = time.perf_counter()
+    for i in range(problem.schedule.count(problem)):
+        assert problem.schedule.step(problem, plan.rank, i).blocks is not None
+    return (time.perf_counter() - start) * 1e3

@@ -66,7 +66,7 @@ def compute(
         ranks = range(problem.world)
         found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, options["grouping"]) for rank in ranks]
     if experiment.model is not None:
-        passes = model_metrics.passes(experiment, median_ms, ceilings)
+        passes = model_metrics.passes(experiment, median_ms, ceilings, pulls)
         found["matmul_tflops"] = ceilings["matmul_tflops"] if ceilings else None
         return at({**found, "passes": passes}, median_ms, experiment.world_size)
     passes = {}

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.api import ContextParallel
-from attention.models import Batch, Transformer, reduce_gradients, shard
+from attention.executors.plan import Plan
+from attention.models import Batch, Kind, Transformer, reduce_gradients, shard
 from attention.transports import Transport
 from attention.variants.external import External
 from runner.config.experiment import Experiment
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
 from runner.measure import ceilings
-from runner.measure.attention_work import DTYPES, build
+from runner.measure.attention_work import DTYPES, build, build_ms
 from runner.measure.huggingface import Decoder
 from runner.measure.text import excerpts
 from runner.measure.workload import Passes
@@ -53,7 +54,8 @@ class ModelWork:
         self.loss: Tensor | None = None
         self.logits: Tensor | None = None
         self.restart()
-        self.plan = self._plan()
+        self.plans = {kind.mask: self._plan(kind) for kind in dict.fromkeys(self.config.kinds)}
+        self.plan = self.plans[self.config.kind(0).mask]
 
     def _batch(self, number: int) -> Batch:
         """A global batch's part: the excerpt and its next bytes. An encoder reads what stands before it."""
@@ -82,13 +84,12 @@ class ModelWork:
             return Transformer(self.config, self.fn, self.about.recompute)
         return Decoder(self.about.huggingface, self.config, self.fn, self.about.recompute, self.dtype)
 
-    def _plan(self) -> Any:
-        """Of the first layer's attention."""
+    def _plan(self, kind: Kind) -> Plan:
+        """Of the attention of such a layer."""
         shape = (*self.batches[0].ids.shape,)
         heads = (self.config.heads, self.config.head_dim), (self.config.key_heads, self.config.head_dim)
         sizes = (*heads, (self.config.key_heads, self.config.value_dim))
         q, k, v = (torch.empty(*shape, *size, dtype=self.dtype, device=self.me.device) for size in sizes)
-        kind = self.config.kind(0)
         options: dict[str, Any] = {"mask": kind.mask, "softcap": kind.softcap, "scale": kind.scale}
         options["sinks"] = q.new_zeros(self.config.heads) if kind.sinks else None
         try:
@@ -217,7 +218,9 @@ class ModelWork:
         return {"kernel": kernel, "transport": self.transport.name, "note": note}
 
     def mask_build_ms(self) -> float | None:
-        return None
+        """Of the decoder's masks, each once: its layers share it."""
+        built = [ms for plan in self.plans.values() if (ms := build_ms(plan)) is not None]
+        return sum(built) if built else None
 
     def flops(self) -> float:
         whole = self.config.flops(self.spec.batch, self.spec.seq_len) * (3 if self.backward else 1)

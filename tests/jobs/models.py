@@ -275,3 +275,15 @@ def timed_wrongly(me: Rank, experiment: dict[str, Any]) -> str | None:
         return correctness.check_timed(me, spec, work, work, checked.kept)["why"]
     finally:
         model_work.reduce_gradients = before
+
+
+def received(me: Rank, experiment: dict[str, Any]) -> tuple[list[dict[str, dict[str, int]]], float | None, bool]:
+    """By rank and pass, the bytes that the transport counts in a step of a model; the ms to build its masks, and whether the
+    transport pulls."""
+    work = model_work.ModelWork(me, Experiment.from_plain(experiment))
+    found = {}
+    for which in work.passes:
+        work.transport.bytes_received.clear()
+        work.run(which)
+        found[which] = {key: n for key, n in work.transport.bytes_received.items() if n}
+    return me.gather(found), work.mask_build_ms(), work.transport.pulls

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from attention.models import preset
-from runner.measure import text
+from runner.measure import model_metrics, text
 from tests.jobs import models
 from tests.runner.test_cli import results_in, run
 from tests.support.composing import resolved
@@ -45,6 +45,26 @@ def test_the_gate_passes_a_model_and_finds_every_planted_fault(in_world, dtype):
 )
 def test_the_gate_passes_every_kind_of_model(in_world, given):
     assert in_world(models.gated, 2, experiment=resolved(*given).plain(), faults=[]) == {"": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_cut"),
+    [
+        (TINY, False),
+        ((*TINY, "attention=balanced", "mask=dca", "mask.window=8", "model.recompute=true"), True),
+        ((*BOTH, "mode=training"), False),
+        (("model=gpt_oss_layer", "attention=ring", *SMALL, *TINY[-3:], "model.layers=3"), False),
+    ],
+    ids=("recompute=false", "recompute=true", "cross attention", "layers that alternate"),
+)
+def test_the_bytes_of_all_layers_are_those_that_the_transport_counts(in_world, given, is_cut):
+    spec = resolved(*given, "dtype=fp32")
+    by_rank, build_ms, pulls = in_world(models.received, 2, experiment=spec.plain())
+    expected = model_metrics.received(spec, pulls)
+    for which in ("forward", "backward", "optimizer"):
+        assert [found[which] for found in by_rank] == [{k: n for k, n in each.items() if n} for each in expected[which]]
+    assert expected["backward"] != expected["total"] != [{}, {}]
+    assert (build_ms is not None) is is_cut
 
 
 def test_fewer_layers_are_checked_where_a_device_has_no_memory_for_all(in_world):
