@@ -20,13 +20,14 @@ from runner.output.record import Asked, Result
 
 # the facts in which runs may differ, by the title of their column
 FACTS = {
-    "attention": "attention", "options": "options", "world_size": "W", "batch": "batch", "seq_len": "S", "q_len": "queries",
+    "model": "model", "attention": "attention", "options": "options", "world_size": "W", "batch": "batch", "seq_len": "S", "q_len": "queries",
     "heads": "heads", "head_dim": "D", "features": "features", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
     "transport": "transport", "graphs": "graphs", "replay": "replay", "timing": "timing", "mode": "mode", "gpu": "GPU",
 }  # fmt: skip
 # the facts of the work itself, and those of the way it was done
 WORKLOAD = (
     "gpu",
+    "model",
     "mode",
     "dtype",
     "batch",
@@ -53,6 +54,7 @@ class Run:
     options: dict[str, Any]  # as asked: empty for attention=auto
     took: str | None  # the variant and options that attention=auto took, or the options that were the best
     config: str | None
+    model: str | None  # None: attention alone
     world_size: int | None
     batch: int | None
     seq_len: int | None
@@ -82,7 +84,18 @@ class Run:
         heads = f"{asked.heads}:{asked.kv_heads or asked.heads}" if asked.heads is not None else None
         gpus = (gpu.name for gpu in result.environment.gpus_before)
         variant = everything().get(asked.attention or "")
-        same = ("attention", "config", "world_size", "batch", "seq_len", "q_len", "head_dim", "dtype", "graphs")
+        same = (
+            "attention",
+            "config",
+            "model",
+            "world_size",
+            "batch",
+            "seq_len",
+            "q_len",
+            "head_dim",
+            "dtype",
+            "graphs",
+        )
         return Run(
             result,
             options=options,

@@ -77,7 +77,7 @@ def fact(run: Run, key: str, varying: Varying | None = None) -> str:
 def differing(runs: Sequence[Run]) -> list[str]:
     """The facts in which the runs differ. An empty text counts as a value only where it means none, not unknown."""
     varying = varying_options(runs)
-    none_counts = ("options", "pack", "graphs", "features")
+    none_counts = ("model", "options", "pack", "graphs", "features")
     texts = {key: {fact(run, key, varying) for run in runs} for key in FACTS}
     found = [key for key in FACTS if len(texts[key] - (set() if key in none_counts else {""})) > 1]
     return found or ["attention"]
@@ -87,7 +87,7 @@ def in_common(runs: Sequence[Run]) -> str:
     """The facts that all runs share, in a line."""
     shown = set(differing(runs))
     phrases = {
-        "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
+        "model": "model {}", "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
         "heads": "{} heads (query:KV)", "head_dim": "D = {}", "features": "{}", "mask": "{}", "pack": "a packed batch of {}", "dtype": "{}",
         "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "replay": "replay={}",
         "timing": "timing {}",

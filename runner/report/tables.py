@@ -12,8 +12,10 @@ from runner.report.runs import FACTS, PASSES, Run
 from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, counted, differing, digits, fact
 
+TIMED = (*PASSES[:2], "optimizer", PASSES[2])
 LATE = 0.05  # the time back to back is shown where it differs from the total by more than this share
 WORDS = (
+    "model",
     "attention",
     "options",
     "features",
@@ -44,7 +46,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     columns |= {
         "status": lambda run: "" if run.ok else run.status,
         "rounds": lambda run: run.result.timing.rounds.text or "" if run.result.timing else "",
-        **{f"{which} ms (IQR)": lambda run, which=which: _median(run, which) for which in PASSES},  # type: ignore[misc]
+        **{f"{which} ms (IQR)": lambda run, which=which: _median(run, which) for which in TIMED},  # type: ignore[misc]
     }
     timed = [(run.ms("total"), run.back_to_back) for run in runs]
     if any(total and back_to_back and abs(back_to_back - total) > LATE * total for total, back_to_back in timed):
@@ -56,12 +58,30 @@ def runs_table(runs: Sequence[Run]) -> Table:
         "exposed comm. forward ms": lambda run: _exposed(run, "forward"),
         "exposed comm. backward ms": lambda run: _exposed(run, "backward"),
         "peak memory a rank": lambda run: gib(run.result.peak_bytes or 0) if run.ok else "",
+        **MODEL,
         "forward ms against do_bench's": lambda run: _do_bench(run, "forward"),
         "backward ms against do_bench's": lambda run: _do_bench(run, "backward"),
     }
     filled = {title: cells for title, text in columns.items() if any(cells := [text(run) for run in runs])}
     rows = [list(row) for row in zip(*filled.values(), strict=True)]
     return Table(list(filled), rows, LEFT | {"status"}, _notes(runs, {found.mark for found in against.values()}))
+
+
+def _parameters(run: Run) -> str:
+    return f"{run.result.model.parameters:,}" if run.result.model else ""
+
+
+def _tokens_per_s(run: Run) -> str:
+    metrics = run.result.last_metrics
+    return f"{metrics.tokens_per_s:,.0f}" if run.result.model and metrics and run.ok else ""
+
+
+def _loss(run: Run) -> str:
+    curve = run.result.model.loss_curve if run.result.model else []
+    return f"{curve[0]:.4f} to {curve[-1]:.4f} ({len(curve)} steps)" if curve else ""
+
+
+MODEL = {"parameters": _parameters, "tokens/s": _tokens_per_s, "loss": _loss}  # of runs of a model
 
 
 def _median(run: Run, which: str) -> str:
