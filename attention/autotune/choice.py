@@ -88,6 +88,7 @@ class Estimate:
     forward: Duration
     backward: Duration | None
     graphs: bool = False  # whether forward and backward are replayed from CUDA graphs
+    peak_bytes: int = 0  # that a rank holds beside its inputs
 
     @property
     def both(self) -> list[Duration]:

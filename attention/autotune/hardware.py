@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from attention.executors.timeline import Pattern
+from attention.autotune.topology import ONE_NODE, Topology
+from attention.executors.timeline import Pattern, Transfer
 from attention.masks.band import Band
 from attention.measured import links, rates
 from attention.measured.links import Link, Measured
@@ -81,7 +82,7 @@ class Machine:
     ValueError. transports: those that work here. memory: bytes that a rank may hold besides its inputs. graphed: the
     caller captures whole calls in a CUDA graph. replayed: forward and backward are replayed from CUDA graphs, with
     inputs and results copied; "auto": if that is faster. launch_replay: launches are replayed if they can be
-    recorded."""
+    recorded. topology: which ranks are in one node."""
 
     gpu: str
     kernel: Callable[[tuple[Band, ...]], str]
@@ -94,6 +95,7 @@ class Machine:
     graphed: bool = False
     replayed: bool | str = False
     launch_replay: bool = True
+    topology: Topology = ONE_NODE
     found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -157,6 +159,11 @@ class Machine:
     def link(self, transport: str, pattern: Pattern, world: int) -> Link:
         row = PULLED[pattern] if transport == "symm" else (transport, SENT[pattern])
         return links.find(self.links, self.gpu, world, *row) or self.fallback.link
+
+    def moving(self, transport: str, transfer: Transfer, rank: int, world: int) -> float:
+        """Seconds of a transfer to a rank."""
+        inside = self.link(transport, transfer.pattern, self.topology.in_node(world))
+        return self.topology.seconds(transfer, rank, world, inside)
 
     def copy_seconds(self, size: float) -> float:
         """Time to read and write `size` bytes in total within a device."""

@@ -3,9 +3,9 @@ made to order candidates rather than to predict milliseconds. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from attention.autotune.choice import Candidate, Choice, Duration, Estimate, Task
@@ -44,9 +44,10 @@ def task_of(
     )
 
 
-def choose(task: Task, machine: Machine) -> Choice:
-    """The candidates' estimates. Raises ValueError, with every variant's reason, if none can do the task."""
-    able, left_out = candidates(task)
+def choose(task: Task, machine: Machine, variants: Collection[str] = VARIANTS) -> Choice:
+    """The estimates of the candidates, which are of these variants. Raises ValueError, with every variant's reason, if none can do
+    the task."""
+    able, left_out = candidates(task, variants)
     first, *others = machine.ways[:1] if task.decode else machine.ways
     found = []
     for candidate in able:
@@ -69,13 +70,14 @@ def choose(task: Task, machine: Machine) -> Choice:
     return Choice(tuple(found), left_out, "; ".join(sources), replayable)
 
 
-def candidates(task: Task) -> tuple[list[Candidate], dict[str, str]]:
+def candidates(task: Task, variants: Collection[str] = VARIANTS) -> tuple[list[Candidate], dict[str, str]]:
     """(the candidates that can do the task's mask, lengths and heads in this world, why the others can't, by label).
     Raises ValueError for heads that do not go together."""
     check_heads(task.shapes.heads, task.shapes.kv_heads)
     able: list[Candidate] = []
     left_out: dict[str, str] = {}
-    for name, variant in VARIANTS.items():
+    for name in variants:
+        variant = VARIANTS[name]
         reason = variant.unsuitable(task.world, task.packed, task.decode)
         if reason:
             left_out[name] = reason
@@ -102,7 +104,9 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
     """One for each transport. Raises ValueError if this machine can't run the candidate."""
     problem, options = candidate.problem(task), candidate.options
     kernel = machine.kernel(masks(problem))
-    _check_memory(candidate, problem, task, machine)
+    peak = _peak_bytes(candidate, problem, task, machine)
+    if machine.memory is not None and peak > machine.memory:
+        raise ValueError(f"holds {peak / 2**30:.3g} GiB beside the inputs, of {machine.memory / 2**30:.3g} allowed")
     if getattr(options, "grouping", None) == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
     if options.uncapturable is not None and machine.graphed:
@@ -110,18 +114,17 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
     if getattr(options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
         raise ValueError("needs CUDA GPUs with symmetric memory")
     transports = machine.transports if task.world > 1 else machine.transports[:1]  # one rank moves nothing
-    return [estimate(candidate, task, machine, kernel, transport) for transport in transports]
+    found = (estimate(candidate, task, machine, kernel, transport) for transport in transports)
+    return [replace(each, peak_bytes=peak) for each in found]
 
 
-def _check_memory(candidate: Candidate, problem: Problem, task: Task, machine: Machine) -> None:
-    if machine.memory is None:
-        return
+def _peak_bytes(candidate: Candidate, problem: Problem, task: Task, machine: Machine) -> int:
+    """Of the rank that holds most beside its inputs."""
     found = costs.of(VARIANTS[candidate.variant], problem, task.shapes, candidate.options)
     peak = max(found.peak_bytes(place * problem.ulysses, task.backward) for place in sampled_places(problem))
     if machine.replayed:
         peak += sum(graph_copies(task, problem, which) for which in (False, True)[: 1 + task.backward])
-    if peak > machine.memory:
-        raise ValueError(f"holds {peak / 2**30:.3g} GiB beside the inputs, of {machine.memory / 2**30:.3g} allowed")
+    return peak
 
 
 def graph_copies(task: Task, problem: Problem, backward: bool) -> int:
@@ -139,9 +142,9 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
     traced = recorded and machine.launch_replay
 
     def slowest(backward: bool) -> Duration:
-        clock = _Clock(task, machine, problem, kernel, transport, backward, traced)
-        timelines = (found.timeline(place * problem.ulysses, backward) for place in sampled_places(problem))
-        return max(map(clock.duration, timelines), key=lambda each: each.ms)
+        ranks = (place * problem.ulysses for place in sampled_places(problem))
+        clocks = (_Clock(task, machine, problem, kernel, transport, backward, traced, rank) for rank in ranks)
+        return max((each.duration(found.timeline(each.rank, backward)) for each in clocks), key=lambda each: each.ms)
 
     backward = slowest(True) if task.backward else None
     return Estimate(candidate, transport, kernel, slowest(False), backward, machine.replayed is True)
@@ -159,6 +162,7 @@ class _Clock:
     transport: str
     backward: bool
     traced: bool  # launches are replayed from a trace
+    rank: int
 
     def duration(self, timeline: Timeline) -> Duration:
         machine = self.machine
@@ -203,8 +207,8 @@ class _Clock:
         return found[self.backward]
 
     def _moving(self, transfers: Sequence[Transfer]) -> float:
-        link, world = self.machine.link, self.task.world
-        return sum(link(self.transport, each.pattern, world).seconds(each.bytes) for each in transfers)
+        world = self.task.world
+        return sum(self.machine.moving(self.transport, each, self.rank, world) for each in transfers)
 
     def _cpu(self, timeline: Timeline) -> float:
         """CPU launch overhead."""

@@ -65,8 +65,15 @@ class AllToAllCosts(Costs[RingOptions]):
             return ring
         there, back = ("dout", "dqkv") if backward else ("qkv", "out")
         first, *others = ring.steps
-        first = replace(first, incoming=(*first.incoming, Transfer("all", received[there] / n)))
+        first = replace(first, incoming=(*first.incoming, self._exchange(rank, received[there] / n)))
         *others, last = [first, *others]
-        steps = [*others, replace(last, outgoing=(*last.outgoing, Transfer("all", received[back] / n)))]
+        steps = [*others, replace(last, outgoing=(*last.outgoing, self._exchange(rank, received[back] / n)))]
         # kernels put what moves in its place, which costs the CPU as much as a third exchange
         return Timeline(tuple(steps * n), (), n * ring.merged, n * ring.merges, n * (ring.exchanges + 3))
+
+    def _exchange(self, rank: int, size: float) -> Transfer:
+        """From the other ranks of the group, as much from each."""
+        ranks = self.problem.ulysses
+        first = rank // ranks * ranks
+        peers = tuple((peer, size / (ranks - 1)) for peer in range(first, first + ranks) if peer != rank)
+        return Transfer("all", size, peers)

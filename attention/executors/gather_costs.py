@@ -8,20 +8,22 @@ from attention.executors import policy
 from attention.executors.ring_costs import copied_bytes
 from attention.executors.timeline import (
     Costs,
-    Pattern,
     TimedStep,
     Timeline,
     Transfer,
     Work,
+    from_peers,
     heads_of,
     place_work,
+    received,
+    returned,
     timed,
 )
 from attention.geometry.counts import Shapes
 from attention.geometry.layouts import size
 from attention.geometry.options import GatherOptions
 from attention.geometry.schedules import Problem, length, most_keys, steps, union
-from attention.geometry.transfers import gather_move, overlaps
+from attention.geometry.transfers import gather_move, move, overlaps
 
 
 def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) -> int:
@@ -104,32 +106,48 @@ class GatherCosts(Costs[GatherOptions]):
             self.shapes.kv_heads, self.options.heads_k_stride, small_first, small_last, most_keys(self.problem)[-1]
         )
         apart = backward and self.pulls and policy.local_kv_apart(self.problem, rank)
-        received = self.bytes_received(rank, backward)
-        turns = [self._group(rest, n, received, backward, bool(local)) for n in sizes]
+        arriving = self.bytes_received(rank, backward)
+        turns = [self._group(rest, rank, n, arriving, backward, bool(local)) for n in sizes]
         if local:
             # of several groups the last one's local KV comes at the end, while gradients travel
             late = sizes[-1] if backward and len(sizes) > 1 and not apart else 0
             first, last = (heads_of(self.shapes, n) for n in (self.shapes.kv_heads - late, late))
             turns.insert(0, timed(local[0], first, backward, self.packed))
             turns += [timed(local[0], last, backward, self.packed)] if late else []
-        q_moves = (Transfer("all", received["q"] / 2),) * 2 if received.get("q") else ()
-        merged, merges = self._merged(rest, len(sizes), received.get("dkv", 0), backward, bool(local))
+        q_moves = self._query_moves(rank, arriving.get("q", 0))
+        merged, merges = self._merged(rest, len(sizes), arriving.get("dkv", 0), backward, bool(local))
         exchanges = len(sizes) * (1 + backward) + len(q_moves)
         return Timeline(tuple(turns), q_moves, merged, merges, exchanges)
+
+    def _query_moves(self, rank: int, size: int) -> tuple[Transfer, ...]:
+        """To the layout in which they are computed, and back: `size` bytes in all."""
+        if not size:
+            return ()
+        border, inner = (
+            x.shards(self.problem.cu_seqlens, self.problem.world) for x in (self.problem.layout, self.problem.q_layout)
+        )
+        moved = received(move(border, inner, rank).route)
+        return from_peers("all", moved, size / 2 / sum(n for _, n in moved)) * 2
 
     def _packed_calls(self, rest: Work, backward: bool, local: bool) -> bool:
         """Whether one call has all query chunks, packed side by side (`grouping=packed`)."""
         return self.options.grouping == "packed" and rest.calls > 1 and not backward and not local
 
-    def _group(self, rest: Work, kv_heads: int, received: dict[str, int], backward: bool, local: bool) -> TimedStep:
+    def _group(
+        self, rest: Work, rank: int, kv_heads: int, received_bytes: dict[str, int], backward: bool, local: bool
+    ) -> TimedStep:
         """The step of one group of heads."""
         shapes, share = heads_of(self.shapes, kv_heads), kv_heads / self.shapes.kv_heads
         step = timed(rest, shapes, backward, self.packed)
         if self._packed_calls(rest, backward, local):
             step = replace(step, calls=1, copied=0.0)
-        pattern: Pattern = "gather" if self._all_gathered else "all"
-        incoming = (Transfer(pattern, received["kv"] * share),) if received["kv"] else ()
-        outgoing = (Transfer("all", received["dkv"] * share),) if received.get("dkv") else ()
+        token, moved = self.shapes.kv_token * share, gather_move(self.problem, rank).route
+        if self._all_gathered:
+            size = received_bytes["kv"] * share
+            incoming: tuple[Transfer, ...] = (Transfer("gather", size),) if size else ()
+        else:
+            incoming = from_peers("all", received(moved), token)
+        outgoing = from_peers("all", returned(moved), token) if backward else ()
         return replace(step, incoming=incoming, outgoing=outgoing)
 
     def _merged(self, rest: Work, groups: int, home: int, backward: bool, local: bool) -> tuple[float, int]:

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attention.executors import policy
-from attention.executors.timeline import Costs, TimedStep, Timeline, Transfer, heads_of, merged_bytes, place_work, timed
+from attention.executors.timeline import (
+    Costs,
+    TimedStep,
+    Timeline,
+    from_peers,
+    heads_of,
+    merged_bytes,
+    place_work,
+    received,
+    returned,
+    timed,
+)
 from attention.geometry.counts import Shapes
 from attention.geometry.merge_plan import FEW, merge_plan
 from attention.geometry.options import RingOptions
@@ -69,14 +80,15 @@ class RingCosts(Costs[RingOptions]):
         return out + results + published + each // self.parts
 
     def timeline(self, rank: int, backward: bool) -> Timeline:
-        problem, place = self.problem, rank // self.problem.ulysses
+        problem = self.problem
+        place, within = divmod(rank, problem.ulysses)
         works, routes = place_work(problem, place), step_routes(problem, place)
         parts = self.parts if backward else 1
         shapes = heads_of(self.shapes, self.shapes.kv_heads // parts)
         each: list[TimedStep] = []
         for work, route in zip(works, routes, strict=True):
-            incoming = _from_one(route.received_tokens * shapes.kv_token)
-            outgoing = _from_one(route.sent_tokens * shapes.kv_token) if backward else ()
+            incoming = from_peers("one", received(route), shapes.kv_token, problem.ulysses, within)
+            outgoing = from_peers("one", returned(route), shapes.kv_token, problem.ulysses, within) if backward else ()
             step = timed(work, shapes, backward, self.packed)
             each.append(replace(step, incoming=incoming, outgoing=outgoing))
         # of several parts the last has local KV at the end, while gradients travel
@@ -98,10 +110,6 @@ class RingCosts(Costs[RingOptions]):
             total += merged_bytes(keys, self.tokens, shapes.kv_token, shapes.itemsize)
             count += 2 * max(0, len(keys) - 1)
         return total, count
-
-
-def _from_one(size: float) -> tuple[Transfer, ...]:
-    return (Transfer("one", size),) if size else ()
 
 
 def copied_bytes(problem: Problem, shapes: Shapes, place: int, backward: bool) -> int:

@@ -12,7 +12,7 @@ from typing import Generic, Literal, TypeVar
 from attention.geometry.counts import Shapes
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, length, steps
-from attention.geometry.transfers import packed_calls
+from attention.geometry.transfers import Route, packed_calls
 from attention.masks.band import FULL, Band
 
 Pattern = Literal["one", "all", "gather", "reduce", "slots"]
@@ -21,10 +21,11 @@ Pattern = Literal["one", "all", "gather", "reduce", "slots"]
 @dataclass(frozen=True)
 class Transfer:
     """Bytes that the rank receives: from `one` rank, from `all` at once, by an all-`gather`, in a `reduce` operation, or written by all
-    into `slots` of its memory within a kernel."""
+    into `slots` of its memory within a kernel. peers: (rank, bytes from it) of `one` and `all`."""
 
     pattern: Pattern
     bytes: float
+    peers: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,30 @@ def merged_bytes(parts: Sequence[int], tokens: int, token: int, itemsize: int) -
     merged = max(0, sum(parts) - tokens)
     result = max(itemsize, 4) / itemsize if sum(parts) > 2 * tokens else 1
     return merged * token * (1 + 2 * result)
+
+
+Tokens = tuple[tuple[int, int], ...]  # (place of the sender, tokens)
+
+
+def received(route: Route) -> Tokens:
+    """Tokens that come before a step."""
+    return tuple((piece.peer, length(piece.target)) for piece in route.receives)
+
+
+def returned(route: Route) -> Tokens:
+    """Tokens whose gradients come home after a step."""
+    return tuple((piece.peer, length(piece.source)) for piece in route.sends)
+
+
+def from_peers(
+    pattern: Pattern, tokens: Tokens, token: float, ulysses: int = 1, within: int = 0
+) -> tuple[Transfer, ...]:
+    """The transfer of these tokens, of `token` bytes each; none where there are none. ulysses, within: a place is that of so many
+    ranks, and the rank at the same position in the sender's place sends."""
+    if not any(n for _, n in tokens):
+        return ()
+    peers = tuple((place * ulysses + within, n * token) for place, n in tokens)
+    return (Transfer(pattern, sum(size for _, size in peers), peers),)
 
 
 def heads_of(shapes: Shapes, kv_heads: int) -> Shapes:

@@ -8,10 +8,10 @@ from importlib import resources
 
 @cache
 def groups() -> dict[str, list[str]]:
-    """Every config group's choices. Not to be changed."""
+    """Every config group's choices; topologies, which `runner.predict` reads, are none. Not to be changed."""
     root = resources.files("runner.conf")
     return {
         folder.name: sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
         for folder in root.iterdir()
-        if folder.is_dir() and folder.name not in ("hydra", "__pycache__")
+        if folder.is_dir() and folder.name not in ("hydra", "topology", "__pycache__")
     }

@@ -4,17 +4,16 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
-from attention.autotune.choice import Candidate, Task
+from attention.autotune.choice import Candidate
 from attention.autotune.hardware import Machine
-from attention.autotune.model import estimate, task_of
-from attention.geometry.counts import Shapes
+from attention.autotune.model import estimate
 from attention.measured import links, rates
 from attention.variants.registry import VARIANTS
+from runner.predict.validation import task
 from runner.report import runs
 from runner.report.runs import Run
 
@@ -33,17 +32,6 @@ def groups() -> Iterator[list[Run]]:
             commit = git.commit if git else None
             found[run.environment.host, commit, run.workload, run.kernel, run.timing, run.graphs].append(run)
     return iter(found.values())
-
-
-def task(run: Run) -> Task:
-    work = run.result.asked
-    assert work.batch and work.heads and work.head_dim and work.seq_len and run.world_size and work.window
-    shapes = Shapes(work.batch, work.heads, work.kv_heads or work.heads, work.head_dim, 4 if run.dtype == "fp32" else 2)
-    cu_seqlens = [0, work.seq_len] if not work.seqlens else list(accumulate(work.seqlens, initial=0))
-    backward = run.mode == "forward_backward"
-    return task_of(
-        cu_seqlens, run.world_size, shapes, bool(work.causal), work.window, bool(work.seqlens), backward, work.q_len
-    )
 
 
 def estimated_ms(run: Run) -> float:

@@ -1,0 +1,201 @@
+"""How far predictions are from results: those of smaller worlds calibrate, those of the largest one are predicted.
+
+Calibrated is the compute alone: its time is multiplied by a factor, the median over the smaller worlds' passes of the same kernel and
+kind of call that are not bound by CPU launch overhead. Transfers are as the model has them. A CPU's rates and links are those that
+the result itself measured."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+
+from attention.autotune.choice import Candidate, Duration, Task
+from attention.autotune.hardware import Machine, ceilings
+from attention.autotune.model import estimate, task_of
+from attention.geometry.counts import Shapes
+from attention.measured import links, rates
+from attention.variants.registry import VARIANTS
+from runner.report.runs import Run
+
+PASSES = ("forward", "backward")
+LEAST = 3  # passes that make a factor
+STORED = Path(__file__).with_name("validated.json")
+
+
+def known(run: Run) -> bool:
+    """Whether the model describes the run: one of our variants under a band, on plain attention."""
+    if not (run.ok and run.attention in VARIANTS) or run.result.asked.model:
+        return False
+    return run.attention != "grouped" and run.result.asked.named_mask is None and run.features is None
+
+
+def task(run: Run) -> Task:
+    work = run.result.asked
+    assert work.batch and work.heads and work.head_dim and work.seq_len and run.world_size and work.window
+    shapes = Shapes(work.batch, work.heads, work.kv_heads or work.heads, work.head_dim, 4 if run.dtype == "fp32" else 2)
+    lengths = None if isinstance(work.seqlens, str) else work.seqlens
+    cu_seqlens = [0, work.seq_len] if not lengths else list(accumulate(lengths, initial=0))
+    backward = run.mode == "forward_backward"
+    return task_of(
+        cu_seqlens, run.world_size, shapes, bool(work.causal), work.window, bool(lengths), backward, work.q_len
+    )
+
+
+def machine(run: Run) -> Machine:
+    """That the run had; on a CPU with the ceilings that it measured. Results from before the option `replay` count as launched from
+    Python."""
+    kernel, transport = run.kernel or "", run.transport or "symm"
+    replayed = run.graphs is True
+    cpu = run.result.asked.device == "cpu"
+    measured = run.result.plain["environment"].get("ceilings") or {}
+    return Machine(
+        "" if cpu else run.gpu or "",
+        lambda masks: kernel,
+        (transport,),
+        rates.table(),
+        links.table(),
+        device="cpu" if cpu else "cuda",
+        ceilings=ceilings(measured, "cpu") if cpu and measured else None,
+        graphed=replayed or run.timing == "cudagraph",
+        replayed=replayed,
+        launch_replay=run.replay == "launches",
+    )
+
+
+Kind = tuple[str, str, str, str]  # device, kernel, pass, and what is called: dense, window, packed or decode
+
+
+@dataclass(frozen=True)
+class Point:
+    """One pass of a run, and what the model says of it without calibration."""
+
+    run: Run
+    which: str
+    model: Duration
+    measured: float  # ms
+
+    @property
+    def kind(self) -> Kind:
+        made = task(self.run)
+        return self.run.gpu or "cpu", self.run.kernel or "", self.which, called(made)
+
+    @property
+    def launch_bound(self) -> bool:
+        return self.model.cpu > self.model.gpu / 2
+
+
+def called(made: Task) -> str:
+    if made.decode:
+        return "decode"
+    return "packed" if made.packed else "window" if made.mask.windowed else "dense"
+
+
+def points(runs: Iterable[Run]) -> list[Point]:
+    """Of the runs that the model describes."""
+    found = []
+    for run in filter(known, runs):
+        name = run.attention or ""
+        try:
+            candidate = Candidate(name, VARIANTS[name].parse(run.options))
+            made = estimate(candidate, task(run), machine(run), run.kernel or "", run.transport or "symm")
+        except ValueError:  # options of an earlier version
+            continue
+        for which, model in zip(PASSES, made.both, strict=False):
+            ms = run.ms(which)
+            if ms:
+                found.append(Point(run, which, model, ms))
+    return found
+
+
+def factors(found: Iterable[Point]) -> dict[Kind, float]:
+    """By how much compute takes longer than by the model."""
+    same: dict[Kind, list[float]] = defaultdict(list)
+    for point in found:
+        if not point.launch_bound and point.model.compute:
+            rest = point.model.gpu - point.model.compute
+            same[point.kind].append((point.measured - rest) / point.model.compute)
+    return {kind: median(each) for kind, each in same.items() if len(each) >= LEAST and median(each) > 0}
+
+
+def calibrated(duration: Duration, kind: Kind, by: Mapping[Kind, float]) -> Duration:
+    return replace(duration, compute=duration.compute * by.get(kind, 1.0))
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of the passes of one kind of call: shares of the measured time, by size."""
+
+    called: str
+    launch_bound: bool
+    passes: int
+    median: float
+    p90: float
+    worst: float
+
+    @property
+    def text(self) -> str:
+        bound = ", bound by CPU launch overhead" if self.launch_bound else ""
+        return f"{self.called}{bound}: median {self.median:.1%}, worst {self.worst:.0%} of {self.passes} passes"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """device: of the results. calibrated_on, predicted: their world sizes."""
+
+    device: str
+    calibrated_on: tuple[int, ...]
+    predicted: int
+    errors: tuple[Errors, ...]
+    factors: tuple[tuple[Kind, float], ...]
+
+    def text(self, called: Collection[str]) -> str:
+        """Of these kinds of call."""
+        worlds = " and ".join(map(str, self.calibrated_on))
+        errors = "; ".join(each.text for each in self.errors if each.called in called)
+        return f"{self.device}, {worlds} to {self.predicted} ranks: {errors or 'no such call'}"
+
+
+def validate(runs: Sequence[Run]) -> Validation:
+    """Raises ValueError where there are not two world sizes of the model's variants on one kind of device."""
+    found = points(runs)
+    devices = {point.run.gpu or "cpu" for point in found}
+    worlds = sorted({point.run.world_size or 1 for point in found})
+    if len(worlds) < 2 or len(devices) != 1:
+        raise ValueError(
+            f"{len(found)} passes of world sizes {worlds} on {', '.join(sorted(devices)) or 'no device'}: a validation needs results "
+            "of two world sizes on one kind of device; give --validate a folder with both"
+        )
+    *smaller, largest = worlds
+    by = factors(point for point in found if point.run.world_size in smaller)
+    errors: dict[tuple[bool, str], list[float]] = defaultdict(list)
+    for point in found:
+        if point.run.world_size == largest:
+            ms = calibrated(point.model, point.kind, by).ms
+            errors[point.launch_bound, point.kind[3]].append(abs(ms / point.measured - 1))
+    summed = [_errors(name, bound, sorted(each)) for (bound, name), each in sorted(errors.items())]
+    return Validation(devices.pop(), tuple(smaller), largest, tuple(summed), tuple(sorted(by.items())))
+
+
+def _errors(name: str, bound: bool, each: list[float]) -> Errors:
+    shares = median(each), each[int(0.9 * (len(each) - 1))], each[-1]
+    return Errors(name, bound, len(each), *(round(share, 4) for share in shares))
+
+
+def write(found: Validation, path: Path = STORED) -> None:
+    """For later predictions."""
+    path.write_text(json.dumps(asdict(found), indent=1) + "\n")
+
+
+def stored(path: Path = STORED) -> Validation | None:
+    """The validation of the results that this project keeps."""
+    if not path.exists():
+        return None
+    given = json.loads(path.read_text())
+    by = tuple(((a, b, c, d), factor) for (a, b, c, d), factor in given.pop("factors"))
+    errors = tuple(Errors(**each) for each in given.pop("errors"))
+    return Validation(**given | {"calibrated_on": tuple(given["calibrated_on"])}, errors=errors, factors=by)

@@ -1,0 +1,73 @@
+"""Links within and between nodes, and what crosses them."""
+
+from dataclasses import replace
+
+import pytest
+
+from attention.autotune.topology import ONE_NODE, Topology
+from attention.executors import costs
+from attention.executors.timeline import Transfer
+from attention.geometry.counts import Shapes
+from attention.masks.band import CAUSAL, Band
+from attention.measured.links import Link
+from attention.variants.registry import VARIANTS
+
+INSIDE = Link(400, 10)
+NODES = Topology("nodes of 4", 4, Link(50, 20), 4)
+SHAPES = Shapes(1, 8, 4, 64, 2)
+
+
+def test_ranks_of_one_node_use_its_link_and_others_that_between_nodes():
+    assert NODES.link(0, 3, INSIDE) == INSIDE
+    assert NODES.link(3, 4, INSIDE) == Link(50, 20)
+    assert ONE_NODE.link(3, 4, INSIDE) == INSIDE
+
+
+def test_gpus_that_cross_together_share_the_nics():
+    scarce = replace(NODES, nics=1)
+    assert scarce.link(0, 4, INSIDE, active=4) == Link(12.5, 20)
+    # in a ring only the node's first rank has its neighbour elsewhere; four ranks away all have
+    assert scarce.seconds(Transfer("one", 5e9, ((3, 5e9),)), 4, 8, INSIDE) == pytest.approx(0.1, abs=1e-3)
+    assert scarce.seconds(Transfer("one", 5e9, ((0, 5e9),)), 4, 8, INSIDE) == pytest.approx(0.4, abs=1e-3)
+
+
+def test_what_comes_from_the_node_and_from_elsewhere_comes_at_once():
+    both = Transfer("all", 5e9, ((1, 4e9), (4, 1e9)))
+    assert NODES.seconds(both, 0, 8, INSIDE) == pytest.approx(1e9 / 50e9 + 20e-6)
+    assert NODES.seconds(Transfer("all", 4e9, ((1, 4e9),)), 0, 8, INSIDE) == INSIDE.seconds(4e9)
+
+
+def test_a_collective_takes_each_byte_into_a_node_once():
+    gathered = Transfer("gather", 7e9)
+    assert NODES.seconds(gathered, 0, 8, INSIDE) == pytest.approx(7e9 / 200e9, rel=0.01)
+    assert NODES.seconds(gathered, 0, 4, INSIDE) == INSIDE.seconds(7e9)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "zigzag_llama3", "llama3", "ulysses", "usp", "ring_allgather"])
+@pytest.mark.parametrize("mask", [CAUSAL, Band(40, 0)], ids=["causal", "window"])
+def test_a_transfer_names_the_ranks_that_all_its_bytes_come_from(name, mask):
+    variant = VARIANTS[name]
+    try:
+        problem = variant.problem((0, 512), 4, mask)
+    except ValueError:
+        pytest.skip("no windows")
+    moves = 0
+    for rank in range(4):
+        for backward in (False, True):
+            made = costs.of(variant, problem, SHAPES, pulls=True).timeline(rank, backward)
+            moved = [t for step in made.steps for t in (*step.incoming, *step.outgoing)] + list(made.exposed)
+            moves += len(moved)
+            for each in moved:
+                assert sum(size for _, size in each.peers) == pytest.approx(each.bytes)
+                assert all(0 <= peer < 4 and peer != rank for peer, _ in each.peers)
+    assert moves > 4
+
+
+def test_ulysses_within_a_node_keeps_its_exchange_there_and_its_ring_between_nodes():
+    usp = VARIANTS["usp"]
+    problem = usp.problem((0, 1024), 8, CAUSAL, {"ulysses_size": 4})
+    steps = costs.of(usp, problem, SHAPES, {"ulysses_size": 4}, pulls=True).timeline(5, False).steps
+    exchanged = [t for step in steps for t in (*step.incoming, *step.outgoing) if t.pattern == "all"]
+    ring = [t for step in steps for t in step.incoming if t.pattern == "one"]
+    assert {peer for t in exchanged for peer, _ in t.peers} == {4, 6, 7}
+    assert {peer for t in ring for peer, _ in t.peers} == {1}
