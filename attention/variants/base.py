@@ -14,7 +14,7 @@ from attention.geometry.options import BEST, Options
 from attention.geometry.schedules import Problem, Schedule
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Mask
-from attention.masks.sequences import one_band
+from attention.masks.sequences import of_sequences, one_band
 
 Executor = Literal["ring", "gather", "all_to_all", "tree", "mixture", "external"]  # external: a package's own
 Chosen = TypeVar("Chosen", bound=Options)
@@ -103,7 +103,10 @@ class Variant(Generic[Chosen]):
         return None
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
-        """The one band within every sequence, for which schedules have their own blocks; else the mask, which is cut."""
+        """The one band within every sequence, for which schedules have their own blocks; else the mask, which is cut. Of a mixture
+        always a mask over all positions, so that padding is known."""
+        if self.mixes:
+            return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
         return mask if isinstance(mask, Band) else one_band(mask, cu_seqlens)
 
     # What follows holds for every variant.

@@ -24,7 +24,7 @@ from attention.masks.band import Band
 from attention.masks.documents import Documents
 from attention.masks.mask import Mask
 from attention.masks.padded import Padded
-from attention.masks.sequences import of_sequences, one_band
+from attention.masks.sequences import one_band
 from attention.variants.base import Chosen, Variant, register
 from attention.variants.llama3 import PACKED
 
@@ -149,10 +149,6 @@ class Dilated(Variant[DilatedOptions]):
     def border(self, world: int, options: DilatedOptions) -> Layout:
         """Each of several shards begins at a multiple of every rate."""
         return self.layout if self.layout.replicated or world == 1 else replace(self.layout, chunks=options.unit)
-
-    def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
-        """Always over all positions, so that padding is known."""
-        return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
 
     def problem(
         self,

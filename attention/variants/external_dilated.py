@@ -13,7 +13,6 @@ from attention.geometry.mixtures import Mixture
 from attention.geometry.schedules import Problem
 from attention.masks.band import Band
 from attention.masks.mask import Mask
-from attention.masks.sequences import of_sequences
 from attention.variants.base import register
 from attention.variants.dilated import DIVIDED, PairOptions, mixture_problem
 from attention.variants.external import External
@@ -31,10 +30,6 @@ class _ExternalDilated(External[PairOptions]):
             "dilated-attention-pytorch 0.2.0 without its division by sums over tokens; the xformers function it calls is served "
             f"by kernel {kernel}"
         )
-
-    def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
-        """Always over all positions, so that padding is known."""
-        return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
 
     def problem(
         self,
