@@ -8,7 +8,10 @@ import sys
 import time
 import traceback
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CLOSING_S = 30.0  # ending the worlds takes less
 LONGEST_MESSAGE = 1000  # characters of another package's message
@@ -247,7 +250,16 @@ def _run(arguments: list[str]) -> int:
         for folder in app.sweeps:
             display.sweep_table(summary.sweep_rows(folder))
             display.out.print(f"Sweep: {folder}", soft_wrap=True)
+            if stops.exit_status is None:
+                display.out.print(_page(folder), soft_wrap=True, markup=False)
     return exit_status(app.statuses)
+
+
+def _page(folder: Path) -> str:
+    """Write the page of a sweep; a line that says where it is, or why there is none."""
+    from runner.report import page
+
+    return page.at_end_of_sweep(folder)
 
 
 def _from(functions: Collection[Any], error: BaseException) -> bool:

@@ -228,3 +228,8 @@ def gpu_uuid(device: Any) -> str:
 
 if __name__ == "__main__":  # python -m runner.environment > runner/COMMIT
     print(stamp())
+
+
+def cache_folder() -> Path:
+    """What is kept between invocations."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "attention-runner")

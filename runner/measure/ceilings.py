@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 import timeit
 from collections.abc import Callable
@@ -42,10 +41,6 @@ SIZES = {"cuda": Sizes(8192, 1 << 30, 1 << 27, 5), "cpu": Sizes(768, 1 << 26, 1 
 
 _known: dict[tuple[str, int], dict[str, Any]] = {}  # by dtype and world size, in this process
 _again: set[tuple[str, int]] = set()  # measured again after a run exceeded them, which is done once
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "attention-runner")
 
 
 def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
@@ -88,7 +83,7 @@ def _path(me: Rank, dtype: str) -> Path:
     facts = environment.host() | environment.of_torch(me.device.type)
     known = [facts.get(key) for key in ("torch", "threads", "gpu", "cuda", "nccl", "machine_id", "cpu", "cores")]
     name = hashlib.sha256(json.dumps([VERSION, known, me.world, dtype]).encode()).hexdigest()[:16]
-    return cache_folder() / f"ceilings-{name}.json"
+    return environment.cache_folder() / f"ceilings-{name}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

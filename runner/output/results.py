@@ -74,17 +74,17 @@ def result(**fields: Any) -> dict[str, Any]:
 def write_result(folder: Path, value: dict[str, Any]) -> None:
     """Write result.json. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / RESULT, json.dumps(_finite(value), indent=1) + "\n")
+    write_text(folder / RESULT, json.dumps(finite(value), indent=1) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with null for NaN and infinity, which JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(x) for key, x in value.items()}
+        return {key: finite(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(x) for x in value]
+        return [finite(x) for x in value]
     return value
 
 

@@ -19,10 +19,14 @@ OURS, EXTERNAL = "ours", "external"
 
 
 def missing() -> str | None:
-    """Why no charts can be made here, and how to get the packages; None where they can be."""
-    names = {"altair": "altair", "vl_convert": "vl-convert-python"}
+    """Why no charts and no page can be made here, and how to get the packages; None where they can be."""
+    names = {"altair": "altair", "jinja2": "jinja2", "vl_convert": "vl-convert-python"}
     absent = [package for module, package in names.items() if importlib.util.find_spec(module) is None]
-    return f"no charts without {' and '.join(absent)}: pip install -e '.[report]' in a checkout" if absent else None
+    return (
+        f"no charts and no report.html without {' and '.join(absent)}: pip install -e '.[report]' in a checkout"
+        if absent
+        else None
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     python -m runner.report FOLDER... --into README.md --section NAME   # replaces <!-- report:NAME -->..<!-- /report:NAME -->
     python -m runner.report --refresh README.md                         # every section again, by the command that made it
 
-Without the extra `report` the tables work."""
+Without the extra `report`, there is report.md alone."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from runner.config import folders
 from runner.output import commands
 from runner.output.results import write_text
 from runner.output.summary import escaped
-from runner.report import charts, page, tables
-from runner.report.comparison import COMPARED, comparable, comparison_table
+from runner.report import charts, page, parts, tables
+from runner.report.comparison import COMPARED, comparison_table
 from runner.report.headline import headline_table
-from runner.report.labels import labels
-from runner.report.runs import PASSES, Run, read, where
+from runner.report.runs import Run, read, where
 from runner.report.table import in_common
 
 PROGRAM = "python -m runner.report"
@@ -75,45 +74,24 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
         out = folders.create(Path("outputs"), f"report-{folders.now()}")
     out = _made(out or options.folders[0])
     missing = charts.missing()
-    sweeps: dict[Path, list[Run]] = {}
-    for run in runs:
-        sweeps.setdefault(out if options.together else run.result.folder.parent, []).append(run)
-    parts: list[page.Part] = []
-    for folder, found in sorted(sweeps.items()):
-        title, prefix = "Runs", ""
-        if len(sweeps) > 1:  # the folder's path below what all have in common
-            title, below = str(folder), os.path.relpath(folder, os.path.commonpath(sweeps))
-            prefix = re.sub(r"[^A-Za-z0-9.-]+", "_", below).strip("._") + "_"
-        compared = {"Each run": tables.runs_table(found)}
-        if len(set(labels(found).values())) > 1 and comparable(found):
-            heading = f"Side by side, ms ({options.which.replace('_', ' ')})"
-            compared[heading] = comparison_table(found, options.which)
-        drawn = {} if missing else _charts(found, options.which if options.which in PASSES else "total")
-        for kind, chart in drawn.items():
-            _write_png(chart, out / f"{prefix}{kind}.png")
-        about = f"{tables.machine(found)}\n{in_common(found)}"
-        specs = {kind: chart.to_dict() for kind, chart in drawn.items()}
-        why = None if parts else missing
-        parts.append(page.Part(title, about, compared, tables.environment_table(found), prefix, specs, why))
+    of = parts.parts(runs, out, options.which, options.together)
+    for part in of:
+        for panel in part.panels:
+            _write_png(panel.spec, out / f"{part.prefix}{panel.name}.png")
     name = out.resolve().name
-    write_text(out / "report.md", "\n".join([f"# {escaped(name)}", "", *(part.markdown() for part in parts)]))
-    write_text(out / "report.html", page.page(name, parts))
+    write_text(out / "report.md", "\n".join([f"# {escaped(name)}", "", *(part.markdown() for part in of)]))
     if missing:
         print(missing, file=sys.stderr)
-    print(f"Report: {out / 'report.md'}, {out / 'report.html'}")
+        print(f"Report: {out / 'report.md'}")
+    else:
+        print(f"Report: {out / 'report.md'}, {page.write(out, name, of)}")
     return 0
 
 
-def _charts(runs: list[Run], which: str) -> dict[str, Any]:
-    from runner.report.drawing import draw
-
-    return draw(runs, which)
-
-
-def _write_png(chart: Any, path: Path) -> None:
+def _write_png(spec: dict[str, Any], path: Path) -> None:
     from runner.report.drawing import write_png
 
-    write_png(chart, path)
+    write_png(spec, path)
 
 
 def _made(folder: Path) -> Path:
@@ -157,11 +135,13 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
     made."""
     if missing := charts.missing():
         raise ValueError(f"{missing}, or leave the picture out with --chart none")
-    chart = _charts(runs, options.which).get(options.chart)
+    from runner.report.drawing import draw
+
+    chart = draw(runs, options.which).get(options.chart)
     if chart is None:
         raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
     path = _made(options.out or options.folders[0]) / f"{options.section}_{options.chart}.png"
-    _write_png(chart, path)
+    _write_png(chart.to_dict(), path)
     title = f"{charts.KINDS[options.chart]}, {options.section.replace('_', ' ')}"
     return f"![{title}]({os.path.relpath(path, options.into.parent)})"
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from runner.output.results import replacing
+from runner.environment import cache_folder
+from runner.output.results import replacing, write_text
 from runner.report.charts import EXTERNAL, OURS, OVER, Axes, points
 from runner.report.comparison import comparable
 from runner.report.runs import BACK_TO_BACK, Run
@@ -130,14 +133,26 @@ def draw(runs: Sequence[Run], which: str = "total") -> dict[str, Any]:
     return made
 
 
-def write_png(chart: Any, path: Path) -> None:
-    """Write a chart as a PNG; the file appears whole or not at all."""
+def write_png(spec: dict[str, Any], path: Path) -> None:
+    """Write a Vega-Lite chart as a PNG; the file appears whole or not at all."""
+    import vl_convert
+
+    png = vl_convert.vegalite_to_png(spec, scale=SCALE)
     with replacing(path) as scratch:
-        chart.save(str(scratch), format="png", scale_factor=SCALE)
+        scratch.write_bytes(png)
 
 
 def bundle() -> str:
-    """All of the JavaScript that draws the charts, so that a page needs no network."""
+    """All of the JavaScript that draws the charts, so that a page needs no network. It takes a second to make, and is
+    kept for later pages."""
     import vl_convert
 
-    return vl_convert.javascript_bundle(snippet=None)  # type: ignore[arg-type]
+    kept = cache_folder() / f"vega-{version('vl-convert-python')}.js"
+    try:
+        return kept.read_text(encoding="utf-8")
+    except OSError:
+        made: str = vl_convert.javascript_bundle(snippet=None)  # type: ignore[arg-type]
+    with suppress(OSError):  # a folder that cannot be written to
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, made)
+    return made

@@ -1,78 +1,91 @@
-"""A report as one HTML page that needs no network: tables, charts, environment."""
+"""A report as one HTML page that needs no network: conclusions, charts, a table of all runs, failures, environment.
+
+The template, its style and its script are in `assets/`. What stands in a result reaches the page as escaped text or as
+JSON, and the script never reads it as HTML."""
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from runner.output.summary import escaped
-from runner.report.charts import KINDS
-from runner.report.table import Table
+from runner.output.results import finite, write_text
+from runner.report import charts, tables
+from runner.report.entries import columns
+from runner.report.parts import Part, parts
+from runner.report.runs import read
 
-STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.45 system-ui, sans-serif; color: #1f2328; margin: 2rem auto; max-width: 100rem; padding: 0 1.5rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #d1d9e0; }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
-p { max-width: 60rem; color: #59636e; white-space: pre-line; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 12.5px; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .45rem; border-bottom: 1px solid #d1d9e0; text-align: right; white-space: nowrap; }
-th { background: #f6f8fa; vertical-align: bottom; white-space: normal; min-width: 3rem; }
-.words { text-align: left; }
-tbody tr:hover { background: #f6f8fa; }
-td.failed { color: #cf222e; }
-details td { white-space: normal; overflow-wrap: anywhere; vertical-align: top; }
-details td:first-child { white-space: nowrap; }
-.chart { margin: .5rem 0 1.5rem; overflow-x: auto; }
-"""
+NAME = "report.html"
 
 
-@dataclass(frozen=True)
-class Part:
-    """The report of some runs. `charts` has the vega-lite specification of each kind, whose PNG is `prefix` and the
-    kind; `why` says why there are none."""
-
-    title: str
-    summary: str
-    tables: Mapping[str, Table]
-    environment: Table
-    prefix: str = ""
-    charts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    why: str | None = None
-
-    def markdown(self) -> str:
-        lines = [f"## {escaped(self.title)}", "", *(f"{escaped(line)}  " for line in self.summary.splitlines()), ""]
-        for heading, table in self.tables.items():
-            lines += [f"### {heading}", "", table.markdown()]
-        for kind in self.charts:
-            lines += [f"![{KINDS[kind]}]({self.prefix}{kind}.png)", ""]
-        return "\n".join([*lines, "### Environment", "", self.environment.markdown()])
+def write(out: Path, title: str, of: Sequence[Part]) -> Path:
+    """Write the page into the folder `out`. Raises OSError."""
+    write_text(out / NAME, page(title, of, out))
+    return out / NAME
 
 
-def page(title: str, parts: Sequence[Part]) -> str:
-    body = [f"<h1>{html.escape(title)}</h1>"]
-    specs: list[dict[str, Any]] = []
-    for part in parts:
-        body += [f"<h2>{html.escape(part.title)}</h2>", f"<p>{html.escape(part.summary)}</p>"]
-        for heading, table in part.tables.items():
-            body += [f"<h3>{html.escape(heading)}</h3>", table.html()]
-        for kind, spec in part.charts.items():
-            body.append(f'<h3>{html.escape(KINDS[kind])}</h3><div class="chart" id="chart{len(specs)}"></div>')
-            specs.append(spec)
-        body += [f"<p>{html.escape(part.why)}</p>"] if part.why else []
-        body.append(f"<details><summary>Environment</summary>{part.environment.html()}</details>")
-    drawn = ""
-    if specs:
-        from runner.report.drawing import bundle
+def page(title: str, of: Sequence[Part], out: Path) -> str:
+    """The page. out: its folder, from which files of runs are linked."""
+    import jinja2
+    from markupsafe import Markup
 
-        safe = json.dumps(specs).replace("<", "\\u003c")  # neither </script> nor <!--<script> may stand in a script
-        embed = f"{safe}.forEach((spec, i) => vegaEmbed('#chart' + i, spec, {{actions: false, renderer: 'svg'}}));"
-        drawn = f"<script>{bundle()}</script>\n<script>{embed}</script>"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body>\n" + "\n".join(body) + f"\n{drawn}</body></html>\n"
+    from runner.report.drawing import bundle
+
+    runs = [run for part in of for run in part.runs]
+    sweeps = [part.title for part in of for _ in part.runs]
+    specs = [panel.spec for part in of for panel in part.panels]
+    firsts = [sum(len(part.panels) for part in of[:i]) for i in range(len(of))]
+    data = {"count": len(runs), "columns": [column.plain() for column in columns(runs, sweeps, out)]}
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return template.from_string(_asset("page.html")).render(
+        title=title,
+        summary=_summary(of),
+        parts=[_View(part, first) for part, first in zip(of, firsts, strict=True)],
+        charted=bool(specs) or any(part.compared for part in of),
+        failures=tables.failure_groups(runs),
+        style=Markup(_asset("page.css")),
+        script=Markup(_asset("page.js")),
+        bundle=Markup(bundle() if specs else ""),
+        specs=Markup(in_script(specs)),
+        data=Markup(in_script(data)),
     )
+
+
+def at_end_of_sweep(folder: Path) -> str:
+    """Write the page of a sweep that has just ended. Returns a line that says where it is, or why there is none; raises
+    nothing, for the sweep's results are worth more than its page."""
+    if why := charts.missing():
+        return why
+    try:
+        return f"Page: {write(folder, folder.name, parts(read([folder]), folder))}"
+    except Exception as error:
+        return f"no {NAME}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def in_script(value: Any) -> str:
+    """JSON that may stand in a script element: neither </script> nor <!-- can be in it."""
+    return json.dumps(finite(value), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+class _View:
+    """A part, and the number of its first panel among those of the page."""
+
+    def __init__(self, part: Part, first: int):
+        self._part, self.first = part, first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def _summary(of: Sequence[Part]) -> str:
+    runs = [run for part in of for run in part.runs]
+    machines = list(dict.fromkeys(part.summary.splitlines()[0] for part in of))
+    ok = sum(run.status == "ok" for run in runs)
+    where = machines[0] if len(machines) == 1 else f"{len(of)} sweeps"
+    return f"{len(runs):,} runs, {ok:,} ok · {where}"
+
+
+def _asset(name: str) -> str:
+    return (resources.files("runner.report") / "assets" / name).read_text(encoding="utf-8")

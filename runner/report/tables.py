@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from runner.measure.statistics import OVERHEAD
@@ -126,24 +127,38 @@ def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
     return [note for note, applies in notes.items() if applies] + failures(runs)
 
 
-def failures(runs: Sequence[Run]) -> list[str]:
-    """A list with a line for each reason why runs are not ok; empty where all are."""
+@dataclass(frozen=True)
+class Failure:
+    """A reason for which runs are not ok, and their names."""
+
+    status: str
+    reason: str
+    names: list[str]
+
+
+def failure_groups(runs: Sequence[Run]) -> list[Failure]:
+    """The runs that are not ok, by status and reason."""
     named = labels(runs)
-    by_reason: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         if not run.ok:
-            name = named[run] if run.attention else run.result.name
-            by_reason.setdefault((run.status, run.result.reason or "without a reason"), []).append(name)
+            reason = " ".join((run.result.reason or "without a reason").split())
+            found.setdefault((run.status, reason), []).append(named[run] if run.attention else run.result.name)
+    return [Failure(status, reason, names) for (status, reason), names in found.items()]
+
+
+def failures(runs: Sequence[Run]) -> list[str]:
+    """A list with a line for each reason why runs are not ok; empty where all are."""
     lines = [
-        f"- {status}, {', '.join(dict.fromkeys(names))} ({counted(len(names), 'run')}): {' '.join(reason.split())}"
-        for (status, reason), names in by_reason.items()
+        f"- {found.status}, {', '.join(dict.fromkeys(found.names))} ({counted(len(found.names), 'run')}): {found.reason}"
+        for found in failure_groups(runs)
     ]
     return ["\n".join(lines)] if lines else []
 
 
 def environment_table(runs: Sequence[Run]) -> Table:
     """Where the runs were measured: a row for each fact, with all the values that it has."""
-    facts = [_environment(run) for run in runs]
+    facts = [environment_facts(run) for run in runs]
     values = {
         title: "; ".join(dict.fromkeys(str(found[title]) for found in facts if found[title])) for title in facts[0]
     }
@@ -151,7 +166,8 @@ def environment_table(runs: Sequence[Run]) -> Table:
     return Table(["", "of these runs"], rows, {"", "of these runs"})
 
 
-def _environment(run: Run) -> dict[str, Any]:
+def environment_facts(run: Run) -> dict[str, Any]:
+    """Where a run was measured, by title; None for what is not known."""
     about = run.environment
     cudnn = about.cudnn
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runner import environment
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
 from runner.measure import ceilings, correctness, job, pieces
@@ -37,7 +38,7 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
         ceilings._known.clear()  # what an earlier job of this world found
         true = ceilings.ceilings(me, dtype)
         if me.rank == 0:
-            (path,) = ceilings.cache_folder().glob("ceilings-*.json")
+            (path,) = environment.cache_folder().glob("ceilings-*.json")
             kept = json.loads(path.read_text())
             path.write_text(json.dumps(kept | {name: kept[name] / 1000 for name in ceilings.RATES}))
         ceilings._known.clear()
