@@ -17,6 +17,7 @@ from runner.report.runs import FACTS, WORKLOAD, Run
 from runner.report.table import counted, fact
 
 MOST = 4  # sentences of a rule; what is left is counted in one more
+LONGEST = 110  # characters of a reason
 HALF = 0.5  # a share of the time above which something binds a run
 HOLDS = 0.05  # a phase below this share of the time holds nothing back
 
@@ -206,17 +207,18 @@ def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
 
 def failed(runs: Sequence[Run], named: dict[Run, str]) -> list[str]:
     """The runs without a result, counted by status and reason."""
-    reasons = Counter(
-        (run.status, " ".join((run.result.reason or "no reason given").split())) for run in runs if run.status != "ok"
-    )
+    reasons = Counter(_reason(run) for run in runs if run.status != "ok")
     if not reasons:
         return []
-    lines = [
-        f"{n} {status}: {reason if len(reason) < 160 else reason[:157] + '…'}"
-        for (status, reason), n in reasons.most_common()
-    ]
+    lines = [f"{n} {reason}" for reason, n in reasons.most_common()]
     first = f"{reasons.total()} of {counted(len(runs), 'run')} failed or could not be done."
     return [first, *_cut(lines, "reasons; the last section has all")]
+
+
+def _reason(run: Run) -> str:
+    """The status and the reason; a long one is cut."""
+    text = " ".join((run.result.reason or "no reason given").split())
+    return f"{run.status}: {text if len(text) <= LONGEST else text[: LONGEST - 1] + '…'}"
 
 
 def _at(where: Sequence[Case], found: Sequence[Case]) -> str:

@@ -76,7 +76,7 @@ METRICS = {
 
 
 def columns(runs: Sequence[Run], sweeps: Sequence[str], out: Path) -> list[Column]:
-    """The columns of these runs that are not empty. sweeps: the title of each run's sweep; out: the page's folder, from
+    """The columns of these runs that are not empty. sweeps: the name of each run's sweep; out: the page's folder, from
     which files are linked."""
     found = [*_facts(runs, sweeps), *_metrics(runs), *_details(runs, out)]
     return [column for column in found if any(value is not None for value in column.values)]
@@ -90,7 +90,7 @@ def _facts(runs: Sequence[Run], sweeps: Sequence[str]) -> list[Column]:
         numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in whole if value is not None)
         return whole if numbers else [fact(run, key, varying) or None for run in runs]
 
-    found = [Column("sweep", "sweep", "fact", list(sweeps), shown=len(set(sweeps)) > 1)]
+    found = [Column("sweep", "sweep", "fact", list(sweeps), shown=True)] if len(set(sweeps)) > 1 else []
     found += [Column(key, title, "fact", values(key), shown=key in shown) for key, title in FACTS.items()]
     statuses = [run.status for run in runs]
     limited = [run.result.last_metrics.limited_by if run.result.last_metrics else None for run in runs]
@@ -135,6 +135,7 @@ def _spreads(runs: Sequence[Run], which: str, keys: Mapping[str, str]) -> list[C
 def _details(runs: Sequence[Run], out: Path) -> list[Column]:
     configs = [flat(run.result.config) for run in runs]
     places = [environment_facts(run) | {"started": _date(run.environment.started_at)} for run in runs]
+    places = [{title: text or None for title, text in found.items()} for found in places]
     about: dict[str, Callable[[Run], Any]] = {
         "name": lambda run: run.result.name,
         "reason": lambda run: run.result.reason,

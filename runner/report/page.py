@@ -34,7 +34,7 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
     from runner.report.drawing import bundle
 
     runs = [run for part in of for run in part.runs]
-    sweeps = [part.title for part in of for _ in part.runs]
+    sweeps = [part.name for part in of for _ in part.runs]
     specs = [panel.spec for part in of for panel in part.panels]
     firsts = [sum(len(part.panels) for part in of[:i]) for i in range(len(of))]
     data = {"count": len(runs), "columns": [column.plain() for column in columns(runs, sweeps, out)]}

@@ -21,10 +21,11 @@ from runner.report.table import Table, in_common
 
 @dataclass(frozen=True)
 class Part:
-    """The report of some runs. `compared` has the tables of runs side by side, by heading. The PNG of a panel is
+    """The report of some runs. `name` is short, for the page; `compared` has the tables of runs side by side, by heading. The PNG of a panel is
     `prefix` and the panel's name."""
 
     title: str
+    name: str
     summary: str
     runs: Sequence[Run]
     conclusions: Sequence[Conclusion]
@@ -57,19 +58,19 @@ def parts(runs: Sequence[Run], out: Path, which: str = "total", together: bool =
         sweeps.setdefault(out if together else run.result.folder.parent, []).append(run)
     found = []
     for folder, of in sorted(sweeps.items()):
-        title, prefix = "Runs", ""
+        title, below, prefix = "Runs", "Runs", ""
         if len(sweeps) > 1:
             title, below = str(folder), os.path.relpath(folder, os.path.commonpath(sweeps))
             prefix = re.sub(r"[^A-Za-z0-9.-]+", "_", below).strip("._") + "_"
-        found.append(_part(title, prefix, of, which))
+        found.append(_part(title, below, prefix, of, which))
     return found
 
 
-def _part(title: str, prefix: str, runs: list[Run], which: str) -> Part:
+def _part(title: str, name: str, prefix: str, runs: list[Run], which: str) -> Part:
     compared = {}
     if len(set(labels(runs).values())) > 1 and comparable(runs):
         compared[f"Side by side, ms ({which.replace('_', ' ')})"] = comparison_table(runs, which)
     drawn = [] if charts.missing() else panels(runs, which if which in PASSES else "total")
     summary = f"{tables.machine(runs)}\n{in_common(runs)}"
     said = conclusions(runs, which)
-    return Part(title, summary, runs, said, compared, tables.environment_table(runs), prefix, drawn)
+    return Part(title, name, summary, runs, said, compared, tables.environment_table(runs), prefix, drawn)
