@@ -16,6 +16,7 @@ from runner.report.labels import labels
 from runner.report.runs import FACTS, WORKLOAD, Run
 from runner.report.table import counted, fact
 
+COMPARED = (*WORKLOAD, "timing")  # the facts that runs of a case share
 MOST = 4  # sentences of a rule; what is left is counted in one more
 LONGEST = 110  # characters of a reason
 HALF = 0.5  # a share of the time above which something binds a run
@@ -34,7 +35,7 @@ class Conclusion:
 
 @dataclass(frozen=True)
 class Case:
-    """Runs of one workload, commit and machine with times of `which`, the fastest first; one of each label."""
+    """Runs of one workload, timing method, commit and machine with times of `which`, the fastest first; one of each label."""
 
     runs: list[Run]
     which: str
@@ -58,8 +59,9 @@ def conclusions(runs: Sequence[Run], which: str = "total") -> list[Conclusion]:
     the times are, and what failed."""
     found = cases(runs, which)
     named = labels(runs)
+    ways = labels(runs, without={"timing"})
     rules: list[tuple[str, Callable[[], list[str]]]] = [
-        ("fastest", lambda: fastest(found, named)),
+        ("fastest", lambda: fastest(found, ways)),
         ("external", lambda: against_external(found)),
         ("bound by", lambda: bound(runs)),
         ("limit", lambda: limit([case.best for case in found] or [run for run in runs if run.ok])),
@@ -71,10 +73,10 @@ def conclusions(runs: Sequence[Run], which: str = "total") -> list[Conclusion]:
 
 
 def cases(runs: Sequence[Run], which: str) -> list[Case]:
-    """The runs that may be compared: of one workload, commit and machine, with at least two labels."""
-    named = labels(runs)
+    """The runs that may be compared, with at least two labels in each case."""
+    named = labels(runs, without={"timing"})
     groups: dict[tuple[int, str], dict[str, Run]] = {}
-    for number, group in enumerate(by_workload(comparable(runs))):
+    for number, group in enumerate(by_workload(comparable(runs), COMPARED)):
         for run in sorted(group, key=lambda run: run.environment.started_at):
             if run.ms(which):
                 groups.setdefault((number, origins([run])[0]), {})[named[run]] = run  # the latest of a label
@@ -227,7 +229,7 @@ def _at(where: Sequence[Case], found: Sequence[Case]) -> str:
         return "in the one workload that was compared"
     if len(where) == len(found):
         return f"in all {len(found)} workloads"
-    varying = [key for key in WORKLOAD if len({getattr(case.best, key) for case in found}) > 1]
+    varying = [key for key in COMPARED if len({getattr(case.best, key) for case in found}) > 1]
     if len(varying) == 1 and len(where) <= 3:
         values = [fact(case.best, varying[0]) or "none" for case in where]
         return f"at {FACTS[varying[0]]} = {_listed(values)}"

@@ -88,6 +88,12 @@ def test_runs_of_several_commits_are_not_compared(tmp_path):
     assert texts(runs(tmp_path, *values), "fastest") == []
 
 
+def test_times_of_different_methods_are_not_compared(tmp_path):
+    values = [result(name, ms) for name, ms in (("ring", 2.0), ("zigzag", 1.0))]
+    values[1]["experiment"]["timing"]["method"] = "profiler"
+    assert texts(runs(tmp_path, *values), "fastest") == []
+
+
 def test_of_a_run_done_twice_the_later_one_counts(tmp_path):
     values = [result("ring", 1.0, started_at=1.0), result("ring", 4.0, started_at=2.0), result("zigzag", 2.0)]
     (case,) = cases(runs(tmp_path, *values), "total")
