@@ -1,0 +1,62 @@
+"""`python -m runner.canonical`: the same questions on any machine, within a budget."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner import canonical
+from runner.config import overrides, resolve
+from runner.report import runs
+
+ROOT = Path(__file__).parents[2]
+PLAN = canonical.plan()
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+@pytest.mark.parametrize("question", PLAN["questions"], ids=lambda question: question["name"])
+def test_every_question_is_a_sweep_that_the_program_takes(question, gpus, tmp_path):
+    resolve.register()
+    given = canonical.command(question, PLAN["all"], gpus, tmp_path)
+    assert given[0] == "-m" and overrides.problem(given[1:]) is None
+    if "per_rank" in question:
+        device = "cuda" if gpus else "cpu"
+        lengths = [tokens * (gpus or 2) for tokens in question["per_rank"][device]]
+        assert f"seq_len={','.join(map(str, lengths))}" in given
+
+
+def test_the_fastest_is_by_the_median_and_names_those_that_are_even():
+    found = [run for run in runs.read([ROOT / "results/h200-x4/speed"]) if run.ok]
+    for answer in canonical.fastest(found, "attention"):
+        here = [run for run in found if run.seq_len == answer["seq_len"] and answer["pass"] in run.passes]
+        assert answer["ms"] == min(run.passes[answer["pass"]].median for run in here)
+        assert answer["fastest"] in {run.attention for run in here}
+        assert len(answer["even"]) < len(here)
+
+
+def test_without_time_nothing_is_asked_and_the_file_says_so(tmp_path, capsys):
+    assert canonical.main(["--budget-s", "1", "--out", str(tmp_path / "new")]) == 1
+    found = json.loads((tmp_path / "new" / canonical.NAME).read_text())
+    assert [question["name"] for question in found["questions"]] == [q["name"] for q in PLAN["questions"]]
+    assert {question["status"] for question in found["questions"]} == {"not asked"}
+    assert "no time was left of 1 s" in capsys.readouterr().out
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path, capsys):
+    (tmp_path / "kept").touch()
+    assert canonical.main(["--out", str(tmp_path)]) == 2
+    assert "give a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_question_is_asked_and_answered_for_real(tmp_path):
+    folder = tmp_path / "new"
+    assert canonical.main(["--only", "decode", "--budget-s", "200", "--out", str(folder)]) == 0
+    found = json.loads((folder / canonical.NAME).read_text())
+    (question,) = found["questions"]
+    assert question["status"] == "answered" and question["why"] is None
+    (answer,) = question["answers"]
+    assert answer["fastest"] == "tree" and answer["ms"] > 0
+    assert question["runs"][0]["ms"]["forward"]["n"] >= 6
+    assert found["schema"] == 1 and found["machine"]["cores"] >= 1 and "host" not in found["machine"]
+    assert (folder / "report.html").exists()
