@@ -2,6 +2,7 @@
 
     python -m runner.report outputs/multirun/2026-01-31_12-00-00        # report.md, report.html and a PNG a chart in it
     python -m runner.report results/h200-x4 --where timing=warmup world_size=4 --out /tmp/report
+    python -m runner.report FOLDER --page                               # report.html alone
     python -m runner.report FOLDER... --into README.md --section NAME   # replaces <!-- report:NAME -->..<!-- /report:NAME -->
     python -m runner.report --refresh README.md                         # every section again, by the command that made it
 
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
     add("--pass", dest="which", choices=COMPARED, default="total", help="the times that are compared")
     add("--together", action="store_true", help="one part for all runs, instead of one for each sweep")
+    add("--page", action="store_true", help="report.html alone, without report.md and the PNGs")
     add("--out", type=Path, help="the report's folder (default: FOLDER; of several folders outputs/report-<time>)")
     add("--into", type=Path, metavar="FILE", help="only put a table and a chart into this file")
     add("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
@@ -74,11 +76,16 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
         out = folders.create(Path("outputs"), f"report-{folders.now()}")
     out = _made(out or options.folders[0])
     missing = charts.missing()
+    if options.page and missing:
+        raise ValueError(missing)
     of = parts.parts(runs, out, options.which, options.together)
+    name = out.resolve().name
+    if options.page:
+        print(f"Report: {page.write(out, name, of)}")
+        return 0
     for part in of:
         for panel in part.panels:
             _write_png(panel.spec, out / f"{part.prefix}{panel.name}.png")
-    name = out.resolve().name
     write_text(out / "report.md", "\n".join([f"# {escaped(name)}", "", *(part.markdown() for part in of)]))
     if missing:
         print(missing, file=sys.stderr)

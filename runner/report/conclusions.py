@@ -102,7 +102,9 @@ def fastest(found: Sequence[Case], named: dict[Run, str]) -> list[str]:
         f"{_listed(names, MOST)} cannot be told apart {_at(where, found)}: the spreads of their medians overlap."
         for names, where in _most_first(even)
     ]
-    return _cut(ahead, "variants are each the fastest of a workload") + _cut(level, "groups are even in a workload")
+    return _cut(ahead, "variants are the fastest of some comparison") + _cut(
+        level, "groups are even in some comparison"
+    )
 
 
 def against_external(found: Sequence[Case]) -> list[str]:
@@ -226,17 +228,17 @@ def _reason(run: Run) -> str:
 def _at(where: Sequence[Case], found: Sequence[Case]) -> str:
     """In which of the cases, by the facts of the workload in which all cases differ."""
     if len(found) == 1:
-        return "in the one workload that was compared"
+        return "in the only comparison"
     if len(where) == len(found):
-        return f"in all {len(found)} workloads"
+        return f"in all {len(found)} comparisons"
     varying = [key for key in COMPARED if len({getattr(case.best, key) for case in found}) > 1]
     if len(varying) == 1 and len(where) <= 3:
         values = [fact(case.best, varying[0]) or "none" for case in where]
         return f"at {FACTS[varying[0]]} = {_listed(values)}"
     if len(where) == 1:
         facts = ", ".join(f"{FACTS[key]} {fact(where[0].best, key) or 'none'}" for key in varying)
-        return f"at {facts}" if facts else "in one of the workloads"
-    return f"in {len(where)} of {len(found)} workloads"
+        return f"at {facts}" if facts else f"in one of {len(found)} comparisons"
+    return f"in {len(where)} of {len(found)} comparisons"
 
 
 def _run(run: Run, named: dict[Run, str]) -> str:

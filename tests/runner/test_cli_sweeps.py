@@ -14,6 +14,7 @@ import pytest
 from runner.launch.processes import cores
 from runner.output import summary
 from runner.output.record import Result
+from runner.report import charts
 from tests.runner.test_cli import only, results_in, run, started_by
 
 pytestmark = pytest.mark.slow
@@ -50,6 +51,9 @@ def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
     assert sorted(summary["status"]) == sorted(v["status"] for v in found.values())
     assert (tmp_path / "sweep" / "summary.parquet").exists()
     assert (tmp_path / "sweep" / "summary.md").read_text().count("\n") > 6
+    page = tmp_path / "sweep" / "report.html"
+    assert (f"Page: {page}" if charts.missing() is None else charts.missing()) in done.stdout
+    assert page.exists() == (charts.missing() is None)
     assert not started_by(tmp_path)
 
 

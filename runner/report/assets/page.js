@@ -218,15 +218,20 @@ function pinned(run) {
   by("pinned").replaceChildren(...(pins.length ? comparison() : []));
 }
 
-// A metric of B over A; times whose intervals overlap are even.
+// A metric of B over A. Times whose intervals overlap are even, and so are the rates that follow from them; without intervals
+// nothing is called better.
+const OF_TIMES = ["tokens_per_s", "tflops_per_device", "sol", "mfu", "speedup", "efficiency"];
 function ratio(one, a, b) {
   const [x, y] = [value(one, a), value(one, b)];
   if (x === null || y === null || !x) return make("td", {}, "");
-  const ends = one.also ? [at(one.also.low, a), at(one.also.high, a), at(one.also.low, b), at(one.also.high, b)] : [];
-  const even = ends.length && ends.every((end) => end !== null) && ends[0] <= ends[3] && ends[2] <= ends[1];
+  const timed = [column.total_ms, column.forward_ms].find((c) => c && value(c, a) !== null && value(c, b) !== null);
+  const also = one.also || (OF_TIMES.includes(one.key) ? timed?.also : null);
+  const ends = also ? [at(also.low, a), at(also.high, a), at(also.low, b), at(also.high, b)] : [];
+  const unknown = ends.some((end) => end === null);
+  const even = also && !unknown && ends[0] <= ends[3] && ends[2] <= ends[1];
   const better = one.better === "lower" ? y < x : y > x;
-  const kind = even || !one.better || x === y ? null : better ? "better" : "worse";
-  return make("td", { class: kind }, `${(y / x).toFixed(3)}${even ? " (even: the spreads overlap)" : ""}`);
+  const kind = even || unknown || !one.better || x === y ? null : better ? "better" : "worse";
+  return make("td", { class: kind }, `${(y / x).toFixed(3)}${even ? " (even: the spreads overlap)" : unknown ? " (spread unknown)" : ""}`);
 }
 
 function comparison() {

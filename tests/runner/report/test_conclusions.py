@@ -51,7 +51,7 @@ def test_the_fastest_of_each_workload_and_by_how_much(tmp_path):
     ]
     values.append(result("ulysses", 3, seq_len=32768))  # alone in its workload
     assert texts(runs(tmp_path, *values), "fastest") == [
-        "zigzag is the fastest in all 2 workloads: the next takes 1.50 times as long."
+        "zigzag is the fastest in all 2 comparisons: the next takes 1.50 times as long."
     ]
 
 
@@ -70,8 +70,8 @@ def test_who_is_fastest_may_change_with_the_length(tmp_path):
 def test_medians_whose_spreads_overlap_are_not_told_apart(tmp_path, share):
     values = [spreading(result(name, ms), share) for name, ms in (("ring", 2.2), ("zigzag", 2.0), ("ulysses", 9.0))]
     (text,) = texts(runs(tmp_path, *values), "fastest")
-    even = "ring and zigzag cannot be told apart in the one workload that was compared: the spreads of their medians overlap."
-    ahead = "zigzag is the fastest in the one workload that was compared: the next takes 1.10 times as long."
+    even = "ring and zigzag cannot be told apart in the only comparison: the spreads of their medians overlap."
+    ahead = "zigzag is the fastest in the only comparison: the next takes 1.10 times as long."
     assert text == (even if share == 0.2 else ahead)
 
 
@@ -103,7 +103,7 @@ def test_of_a_run_done_twice_the_later_one_counts(tmp_path):
 def test_the_fastest_external_package_against_the_fastest_of_ours(tmp_path):
     values = [result("ring", 2), result("zigzag", 1.5), result("rfa_zigzag", 3), result("torch_cp", 4)]
     assert against_external(cases(runs(tmp_path / "a", *values), "total")) == [
-        "The fastest external package takes 2.00 times as long as the fastest of ours in the one workload that was compared."
+        "The fastest external package takes 2.00 times as long as the fastest of ours in the only comparison."
     ]
     assert against_external(cases(runs(tmp_path / "b", *values[:2]), "total")) == []
     near = [spreading(result(name, ms), 0.1) for name, ms in (("ring", 2), ("rfa_zigzag", 2.1))]
@@ -177,7 +177,8 @@ def test_stored_results_give_their_known_conclusions():
     assert "ulysses sdpa_cudnn is the fastest at W = 4: the next takes 1.06 times as long." in said
     said = {c.text for c in conclusions(read([RESULTS / "h200-x1" / "kernels"]))}
     assert (
-        "flash4 and sdpa_cudnn cannot be told apart in 6 of 24 workloads: the spreads of their medians overlap." in said
+        "flash4 and sdpa_cudnn cannot be told apart in 6 of 24 comparisons: the spreads of their medians overlap."
+        in said
     )
     assert "32 of 168 runs failed or could not be done." in said
 

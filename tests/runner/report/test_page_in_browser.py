@@ -28,6 +28,7 @@ def opened(tmp_path_factory):
         for s in (8192, 16384, 32768)
         for name, ms in (("ring", 3.0), ("zigzag", 2.0), ("ulysses", 2.5), ("rfa_zigzag", 4.0))
     ]
+    values.append(result("ring", 3.001, seq_len=8192, options={"again": True}))
     values.append(result("usp", None, status="oom", reason=f"{ODD} out of memory"))
     path = page.write(folder, f"A sweep {ODD}", parts(read([written(folder, *values)]), folder))
     problems: list[str] = []
@@ -72,7 +73,7 @@ def test_a_click_on_a_title_sorts_and_another_turns_it_round(opened):
     for down in (False, True):
         tab.get_by_role("button", name="total ms").click()
         shown = [float(text.split()[0].replace(",", "")) for text in column(tab, "total ms") if text]
-        assert len(shown) == 12 and shown == sorted(shown, reverse=down)
+        assert len(shown) == 13 and shown == sorted(shown, reverse=down)
         assert column(tab, "total ms")[-1] == ""  # a run without a time comes last
     assert tab.locator("th[aria-sort=descending]").count() == 1
     assert tab.evaluate("document.activeElement.textContent") == "total ms"
@@ -83,9 +84,9 @@ def test_a_click_on_a_title_sorts_and_another_turns_it_round(opened):
 def test_words_and_lists_filter_the_runs(opened):
     tab, *_ = opened
     tab.locator("#search").fill("zigzag 8192")
-    assert column(tab, "attention") == ["zigzag", "rfa_zigzag"] and "2 of 13 runs" in tab.locator("#count").inner_text()
+    assert column(tab, "attention") == ["zigzag", "rfa_zigzag"] and "2 of 14 runs" in tab.locator("#count").inner_text()
     tab.locator("#clear").click()
-    assert len(column(tab, "attention")) == 13
+    assert len(column(tab, "attention")) == 14
     tab.locator("select[data-key=attention]").select_option(label="ring")
     tab.locator("select[data-key=seq_len]").select_option(label="16,384")
     assert column(tab, "attention") == ["ring"] and column(tab, "S") == ["16,384"]
@@ -96,11 +97,17 @@ def test_two_pinned_runs_are_compared(opened):
     tab, *_ = opened
     tab.locator("#search").fill("8192")
     for name in ("ring_", "zigzag_"):
-        tab.locator(f"button.pin[aria-label^='pin {name}']").click()
+        tab.locator(f"button.pin[aria-label^='pin {name}']").first.click()
     rows = {cells[0]: cells for cells in (text.split("\t") for text in tab.locator("#pinned tr").all_inner_texts())}
     assert rows["attention"][1:3] == ["ring", "zigzag"]
     assert rows["total ms"][3] == "0.667" and rows["peak memory a rank"][3] == "1.000"
     assert tab.locator("button.pin[aria-pressed=true]").count() == 2
+    tab.locator("button.pin[aria-label^='pin zigzag_']").click()
+    tab.locator("button.pin[aria-label^='pin ring_'][aria-pressed=false]").click()
+    texts = {text.split("\t")[0]: text.split("\t")[-1] for text in tab.locator("#pinned tr").all_inner_texts()}
+    even = " (even: the spreads overlap)"
+    assert texts["total ms"].endswith(even) and texts["TFLOP/s a GPU"].endswith(even)
+    assert not tab.locator("#pinned .better, #pinned .worse").count()
     tab.locator("#unpin").click()
     assert not tab.locator("#pinned").is_visible()
     tab.locator("#clear").click()

@@ -388,6 +388,14 @@ def test_a_tree_of_sweeps_has_a_part_for_each_or_one_for_all(tmp_path, monkeypat
     assert "fastest external / fastest of ours" in (tmp_path / "c" / "report.md").read_text()
 
 
+@needs_charts
+def test_the_page_alone(tmp_path, capsys):
+    folder = speed(tmp_path / "speed")
+    assert report.main([str(folder), "--page"]) == 0
+    assert [path.name for path in folder.iterdir() if path.is_file()] == ["report.html"]
+    assert capsys.readouterr().out == f"Report: {folder / 'report.html'}\n"
+
+
 def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts(tmp_path):
     speed(tmp_path / "speed")
     program = (
