@@ -61,8 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="the report's folder (default: FOLDER; of several folders outputs/report-<time>)")
     add("--into", type=Path, metavar="FILE", help="only put a table and a chart into this file")
     add("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
-    tables = ("runs", "comparison", "headline")
-    add("--table", choices=tables, default="runs", help="of the section; headline: auto against each external package")
+    tables = ("runs", "comparison", "headline", "models")
+    add(
+        "--table",
+        choices=tables,
+        default="runs",
+        help="of the section; headline: auto against each external package; models: memory, parameters, loss",
+    )
     add("--chart", choices=(*charts.KINDS, "none"), default="time", help="of the section")
     add("--mixed", action="store_true", help="let a headline's row mix commits or machines, and mark it")
     add("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")
@@ -124,7 +129,7 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
     elif options.table == "headline":
         table = headline_table(runs, options.which, options.mixed)
     else:
-        table, unit = tables.runs_table(runs), ""
+        table, unit = (tables.models_table if options.table == "models" else tables.runs_table)(runs), ""
     picture = [] if options.chart == "none" else [_picture(runs, options), ""]
     heading = escaped(f"{tables.machine(runs)}; {in_common(runs)}.{unit}")
     body = "\n".join([heading, "", table.markdown(), *picture, f"Made by `{PROGRAM} {shlex.join(arguments)}`."])

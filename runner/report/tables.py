@@ -68,6 +68,18 @@ def runs_table(runs: Sequence[Run]) -> Table:
     return Table(list(filled), rows, LEFT | {"status"}, _notes(runs, {found.mark for found in against.values()}))
 
 
+def models_table(runs: Sequence[Run]) -> Table:
+    """What a model takes and learns: a row for each of its runs."""
+    of_models = [run for run in runs if run.result.model or run.model]
+    if not of_models:
+        raise ValueError("--table models: none of these runs is of a model; use --table runs")
+    whole = runs_table(of_models)
+    facts = [FACTS[key] for key in differing(of_models)]
+    kept = [i for i, title in enumerate(whole.titles) if title in (*facts, "status", "peak memory a rank", *MODEL)]
+    rows = [[row[i] for i in kept] for row in whole.rows]
+    return Table([whole.titles[i] for i in kept], rows, whole.left, failures(of_models))
+
+
 def _parameters(run: Run) -> str:
     return f"{run.result.model.parameters:,}" if run.result.model else ""
 

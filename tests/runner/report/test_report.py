@@ -17,7 +17,7 @@ from runner.report.labels import labels
 from runner.report.runs import FACTS, read, where
 from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, digits, in_common
-from runner.report.tables import runs_table
+from runner.report.tables import models_table, runs_table
 from tests.support.composing import python
 from tests.support.recorded import result, written
 
@@ -493,7 +493,7 @@ def test_a_section_that_does_not_say_its_command_can_not_be_made_again(tmp_path,
 
 
 @needs_charts
-@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md", "docs/models.md"])
 def test_the_documents_show_what_the_results_say(tmp_path, monkeypatch, document):
     """Their sections, made again from the result files, are as they stand there."""
     text = (ROOT / document).read_text()
@@ -564,3 +564,13 @@ def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(tmp_path)
     runs = report_runs.read([written(tmp_path, *values)])
     assert set(labels(runs).values()) == {"auto"}
     assert cells(runs_table(runs), "attention") == ["auto: ulysses head_parts=2", "auto: zigzag"]
+
+
+def test_a_table_of_models_has_memory_parameters_and_loss_and_refuses_other_runs():
+    found = models_table(read([ROOT / "results/cpu-x2/model_sharded"]))
+    assert found.titles == ["W", "peak memory a rank", "parameters", "tokens/s", "loss"]
+    assert [row[0] for row in found.rows] == ["1", "2", "4"]
+    assert [row[1] for row in found.rows] == ["194 MiB", "131 MiB", "77 MiB"]
+    assert len({row[4] for row in found.rows}) == 1
+    with pytest.raises(ValueError, match="none of these runs is of a model"):
+        models_table(read([ROOT / "results/h200-x1/kernels"]))
