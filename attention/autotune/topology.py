@@ -51,15 +51,18 @@ class Topology:
         if not far:
             return inside.seconds(transfer.bytes)
         size = sum(size for _, size in far)
-        link = self.link(rank, far[0][0], inside, self._active(transfer, rank))
+        link = self.link(rank, far[0][0], inside, self._active(transfer, rank, world))
         arriving = link.seconds(size) + (len(far) - 1) * self.message_us / 1e6
         return max(inside.seconds(transfer.bytes - size), arriving)
 
-    def _active(self, transfer: Transfer, rank: int) -> int:
-        """GPUs of a node that receive from other nodes while `rank` does. All ranks receive from as far away, so that of neighbours
-        in a ring only those at the node's end do."""
+    def _active(self, transfer: Transfer, rank: int, world: int) -> int:
+        """GPUs of a node that receive from other nodes while `rank` does. In a ring all ranks receive from as far away, so that of
+        neighbours only those at the node's ends do."""
         assert self.gpus is not None
-        return self.gpus if len(transfer.peers) > 1 else min(self.gpus, abs(transfer.peers[0][0] - rank))
+        if len(transfer.peers) > 1:
+            return self.gpus
+        distance = (rank - transfer.peers[0][0]) % world
+        return min(self.gpus, distance, world - distance)
 
     def _shared(self, active: int) -> Link:
         share = 1.0 if self.nics is None else min(1.0, self.nics / active)

@@ -132,7 +132,8 @@ def error_text(cluster: Cluster, called: Collection[str]) -> str:
     if kept is None or kept.device != (cluster.gpu or "cpu"):
         return "Error: no result validates this machine."
     text = f"Error where it was measured, {kept.text(called)}. Larger worlds were never measured"
-    return f"{text}{', nor links between nodes' if cluster.gpus else ''}."
+    text += ", nor links between nodes" if cluster.gpus else ""
+    return text + (f". The links of {cluster.name} are assumed." if cluster.inside else ".")
 
 
 def _cells(row: Row) -> list[str]:

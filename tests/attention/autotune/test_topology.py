@@ -28,6 +28,7 @@ def test_gpus_that_cross_together_share_the_nics():
     assert scarce.link(0, 4, INSIDE, active=4) == Link(12.5, 20)
     # in a ring only the node's first rank has its neighbour elsewhere; four ranks away all have
     assert scarce.seconds(Transfer("one", 5e9, ((3, 5e9),)), 4, 8, INSIDE) == pytest.approx(0.1, abs=1e-3)
+    assert scarce.seconds(Transfer("one", 5e9, ((7, 5e9),)), 0, 8, INSIDE) == pytest.approx(0.1, abs=1e-3)
     assert scarce.seconds(Transfer("one", 5e9, ((0, 5e9),)), 4, 8, INSIDE) == pytest.approx(0.4, abs=1e-3)
 
 
