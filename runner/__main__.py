@@ -186,6 +186,52 @@ def _misread(flags: list[str]) -> str | None:
 
 
 def _main() -> int:
+    """The program for itself, or as one of those that torchrun, srun or mpirun started."""
+    from runner.config import place
+    from runner.config.values import InvalidConfig
+
+    try:
+        found = place.from_environment()
+    except InvalidConfig as error:
+        print(f"invalid: {error}", file=sys.stderr)
+        return 2
+    return _program() if found is None else _joined(found)
+
+
+def _joined(found: Any) -> int:
+    """The program as one of several processes."""
+    from runner.config import place
+    from runner.launch import endpoint, join, processes
+
+    try:
+        if found.launcher == "torchrun":  # which puts this process into a session of its own
+            processes.die_with_parent()
+        if not found.is_head:
+            return _follow(found)
+        place.join(found)
+        head = join.Head(found)
+    except endpoint.Unusable as error:
+        print(f"invalid: {error}", file=sys.stderr)
+        return 2
+    status = 1
+    try:
+        status = _program(head)
+        return status
+    finally:
+        head.end(status)
+
+
+def _follow(found: Any) -> int:
+    from runner.launch.follow import follow
+
+    stops = Stops()
+    try:
+        return follow(found)
+    except (KeyboardInterrupt, SystemExit):
+        return stops.exit_status or 1
+
+
+def _program(head: Any = None) -> int:
     from runner.config import overrides, resolve
 
     flags, arguments = overrides.split(sys.argv[1:])
@@ -203,11 +249,12 @@ def _main() -> int:
     reason = _misread(flags) or (None if completes else overrides.problem(arguments, multirun))
     if reason is not None:
         return refuse(message(ValueError(reason)), arguments)
-    return _run(arguments)
+    return _run(arguments, head)
 
 
-def _run(arguments: list[str]) -> int:
-    """Run Hydra's program; an error or a signal is one line. Returns the exit status."""
+def _run(arguments: list[str], head: Any) -> int:
+    """Run Hydra's program; an error or a signal is one line. head: to the other processes of a launched world. Returns the
+    exit status."""
     import warnings
 
     import hydra
@@ -221,11 +268,13 @@ def _run(arguments: list[str]) -> int:
     from runner.output import display, results, summary
 
     interleave.register()
+    app.pool.head = head
     stops = Stops()
     # Hydra only warns of a searchpath that does not exist
     warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
     try:
-        hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(app.execute)()
+        task = _task(arguments)
+        hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(task)()
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         if stops.exit_status is not None:  # even where unwinding raised another error
             how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
@@ -260,6 +309,17 @@ def _page(folder: Path) -> str:
     from runner.report import page
 
     return page.at_end_of_sweep(folder)
+
+
+def _task(arguments: list[str]) -> Any:
+    """What does one of Hydra's jobs. Raises Refused for a launcher that is not installed."""
+    from runner import app
+
+    if any(text.startswith("hydra/launcher=") for text in arguments):
+        from runner import launched
+
+        return launched.execute if launched.chosen(arguments) in launched.PLUGINS else app.execute
+    return app.execute
 
 
 def _from(functions: Collection[Any], error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from rich.markup import escape
 from attention.variants.registry import everything
 from runner import environment, rounds, sweep
 from runner.config.experiment import Experiment
+from runner.config.place import joined
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
 from runner.config.rules.machine import Machine, check_fits
 from runner.config.values import InvalidConfig, UnsupportedHere
@@ -86,6 +87,7 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     statuses.append(value["status"])
     with results.writing(folder):
         results.write_result(folder, value)
+    _track(value, folder)
     result = Result.of(value, folder)
     if result.status == "ok" or (result.correctness and result.correctness.tensors):
         display.run_table(result)
@@ -139,11 +141,19 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
         sweep.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
     if not more:
         statuses.append(value["status"])
+        _track(value, folder)
     with results.writing(folder):
         results.write_result(folder, value)
         _note_sweep(folder.parent)
     display.out.print(f"{display.run_line(Result.of(value, folder))} ({sweep.place(number)})", soft_wrap=True)
     return Unfinished(number, folder, value) if more else None
+
+
+def _track(value: dict[str, Any], folder: Path) -> None:
+    from runner import trackers  # of use to few runs
+
+    if reason := trackers.track(value, folder):
+        display.err.print(escape(reason), soft_wrap=True)
 
 
 def further(earlier: Unfinished) -> Unfinished | None:
@@ -294,8 +304,12 @@ def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, 
 
 def world_of(spec: Experiment) -> WorldSpec:
     launch, variables = spec.launch, tuple(sorted(_variables(spec).items()))
-    where = launch.nodes, launch.endpoint, launch.start_timeout_s, launch.share_gpu
-    return WorldSpec(spec.world_size, spec.device, *where, variables)
+    place = joined()
+    gpus = environment.gpu_count() if spec.device == "cuda" else 0
+    agents = place.agents(spec.world_size, gpus) if place else 1
+    return WorldSpec(
+        spec.world_size, spec.device, launch.nodes, agents, launch.start_timeout_s, launch.share_gpu, variables
+    )
 
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:

@@ -36,7 +36,6 @@ KINDS = {
 # examples in messages; of other keys the present value, or the one that null stands for
 EXAMPLES = {
     "window": [512, 0], "scale": 0.125, "chunk": 8192, "softcap": 50.0, "v_head_dim": 128, "mode": "forward", "launch.fault": "1:timing:raise",
-    "launch.endpoint": "node0:29500",
 }  # fmt: skip
 # keys that a user may expect, and why there are none
 LEFT_OUT = {
@@ -165,7 +164,7 @@ def _count(override: Override, choices: list[str]) -> int:
 
 def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
     # options differ by variant and mask, so each of a sweep is composed; of the other groups, the first choice
-    varied = [c if c[0].startswith(("attention=", "mask=", "model=")) else c[:1] for c in choices]
+    varied = [c if c[0].startswith(("attention=", "mask=", "model=", "tracker=")) else c[:1] for c in choices]
     for chosen in product(*varied):
         try:
             cfg = copy.deepcopy(_composed(chosen))
@@ -220,7 +219,7 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
 
 def _unknown(name: str, cfg: Any, paths: list[str], known: Iterable[str]) -> str:
     """The message for a key that a configuration lacks, with the nearest keys."""
-    for group, what in (("attention", "option"), ("mask", "parameter"), ("model", "option")):
+    for group, what in (("attention", "option"), ("mask", "parameter"), ("model", "option"), ("tracker", "option")):
         if name.startswith(f"{group}."):
             able = [path for path in paths if path.startswith(f"{group}.") and path != f"{group}.name"]
             return (

@@ -23,7 +23,7 @@ from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plai
 
 LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
 # keys that do not change what is measured, and so are no part of a run's identity
-_NOT_IDENTITY = ("hydra", "order", "output", "resume", "until_limit")
+_NOT_IDENTITY = ("hydra", "order", "output", "resume", "tracker", "until_limit")
 # keys that came later, with the value for which earlier results keep their identity
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
@@ -107,7 +107,8 @@ def _check_names(cfg: DictConfig) -> None:
     one_of("attention", cfg.attention.get("name"), [AUTO, *everything()])
     for group in ("kernel", "transport", "dtype"):
         one_of(group, cfg[group].name, groups()[group])
-    one_of("mask", cfg.mask.get("name"), groups()["mask"])
+    for group in ("mask", "tracker"):
+        one_of(group, cfg[group].get("name"), groups()[group])
     one_of("hardware", cfg.hardware.name, schema.HARDWARE)
     one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
     one_of("baseline", cfg.baseline, schema.BASELINES)
@@ -132,7 +133,7 @@ def _check_check(cfg: DictConfig) -> None:
 GROUP_RULES = (_check_values, _check_names, _check_dtype, _check_check, launch.check_group, timing.check_group)
 # rules across groups; those of this machine come last, since a broken rule is broken on every machine
 RUN_RULES = (
-    launch.check_nodes, model.check_model, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
+    model.check_model, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
     launch.check_shared_gpu, timing.check_device,
 )  # fmt: skip
 
@@ -149,18 +150,19 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     mode = model.mode(cfg) if whole_model else attention.mode(cfg, chosen)
     device = launch.device(cfg, gpus)
     seed = seed if cfg.seed is None else whole("seed", cfg.seed, 0)
+    ranks = launch.world_size(cfg, gpus)
     run = Experiment(
         variant=cfg.attention.name,
         options=options,
         workload=workload.attention_call(cfg, device, chosen, seed),
-        world_size=launch.world_size(cfg, gpus),
+        world_size=ranks,
         device=device,
         kernel=cfg.kernel.name,
         transport=cfg.transport.name,
         dtype=schema.Dtype(**plain(cfg.dtype)),
         timing=timing.resolved(cfg, device),
         check=schema.Check(**plain(cfg.check)),
-        launch=schema.Launch(**plain(cfg.launch)),
+        launch=launch.resolved(cfg, ranks, gpus if device == "cuda" else 0),
         seed=seed,
         mode=mode,
         baseline=cfg.baseline,

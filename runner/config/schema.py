@@ -83,8 +83,8 @@ class Launch:
     start_timeout_s: float = 300.0
     memory_limit_gb: float | None = None  # per rank
     fault: str | None = None  # provoke one, to see what is recorded: RANK:PHASE:raise|kill|hang|oom
-    nodes: int = 1
-    endpoint: str | None = None  # HOST:PORT of the first node, for nodes > 1
+    nodes: int = 1  # of the world: torchrun's or srun's, not given
+    endpoint: str | None = None  # of earlier results
     env: Any = None  # more environment variables of the ranks, {NAME:value,..} or null
     share_gpu: bool = False  # all ranks on the first GPU: correctness is checked, nothing is timed
 
@@ -120,6 +120,7 @@ class RunConf:
     scale: float | None = None  # of the scores; null: head_dim ** -0.5
     softcap: float | None = None  # c: scaled scores x become c tanh(x / c); null: none
     sinks: bool = False  # a learned logit a head in the softmax's denominator, with its gradient
+    tracker: Any = MISSING  # conf/tracker/: where results go beside their folders
     world_size: Any = "auto"
     seed: int | None = None  # null: a fresh one each invocation, recorded
     mode: str | None = (

@@ -1,4 +1,4 @@
-"""HOST:PORT where the nodes of a world meet. No torch here."""
+"""Where processes of several nodes meet: HOST:PORT. No torch here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 from datetime import timedelta
 
-LOOPBACK = ("127.0.0.1", 0)
+LOOPBACK = "127.0.0.1"
 MOST_WAIT_S = 7 * 24 * 3600.0
 
 
@@ -16,7 +16,7 @@ def wait_limit(seconds: float) -> timedelta:
 
 
 class Unusable(Exception):
-    """An endpoint where nodes cannot meet, with the reason in one line."""
+    """An endpoint where processes cannot meet, with the reason in one line."""
 
 
 def parse(endpoint: str) -> tuple[str, int]:
@@ -33,34 +33,27 @@ def resolve(endpoint: str) -> tuple[str, int]:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0], port  # type: ignore[return-value]
     except OSError as error:
-        raise Unusable(f"launch.endpoint={endpoint}: the host {host} has no address here ({error.strerror})") from None
+        raise Unusable(f"{endpoint}: the host {host} has no address here ({error.strerror})") from None
 
 
-def listen(endpoint: str | None) -> socket.socket:
-    """A listening socket: on the loopback alone without an endpoint, or where that is there; else on all addresses of
-    this machine, since its own name may resolve to the loopback here. Raises Unusable."""
-    if endpoint is None:
-        return _listening(LOOPBACK)
-    address, port = resolve(endpoint)
-    host, _ = parse(endpoint)
+def listen(host: str | None, port: int = 0) -> socket.socket:
+    """A listening socket, at port 0 of any number: on the loopback alone without a host, or where that is there; else on all
+    addresses of this machine, since its own name may resolve to the loopback here. Raises Unusable."""
     try:
-        if host == "localhost" or host.startswith("127.") or host == "::1":
-            return _listening((address, port))
+        if host is None or host == "localhost" or host.startswith("127."):
+            return socket.create_server((LOOPBACK, port), backlog=1024)
+        if host == "::1":
+            return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
         if socket.has_dualstack_ipv6():
-            return _listening(("::", port), dualstack_ipv6=True)
-        return _listening(("0.0.0.0", port))
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        return socket.create_server(("0.0.0.0", port), backlog=1024)
     except OSError as error:
         raise Unusable(
-            f"launch.endpoint={endpoint}: cannot listen there ({os.strerror(error.errno or 0)}); give another port"
+            f"{host or LOOPBACK}:{port}: cannot listen there ({os.strerror(error.errno or 0)}); set another MASTER_PORT"
         ) from None
-
-
-def _listening(address: tuple[str, int], dualstack_ipv6: bool = False) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=dualstack_ipv6)
 
 
 def local(listener: socket.socket) -> tuple[str, int]:
     """Where this machine itself reaches a listening socket."""
     address, port = listener.getsockname()[:2]
-    return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(address, address), port
+    return {"0.0.0.0": LOOPBACK, "::": LOOPBACK}.get(address, address), port

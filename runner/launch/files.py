@@ -24,21 +24,26 @@ class WorldSpec:
     world_size: int
     device: str
     nodes: int = 1
-    endpoint: str | None = None
+    agents: int = 1  # processes that start an equal share of the ranks each
     start_timeout_s: float = 300.0
     share_gpu: bool = False  # all ranks on the first GPU
-    env: tuple[tuple[str, str], ...] = ()  # more environment variables of the ranks on this node
+    env: tuple[tuple[str, str], ...] = ()  # more environment variables of the ranks
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> WorldSpec:
+        """From JSON."""
+        return WorldSpec(**plain | {"env": tuple((name, value) for name, value in plain["env"])})
 
     @property
-    def local_ranks(self) -> range:
-        """The ranks of the program's node."""
-        return range(self.world_size // self.nodes)
+    def own_ranks(self) -> range:
+        """The ranks that the program starts itself."""
+        return range(self.world_size // self.agents)
 
 
 @dataclass(frozen=True)
 class WorldFiles:
     folder: Path
-    ranks: range  # of this node
+    ranks: range  # that write into it, or whose files are mirrored there
 
     def states(self) -> list[State]:
         """The state that each rank wrote last."""
@@ -47,15 +52,14 @@ class WorldFiles:
 
     def failures(self) -> list[dict[str, Any]] | None:
         """rank, exitcode and time of the ranks that failed, the first one first; None where the agent named none."""
-        return self._json("failures.json")
+        found = [self._json(path.name) for path in self.folder.glob("failures*.json")]
+        return sorted((one for failures in found if failures for one in failures), key=lambda one: one["time"]) or None
 
-    def end(self) -> dict[str, str] | None:
-        """status and reason of a world that could not start; None where the agent gave none."""
-        return self._json("end.json")
-
-    def joined(self) -> int:
-        """How many nodes have joined, the program's included."""
-        return self._json("joined") or 1
+    def left(self) -> str | None:
+        """Which process of the world left; None where none did."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "left").read_text().strip()
+        return None
 
     def _json(self, name: str) -> Any:
         with contextlib.suppress(OSError, ValueError):
@@ -79,9 +83,11 @@ class WorldFiles:
         return self.lines(rank)[-TAIL_LINES:]
 
     def agent_tail(self) -> list[str]:
-        """The end of the agent's log."""
-        with contextlib.suppress(OSError):
-            return (self.folder / "agent.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        """The end of an agent's log."""
+        for path in [*sorted(self.folder.glob("agent-*.log")), self.folder / "agent.log"]:
+            with contextlib.suppress(OSError):
+                if lines := path.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
+                    return lines
         return []
 
     def copy_logs(self, target: Path, offsets: dict[int, int]) -> None:
@@ -97,6 +103,8 @@ class WorldFiles:
         before = sizes = self.log_sizes()
         asked = set()
         for state in self.states():
+            if not state["pid"]:  # of another process
+                continue
             with contextlib.suppress(OSError):
                 os.kill(state["pid"], signal.SIGUSR1)
                 asked.add(state["rank"])

@@ -1,9 +1,8 @@
 """One node's part of a world: starts its ranks through torch.distributed's elastic launch, and records which ranks
-failed. Usage: `python -m runner.launch.node FOLDER SPEC`. The program runs this for its own node, runner.agent for
-every other node. SPEC is a `WorldSpec` as JSON; on another node it also has the key `node`, that node's number.
-
-The program's node holds the store through which the ranks find each other. With one node, it listens on the loopback
-only.
+failed. Usage: `python -m runner.launch.node FOLDER SPEC`. The program runs this for its own ranks, and so does each other
+process of a launched world. SPEC is a `WorldSpec` as JSON, with `store` (HOST, PORT, and the listening descriptor where this
+process serves it: the store through which the ranks find each other), `agent`, this process's number, and `first_local`,
+the number of its first rank on the node.
 
 Ranks are forked from a server that has imported what they need (runner.launch.preload). They are not forked from this
 process, for two reasons. The elastic launch has threads, and a lock that a thread holds at the fork is never released
@@ -15,11 +14,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,12 +24,10 @@ from multiprocessing import current_process, forkserver, resource_tracker, set_f
 from pathlib import Path
 from typing import Any
 
-from runner.launch import endpoint
+from runner.launch.endpoint import wait_limit
 from runner.launch.processes import die_with_parent
 
 BACKEND = "runner"  # the name that our rendezvous has in the elastic launch
-AGAIN_S = 0.05
-SPEC, JOINED = "spec", "joined"  # keys of the store: what world this is, and how many further nodes have joined
 
 
 def _serve_forks(folder: Path, device: str) -> None:
@@ -104,40 +99,19 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
     die_with_parent()
     if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
         return 1  # the parent ended before die_with_parent took effect
-    nodes, node = spec["nodes"], spec.get("node", 0)
-    try:
-        listener = endpoint.listen(spec["endpoint"]) if node == 0 else None
-    except endpoint.Unusable as error:
-        _write(folder / "end.json", json.dumps({"status": "unsupported", "reason": str(error)}))  # for the launcher
-        return 1
     _serve_forks(folder, spec["device"])
     tempfile.tempdir = str(folder)  # removes what the elastic launch leaves; ranks do not inherit it
-    store = _store(spec, listener)
-    if nodes > 1 and node == 0:
-        _await_nodes(store, folder, spec)
-    return _launch(folder, spec, store, node, nodes)
+    return _launch(folder, spec, _store(spec))
 
 
-def _store(spec: dict[str, Any], listener: socket.socket | None) -> Any:
-    """The world's store: served by this process on `listener`, or else by the program's node."""
+def _store(spec: dict[str, Any]) -> Any:
+    """The world's store: served by this process on a descriptor, or else by the program's."""
     from torch.distributed import TCPStore
 
-    limit = endpoint.wait_limit(spec["start_timeout_s"])
-    host, port = endpoint.local(listener) if listener else endpoint.parse(spec["endpoint"])
-    fd = listener.detach() if listener else None
-    return TCPStore(host, port, is_master=fd is not None, wait_for_workers=False, timeout=limit, master_listen_fd=fd)
-
-
-def _await_nodes(store: Any, folder: Path, spec: dict[str, Any]) -> None:
-    """On the program's node: publish the world's spec in the store, and wait until all nodes have joined. The launcher
-    reads their number in the file `joined`, and ends this process if it takes too long."""
-    store.set(SPEC, json.dumps({**spec, "env": []}))  # variables are for this node, and may be private
-    joined = 0
-    while joined < spec["nodes"]:
-        before, joined = joined, 1 + store.add(JOINED, 0)
-        if joined > before:
-            _write(folder / "joined", str(joined))
-        time.sleep(AGAIN_S)
+    host, port, descriptor = spec["store"]
+    serves = descriptor is not None
+    limit = wait_limit(spec["start_timeout_s"])
+    return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor)
 
 
 def _write(path: Path, text: str) -> None:
@@ -146,8 +120,8 @@ def _write(path: Path, text: str) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
-    """Make the elastic launch use `store` and the numbers that the nodes have. The program's node is 0."""
+def _register_rendezvous(store: Any, agent: int, agents: int) -> None:
+    """Make the elastic launch use `store` and the numbers that the processes have. The program is 0."""
     from torch.distributed import PrefixStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -159,35 +133,38 @@ def _register_rendezvous(store: Any, node: int, nodes: int) -> None:
             return BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(PrefixStore("nodes", store), node, nodes, RendezvousStoreInfo(store.host, store.port))
+            return RendezvousInfo(
+                PrefixStore("nodes", store), agent, agents, RendezvousStoreInfo(store.host, store.port)
+            )
 
-    handler = WithStore(store.host, store.port, node, nodes, run_id="world", timeout=1)
+    handler = WithStore(store.host, store.port, agent, agents, run_id="world", timeout=1)
     rendezvous_handler_registry.register(BACKEND, lambda _: handler)
 
 
-def _launch(folder: Path, spec: dict[str, Any], store: Any, node: int, nodes: int) -> int:
-    """Run this node's ranks until they end; the exit status. Failures are written to `failures.json`."""
+def _launch(folder: Path, spec: dict[str, Any], store: Any) -> int:
+    """Run this process's ranks until they end; the exit status. Failures are written to `failures.json`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from runner.launch.rank import live
 
-    _register_rendezvous(store, node, nodes)
+    agents = spec["agents"]
+    _register_rendezvous(store, spec["agent"], agents)
     config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=spec["world_size"] // nodes,
+        min_nodes=agents,
+        max_nodes=agents,
+        nproc_per_node=spec["world_size"] // agents,
         run_id="world",
         rdzv_backend=BACKEND,
         max_restarts=0,
         monitor_interval=0.25,
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),  # else it creates a folder and leaves it
-        local_addr="localhost" if nodes == 1 else None,
+        local_addr="localhost" if spec["nodes"] == 1 else None,
     )
     try:
-        elastic_launch(config, live)(str(folder), spec["device"], spec["share_gpu"])
+        elastic_launch(config, live)(str(folder), spec["device"], spec["share_gpu"], spec["first_local"])
     except ChildFailedError as error:
         first = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         failures = [{"rank": rank, "exitcode": f.exitcode, "time": f.timestamp} for rank, f in first]

@@ -47,7 +47,7 @@ def silent(
     first = (spec.start_timeout_s, "start_timeout_s")  # in its first job a rank imports what it needs
     usual = (timeout_s, "timeout_s")
     late = []
-    for rank in spec.local_ranks:
+    for rank in range(spec.world_size):
         state = here.get(rank)
         if state is None:
             since, phase, (limit, key) = called, "start", first if job == 1 else usual
@@ -62,7 +62,7 @@ def silent(
             late.append((since, Silence(rank, phase, limit, key)))
     if late:
         return min(late)[1]
-    all_wait = len(here) == len(spec.local_ranks) and all(state["waiting"] for state in here.values())
+    all_wait = len(here) == spec.world_size and all(state["waiting"] for state in here.values())
     if all_wait and now - max(state["since"] for state in here.values()) > timeout_s:
         state = min(here.values(), key=lambda s: (s["phase"] == "end", s["since"]))
         return Silence(state["rank"], state["phase"], *usual)
@@ -76,14 +76,15 @@ class Diagnosis:
     spec: WorldSpec
     files: WorldFiles
     job: int  # the last one
+    joined: int = 1  # processes that start ranks
 
     def timed_out(self, silence: Silence) -> Outcome:
-        stopped = next((state for state in self.files.states() if is_stopped(state["pid"])), None)
+        stopped = next((state for state in self.files.states() if state["pid"] and is_stopped(state["pid"])), None)
         if stopped is not None:  # the others waited for it
             rank, phase = stopped["rank"], stopped["phase"]
             reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {silence.limit_s:.0f} s of silence"
             return self._failed("timeout", reason, rank, phase)
-        if not self.files.states():
+        if not self.files.states() or self.joined < self.spec.agents:
             return self._not_started(silence)
         self.files.request_stacks()
         reason = (
@@ -94,14 +95,8 @@ class Diagnosis:
 
     def _not_started(self, silence: Silence) -> Outcome:
         tail, allows = self.files.agent_tail(), f"launch.{silence.key}=N allows more"
-        joined = self.files.joined() if self.spec.nodes > 1 else 1
-        if joined < self.spec.nodes:
-            endpoint = str(self.spec.endpoint)
-            reason = (
-                f"{joined} of {self.spec.nodes} nodes had joined after {silence.limit_s:.0f} s: run `python -m runner.agent "
-                f"{endpoint}` on each of the others, where {endpoint.rpartition(':')[0]} must be an address of the program's "
-                f"node; {allows}"
-            )
+        if self.joined < self.spec.agents:
+            reason = f"{self.joined} of {self.spec.agents} processes had joined after {silence.limit_s:.0f} s; {allows}"
         else:
             last = f" ({tail[-1]})" if tail else ""
             reason = f"no rank had started after {silence.limit_s:.0f} s{last}; {allows}"
@@ -158,9 +153,9 @@ class Diagnosis:
 
     def _agent_ended(self, status: int) -> Outcome:
         """The agent ended and recorded nothing about its ranks."""
-        tail, end = self.files.agent_tail(), self.files.end()
-        if end is not None:
-            return self._failed(end["status"], end["reason"], None, "start", [])
+        tail, left = self.files.agent_tail(), self.files.left()
+        if left is not None:
+            return self._failed("crash", left, None, None, [])
         if status < 0:
             name = signal.Signals(-status).name
             reason = f"the agent that had started the ranks was killed by {name}{_oom_hint(name)}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import resource
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.worlds import Job, Progress, World
+
+if TYPE_CHECKING:
+    from runner.launch.join import Head
 
 AGENT_FILES, RANK_FILES = 40, 4  # open files that an agent needs, and for each rank of its world
 
@@ -31,18 +34,19 @@ class Pool:
 
     def __init__(self, limit: int = 4):
         self.limit = limit
+        self.head: Head | None = None  # to the other processes of a launched world
         self.worlds: dict[WorldSpec, World] = {}
 
     def get(self, spec: WorldSpec, fresh: bool = False) -> World:
         """A living world like `spec`, started if there is none."""
         world = self.worlds.pop(spec, None)
-        if world is not None and (fresh or not world.alive or world.agent.poll() is not None):
+        if world is not None and (fresh or not world.alive or world.ended() is not None):
             world.close()
             world = None
         if world is None:
             while len(self.worlds) >= self.limit:
                 self.worlds.pop(next(iter(self.worlds))).close()
-            world = World(spec)
+            world = World(spec, self.head)
         self.worlds[spec] = world
         return world
 

@@ -83,13 +83,14 @@ class Rank:
         dist.barrier(group=self.control)
 
 
-def live(folder: str, device_type: str, share_gpu: bool) -> None:
+def live(folder: str, device_type: str, share_gpu: bool, first_local: int = 0) -> None:
     """The entry point of a rank process."""
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # which end a rank at once
         signal.signal(number, signal.SIG_DFL)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local = int(os.environ["LOCAL_RANK"])
+    local = first_local + int(os.environ["LOCAL_RANK"])
+    os.environ["LOCAL_RANK"] = str(local)
     log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -113,7 +114,7 @@ def _live(rank: int, world: int, local: int, folder: Path, device_type: str, sha
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cores() // world))
     else:
-        device = torch.device("cuda", 0 if share_gpu else local)
+        device = torch.device("cuda", 0 if share_gpu else local % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if device_type == "cpu" or share_gpu:  # NCCL refuses two ranks on one GPU
         dist.init_process_group("gloo", timeout=FOREVER)

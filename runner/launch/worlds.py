@@ -16,12 +16,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from runner.launch import endpoint
 from runner.launch.files import State, WorldFiles, WorldSpec
 from runner.launch.outcome import Diagnosis, Outcome, silent
 from runner.launch.ownership import own_folder, remove_abandoned
 from runner.launch.processes import belongs, cores, is_tracker, lives, process_group, search_path
+
+if TYPE_CHECKING:
+    from runner.launch.join import Head
 
 POLL_S = 0.02
 STOP_S = 3.0
@@ -33,11 +37,12 @@ Job = Callable[..., Any] | str  # a module's function, or "module:function" wher
 class World:
     """One living world. `call` runs a job in it; `close` ends every process of it."""
 
-    def __init__(self, spec: WorldSpec):
+    def __init__(self, spec: WorldSpec, head: Head | None = None):
         self.spec = spec
+        self.head = head if spec.agents > 1 else None
         remove_abandoned()
         self.folder, self.owned = own_folder()
-        self.files = WorldFiles(self.folder, spec.local_ranks)
+        self.files = WorldFiles(self.folder, range(spec.world_size))
         self.jobs = 0
         self.alive = True
         try:
@@ -55,12 +60,26 @@ class World:
         self.replies = os.open(self.folder / "replies", os.O_RDWR | os.O_NONBLOCK)
         self.buffer = b""
         self.log = (self.folder / "agent.log").open("wb")
-        self.agent = start_node(spec, asdict(spec), self.folder, self.log)
+        host = self.head.host if self.head else endpoint.LOOPBACK
+        with endpoint.listen(None if spec.nodes == 1 else host) as listener:
+            descriptor, (own_host, port) = listener.fileno(), endpoint.local(listener)
+            plain = asdict(spec) | {"agent": 0, "first_local": 0, "store": (own_host, port, descriptor)}
+            self.agent = start_node(spec, plain, self.folder, self.log, (descriptor,))
+        self.number = self.head.open(spec, self.folder, (host, port)) if self.head else 0
         self.pipe = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
         self.unsent = b""
 
     def pids(self) -> list[int]:
-        return [state["pid"] for state in self.files.states()]
+        return [state["pid"] for state in self.files.states() if state["pid"]]
+
+    def ended(self) -> int | None:
+        """The exit status of the first agent that ended, None while all live."""
+        if self.head is not None:
+            self.head.poll()
+            others = self.head.ended(self.number)
+            if others is not None:
+                return others
+        return self.agent.poll()
 
     def call(
         self,
@@ -83,16 +102,17 @@ class World:
             if log is not None:
                 with contextlib.suppress(OSError):
                     self.files.copy_logs(log, offsets)
-        if outcome.world_lost or self.agent.poll() is not None:  # where the nodes could not meet, say
+        if outcome.world_lost or self.ended() is not None:
             self.close()
         return outcome
 
     def _await(self, timeout_s: float, progress: Progress | None) -> Outcome:
         called, died = time.time(), None
-        why_lost = Diagnosis(self.spec, self.files, self.jobs)
         while True:
             self._send()
-            ended = self.agent.poll()
+            ended = self.ended()
+            joined = self.head.joined(self.number) if self.head else 1
+            why_lost = Diagnosis(self.spec, self.files, self.jobs, joined)
             reply = self._read_reply()  # after the look at the agent: a reply may come just before its end
             if reply is not None:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
@@ -101,7 +121,7 @@ class World:
             states = self.files.states()
             if progress is not None:
                 progress(states)
-            dead = next((state for state in states if not lives(state["pid"])), None)
+            dead = next((state for state in states if state["pid"] and not lives(state["pid"])), None)
             if dead is not None:  # its agent will soon report how it ended
                 died = died or time.monotonic()
                 if time.monotonic() - died > AGENT_S:
@@ -109,6 +129,8 @@ class World:
                 continue
             late = silent(self.spec, self.jobs, states, called, time.time(), timeout_s)
             if late is not None:
+                if self.head is not None:
+                    self.head.request_stacks(self.number)
                 return why_lost.timed_out(late)
 
     def _send(self) -> None:
@@ -143,12 +165,14 @@ class World:
         try:
             self.ask_to_stop()
             states = self.files.states()  # ranks that are starting do not listen yet
-            if len(states) == len(self.spec.local_ranks) and all(state["phase"] == "idle" for state in states):
+            if len(states) == self.spec.world_size and all(state["phase"] == "idle" for state in states):
                 self.agent.wait(STOP_S)
         except subprocess.TimeoutExpired:
             pass
         finally:  # also when Ctrl-C comes in here, or in there
             self.alive = False
+            if self.head is not None:
+                self.head.close(self.number)
             try:
                 self._kill(pids)
             finally:
@@ -179,19 +203,23 @@ class World:
             os.killpg(self.agent.pid, signal.SIGKILL)
 
 
-def start_node(spec: WorldSpec, plain: dict[str, Any], folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def start_node(
+    spec: WorldSpec, plain: dict[str, Any], folder: Path, log: IO[bytes], descriptors: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
     """Start `runner.launch.node` with the spec as it is and as `plain` data, in a session of its own: Ctrl-C is for
     this process."""
     command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(plain)]
     environment, null = node_environment(spec, folder), subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=null, stdout=log, stderr=log, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=null, stdout=log, stderr=log, env=environment, start_new_session=True, pass_fds=descriptors
+    )
 
 
 def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:
     """What the ranks of a node inherit."""
     environment = dict(os.environ)
     if spec.device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(max(1, cores() // (spec.world_size // spec.nodes)))
+        environment["OMP_NUM_THREADS"] = str(max(1, cores() // -(-spec.world_size // spec.nodes)))
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if spec.share_gpu:
         environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from runner import environment
+from runner.config import place
 from runner.config.experiment import PHASES, PHASES_AFTER_CHECK, Experiment
 from runner.config.schema import Launch
-from runner.config.values import InvalidConfig, UnsupportedHere, above_zero, one_of, shown, whole
+from runner.config.values import InvalidConfig, UnsupportedHere, above_zero, one_of, plain, shown, whole
 
 MOST_RANKS = 1 << 16
 FAULTS = ("raise", "kill", "hang", "oom")
@@ -25,13 +27,17 @@ def device(cfg: DictConfig, gpus: int) -> str:
 
 def world_size(cfg: DictConfig, gpus: int) -> int:
     """The number of ranks. Raises InvalidConfig, and UnsupportedHere for more than there are GPUs."""
-    value, on_gpus = cfg.world_size, device(cfg, gpus) == "cuda"
+    value, on_gpus, joined = cfg.world_size, device(cfg, gpus) == "cuda", place.joined()
+    if value == "auto" and joined is not None:
+        return joined.whole_world(gpus if on_gpus else 0)
     if value == "auto":
         return max(gpus, 2 if cfg.launch.share_gpu else 1) if on_gpus else 2
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidConfig(f"world_size={shown(value)}: must be auto or a whole number of at least 1")
     whole("world_size", value, most=MOST_RANKS)
-    if on_gpus and value > gpus * cfg.launch.nodes and not (gpus and cfg.launch.share_gpu):
+    if joined is not None:
+        joined.check(value, gpus if on_gpus else 0)
+    elif on_gpus and value > gpus and not (gpus and cfg.launch.share_gpu):
         others = f"world_size={gpus} or hardware=cpu would work, launch.share_gpu=true would check it without timing it"
         raise UnsupportedHere(
             f"world_size={value}: each rank needs a GPU of its own and this machine has {gpus}; "
@@ -48,12 +54,13 @@ def check_group(cfg: DictConfig) -> None:
     if launch.memory_limit_gb == math.inf:
         raise InvalidConfig(f"launch.memory_limit_gb=inf: must be a number of GiB; {no_limit}")
     above_zero("launch.memory_limit_gb", launch.memory_limit_gb, no_limit, 1e9)
-    whole("launch.nodes", launch.nodes, most=MOST_RANKS)
+    for key, usual in (("nodes", 1), ("endpoint", None)):
+        if launch[key] != usual:
+            raise InvalidConfig(
+                f"launch.{key}={shown(launch[key])}: nodes are joined by their launcher; leave it out and run torchrun --nnodes N "
+                "--nproc-per-node G -m runner, or srun python -m runner"
+            )
     _check_env(launch.env)
-    if launch.endpoint is not None:
-        _check_endpoint(launch.endpoint)
-    elif launch.nodes > 1:
-        raise InvalidConfig(f"launch.nodes={launch.nodes}: needs launch.endpoint=HOST:PORT of the first node")
 
 
 def _check_env(variables: Any) -> None:
@@ -72,19 +79,11 @@ def _check_env(variables: Any) -> None:
             raise InvalidConfig(f"launch.env.{name}={shown(value)}: is the launcher's own; leave it out")
 
 
-def _check_endpoint(endpoint: str) -> None:
-    host, _, port = endpoint.rpartition(":")
-    name = re.fullmatch(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]", host)
-    if not name or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
-        raise InvalidConfig(
-            f"launch.endpoint={shown(endpoint)}: must be HOST:PORT of the first node, with a port from 1 to 65535; "
-            "for instance launch.endpoint=node0:29500"
-        )
-
-
-def check_nodes(run: Experiment, cfg: DictConfig) -> None:
-    if run.world_size % run.launch.nodes:
-        raise InvalidConfig(f"world_size={run.world_size}: must be a multiple of launch.nodes={run.launch.nodes}")
+def resolved(cfg: DictConfig, world_size: int, gpus: int) -> Launch:
+    """The options of a launch, with the nodes of a launched world."""
+    joined = place.joined()
+    found = Launch(**plain(cfg.launch))
+    return found if joined is None else replace(found, nodes=joined.nodes_of(world_size, gpus))
 
 
 def check_shared_gpu(run: Experiment, cfg: DictConfig) -> None:
@@ -92,8 +91,10 @@ def check_shared_gpu(run: Experiment, cfg: DictConfig) -> None:
     asked = "launch.share_gpu=true"
     if not run.launch.share_gpu:
         return
-    if run.launch.nodes > 1:
-        raise InvalidConfig(f"{asked} launch.nodes={run.launch.nodes}: the ranks share one GPU; use launch.nodes=1")
+    if (joined := place.joined()) is not None:
+        raise InvalidConfig(
+            f"{asked}: the ranks of one process share its GPU; run python -m runner without {joined.launcher}"
+        )
     if not run.check.enabled:
         raise InvalidConfig(f"{asked} check.enabled=false: ranks of one GPU are checked only; use check.enabled=true")
     if run.chosen is None:

@@ -48,7 +48,7 @@ def plain(node) -> dict:
 
 def test_every_file_of_every_group_is_a_choice():
     assert set(groups()) == {
-        "attention", "config", "dtype", "experiment", "hardware", "kernel", "mask", "model", "timing", "transport",
+        "attention", "config", "dtype", "experiment", "hardware", "kernel", "mask", "model", "timing", "tracker", "transport",
     }  # fmt: skip
     for group, choices in groups().items():
         assert choices == sorted(path.stem for path in (CONF / group).iterdir())

@@ -393,110 +393,8 @@ def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
 def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(TypeError):
-        World(WorldSpec(1, "cpu", endpoint={"what": {"json", "has", "not"}}))
+        World(WorldSpec(1, "cpu", start_timeout_s={"what", "json", "has", "not"}))
     assert not list(tmp_path.iterdir())
-
-
-def free_port():
-    """One that no other world can get meanwhile, as those that the kernel gives out."""
-    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in range(given_out // 2 + os.getpid() % 1000, given_out):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", port))
-            return port
-    raise AssertionError("no port is free")
-
-
-@contextlib.contextmanager
-def joining(*arguments):
-    """An agent of a further node, as a user starts it."""
-    command = [sys.executable, "-m", "runner.agent", *arguments]
-    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield agent
-    finally:
-        agent.kill()
-        agent.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["program", "agent"])
-def test_two_nodes_make_one_world_whichever_starts_first(tmp_path, patient, first):
-    where = f"localhost:{free_port()}"
-    spec = WorldSpec(4, "cpu", nodes=2, endpoint=where)
-    folder = tmp_path / "logs"
-    with contextlib.ExitStack() as started:
-        if first == "program":
-            world = World(spec)
-            time.sleep(2.0)
-            agent = started.enter_context(joining(where))
-        else:
-            agent = started.enter_context(joining(where, "--folder", str(folder)))
-            assert "waiting for the program" in agent.stdout.readline()
-            time.sleep(2.0)
-            world = World(spec)
-        started.callback(world.close)
-        assert world.call(faults.echo, {"value": 1}).result == [1] * 4
-        assert [state["rank"] for state in world.files.states()] == [0, 1]
-        time.sleep(0.5)  # all ranks are idle again
-        world.close()
-        said, errors = agent.communicate(timeout=30)
-        assert agent.returncode == 0, errors
-        assert "joined as node 1 of 2: ranks 2 to 3 of 4, cpu" in said and "the world ended" in said
-    if first == "agent":
-        assert {path.name for path in folder.iterdir()} >= {"rank2.log", "rank3.log", "node.log"}
-
-
-@pytest.mark.slow
-def test_a_further_node_that_dies_is_a_crash(patient):
-    where = f"localhost:{free_port()}"
-    world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where))
-    with joining(where) as agent:
-        try:
-            assert world.call(faults.echo, {"value": 1}).result == [1, 1]
-            threading.Timer(0.5, agent.kill).start()
-            outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=30.0)
-            assert outcome.status == "crash", outcome.reason
-        finally:
-            world.close()
-
-
-def test_a_node_that_does_not_come_is_said_with_what_to_run():
-    where = f"localhost:{free_port()}"
-    world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where, start_timeout_s=1.0))
-    outcome = world.call(faults.echo, {"value": 1})
-    assert outcome.status == "timeout"
-    assert "1 of 2 nodes had joined after 1 s" in outcome.reason
-    assert f"python -m runner.agent {where}" in outcome.reason
-
-
-def test_an_endpoint_that_cannot_be_used_is_said_at_once():
-    with socket.create_server(("localhost", 0)) as taken:
-        for where, why in (
-            (f"localhost:{taken.getsockname()[1]}", "Address already in use"),
-            ("no-such-host.invalid:29500", "has no address here"),
-        ):
-            world = World(WorldSpec(2, "cpu", nodes=2, endpoint=where))
-            outcome = world.call(faults.echo, {"value": 1})
-            world.close()
-            assert outcome.status == "unsupported" and why in outcome.reason and where in outcome.reason
-
-
-def test_an_agent_says_what_it_does_and_why_it_cannot(tmp_path):
-    def agent(*arguments):
-        command = [sys.executable, "-m", "runner.agent", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    assert "Run it on every node but the program's" in " ".join(agent("--help").stdout.split())
-    for arguments, why in (
-        (["localhost"], "must be HOST:PORT"),
-        (["no-such-host.invalid:29500"], "has no address here"),
-        ([f"localhost:{free_port()}", "--timeout-s", "0.1"], "no program had listened"),
-    ):
-        done = agent(*arguments)
-        assert done.returncode == 1
-        (line,) = done.stderr.splitlines()
-        assert why in line
 
 
 def listening(pids):
@@ -525,9 +423,19 @@ def test_a_world_on_one_node_listens_on_the_loopback_only(pool):
 @pytest.mark.parametrize("seconds", [math.inf, 1e15])
 def test_a_start_without_a_limit_makes_a_store(seconds):
     with endpoint.listen(None) as listener:
-        port = listener.getsockname()[1]
-        store = node._store({"start_timeout_s": seconds}, listener)
-        assert store.port == port
-        joining = node._store({"start_timeout_s": seconds, "endpoint": f"127.0.0.1:{port}"}, None)
-        store.set("key", "value")
-        assert joining.get("key") == b"value"
+        host, port = endpoint.local(listener)
+        store = node._store({"start_timeout_s": seconds, "store": (host, port, listener.detach())})
+    assert store.port == port
+    joining = node._store({"start_timeout_s": seconds, "store": (host, port, None)})
+    store.set("key", "value")
+    assert joining.get("key") == b"value"
+
+
+def test_an_endpoint_that_cannot_be_used_is_said():
+    with (
+        socket.create_server(("localhost", 0)) as taken,
+        pytest.raises(endpoint.Unusable, match="set another MASTER_PORT"),
+    ):
+        endpoint.listen("localhost", taken.getsockname()[1])
+    with pytest.raises(endpoint.Unusable, match=r"no-such-host.invalid has no address here"):
+        endpoint.resolve("no-such-host.invalid:29500")

@@ -1,0 +1,94 @@
+"""Runs of a sweep that another of Hydra's launchers starts: submitit on a Slurm cluster, ray, or joblib on this machine's
+CPU. Each job is a process of its own, with worlds of its own that end with it; all write into the folder of the sweep."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, open_dict
+
+from runner import app
+from runner.config import place, resolve
+from runner.config.resolve import usable_gpus
+from runner.config.values import Refused
+from runner.launch import join
+from runner.launch.follow import follow
+from runner.output import reader, summary
+
+PLUGINS = {  # by launcher: the package that brings it, and our extra
+    "submitit_slurm": ("hydra_submitit_launcher", "slurm"),
+    "submitit_local": ("hydra_submitit_launcher", "slurm"),
+    "ray": ("hydra_ray_launcher", "ray"),
+    "joblib": ("hydra_joblib_launcher", "joblib"),
+}
+CHOICE = "hydra/launcher"
+
+resolve.register()  # a job's process imports this module, and then composes
+
+
+def chosen(arguments: list[str]) -> str:
+    """The launcher that a command line names. Raises Refused where its package is not installed."""
+    names = [text.partition("=")[2] for text in arguments if text.startswith(f"{CHOICE}=")]
+    name = names[-1] if names else "basic"
+    if name in PLUGINS and not _installed(PLUGINS[name][0]):
+        raise Refused(f"{CHOICE}={name}: not installed; pip install -e '.[{PLUGINS[name][1]}]', or leave it out")
+    return name
+
+
+def _installed(plugin: str) -> bool:
+    return importlib.util.find_spec("hydra_plugins") is not None and bool(
+        importlib.util.find_spec(f"hydra_plugins.{plugin}")
+    )
+
+
+def execute(cfg: DictConfig) -> None:
+    """One job. Of a job with several processes, the first one composes and records, the others start ranks for it."""
+    found = place.from_environment()
+    if found is not None and not found.is_head:
+        follow(found)
+        return
+    head = None if found is None else join.Head(found)
+    place.join(found)
+    app.pool.head = head
+    try:
+        app.execute(cfg)
+    finally:
+        app.pool.close()
+        if head is not None:
+            head.end(0)
+        app.pool.head = None
+        place.join(None)
+
+
+class Elsewhere(Callback):
+    """Fix the sweep's folder before the jobs start, and sum it up once all have ended."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        name = config.hydra.runtime.choices.get(CHOICE, "basic")
+        if name not in PLUGINS:
+            return
+        if (joined := place.joined()) is not None:
+            raise Refused(
+                f"{CHOICE}={name}: {joined.launcher} has started this program's ranks already; use one of them"
+            )
+        if name == "joblib" and (gpus := usable_gpus(config)):
+            raise Refused(
+                f"{CHOICE}=joblib: runs at the same time would share this machine's {gpus} GPUs; use hardware=cpu, or leave it out"
+            )
+        folder = str(Path(config.hydra.sweep.dir).absolute())
+        quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+        with open_dict(config):
+            config.hydra.sweep.dir = folder
+            # a job composes anew, at a later time
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if config.hydra.runtime.choices.get(CHOICE, "basic") not in PLUGINS:
+            return
+        folder = Path(config.hydra.sweep.dir)
+        app.sweeps.append(folder)
+        app.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
+        summary.summarize_sweep(folder)

@@ -1,0 +1,79 @@
+"""Results in an experiment tracker: real trackers into local files."""
+
+import sqlite3
+import sys
+
+import pytest
+
+from runner.trackers import TRACKERS, Tracked, track
+from tests.support.recorded import measured, refused
+
+
+def value(tmp_path, tracker, made=None):
+    found = made or measured("ring_default")
+    found["config"] |= {"output": str(tmp_path), "tracker": {"name": tracker, **OPTIONS.get(tracker, {})}}
+    found["environment"] = {"started_at": 1e9, "seconds": 2.0, "host": "h", "git": {"commit": "c0ffee"}}
+    return found
+
+
+OPTIONS = {
+    "mlflow": {"uri": None, "experiment": "ours"},
+    "wandb": {"project": "ours", "entity": None, "mode": "offline"},
+    "tensorboard": {"folder": None},
+}
+
+
+def test_a_tracker_gets_what_was_asked_and_what_was_measured(tmp_path):
+    run = Tracked.of(value(tmp_path, "none"), tmp_path)
+    assert run.parameters["attention"] == "zigzag" and run.parameters["status"] == "ok"
+    assert (run.metrics["forward_ms"], run.metrics["peak_bytes"]) == (4.0, 300.0)
+    assert not set(run.metrics) & set(run.parameters)
+    assert run.tags == {"key": "0", "host": "h", "commit": "c0ffee"}
+
+
+@pytest.mark.slow
+def test_mlflow_holds_runs_in_a_local_file(tmp_path):
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
+    pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed: pip install -e '.[mlflow]'")
+    assert track(value(tmp_path, "mlflow"), tmp_path / "run") is None
+    assert track(value(tmp_path, "mlflow", refused("other", "invalid", "no such size")), tmp_path / "other") is None
+    with sqlite3.connect(tmp_path / "mlflow.db") as store:
+        runs = store.execute("select name, status from runs").fetchall()
+        metrics = store.execute("select name, key, value from metrics join runs using (run_uuid)").fetchall()
+        parameters = store.execute("select name, key, value from params join runs using (run_uuid)").fetchall()
+    assert set(runs) == {("ring_default", "FINISHED"), ("other", "FAILED")}
+    assert ("ring_default", "forward_ms", 4.0) in metrics
+    assert {("ring_default", "attention", "zigzag"), ("other", "status", "invalid")} <= set(parameters)
+
+
+@pytest.mark.slow
+def test_tensorboard_holds_the_run_in_a_local_folder(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install -e '.[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert track(value(tmp_path, "tensorboard"), tmp_path / "run") is None
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "ring_default"))
+    events.Reload()
+    assert events.Scalars("forward_ms")[0].value == 4.0
+
+
+def test_wandb_holds_the_run_offline(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
+    assert track(value(tmp_path, "wandb"), tmp_path / "run") is None
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_tracker_that_is_not_installed_names_its_extra(tmp_path, monkeypatch, tracker):
+    package = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow.tracking"}.get(tracker, tracker)
+    monkeypatch.setitem(sys.modules, package, None)
+    reason = track(value(tmp_path, tracker), tmp_path / "run")
+    assert reason.startswith(f"tracker={tracker}: not installed") and f"pip install -e '.[{tracker}]'" in reason
+    assert "\n" not in reason
+
+
+def test_a_tracker_that_fails_is_one_line_and_no_error(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install -e '.[tensorboard]'")
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    reason = track(value(tmp_path, "tensorboard"), tmp_path / "run")
+    assert reason.startswith("tracker=tensorboard: ") and "the result is in its folder" in reason
