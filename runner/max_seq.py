@@ -19,18 +19,13 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from attention.autotune.choice import AUTO
-from attention.executors import costs
-from attention.geometry.counts import sampled_places
-from attention.measured.scratch import backward_scratch
-from attention.variants.registry import variant
 from runner import app, environment
 from runner.config import folders, overrides, resolve
 from runner.config.experiment import Experiment
-from runner.config.rules.machine import input_bytes
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
+from runner.measure.memory_model import is_known, needed_bytes
 from runner.output import results, terminal
 
 PRECISION = 0.02  # the search ends when the shortest length that does not fit is so near the longest that does
@@ -49,7 +44,7 @@ class Row:
     reason: str | None = None
     kernel: str | None = None
     limit: int | None = None
-    predicted: int | None = None  # length; None for an external package, of whose memory nothing is known
+    predicted: int | None = None  # length; None for an external package, and for what is chosen anew for each length
     longest: int | None = None
     error: float | None = None  # predicted / longest - 1
     predicted_peak: int | None = None  # at the longest length
@@ -77,28 +72,6 @@ def longest(held: Callable[[int], int | None], limit: int, guess: int, unit: int
     return low * unit
 
 
-def needed_bytes(spec: Experiment, kernel: str) -> int:
-    """By the memory model: a rank's inputs, the peak of the executor beside them, and on a GPU the kernel's scratch."""
-    chosen, work, options = variant(spec.variant), spec.workload, spec.call_options
-    if chosen.external:
-        return input_bytes(spec)
-    problem = chosen.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
-    found = costs.of(chosen, problem, work.shapes, options, pulls=spec.device == "cuda")
-
-    def scratch(rank: int) -> int:
-        steps = [each for each in found.timeline(rank, True).steps if each.calls]
-        sizes = ((each.shapes, each.work.queries // each.calls, each.work.keys // each.calls) for each in steps)
-        return max((backward_scratch(kernel, *size) for size in sizes), default=0)
-
-    def peak(rank: int) -> int:
-        if not spec.backward:
-            return found.pass_peak(rank, False)
-        beside = scratch(rank) if spec.device == "cuda" else 0
-        return max(found.pass_peak(rank, False), found.pass_peak(rank, True) + beside)
-
-    return input_bytes(spec) + max(peak(place * problem.ulysses) for place in sampled_places(problem))
-
-
 class Search:
     """The search for one setting, in worlds of `pool`."""
 
@@ -115,35 +88,31 @@ class Search:
         return resolve.experiment(self.cfg, self.gpus, seed=0)
 
     def _check(self, spec: Experiment) -> None:
-        if spec.variant == AUTO or spec.best_options:
-            raise InvalidConfig(
-                f"attention={spec.variant}: chosen anew for each length; name a variant and its options"
-            )
-        if spec.model is not None:
-            raise InvalidConfig(f"model={self.cfg.model.name}: the memory of attention alone is known; use model=none")
         if spec.device == "cpu" and spec.launch.memory_limit_gb is None:
             raise InvalidConfig(
                 "launch.memory_limit_gb=null: a CPU's memory is other programs', too; give GiB, such as 0.25"
             )
-        if reason := variant(spec.variant).missing(spec.device):
+        if spec.chosen and (reason := spec.chosen.missing(spec.device)):
             raise UnsupportedHere(reason)
 
     def run(self) -> None:
         row, limit = self.row, self.small.launch.memory_limit_gb
         row.kernel, free = self._call("facts", self.small, small=self.small.plain()).result
         row.limit = free if limit is None else int(limit * 2**30)
-        external = variant(self.small.variant).external
-        most = row.limit // input_bytes(self.small) + 1
-        lengths = range(self.unit, self.unit * most + 1, self.unit)
-        predicted = self.unit * bisect_right(
-            lengths, row.limit, key=lambda n: needed_bytes(self._experiment(n), row.kernel)
-        )
-        row.predicted = None if external else predicted
+        most = min(
+            row.limit // (self.unit // self.small.world_size), MOST_TOKENS // self.unit
+        )  # a byte a token, at least
+        predicted = self.unit * bisect_right(range(1, most + 1), row.limit, key=self._needed)
+        known = is_known(self.small)
+        row.predicted = predicted if known else None
         row.longest = longest(self._held, row.limit, predicted, self.unit)
         if row.longest:
-            spec = self._experiment(row.longest)
-            row.experiment, row.predicted_peak = spec.plain(), None if external else needed_bytes(spec, row.kernel)
-            row.error = None if external else predicted / row.longest - 1
+            row.experiment = self._experiment(row.longest).plain()
+            row.predicted_peak = self._needed(row.longest // self.unit) if known else None
+            row.error = predicted / row.longest - 1 if known else None
+
+    def _needed(self, units: int) -> int:
+        return needed_bytes(self._experiment(units * self.unit), str(self.row.kernel))
 
     def _held(self, tokens: int) -> int | None:
         """The bytes that a step of so many tokens takes on the fullest rank; None if it does not fit."""

@@ -12,7 +12,8 @@ from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, is_out_of_memory, memory_limit
 from runner.measure import memory
 from runner.measure.attention_work import DTYPES, AttentionWork, row_shape
-from runner.measure.choosing import together
+from runner.measure.choosing import resolved, together
+from runner.measure.model_work import ModelWork
 from runner.measure.timing import iterate
 
 PEAKS = {"needed": "allocated", "held": "reserved"}  # with symmetric memory, which the allocator's limit leaves out
@@ -61,7 +62,9 @@ def _step(me: Rank, spec: Experiment) -> dict[str, Any]:
 
 def _measured(me: Rank, spec: Experiment) -> dict[str, Any]:
     me.say("prepare")
-    work = together(me, lambda: LocalWork(me, spec))
+    spec, about = resolved(me, spec)
+    make = LocalWork if spec.model is None else ModelWork
+    work = together(me, lambda: make(me, spec))
     me.say("timing", work.flops() / work.rate())
     inputs = memory.tensor_bytes(work.inputs)
     if me.device.type == "cuda":
@@ -74,4 +77,4 @@ def _measured(me: Rank, spec: Experiment) -> dict[str, Any]:
         mine |= dict.fromkeys(PEAKS, mine["peak_resident"])
     limit = spec.launch.memory_limit_gb
     fits = all(me.gather(limit is None or mine["held"] <= limit * 2**30))
-    return {**work.report(), "fits": fits, "memory": me.gather(mine | {"inputs": inputs})}
+    return {**work.report(), **about, "fits": fits, "memory": me.gather(mine | {"inputs": inputs})}

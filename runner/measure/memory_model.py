@@ -1,0 +1,87 @@
+"""The memory that a step takes on a rank, by the memory model: of an attention call or of a whole model. Without torch."""
+
+from __future__ import annotations
+
+from attention.executors import costs
+from attention.geometry.counts import sampled_places
+from attention.measured.scratch import backward_scratch
+from attention.models import Config
+from attention.variants.registry import variant
+from runner.config.experiment import ITEMSIZE, Experiment
+from runner.config.rules.machine import input_bytes
+
+TEXT_BYTES = 16 * 2 * 8  # of a token: ids and labels of the batches that training reads in turn
+WIDE = 4  # bytes of what is computed in fp32 at least: rotary embedding and loss
+
+
+def is_known(spec: Experiment) -> bool:
+    """Whether the model knows the run: external packages and models of transformers hold memory of their own, and what `auto` or
+    `best` take is chosen anew for each length."""
+    if spec.model is not None and spec.model.huggingface is not None:
+        return False
+    return spec.chosen is not None and not spec.chosen.external and not spec.best_options
+
+
+def needed_bytes(spec: Experiment, kernel: str) -> int:
+    """Of an attention call its inputs and the peak of the executor beside them, on a GPU with the kernel's scratch; of a model its
+    training step or forward. Where the model does not know the run, a lower bound: what it begins with."""
+    if spec.model is not None:
+        return _of_model(spec, kernel)
+    if not is_known(spec):
+        return input_bytes(spec)
+    return input_bytes(spec) + max(_peak(spec, kernel, backward) for backward in {False, spec.backward})
+
+
+def _peak(spec: Experiment, kernel: str, backward: bool) -> int:
+    """Of the executor beside its inputs, on the fullest rank."""
+    chosen, work, options = variant(spec.variant), spec.workload, spec.call_options
+    problem = chosen.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
+    found = costs.of(chosen, problem, work.shapes, options, pulls=spec.device == "cuda")
+
+    def scratch(rank: int) -> int:
+        if not backward or spec.device == "cpu":
+            return 0
+        steps = [each for each in found.timeline(rank, True).steps if each.calls]
+        sizes = ((each.shapes, each.work.queries // each.calls, each.work.keys // each.calls) for each in steps)
+        return max((backward_scratch(kernel, *size) for size in sizes), default=0)
+
+    ranks = [place * problem.ulysses for place in sampled_places(problem)]
+    return max(found.pass_peak(rank, backward) + scratch(rank) for rank in ranks)
+
+
+def _of_model(spec: Experiment, kernel: str) -> int:
+    """Parameters, gradients, AdamW's states and text, the activations that the backward needs, and the most that lies beside them:
+    the loss over the logits, or a layer's gradients. With recompute a layer keeps its input alone, until its backward computes
+    the rest again."""
+    assert spec.model is not None
+    call, config, e = spec.workload, spec.model.config(spec.workload), ITEMSIZE[spec.workload.dtype]
+    wide = max(e, WIDE)
+    replicated = spec.chosen is not None and spec.chosen.layout.replicated
+    rows = call.batch * -(-call.seq_len // (1 if replicated else spec.world_size))
+    parameters, text = config.matrices * e, rows * TEXT_BYTES
+    beside = _peak(spec, kernel, spec.backward) if is_known(spec) else 0  # a lower bound elsewhere
+    heads = config.heads * config.head_dim, config.key_heads * config.head_dim
+    values, keys_values = config.heads * config.value_dim, config.key_heads * config.value_dim
+    if not spec.backward:
+        layer = (
+            rows * e * max(2 * config.hidden + 4 * config.mlp_dim, 3 * config.hidden + sum(heads) + keys_values)
+            + beside
+        )
+        return parameters + text + max(layer, rows * e * (config.hidden + config.vocabulary))
+    attended = (
+        sum(heads) + keys_values + values
+    ) * e + 4 * config.head_dim * wide  # the last: sines of the rotary embedding
+    mlp = 4 * config.mlp_dim * e
+    layer = rows * (attended + mlp + 4 * config.hidden * e)
+    kept = _layers(config) * layer
+    if spec.model.recompute:
+        kept = _layers(config) * rows * config.hidden * e
+    loss = rows * config.vocabulary * 3 * wide
+    again = layer if spec.model.recompute else 0
+    gradients = again + max(rows * (config.hidden + 2 * config.mlp_dim) * e, beside - rows * mlp)
+    step = 3 * parameters + text + rows * config.hidden * e + kept + max(loss, gradients)
+    return max(step, 4 * parameters + text)
+
+
+def _layers(config: Config) -> int:
+    return config.layers + config.encoder_layers
