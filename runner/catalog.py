@@ -139,7 +139,7 @@ def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
     places = counts.sampled_places(problem)
     most = max(counts.place_flops(problem, shapes, place) for place in places)
-    share = most * problem.ranks / counts.forward_flops(replace(shapes, heads=1), spec.head_pairs)
+    share = most * problem.ranks / counts.forward_flops(replace(shapes, batch=1, heads=1), spec.head_pairs)
     computed = [terminal.flop(most), f"{share:.2f}"]
     if v.external:
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]

@@ -105,9 +105,11 @@ def _asked(run: Run) -> tuple[object, ...]:
         return ("not understood", run.result.key, str(config))
     keys = [
         "batch", "heads", "kv_heads", "head_dim", "seq_len", "q_len", "causal", "window", "seqlens", "mode", "deterministic",
+        "kv_lengths", "prefix",
     ]  # fmt: skip
     if config.get("seqlens") in ("random", "real"):
         keys += ["seqlens_mean", "seqlens_std", "seqlens_multiple", "seed"]
+    keys += ["seed"] if config.get("kv_lengths") == "random" else []
     mask = sorted(group("mask").items()) if group("mask").get("name") != "none" else []  # older results lack it
     names = [*(group(key).get("name") for key in ("kernel", "transport", "dtype")), group("timing").get("method")]
     options = sorted((k, v) for k, v in group("attention").items() if v is not None)

@@ -4,6 +4,7 @@ Sq lies at position N - Sq + i of N keys, also where there are fewer keys than q
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from attention.geometry.layouts import sizes_of
 from attention.geometry.schedules import Block, LocalSchedule, Problem, RingSchedule, tiles
@@ -24,6 +25,23 @@ def block(problem: Problem, owner: int, ends: Ends | None = None) -> Block | Non
     least, most = ends
     seen = tile(problem.band, (least - n, most), (keys.start, min(keys.stop, most)))
     return Block((0, n), (seen[1][0] - keys.start, seen[1][1] - keys.start), problem.band) if seen and n else None
+
+
+class Tile(NamedTuple):
+    """Queries and keys of one batch element at one owner, and their (query, key) pairs."""
+
+    queries: int = 0
+    keys: int = 0
+    pairs: int = 0
+
+
+def seen(problem: Problem, owner: int, end: int) -> Tile:
+    """What the queries of a batch element with `end` keys see of those that `owner` has."""
+    n, keys = problem.q_tokens or 0, _shard(problem, owner)
+    if not n or keys.start >= min(keys.stop, end):
+        return Tile()
+    found = tiles(problem.band, (end - n, end), n - end, (keys.start, min(keys.stop, end)), -keys.start)
+    return Tile(found[0].q[1] - found[0].q[0], found[0].k[1] - found[0].k[0], found[0].pairs) if found else Tile()
 
 
 def first_key(problem: Problem, owner: int) -> int:

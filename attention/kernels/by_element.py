@@ -18,7 +18,7 @@ from attention.tensors import result_like, take
 
 
 class ByElement:
-    """A kernel for calls with `Call.lengths`, which are on the CPU. Forward only."""
+    """A kernel for calls with `Call.lengths`, which are on the CPU, and for those without. Forward only."""
 
     def __init__(self, kernel: Kernel):
         self.kernel, self.name, self.summary, self.align = kernel, kernel.name, kernel.summary, kernel.align
@@ -32,7 +32,8 @@ class ByElement:
         return self.kernel.refuses(shape, mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        assert call.lengths is not None
+        if call.lengths is None:
+            return self.kernel.forward(q, k, v, call, into=into)
         if into is None:
             out, lse = empty_result(result_like(q, v))
             into = out.to(q.dtype), lse

@@ -49,6 +49,8 @@ class AttentionCall:
     scale: float | None = None  # None: head_dim ** -0.5
     softcap: float | None = None
     sinks: bool = False
+    kv_lengths: tuple[int, ...] | None = None  # of a decode, the keys of each batch element; None: seq_len
+    prefix: int | None = None  # of a decode, keys before those of every batch element, which all share
 
     @cached_property
     def mask(self) -> Band | Mask:
@@ -82,12 +84,31 @@ class AttentionCall:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs under the mask, of one batch element."""
+        """(query, key) pairs under the mask, of one batch element with all keys and no prefix."""
         if self.q_len is not None and isinstance(self.mask, Band):
             return self.mask.pairs(self.q_len, self.seq_len)
         if isinstance(self.mask, Mask):
             return self.mask.pairs(self.seq_len)
         return counts.global_pairs(self.cu_seqlens, self.mask)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Keys of each batch element, without the prefix."""
+        return self.kv_lengths or (self.seq_len,) * self.batch
+
+    def shortened(self, tokens: int) -> AttentionCall:
+        """The call on so many tokens; none of a decode's batch elements has more keys."""
+        lengths = self.kv_lengths and tuple(min(n, tokens) for n in self.kv_lengths)
+        return replace(self, seq_len=tokens, kv_lengths=lengths)
+
+    @property
+    def batch_pairs(self) -> int:
+        """(query, key) pairs under the mask, of all batch elements."""
+        shared = self.batch * self.queries * (self.prefix or 0)
+        if self.kv_lengths is None:
+            return self.batch * self.pairs + shared
+        assert self.q_len is not None and isinstance(self.mask, Band)
+        return sum(self.mask.pairs(self.q_len, n) for n in self.kv_lengths) + shared
 
     @property
     def shapes(self) -> counts.Shapes:
@@ -119,7 +140,10 @@ class AttentionCall:
         """What the call has beyond plain attention, in words."""
         found = [f"values of {self.v_head_dim}"] if self.value_dim != self.head_dim else []
         found += [f"{key} {value:.4g}" for key in ("scale", "softcap") if (value := getattr(self, key)) is not None]
-        return found + (["sinks"] if self.sinks else [])
+        found += ["sinks"] if self.sinks else []
+        if self.kv_lengths:
+            found.append(f"{min(self.kv_lengths):,} to {max(self.kv_lengths):,} keys")
+        return found + ([f"a shared prefix of {self.prefix:,}"] if self.prefix else [])
 
 
 @dataclass(frozen=True)
@@ -203,12 +227,12 @@ class Experiment:
 
     @property
     def head_pairs(self) -> int:
-        """(query, key) pairs of all heads of a batch element; of dilated attention as often as pairs of segment and rate have them."""
+        """(query, key) pairs of all heads and batch elements; of dilated attention as often as pairs of segment and rate have them."""
         call = self.workload
         if self.chosen is None or not self.chosen.mixes:
-            return call.heads * call.pairs
+            return call.heads * call.batch_pairs
         problem = self.chosen.problem(call.cu_seqlens, self.world_size, call.mask, self.options)
-        return counts.head_pairs(problem, call.heads, call.kv_heads)
+        return call.batch * counts.head_pairs(problem, call.heads, call.kv_heads)
 
     @property
     def backward(self) -> bool:
@@ -250,7 +274,8 @@ class Experiment:
     def from_plain(plain: dict[str, Any]) -> Experiment:
         call = dict(plain["workload"])
         call["window"] = tuple(call["window"])
-        call["seqlens"] = tuple(call["seqlens"]) if call["seqlens"] else None
+        for key in ("seqlens", "kv_lengths"):
+            call[key] = tuple(call[key]) if call.get(key) else None
         named_mask = call.get("named_mask")  # results of earlier versions have none
         call["named_mask"] = NamedMask(**named_mask) if named_mask else None
         model = plain.get("model")  # results of earlier versions have the text none

@@ -35,7 +35,7 @@ KINDS = {
 }  # fmt: skip
 # examples in messages; of other keys the present value, or the one that null stands for
 EXAMPLES = {
-    "window": [512, 0], "scale": 0.125, "chunk": 8192, "softcap": 50.0, "v_head_dim": 128, "mode": "forward", "launch.fault": "1:timing:raise",
+    "window": [512, 0], "scale": 0.125, "chunk": 8192, "softcap": 50.0, "v_head_dim": 128, "prefix": 4096, "mode": "forward", "launch.fault": "1:timing:raise",
 }  # fmt: skip
 # keys that a user may expect, and why there are none
 LEFT_OUT = {

@@ -27,8 +27,7 @@ _NOT_IDENTITY = ("hydra", "order", "output", "resume", "tracker", "until_limit")
 # keys that came later, with the value for which earlier results keep their identity
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
-    "sinks": False,
-    "chunk": None,
+    "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None,
 }  # fmt: skip
 
 

@@ -109,6 +109,8 @@ class RunConf:
     v_head_dim: int | None = None  # of the values and out; null: head_dim
     seq_len: int | None = None
     q_len: int | None = None  # queries of a decode, on every rank; null: 1 for a decode, else as many as keys
+    kv_lengths: Any = None  # of a decode, keys of each batch element: [..], random, or null: seq_len for each
+    prefix: int | None = None  # of a decode, tokens before every batch element's own keys, which all share
     seqlens: Any = None  # lengths of a packed batch: [..], random, real, or null: what the variant is made for
     seqlens_mean: int | None = None  # seqlens=random; null: an eighth of seq_len
     seqlens_std: int | None = None  # null: half of the mean

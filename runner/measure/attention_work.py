@@ -57,10 +57,26 @@ def global_input(experiment: Experiment, which: str, device: torch.device, batch
     factor = dilation.divisor if which == "dout" and dilation is not None else 1
     parts = []
     for b in range(work.batch) if batch is None else [batch]:
-        generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + b)
-        x = torch.empty(row_shape(work, which), dtype=torch.float32, device=device)
-        parts.append(x.normal_(generator=generator).clamp_(-1, 1).mul_(factor).to(DTYPES[work.dtype]))
+        x = _normal(row_shape(work, which), which, seed, b, device)
+        parts.append(x.mul_(factor).to(DTYPES[work.dtype]))
     return parts[0] if work.seqlens else torch.stack(parts)
+
+
+def global_prefix(experiment: Experiment, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """The shared prefix's (k, v) `[1, N_p, Hk, .]`, made like one more batch element; None for a call without."""
+    work = experiment.workload
+    if not work.prefix:
+        return None
+    found = []
+    for which in ("k", "v"):
+        shape = (work.prefix, *row_shape(work, which)[1:])
+        found.append(_normal(shape, which, experiment.seed, work.batch, device).to(DTYPES[work.dtype]).unsqueeze(0))
+    return found[0], found[1]
+
+
+def _normal(shape: tuple[int, int, int], which: str, seed: int, element: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + element)
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(generator=generator).clamp_(-1, 1)
 
 
 def global_sinks(work: AttentionCall, seed: int, device: torch.device) -> Tensor | None:
@@ -70,7 +86,7 @@ def global_sinks(work: AttentionCall, seed: int, device: torch.device) -> Tensor
         return None
     generator = torch.Generator(device).manual_seed((seed * 4 + len(NAMES)) * 65_537 - 1)
     x = torch.empty(work.heads, dtype=torch.float32, device=device).normal_(generator=generator)
-    return (x + math.log(max(work.pairs / work.queries, 1))).to(DTYPES[work.dtype])
+    return (x + math.log(max(work.batch_pairs / (work.batch * work.queries), 1))).to(DTYPES[work.dtype])
 
 
 def build(experiment: Experiment, group: Any = None) -> ContextParallel:
@@ -144,11 +160,14 @@ class AttentionWork:
         if work.named_mask is not None:
             self.options["mask"] = work.named_mask.make()
         if work.q_len is not None:
-            self.options["kv_tokens"] = work.seq_len
+            self.options |= {"kv_tokens": work.seq_len, "kv_lengths": work.kv_lengths}
         try:
             self.plan = fn.plan(self.q, self.k, self.v, **self.options)
         except ValueError as error:
             raise UnsupportedHere(str(error)) from None
+        if (prefix := global_prefix(experiment, me.device)) is not None:
+            self.inputs += [self.drawn(fn.shard(x, role="kv")) for x in prefix]
+            self.options |= {"prefix": tuple(self.inputs[-2:]), "prefix_tokens": work.prefix}
         self.out: Tensor | None = None
         self.gradients: tuple[Tensor, ...] = ()
         self.last: Tensor | None = None  # the out of the last backward

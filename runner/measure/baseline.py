@@ -68,7 +68,7 @@ def _times(measured: dict[str, Any]) -> dict[str, float]:
 def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
     length = spec.workload.seq_len
     while True:
-        here = replace(spec, workload=replace(spec.workload, seq_len=length))
+        here = replace(spec, workload=spec.workload.shortened(length))
         try:
             medians, about = _medians(me, here, single_s)
             break

@@ -15,9 +15,12 @@ from torch import Tensor
 from attention.arguments import positive, signed
 from attention.errors import UnsupportedCall
 from attention.kernels import Call, Kernel, Shape, select
+from attention.masks.band import FULL, Band
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
+from attention.reduction.lse_merge import empty_result, merge
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
+from attention.tensors import result_like
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import dilated, pieces
@@ -187,6 +190,8 @@ class _Comparison:
         q, k, v, *dout = (inputs[x].unsqueeze(0) if spec.seqlens is None else inputs[x] for x in NAMES if x in inputs)
         q, call = signed(q, spec.scale), Call(positive(spec.scale, spec.head_dim), softcap=spec.softcap)
         kernel = self._local_kernel(q, k, v)
+        if spec.q_len is not None and isinstance(spec.mask, Band):
+            return {"out": with_sinks(*self._decoded(kernel, q, k, v, call, spec.mask), sinks)[0]}
         if isinstance(spec.mask, Mask):
             call = call.under(Pattern(spec.seq_len, spec.seq_len, spec.mask.rectangles(spec.seq_len)))
         elif spec.seqlens is None:
@@ -199,6 +204,18 @@ class _Comparison:
         dq, dk, dv = kernel.backward(dout[0], q, k, v, out, lse, call)
         dsinks = sinks_gradients(dout[0], saved_with(sinks, q, k, v, out, lse))
         return {"out": out, **dict(zip(GRADIENTS, (signed(dq, spec.scale), dk, dv, *dsinks), strict=False))}
+
+    def _decoded(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Band
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a decode: a call on the prefix and one on the element's own keys, merged."""
+        (out, lse), at = empty_result(result_like(q, v)), self.experiment.workload.prefix or 0
+        for keys, band in ((slice(0, at), FULL), (slice(at, k.shape[1]), mask)):
+            if keys.start == keys.stop:
+                continue
+            here = kernel.forward(q, k[:, keys].contiguous(), v[:, keys].contiguous(), call.under(band))
+            merge(out, lse, out, lse, *here)
+        return out.to(q.dtype), lse
 
     def _local_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
         spec = self.experiment.workload

@@ -104,7 +104,7 @@ class _Run:
             single = each * self.me.world
             return single * (1 + timing.baseline_runs(options.timing_runs, single))
         if self.spec.baseline == "dense":
-            dense = each * work.dense.pairs / max(work.pairs, 1)
+            dense = each * work.dense.batch_pairs / max(work.batch_pairs, 1)
             return dense * (options.timing_runs + options.warmup_runs + 1) * options.layers
         return 0.0
 
@@ -189,7 +189,7 @@ class _Run:
             self.result["baseline"] = baseline.measure(self.me, self.spec, measured, each_s * self.me.world)
         else:
             work = self.spec.workload
-            dense_s = each_s * work.dense.pairs / max(work.pairs, 1)
+            dense_s = each_s * work.dense.batch_pairs / max(work.batch_pairs, 1)
             self.result["baseline"] = baseline.dense(self.me, self.spec, measured, dense_s)
 
     def _watch(self) -> Stopwatch:

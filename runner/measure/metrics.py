@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attention.executors import costs
 from attention.executors.gather_costs import kv_bytes_read
 from attention.geometry import counts
 from attention.geometry.counts import Shapes
-from attention.geometry.schedules import Problem
-from attention.variants.base import Variant
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
-from runner.measure import model_metrics
+from runner.measure import call_costs, model_metrics
+from runner.measure.call_costs import Part
 
 PARTS = {"forward": (False,), "backward": (True,), "total": (False, True)}  # whether each part is a backward
 CEILINGS = {
@@ -29,7 +27,7 @@ def flops(experiment: Experiment) -> dict[str, int]:
     """FLOPs of the whole problem, see `counts.forward_flops` and `backward_flops`; of a model see `model_metrics.flops`."""
     if experiment.model is not None:
         return model_metrics.flops(experiment)
-    about = replace(experiment.workload.shapes, heads=1), experiment.head_pairs
+    about = replace(experiment.workload.shapes, batch=1, heads=1), experiment.head_pairs
     forward = counts.forward_flops(*about)
     if not experiment.backward:
         return {"forward": forward}
@@ -38,15 +36,16 @@ def flops(experiment: Experiment) -> dict[str, int]:
 
 
 def sparsity(experiment: Experiment) -> dict[str, Any]:
-    """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element, of dilated attention
-    the mean of its heads. density: of all queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
+    """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element, the mean of them
+    where they differ. density: of all queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
     is causal if no query sees a later key. dense_flops: FLOPs of that."""
     work = experiment.workload
-    pairs = experiment.head_pairs / work.heads
+    pairs = experiment.head_pairs / (work.batch * work.heads)
+    keys = sum(work.ends) / work.batch + (work.prefix or 0)
     return {
         "connections": round(pairs),
-        "density": pairs / (work.queries * work.seq_len),
-        "sparsity_ratio": 1 - pairs / work.dense.pairs,
+        "density": pairs / (work.queries * keys),
+        "sparsity_ratio": 1 - pairs * work.batch / work.dense.batch_pairs,
         "dense_flops": flops(replace(experiment.dense, variant="dense", options={})),
     }
 
@@ -59,7 +58,8 @@ def compute(
     work, sizes, options = experiment.workload, experiment.workload.shapes, experiment.call_options
     chosen = variant(experiment.variant)
     problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, options, work.q_len)
-    by_rank = counts.rank_flops(problem, sizes)
+    parts = call_costs.parts(experiment, chosen, problem, pulls)
+    by_rank = [sum(each) for each in zip(*(part.flops() for part in parts), strict=True)]
     found = {"tokens": work.batch * work.queries, "flops": flops(experiment), "flops_forward_by_rank": by_rank}
     found |= sparsity(experiment)
     if "grouping" in options:
@@ -72,10 +72,11 @@ def compute(
     passes = {}
     for which in median_ms:
         # the exchange of an external package does not follow a schedule
-        received = None if chosen.external else _received(chosen, problem, sizes, which, options, pulls)
+        received = None if chosen.external else _received(parts, problem.ranks, which)
         passes[which] = {"bytes_received_by_rank": received}
         if ceilings:
-            passes[which] |= _limit(problem, sizes, which, max(by_rank), _most(received), ceilings)
+            moved = max(sum(p.moved(r, x) for p in parts for x in PARTS[which]) for r in range(problem.ranks))
+            passes[which] |= _limit(sizes, which, max(by_rank), moved, _most(received), ceilings)
     return at({**found, "passes": passes}, median_ms, experiment.world_size)
 
 
@@ -130,27 +131,26 @@ def without_exceeded(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "passes": passes}
 
 
-def _received(
-    chosen: Variant[Any], problem: Problem, sizes: Shapes, which: str, options: dict[str, Any], pulls: bool
-) -> list[dict[str, int]]:
-    one = costs.of(chosen, problem, sizes, options, pulls=pulls).bytes_received
-    by_rank = [[one(rank, backward) for backward in PARTS[which]] for rank in range(problem.ranks)]
-    return [{key: sum(part.get(key, 0) for part in parts) for part in parts for key in part} for parts in by_rank]
+def _received(parts: Sequence[Part], ranks: int, which: str) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = [{} for _ in range(ranks)]
+    for rank, of_rank in enumerate(found):
+        for part in parts:
+            for backward in PARTS[which]:
+                for key, size in part.received(rank, backward).items():
+                    of_rank[key] = of_rank.get(key, 0) + size
+    return found
 
 
 def _limit(
-    problem: Problem,
     sizes: Shapes,
     which: str,
     most_flops: int,
+    moved: int,
     most_bytes: int | None,
     ceilings: dict[str, float],
 ) -> dict[str, Any]:
     """The least time that this machine's ceilings allow the slowest rank, and the binding ceiling."""
     times = sum(sizes.backward_ratio if backward else 1.0 for backward in PARTS[which])
-    moved = max(
-        sum(counts.kernel_bytes(problem, sizes, r, part) for part in PARTS[which]) for r in range(problem.ranks)
-    )
     link = ceilings.get("link_gb_s")
     terms = {
         "compute": most_flops * times / ceilings["matmul_tflops"] / 1e9,

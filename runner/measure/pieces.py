@@ -13,7 +13,7 @@ from attention.geometry import counts
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
 from runner.measure import dilated
-from runner.measure.attention_work import global_input, global_sinks
+from runner.measure.attention_work import global_input, global_prefix, global_sinks
 from runner.measure.errors import Error
 from runner.measure.reference import Reference, Rows, Seen, SeenRectangles, attend
 
@@ -101,7 +101,7 @@ def kept(key: Any) -> list[Piece] | None:
 
 def tflop(experiment: Experiment) -> float:
     """TFLOP of the whole reference."""
-    shapes = replace(experiment.workload.shapes, heads=1)
+    shapes = replace(experiment.workload.shapes, batch=1, heads=1)
     found = counts.forward_flops(shapes, experiment.head_pairs)
     return (found + (counts.backward_flops(shapes, experiment.head_pairs) if experiment.backward else 0)) / 1e12
 
@@ -131,7 +131,7 @@ def pieces_of(experiment: Experiment, world: int, rank: int, limit_tflop: float)
 
 def piece_inputs(experiment: Experiment, piece: Piece, device: torch.device) -> dict[str, Tensor]:
     """The inputs of a piece: q `[S, G, D]`, dout `[S, G, Dv]`, k `[S, 1, D]`, v `[S, 1, Dv]` and, where the call has them, sinks
-    `[G]`."""
+    `[G]`. Of a decode k and v are the keys of the batch element, those of the prefix first."""
     spec = experiment.workload
     group = spec.heads // spec.kv_heads
     found = {}
@@ -139,6 +139,11 @@ def piece_inputs(experiment: Experiment, piece: Piece, device: torch.device) -> 
         x = global_input(experiment, name, device, piece.batch)
         start, count = (piece.head, 1) if name in ("k", "v") else (piece.head * group, group)
         found[name] = (x if x.dim() == 3 else x[0])[:, start : start + count].contiguous()
+    if spec.kv_lengths is not None:
+        found |= {name: found[name][: spec.kv_lengths[piece.batch]] for name in ("k", "v")}
+    if (prefix := global_prefix(experiment, device)) is not None:
+        for name, shared in zip(("k", "v"), prefix, strict=True):
+            found[name] = torch.cat([shared[0, :, piece.head : piece.head + 1], found[name]])
     if (sinks := global_sinks(spec, experiment.seed, device)) is not None:
         found["sinks"] = sinks[piece.head * group : (piece.head + 1) * group]
     return found
@@ -151,16 +156,19 @@ def reference(inputs: dict[str, Tensor], piece: Piece, experiment: Experiment, d
     scores = _scores_held(experiment, q.device, dtype)
     if (dilation := experiment.dilation) is not None:
         return dilated.reference(inputs, piece.head * q.shape[1], spec, dilation, dtype, scores, rows)
-    seen = seen_by(spec)
+    seen = seen_by(spec, piece.batch)
     return attend(
         q, k, v, inputs.get("dout"), seen, spec.scale_of_scores, dtype, scores, rows, spec.softcap, inputs.get("sinks")
     )
 
 
-def seen_by(spec: AttentionCall) -> Seen | SeenRectangles:
-    """What each query sees: causal, window and sequences from their definitions, a mask by name from its rectangles."""
-    keys = spec.seqlens or (spec.seq_len,)
+def seen_by(spec: AttentionCall, batch: int = 0) -> Seen | SeenRectangles:
+    """What each query of a batch element sees: causal, window and sequences from their definitions, a mask by name from its
+    rectangles. The keys of a decode's prefix come first, and every query sees them all."""
+    keys = spec.seqlens or (spec.ends[batch],)
     within = Seen.band(keys if spec.q_len is None else (spec.q_len,), keys, spec.causal, spec.window)
+    if spec.prefix:
+        return Seen(within.first, within.end + spec.prefix, within.keys + spec.prefix)
     if spec.named_mask is None:
         return within
     built = spec.named_mask.make().build(spec.seq_len)  # not from the library's cache

@@ -49,6 +49,8 @@ class Workload(Part):
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    kv_lengths: list[int] | None = None
+    prefix: int | None = None
 
 
 class Method(Part):

@@ -42,6 +42,8 @@ class Asked:
     sinks: bool | None = None
     seq_len: int | None = None
     q_len: int | None = None
+    kv_lengths: Any = None  # of a decode: a list of lengths, or how they are drawn
+    prefix: int | None = None
     named_mask: fields.NamedMask | None = None
     causal: bool | None = None
     window: tuple[int, int] | None = None

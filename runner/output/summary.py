@@ -17,7 +17,7 @@ COLUMN_OF = {"timing.layers": "timing", "timing.autograd_thread": "timing", "tim
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
 COLUMNS = (
     "name", "status", "model", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len",
-    "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "causal", "window", "q_len", "seqlens", "dtype", "mode", "seed", "timing", "settings",
+    "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "causal", "window", "q_len", "kv_lengths", "prefix", "seqlens", "dtype", "mode", "seed", "timing", "settings",
     "rounds", "forward_ms", "forward_iqr", "backward_ms", "backward_iqr", "optimizer_ms", "optimizer_iqr", "total_ms", "back_to_back_ms", "tokens_per_s",
     "tflops_per_device", "sol", "mfu", "parameters", "first_loss", "loss", "speedup", "efficiency", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
@@ -25,7 +25,8 @@ COLUMNS = (
 # the columns of summary.md and of the printed table: title and format
 SHOWN = (
     ("model", "model", "{}"), ("attention", "attention", "{}"), ("options", "options", "{}"), ("config", "config", "{}"), ("world_size", "W", "{}"),
-    ("batch", "batch", "{}"), ("seq_len", "tokens", "{:,}"), ("q_len", "queries", "{}"), ("seqlens", "sequences", "{}"),
+    ("batch", "batch", "{}"), ("seq_len", "tokens", "{:,}"), ("q_len", "queries", "{}"),
+    ("kv_lengths", "keys", "{}"), ("prefix", "prefix", "{:,}"), ("seqlens", "sequences", "{}"),
     ("heads", "heads", "{}"), ("kv_heads", "KV heads", "{}"), ("head_dim", "D", "{}"), ("v_head_dim", "Dv", "{}"),
     ("scale", "scale", "{:.4g}"), ("softcap", "softcap", "{:g}"), ("sinks", "sinks", "{}"), ("mask", "mask", "{}"),
     ("sparsity_ratio", "sparsity", "{:.1%}"), ("causal", "causal", "{}"),
@@ -41,6 +42,8 @@ SHOWN = (
 )  # fmt: skip
 NONE_COUNTS = {
     "q_len",
+    "kv_lengths",
+    "prefix",
     "seqlens",
     "v_head_dim",
     "scale",
@@ -49,7 +52,7 @@ NONE_COUNTS = {
 }  # an empty cell of these says that there is none
 # of those, the ones shown only where the runs differ in them
 WHERE_DIFFERENT = {
-    "batch", "q_len", "seqlens", "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "sparsity_ratio", "causal", "window", "mode", "seed",
+    "batch", "q_len", "kv_lengths", "prefix", "seqlens", "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "sparsity_ratio", "causal", "window", "mode", "seed",
     "transport",
 }  # fmt: skip
 
@@ -73,6 +76,7 @@ def _asked(result: Result) -> dict[str, Any]:
         "sinks": asked.sinks or None,
         "mask": asked.named_mask.text if asked.named_mask else None,
         "seqlens": _lengths(asked.seqlens, asked.timing.new_packs) if isinstance(asked.seqlens, list) else None,
+        "kv_lengths": _lengths(asked.kv_lengths, False) if isinstance(asked.kv_lengths, list) else None,
         "timing": timing_text(asked.timing),
     }
 

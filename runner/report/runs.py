@@ -181,7 +181,12 @@ def _options(result: Result) -> tuple[dict[str, Any], str | None]:
 def _features(asked: Asked) -> str | None:
     found = [f"Dv = {asked.v_head_dim}"] if asked.v_head_dim not in (None, asked.head_dim) else []
     found += [f"{key} {value:.4g}" for key in ("scale", "softcap") if (value := getattr(asked, key)) is not None]
-    return ", ".join([*found, "sinks"] if asked.sinks else found) or None
+    found += ["sinks"] if asked.sinks else []
+    if asked.kv_lengths:
+        many = isinstance(asked.kv_lengths, list)
+        found.append(f"{min(asked.kv_lengths):,} to {max(asked.kv_lengths):,} keys" if many else "random kv_lengths")
+    found += [f"prefix {asked.prefix:,}"] if asked.prefix else []
+    return ", ".join(found) or None
 
 
 def _mask(asked: Asked) -> str | None:

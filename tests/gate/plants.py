@@ -54,6 +54,8 @@ RUNS = {  # overrides by name; all in a world of 2
     "packed": ("attention=llama3", "causal=true", *SIZE, *FORWARD),
     "batch": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "batch=2"),
     "tree": ("attention=tree", "causal=false", *SIZE, *FORWARD, "q_len=16"),
+    "lengths": ("attention=tree", "causal=false", *SIZE, *FORWARD, "batch=2", "q_len=4", "kv_lengths=[300,100]"),
+    "prefix": ("attention=tree", "causal=false", *SIZE, *FORWARD, "batch=2", "q_len=4", "prefix=64"),
     "sinks": ("attention=zigzag", "causal=true", *SIZE, "sinks=true"),
     "softcap": ("attention=zigzag", "causal=true", *SIZE, "softcap=1"),
     "values": ("attention=zigzag", "causal=true", *SIZE, "v_head_dim=8", "kernel=sdpa_flash"),
@@ -542,6 +544,15 @@ def _sinks_gradient_lost(found: Tensors, plan: Plan) -> None:
         found["dsinks"].zero_()
 
 
+def argument_dropped(*names: str) -> AbstractContextManager[object]:
+    """A call is made without these arguments."""
+
+    def make(original: Any) -> Any:
+        return lambda self, *xs, **given: original(self, *xs, **{k: x for k, x in given.items() if k not in names})
+
+    return changed(api.ContextParallel, "__call__", make)
+
+
 def _values_cut_elsewhere() -> AbstractContextManager[object]:
     """Of padded values the dims from the second on."""
     return changed(padded_values, "_cut", lambda original: lambda x, like: original(x.roll(-1, -1), like))
@@ -602,6 +613,8 @@ PLANTS = [
     Plant("softcap dropped", kernel(uncapped, uncapped), "softcap"),
     Plant("softcap dropped in the backward", kernel(backward=uncapped), "softcap"),
     Plant("values cut off by one dim", lambda: _values_cut_elsewhere(), "values"),
+    Plant("a decode's lengths dropped", lambda: argument_dropped("kv_lengths"), "lengths"),
+    Plant("a decode's prefix dropped", lambda: argument_dropped("prefix", "prefix_tokens"), "prefix"),
     Plant("wrong from the second call on", _later(lambda number: number >= 2)),
     Plant("wrong once the check is over", _later(lambda number: STATE.checked)),
 ]

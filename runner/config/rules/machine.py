@@ -51,4 +51,5 @@ def input_bytes(run: Experiment) -> int:
     world = 1 if replicated else run.world_size
     queries = call.queries if call.q_len is not None else -(-call.seq_len // world)
     found = queries * call.shapes.q_token + -(-call.seq_len // world) * call.shapes.kv_token
+    found += -(-(call.prefix or 0) // world) * call.shapes.kv_token // call.batch
     return found + (queries * call.shapes.out_token if run.backward else 0)

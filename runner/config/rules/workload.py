@@ -42,6 +42,7 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
     lengths = None if decode else _lengths(cfg, sizes, packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}
+    kv_lengths = _kv_lengths(cfg, chosen, sizes, seed)
     causal = cfg.causal and not (decode and cfg.config == "default")  # the default workload suits every variant
     call = AttentionCall(
         **sizes,
@@ -55,6 +56,8 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
         q_len=q_len,
         seqlens=lengths,
         named_mask=_named_mask(cfg, sizes["seq_len"], lengths),
+        kv_lengths=kv_lengths,
+        prefix=_prefix(cfg, chosen, window),
     )
     _check_mask(call)
     return call
@@ -108,6 +111,47 @@ def _queries(cfg: DictConfig, chosen: Variant[Any] | None) -> int | None:
         name = chosen.name if chosen is not None else f"q_len={q_len}"
         raise InvalidConfig(f"seqlens={shown(cfg.seqlens)}: {name} is a decode of single sequences; use seqlens=null")
     return q_len
+
+
+def _kv_lengths(
+    cfg: DictConfig, chosen: Variant[Any] | None, sizes: dict[str, int], seed: int
+) -> tuple[int, ...] | None:
+    """The keys of each batch element of a decode: given, or drawn between 1 and seq_len."""
+    given, batch, most = cfg.kv_lengths, sizes["batch"], sizes["seq_len"]
+    if given is None:
+        return None
+    _only_decodes(f"kv_lengths={shown(given)}", chosen, "kv_lengths=null")
+    if cfg.mask.name != NONE or cfg.chunk is not None:
+        raise InvalidConfig(f"kv_lengths={shown(given)}: takes causal and window only; use mask=none and chunk=null")
+    if given == "random":
+        draw = random.Random(seed)
+        return tuple(draw.randint(1, most) for _ in range(batch))
+    if not OmegaConf.is_list(given) or len(given) != batch or any(type(n) is not int for n in given):
+        raise InvalidConfig(
+            f"kv_lengths={shown(given)}: must be a list of whole numbers, one for each of batch={batch}, random or null"
+        )
+    if not all(0 <= n <= most for n in given) or not any(given):
+        raise InvalidConfig(
+            f"kv_lengths={shown(given)}: each must be from 0 to seq_len={most}, and one above 0; give a larger seq_len"
+        )
+    return tuple(given)
+
+
+def _prefix(cfg: DictConfig, chosen: Variant[Any] | None, window: tuple[int, int]) -> int | None:
+    """Tokens of a decode's shared prefix."""
+    if cfg.prefix is None:
+        return None
+    tokens = whole("prefix", cfg.prefix)
+    _only_decodes(f"prefix={tokens}", chosen, "mask=shared_prompt")
+    if window != (-1, -1) or cfg.mask.name != NONE or cfg.chunk is not None:
+        raise InvalidConfig(f"prefix={tokens}: a prefix takes no window and no mask; use window=[-1,-1] and mask=none")
+    return tokens
+
+
+def _only_decodes(what: str, chosen: Variant[Any] | None, way_out: str) -> None:
+    if chosen is None or not chosen.decode:
+        name = "auto" if chosen is None else chosen.name
+        raise InvalidConfig(f"{what}: attention={name} is no decode; use attention=tree or ring_decode, or {way_out}")
 
 
 def _window(cfg: DictConfig) -> tuple[int, int]:

@@ -148,10 +148,11 @@ def test_dense_and_a_world_of_one_receive_nothing():
         assert all(set(r.values()) == {0} for r in received(name, 16, 1, FULL, False))
 
 
-PACKS = {
+OTHER_RUNS = {
     "llama3": ("seqlens=[100,28,128]",),
     "zigzag_varlen": ("seqlens=[8,24,64]",),
     "ring_varlen": ("seqlens=[8,24,64]",),
+    **dict.fromkeys(DECODES, ("kv_lengths=[40]", "prefix=24")),
 }
 
 
@@ -167,7 +168,7 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
             resolved(
                 f"attention={name}", *sizes, f"world_size={world}", f"transport={transport}", "hardware=cpu", *more
             )
-            for more in ((), PACKS.get(name, ()))
+            for more in ((), OTHER_RUNS.get(name, ()))
         ]
     counted = in_world(traffic.counted_of_runs, world, experiments=[spec.plain() for spec in specs])
     for spec, found in zip(specs, counted, strict=True):

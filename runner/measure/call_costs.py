@@ -1,0 +1,83 @@
+"""FLOPs and bytes of a run's attention call by rank: of the whole call, or of a decode's parts, where batch elements have different
+numbers of keys or share a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attention.executors import costs
+from attention.geometry import counts, decodes
+from attention.geometry.counts import Shapes
+from attention.geometry.schedules import Problem, steps
+from attention.masks.band import FULL
+from attention.variants.base import Variant
+from runner.config.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Part:
+    """One call on the library's side, all batch elements alike."""
+
+    variant: Variant[Any]
+    problem: Problem
+    shapes: Shapes
+    options: dict[str, Any]
+    pulls: bool
+
+    def flops(self) -> list[int]:
+        """Of each rank's forward."""
+        return counts.rank_flops(self.problem, self.shapes)
+
+    def received(self, rank: int, backward: bool) -> dict[str, int]:
+        """Bytes that a rank receives, by what moves."""
+        found = costs.of(self.variant, self.problem, self.shapes, self.options, pulls=self.pulls)
+        return found.bytes_received(rank, backward)
+
+    def moved(self, rank: int, backward: bool) -> int:
+        """The fewest bytes of device memory that a rank's kernels move."""
+        return counts.kernel_bytes(self.problem, self.shapes, rank, backward)
+
+
+@dataclass(frozen=True)
+class Elements(Part):
+    """A decode whose batch elements have `ends` keys each. A ring brings the keys that some element sees, of all elements."""
+
+    ends: tuple[int, ...]
+
+    def _tiles(self, rank: int) -> list[decodes.Tile]:
+        owners = [step.owner for step in steps(self.problem, rank)]
+        return [decodes.seen(self.problem, owner, end) for owner in owners for end in self.ends]
+
+    def flops(self) -> list[int]:
+        one = replace(self.shapes, batch=1)
+        pairs = [sum(tile.pairs for tile in self._tiles(rank)) for rank in range(self.problem.ranks)]
+        return [counts.forward_flops(one, n) for n in pairs]
+
+    def received(self, rank: int, backward: bool) -> dict[str, int]:
+        if self.variant.executor != "ring":
+            return super().received(rank, backward)  # results, whatever the number of keys
+        some = [n for n in self.ends if n]
+        others = [owner for owner in range(self.problem.world) if owner != rank]
+        found = [decodes.block(self.problem, owner, (min(some), max(some))) for owner in others]
+        return {"kv": sum(b.k[1] - b.k[0] for b in found if b) * self.shapes.kv_token}
+
+    def moved(self, rank: int, backward: bool) -> int:
+        s = self.shapes
+        rows = sum(tile.queries * s.heads + tile.keys * s.kv_heads for tile in self._tiles(rank))
+        return rows * (s.head_dim + s.v_head_dim) * s.itemsize
+
+
+def parts(experiment: Experiment, variant: Variant[Any], problem: Problem, pulls: bool) -> Sequence[Part]:
+    """The calls that make up the run's. problem: of the run. pulls: as in `costs.of`."""
+    call, options = experiment.workload, experiment.call_options
+    about = options, pulls
+    whole = Part(variant, problem, call.shapes, *about)
+    if call.kv_lengths is not None:
+        whole = Elements(variant, problem, call.shapes, *about, call.kv_lengths)
+    if not call.prefix:
+        return [whole]
+    queries = call.batch * call.queries
+    shared = variant.problem((0, call.prefix), experiment.world_size, FULL, options, queries)
+    return [whole, Part(variant, shared, replace(call.shapes, batch=1), *about)]

@@ -1,0 +1,80 @@
+"""Decodes whose batch elements have different numbers of keys, or share a prefix: counts, the gate, and refusals."""
+
+import pytest
+
+from runner.config.values import InvalidConfig
+from runner.launch.files import WorldSpec
+from runner.measure import metrics
+from tests.gate import plants
+from tests.support.composing import resolved
+
+SIZES = ("config=tiny", "batch=3", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=64", "dtype=fp32")
+KEYS = ("kv_lengths=[64,20,1]", "prefix=24")
+KV = 2 * 2 * 16 * 4  # bytes of one token's k and v of one batch element
+
+
+def computed(name: str, world: int, *more: str):
+    run = resolved(f"attention={name}", *SIZES, *KEYS, "q_len=3", f"world_size={world}", *more)
+    return run, metrics.compute(run, {"forward": 1.0}, None)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_pairs_flops_and_bytes_are_those_of_each_element_and_the_prefix(world):
+    # causal: 64 and 20 keys less the 3 pairs beyond the ends; of 1 key only the last query sees it; and 3 x 3 x 24 of the prefix
+    pairs = (3 * 64 - 3) + (3 * 20 - 3) + 1 + 3 * 3 * 24
+    flops = 4 * 4 * 16 * pairs
+    run, tree = computed("tree", world, "causal=true")
+    assert run.workload.batch_pairs == pairs
+    assert tree["flops"]["forward"] == sum(tree["flops_forward_by_rank"]) == flops
+    _, ring = computed("ring_decode", world, "causal=true")
+    assert ring["flops_forward_by_rank"] == [flops] * world  # each rank computes everything
+    received = [each["kv"] for each in ring["passes"]["forward"]["bytes_received_by_rank"]]
+    assert received == [(64 - 64 // world) * 3 * KV + (24 - 24 // world) * KV] * world
+
+
+def test_a_ring_brings_the_keys_that_some_element_sees():
+    run = resolved("attention=ring_decode", *SIZES, "kv_lengths=[20,3,0]", "causal=false", "world_size=4")
+    received = metrics.compute(run, {"forward": 1.0}, None)["passes"]["forward"]["bytes_received_by_rank"]
+    assert [each["kv"] // (3 * KV) for each in received] == [4, 16, 20, 20]
+
+
+@pytest.mark.parametrize("name", ["tree", "ring_decode"])
+def test_the_gate_passes_them_and_finds_one_dropped(pool, name, world=4):
+    given = {"lengths": KEYS[0], "prefix": KEYS[1]}
+    runs = {
+        key: resolved(f"attention={name}", *SIZES, "q_len=3", x, "causal=true", "sinks=true", f"world_size={world}")
+        for key, x in given.items()
+    }
+    names = [plant.name for plant in plants.PLANTS if plant.run in runs]
+    arguments = {"runs": {key: run.plain() for key, run in runs.items()}, "names": names}
+    outcome = pool.get(WorldSpec(world, "cpu")).call(plants.planted, arguments, 120.0)
+    assert outcome.status == "ok", outcome.reason
+    assert len(names) == 2 and all(outcome.result["why"].values())
+    assert [found["why"] for found in outcome.result["shipped"].values()] == [None, None]
+
+
+def test_random_lengths_follow_the_seed():
+    drawn = [
+        resolved("attention=tree", *SIZES, "kv_lengths=random", f"seed={seed}").workload.kv_lengths
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2] and all(1 <= n <= 64 for n in drawn[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["attention=ring", "kv_lengths=[1,2,3]"], "kv_lengths=[1,2,3]: attention=ring is no decode; use attention=tree"),
+        (["attention=auto", "q_len=1", "prefix=4"], "prefix=4: attention=auto is no decode; use attention=tree"),
+        (["attention=tree", "kv_lengths=[1]"], "kv_lengths=[1]: must be a list of whole numbers, one for each of batch=3"),
+        (["attention=tree", "kv_lengths=all"], "kv_lengths=all: must be a list of whole numbers"),
+        (["attention=tree", "kv_lengths=[1,2,65]"], "kv_lengths=[1,2,65]: each must be from 0 to seq_len=64"),
+        (["attention=tree", "kv_lengths=[0,0,0]"], "kv_lengths=[0,0,0]: each must be from 0 to seq_len=64, and one above"),
+        (["attention=tree", "prefix=0"], "prefix=0: must be a whole number of at least 1"),
+        (["attention=tree", "prefix=4", "window=[9,0]"], "prefix=4: a prefix takes no window and no mask"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(given, message):
+    with pytest.raises(InvalidConfig) as error:
+        resolved(*SIZES, *given)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
