@@ -41,6 +41,7 @@ class Variant(Generic[Chosen]):
     twin: str | None = None  # the variant that is the same algorithm, made for packed batches where this one is not
     decode: bool = False  # few replicated queries against sharded keys; forward only
     mixes: bool = False  # computes a mixture of strided attentions instead of attention under the call's mask
+    module: bool = False  # made for a module: a benchmark of it has the projections and the LayerNorm around it
     benchmark_only: str | None = None  # why `auto` never takes it
 
     def missing(self, device: str) -> str | None:

@@ -225,6 +225,17 @@ register(
 register(
     replace(
         DILATED,
+        name="dilated_multihead",
+        summary="dilated_improved within multi-head attention: a benchmark of it has the projections and LayerNorm, too",
+        source="LongNet (Ding et al., 2023); the module as in dilated-attention-pytorch (Odom, 2023)",
+        use="the time of a whole layer's dilated attention",
+        options=DilatedOptions,
+        module=True,
+    )
+)
+register(
+    replace(
+        DILATED,
         name="ring_dilated",
         summary="dilated attention on contiguous shards: only the selected keys of segments that ranks share travel",
         source="LongNet (Ding et al., 2023), section 3.1: distributed training",

@@ -226,6 +226,11 @@ class Experiment:
         return Dilation(options.pairs(self.workload.seq_len), options.mixing, options.weights)
 
     @property
+    def is_module(self) -> bool:
+        """Whether a whole module is measured: attention with its projections and LayerNorm."""
+        return self.chosen is not None and self.chosen.module
+
+    @property
     def head_pairs(self) -> int:
         """(query, key) pairs of all heads and batch elements; of dilated attention as often as pairs of segment and rate have them."""
         call = self.workload

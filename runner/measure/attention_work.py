@@ -179,10 +179,14 @@ class AttentionWork:
         """The values of a shard of `whole_input`."""
         return shard
 
+    def call(self) -> Tensor:
+        out: Tensor = self.fn(self.q, self.k, self.v, **self.options)
+        return out
+
     def run(self, which: str) -> None:
         if which == "forward":
             self.out = self.last = None  # freed first: not part of this iteration's memory
-            self.out = self.fn(self.q, self.k, self.v, **self.options)
+            self.out = self.call()
         else:
             self._backward(keep=False)
 

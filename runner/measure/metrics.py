@@ -24,15 +24,24 @@ EXCEEDED = 1.03  # a run above this share of its limit shows that the measured c
 
 
 def flops(experiment: Experiment) -> dict[str, int]:
-    """FLOPs of the whole problem, see `counts.forward_flops` and `backward_flops`; of a model see `model_metrics.flops`."""
+    """FLOPs of the whole problem, see `counts.forward_flops` and `backward_flops`, of a module with its projections; of a model see `model_metrics.flops`."""
     if experiment.model is not None:
         return model_metrics.flops(experiment)
     about = replace(experiment.workload.shapes, batch=1, heads=1), experiment.head_pairs
-    forward = counts.forward_flops(*about)
+    forward = counts.forward_flops(*about) + projections(experiment)
     if not experiment.backward:
         return {"forward": forward}
-    backward = counts.backward_flops(*about)
+    backward = counts.backward_flops(*about) + 2 * projections(experiment)
     return {"forward": forward, "backward": backward, "total": forward + backward}
+
+
+def projections(experiment: Experiment) -> int:
+    """FLOPs of a module's matrix products around its attention in the forward: x to q, k and v, and to out. 0 for attention alone."""
+    if not experiment.is_module:
+        return 0
+    call = experiment.workload
+    hidden = call.heads * call.head_dim
+    return 2 * call.batch * call.seq_len * hidden * (hidden + (call.heads + 2 * call.kv_heads) * call.head_dim)
 
 
 def sparsity(experiment: Experiment) -> dict[str, Any]:

@@ -51,9 +51,9 @@ def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors,
         outputs = _first_step(me, here)
     outputs = {name: _whole(work, x) if name == GUESSED else x for name, x in outputs.items()}
     me.say("check_compare")
-    verdict = me.agree(_verdict(experiment, outputs, there) if there else None)
+    found = me.agree(verdict(experiment, outputs, there) if there else None)
     about = {"kernel": work.plan.kernel.name, "checked_share": layers / work.config.layers}
-    return Compared(verdict | about, scales, limits)
+    return Compared(found | about, scales, limits)
 
 
 def tolerance(experiment: Experiment, local: Error | None, ratio: float = RATIO_OF_ONE) -> Tolerance:
@@ -126,12 +126,12 @@ def _losses(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
 
-def _verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors, Tensors]) -> dict[str, Any]:
-    """The fields of the result: of the loss, of all gradients together, and of the worst one. Every one counts."""
+def verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors, Tensors]) -> dict[str, Any]:
+    """The fields of the result: of the loss or out, of all gradients together, and of the worst one. Every one counts."""
     dtype, exact, local = there
     errors, of_local = ({name: _error(x[name], exact[name]) for name in exact} for x in (outputs, local))
     why = [text for name, error in errors.items() for text in error.faults(name, tolerance(experiment, of_local[name]))]
-    shown: dict[str, list[str]] = {name: [name] for name in ("loss", GUESSED) if name in errors}
+    shown: dict[str, list[str]] = {name: [name] for name in ("loss", GUESSED, "out") if name in errors}
     if gradients := [name for name in errors if name not in shown]:
         together, device = (total(each[name] for name in gradients) for each in (errors, of_local))
         why += together.faults("all gradients", tolerance(experiment, device, RATIO))
@@ -142,7 +142,7 @@ def _verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors
         here, device = (total(each[name] for name in names) for each in (errors, of_local))
         ratio = {"local_rel_l2": device.rel_l2, "ratio_to_local": here.ratio_to(device)}
         tensors[label] = {"rel_l2": here.rel_l2, "max_abs": here.worst, **ratio}
-    lse = {"checked": None, "why": "a model's loss and gradients are compared"}
+    lse = {"checked": None, "why": "results and gradients of a whole model or module are compared"}
     least = {
         "grad_rel_l2": tolerance(experiment, None).rel_l2,
         "error_ratio": RATIO,

@@ -153,7 +153,7 @@ def reference(inputs: dict[str, Tensor], piece: Piece, experiment: Experiment, d
     """The reference of a piece's inputs, of all queries or of this rank's."""
     spec, rows = experiment.workload, piece.rows
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    scores = _scores_held(experiment, q.device, dtype)
+    scores = scores_held(experiment, q.device, dtype)
     if (dilation := experiment.dilation) is not None:
         return dilated.reference(inputs, piece.head * q.shape[1], spec, dilation, dtype, scores, rows)
     seen = seen_by(spec, piece.batch)
@@ -201,7 +201,7 @@ def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, d
                 found[name] = mine[0].mine(found[name])
 
 
-def _scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:
+def scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:
     """How many scores a reference holds at once: on a GPU as many as fit a quarter of the free memory with at most eight
     temporaries; few under a memory limit."""
     if device.type != "cuda" or experiment.launch.memory_limit_gb is not None:

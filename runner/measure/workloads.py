@@ -11,9 +11,10 @@ from torch import Tensor
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure import comparison, model_check
+from runner.measure import comparison, model_check, module_work
 from runner.measure.attention_work import AttentionWork, alone
 from runner.measure.model_work import ModelWork
+from runner.measure.module_work import ModuleWork
 from runner.measure.workload import Compared, Workload
 
 
@@ -42,12 +43,20 @@ def _single_model(me: Rank, experiment: Experiment) -> Workload:
     return ModelWork(me, dense, alone(dense))
 
 
+def _single_module(me: Rank, experiment: Experiment) -> Workload:
+    one = replace(experiment, world_size=1)
+    return ModuleWork(me, one, alone(one))
+
+
 WORKLOADS = {
     "attention": Kind(AttentionWork, _single_attention, comparison.compare),
+    "module": Kind(ModuleWork, _single_module, module_work.compare),
     "model": Kind(ModelWork, _single_model, model_check.compare),
 }
 
 
 def kind(experiment: Experiment) -> Kind:
     """Of a run."""
-    return WORKLOADS["attention" if experiment.model is None else "model"]
+    if experiment.model is not None:
+        return WORKLOADS["model"]
+    return WORKLOADS["module" if experiment.is_module else "attention"]

@@ -134,3 +134,34 @@ def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -
         each = correctness.check(me, spec, work).found
         found.append([each["passed"], max(x["ratio_to_local"] for x in each["tensors"].values())])
     return found
+
+
+def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
+    """Why the check of a module's run fails: as it is, after the timing, and with each of three faults."""
+    from runner.config.experiment import Experiment
+    from runner.measure import correctness
+    from runner.measure.module_work import ModuleWork
+
+    spec = Experiment.from_plain(experiment)
+    work = ModuleWork(me, spec)
+    checked = correctness.check(me, spec, work)
+    for which in work.passes:
+        work.run(which)
+    found = [checked.found["why"], correctness.check_timed(me, spec, work, work, checked.kept)["why"]]
+    module, call = work.module, work.call
+
+    def without_norm() -> torch.Tensor:
+        q, k, v = module.qkv(work.x).unflatten(-1, (-1, module.head_dim)).split(module.parts, -2)
+        inner = module.attend(q, k, v, causal=spec.workload.causal).flatten(-2)
+        return module.out(inner + 0 * module.norm(inner))
+
+    def gradient_too_large() -> torch.Tensor:
+        return call() + 0.02 * (work.x - work.x.detach())  # adds 0.02 dout to dx
+
+    def of_other_tokens() -> torch.Tensor:
+        return call().roll(1, 1)
+
+    for fault in (without_norm, gradient_too_large, of_other_tokens):
+        work.call = fault
+        found.append(correctness.check(me, spec, work).found["why"])
+    return found

@@ -51,6 +51,8 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
         else:
             about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
             chosen.settings(run.call_options, *about)
+            if chosen.module:
+                _check_module(run)
             if chosen.mixes and run.baseline == "dense":
                 raise ValueError(
                     f"baseline=dense: {chosen.name} gives other numbers than attention; run attention=dense beside it, with baseline=none"
@@ -58,6 +60,17 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
     except ValueError as error:
         hint = _about_drawn(cfg.seqlens, run.world_size) if call.seqlens is not None else ""
         raise InvalidConfig(f"{_by_keys(str(error), run)}{hint}") from None
+
+
+def _check_module(run: Experiment) -> None:
+    """Raises ValueError for what the module does not take."""
+    call = run.workload
+    asked = [*call.features, *(["a packed batch"] if call.seqlens else [])]
+    if asked:
+        raise ValueError(
+            f"attention={run.variant}: its module has causal and full attention of head_dim ** -0.5, not {', '.join(asked)}; "
+            "use attention=dilated_improved"
+        )
 
 
 def _about_drawn(seqlens: Any, world: int) -> str:
