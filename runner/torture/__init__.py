@@ -1,0 +1,1 @@
+"""Faults and bad input at random, tried on the real program: `python -m runner.torture`."""

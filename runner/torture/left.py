@@ -1,0 +1,56 @@
+"""What programs left behind: processes, worlds' folders, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from runner.launch.ownership import PREFIX
+from runner.torture.program import MARK
+
+SHARED = Path("/dev/shm")
+GONE_S = 8.0  # within which everything must have ended
+
+
+def processes(folder: Path) -> list[int]:
+    """The living processes that the trial in `folder` started, by the environment that they inherit."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def shared() -> set[str]:
+    return set(os.listdir(SHARED)) if SHARED.exists() else set()
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Those that no process has mapped: others on this machine use shared memory, too."""
+    for path in Path("/proc").glob("[0-9]*/maps") if names else ():
+        with contextlib.suppress(OSError):
+            text = path.read_text(errors="replace")
+            names = {name for name in names if f"{SHARED}/{name}" not in text}
+    return names
+
+
+def left(folder: Path, before: set[str]) -> list[str]:
+    """What is still there after GONE_S. before: the names in shared memory when the trial began. Processes that are left
+    are killed."""
+    deadline = time.monotonic() + GONE_S
+    while True:
+        pids, worlds = processes(folder), list((folder / "tmp").glob(f"{PREFIX}*"))
+        names = _unused(shared() - before)
+        if not (pids or worlds or names) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    counts = ((len(pids), "processes"), (len(worlds), "worlds' folders"), (len(names), f"in {SHARED}: {sorted(names)}"))
+    return [f"left behind: {number} {what}" for number, what in counts if number]
