@@ -52,7 +52,7 @@ def unnamed(value) -> Iterator[str]:
     for entry in value if isinstance(value, list) else []:
         yield from unnamed(entry)
     for key, below in value.items() if isinstance(value, dict) else []:
-        if key not in NAMED and not key.startswith(BEGUN) and "." not in key:  # a model's parameters have dots in their names
+        if not {*key.split()} <= NAMED and not key.startswith(BEGUN) and "." not in key:  # parameters' names have dots
             yield key
         if key not in OPEN:
             yield from unnamed(below)
