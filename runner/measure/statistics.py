@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
+Rounds = Sequence[Sequence[float]]  # ms, by round
 NOISY = 0.05  # IQR over median
 TREND = 0.02  # a trend must change the samples by this share of the median
 TREND_CHANCE = 0.01  # the significance of a trend
@@ -19,8 +19,7 @@ TREND_SAMPLES = 6  # the fewest samples that can show a trend
 TREND_STRETCHES = 100  # more samples are reduced to the medians of so many parts
 OVERHEAD = 0.01  # share of the shortest pass above which timing overhead is reported
 INTERVAL_SAMPLES = 6  # the fewest with a 95% interval: the median lies outside all 6 with probability 2**-5
-BOOTSTRAP = 2000  # resamples
-BOOTSTRAP_MOST = 1000  # the most samples that are resampled
+MOST_CORRELATED = 0.95  # of neighbouring samples, for `dependence`
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,42 @@ def settled(samples: Sequence[float], precision: float, least: int) -> bool:
     return interval is not None and (interval[1] - interval[0]) / 2 <= precision * median(samples)
 
 
-def ratio_interval(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The bootstrap interval of median(b) / median(a), with a fixed seed, so that it is reproducible. None if a side
-    has fewer than `INTERVAL_SAMPLES` or more than `BOOTSTRAP_MOST` samples, or one that is not above zero."""
-    if not all(INTERVAL_SAMPLES <= len(x) <= BOOTSTRAP_MOST and min(x) > 0 for x in (a, b)):
+def dependence(rounds: Rounds) -> float:
+    """How many of these samples count as one: 1 where neighbours are independent, more where they resemble each other,
+    as with a drift. By the autocorrelation of the signs about the median, on which the median's variance depends, as in
+    an AR(1) process. Neighbours are samples of one round."""
+    middle = median(chain.from_iterable(rounds))
+    signs = [[(ms > middle) - (ms < middle) for ms in one] for one in rounds]
+    neighbours = [x * y for one in signs for x, y in pairwise(one)]
+    of_signs = max(0.0, fmean(neighbours)) if neighbours else 0.0
+    phi = min(
+        MOST_CORRELATED, math.sin(math.pi / 2 * of_signs)
+    )  # of normal samples whose signs have that autocorrelation
+    return (1 + phi) / (1 - phi)
+
+
+def ratio_interval(a: Rounds, b: Rounds, paired: bool = False) -> tuple[float, float] | None:
+    """The 95% interval of median(b) / median(a), of samples by round. Each median's interval is that of order statistics,
+    widened by the root of `dependence`; both are combined as variances are (MOVER, Zou and Donner 2008), on a
+    logarithmic scale. paired: a round of `a` and the same of `b` were taken in turn, so what both have in common, such
+    as a slower clock in one round, is taken out. None if a side has fewer than `INTERVAL_SAMPLES` samples, or one that
+    is not above zero."""
+    if not all(min(chain.from_iterable(x), default=0) > 0 for x in (a, b)):
         return None
-    draw = random.Random(0)
-    medians = [[median(draw.choices(x, k=len(x))) for _ in range(BOOTSTRAP)] for x in (a, b)]
-    ratios = sorted(y / x for x, y in zip(*medians, strict=True))
-    return quantile(ratios, (1 - confidence) / 2), quantile(ratios, (1 + confidence) / 2)
+    if paired and len(a) == len(b) > 1:
+        common = [math.sqrt(median(x) * median(y)) for x, y in zip(a, b, strict=True)]
+        a, b = ([[ms / by for ms in one] for one, by in zip(x, common, strict=True)] for x in (a, b))
+    sides = []
+    for rounds in (a, b):
+        ordered = sorted(chain.from_iterable(rounds))
+        interval = median_interval(ordered)
+        if interval is None:
+            return None
+        middle, widened = math.log(quantile(ordered, 0.5)), math.sqrt(dependence(rounds))
+        sides.append((middle, widened * (middle - math.log(interval[0])), widened * (math.log(interval[1]) - middle)))
+    (one, one_below, one_above), (other, other_below, other_above) = sides
+    ratio = other - one
+    return math.exp(ratio - math.hypot(other_below, one_above)), math.exp(ratio + math.hypot(other_above, one_below))
 
 
 def slowest(by_rank: Sequence[Samples]) -> Samples:

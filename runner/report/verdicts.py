@@ -1,15 +1,19 @@
-"""The verdict on a run against an earlier one: the interval of the ratio of their medians against a tolerance."""
+"""The verdict on a run against another: the interval of the ratio of their medians against a tolerance."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from runner.measure.statistics import Samples, quantile, ratio_interval, slowest
+from runner.measure.statistics import Rounds, Samples, quantile, ratio_interval, slowest
 from runner.output.record import Result
 from runner.output.run_tables import table_of
 from runner.report.runs import Run
 
 Interval = tuple[float, float]
+TOLERANCE = 0.02
 
 
 class Verdict(StrEnum):
@@ -28,22 +32,42 @@ class Verdict(StrEnum):
 
     @property
     def worse(self) -> bool:
-        return self in (self.SLOWER, self.LARGER, self.UNTIMED, self.BROKEN, self.MISSING)
+        return self in (self.SLOWER, self.LARGER, self.UNTIMED, self.BROKEN)
 
 
-def speed(a: Run, b: Run, which: str, tolerance: float) -> tuple[Verdict, Interval | None]:
-    """The verdict on a pass, and the interval of the ratio of its medians. The total of a run without a backward is its
-    forward."""
-    if a.ms(which) is None:
+@dataclass(frozen=True)
+class Measured:
+    """A pass of a run: its median and that median's 95% interval, in ms, and the slowest rank's samples by round, where
+    they are known."""
+
+    median: float
+    ci95: Interval | None = None
+    rounds: Rounds | None = None
+
+    @staticmethod
+    def of(run: Run, which: str) -> Measured | None:
+        """None for a pass without times. The total of a run without a backward is its forward."""
+        times = run.times(which)
+        if times is None or not run.ok:
+            return None
+        rounds = (_samples(run.result) or {}).get(which if which in run.passes else "forward")
+        # samples of another median are not those of this result
+        theirs = rounds and quantile(sorted(ms for one in rounds for ms in one), 0.5) == times.median
+        return Measured(times.median, times.ci95, rounds if theirs else None)
+
+
+def speed(a: Run, b: Run, which: str, tolerance: float, paired: bool = False) -> tuple[Verdict, Interval | None]:
+    """The verdict on a pass of B against A, and the interval of the ratio of its medians. paired: the runs took turns."""
+    before, after = Measured.of(a, which), Measured.of(b, which)
+    if before is None:
         return Verdict.EVEN, None
-    if b.ms(which) is None:
-        return Verdict.UNTIMED, None
-    ratio = _of_intervals(a, b, which)
-    found = _verdict(ratio, tolerance)
-    if ratio is not None and found == Verdict.INCONCLUSIVE:  # the samples give a narrower interval
-        ratio = _of_samples(a, b, which) or ratio
-        found = _verdict(ratio, tolerance)
-    return found, ratio
+    return (Verdict.UNTIMED, None) if after is None else judged(before, after, tolerance, paired)
+
+
+def judged(a: Measured, b: Measured, tolerance: float, paired: bool = False) -> tuple[Verdict, Interval | None]:
+    """The verdict on B against A, and the interval of B's median over A's; None for too few samples."""
+    ratio = ratio_interval(a.rounds, b.rounds, paired) if a.rounds and b.rounds else _of_intervals(a, b)
+    return _verdict(ratio, tolerance), ratio
 
 
 def _verdict(ratio: Interval | None, tolerance: float) -> Verdict:
@@ -57,33 +81,35 @@ def _verdict(ratio: Interval | None, tolerance: float) -> Verdict:
     return Verdict.EVEN if within else Verdict.INCONCLUSIVE
 
 
-def _of_intervals(a: Run, b: Run, which: str) -> Interval | None:
-    """The ratio's interval from the 95% intervals of the two medians: wider than the true one."""
-    before, after = ((run.passes.get(which) or run.passes["forward"]).ci95 for run in (a, b))
-    if before is None or after is None or not before[0] > 0:
+def _of_intervals(a: Measured, b: Measured) -> Interval | None:
+    """Without samples, the ratio's interval from those of the two medians; wider, as their dependence is not known."""
+    if a.ci95 is None or b.ci95 is None or not a.ci95[0] > 0:
         return None
-    return after[0] / before[1], after[1] / before[0]
+    return b.ci95[0] / a.ci95[1], b.ci95[1] / a.ci95[0]
 
 
-def _of_samples(a: Run, b: Run, which: str) -> Interval | None:
-    """The ratio's interval by bootstrap of the samples; None where a run has none, or has samples of another median
-    than its result."""
-    found = []
-    for run in (a, b):
-        measured = which if which in run.passes else "forward"
-        ms = (_samples(run.result) or {}).get(measured)
-        if not ms or quantile(sorted(ms), 0.5) != run.passes[measured].median:
-            return None
-        found.append(ms)
-    return ratio_interval(found[0], found[1])
-
-
-def _samples(run: Result) -> Samples | None:
-    """By pass, the ms of the slowest rank in each iteration; None where the run has no samples that can be read."""
+def _samples(run: Result) -> dict[str, Rounds] | None:
+    """By pass and round, the ms of the slowest rank in each iteration; None where the run has no samples that can be
+    read."""
     by_rank: dict[int, Samples] = {}
+    numbers: dict[tuple[int, str], Counter[int]] = {}
     try:
-        for row in sorted(table_of(run, "samples") or (), key=lambda row: row["iteration"]):
+        for row in sorted(table_of(run, "samples") or (), key=_order):
             by_rank.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
-        return slowest(list(by_rank.values())) if by_rank else None
-    except (KeyError, ValueError):  # no readable table, or ranks with different passes or numbers of samples
+            numbers.setdefault((row["rank"], row["pass"]), Counter())[_order(row)[0]] += 1
+        counts = {tuple(found.values()) for found in numbers.values()}
+        if len(counts) != 1:  # no samples, or ranks with different numbers of them
+            return None
+        (sizes,) = counts
+        return {which: _divided(ms, sizes) for which, ms in slowest(list(by_rank.values())).items()}
+    except (KeyError, ValueError):  # no readable table, or ranks with different passes
         return None
+
+
+def _order(sample: dict[str, Any]) -> tuple[int, int]:
+    return sample.get("round") or 0, sample["iteration"]  # older packed sweeps have no rounds
+
+
+def _divided(ms: list[float], sizes: tuple[int, ...]) -> Rounds:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [ms[end - size : end] for end, size in zip(ends, sizes, strict=True)]

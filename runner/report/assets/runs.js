@@ -1,0 +1,153 @@
+// Runs: columns as {all}, {each} or {of, at}; see runner/report/entries.py.
+const { columns, count } = JSON.parse(by("data").textContent);
+const column = Object.fromEntries(columns.map((one) => [one.key, one]));
+const value = (one, run) => {
+  const data = one && one.data;
+  if (!data) return null;
+  return "all" in data ? data.all : "of" in data ? data.of[data.at[run]] : data.each[run];
+};
+const at = (key, run) => value(column[key], run);
+const shown = columns.filter((one) => one.shown);
+const facts = columns.filter((one) => one.group === "fact");
+
+const digits = (x) => (x >= 99.995 ? x.toFixed(1) : x >= 9.9995 ? x.toFixed(2) : x >= 0.001 || x === 0 ? x.toFixed(3) : x.toPrecision(3));
+const FORMATS = {
+  ms: digits, number: (x) => (Math.abs(x) < 0.1 ? x.toPrecision(3) : digits(x)), percent: (x) => `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`,
+  count: (x) => Math.round(x).toLocaleString("en"), power: (x) => x.toExponential(2),
+  bytes: (x) => (x >= 2 ** 30 ? `${(x / 2 ** 30).toFixed(2)} GiB` : x >= 2 ** 20 ? `${(x / 2 ** 20).toFixed(1)} MiB` : `${(x / 2 ** 10).toFixed(0)} KiB`),
+};
+function text(one, x) {
+  if (x === null || x === undefined) return "";
+  if (FORMATS[one.format] && typeof x === "number") return FORMATS[one.format](x);
+  return typeof x === "number" && x >= 1000 ? x.toLocaleString("en") : String(x);
+}
+const collator = new Intl.Collator("en", { numeric: true });
+const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : collator.compare(String(a), String(b)));
+
+const STEP = 100, MOST_CHOICES = 40, NOISY = 0.05;
+let order = [...Array(count).keys()], limit = STEP, sorted = null, pins = [];
+const open = new Set();
+const words = order.map((run) => ["name", "reason", ...facts.map((one) => one.key)].map((key) => at(key, run) ?? "").join(" ").toLowerCase());
+
+const chosen = {};
+for (const one of facts) {
+  const choices = [...new Set(order.map((run) => value(one, run)))];
+  if (choices.length < 2 || choices.length > MOST_CHOICES) continue;
+  const options = choices.map((x) => (x === null ? "" : x)).sort(compare).map((x) => make("option", { value: JSON.stringify(x) }, x === "" ? "none" : text(one, x)));
+  const select = make("select", { "data-key": one.key, onchange: () => { chosen[one.key] = select.value; limit = STEP; show(); } }, make("option", { value: "" }, "all"), ...options);
+  by("filters").append(make("label", {}, `${one.title} `, select));
+}
+by("filters").append(make("button", { type: "button", id: "clear", onclick: () => { by("filters").reset(); for (const key in chosen) chosen[key] = ""; limit = STEP; show(); } }, "Clear"));
+by("filters").addEventListener("submit", (event) => event.preventDefault());
+by("search").addEventListener("input", () => { limit = STEP; show(); });
+
+function kept() {
+  const wanted = by("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const picked = Object.entries(chosen).filter(([, x]) => x).map(([key, x]) => [column[key], JSON.parse(x)]);
+  return order.filter((run) => wanted.every((word) => words[run].includes(word)) && picked.every(([one, x]) => (value(one, run) ?? "") === x));
+}
+
+function sortBy(one) {
+  const down = sorted && sorted.key === one.key ? !sorted.down : one.better === "higher";
+  sorted = { key: one.key, down };
+  order.sort((a, b) => {
+    const [x, y] = [value(one, a), value(one, b)];
+    if (x === null || y === null) return (x === null) - (y === null) || a - b;
+    return (down ? -1 : 1) * compare(x, y) || a - b;
+  });
+  show();
+  [...document.querySelectorAll("#table th button")].find((button) => button.dataset.key === one.key)?.focus();
+}
+
+function head() {
+  const cells = shown.map((one) => make("th", {
+    scope: "col", class: one.group === "fact" ? "words" : null, "aria-sort": sorted?.key === one.key ? (sorted.down ? "descending" : "ascending") : null,
+  }, make("button", { type: "button", "data-key": one.key, onclick: () => sortBy(one) }, one.title)));
+  return make("tr", {}, make("th", { scope: "col", class: "acts words" }, ""), ...cells);
+}
+
+function cell(one, run) {
+  const x = value(one, run);
+  const kind = [one.group === "fact" ? "words" : "", one.key === "status" && x !== "ok" ? "failed" : ""].join(" ").trim();
+  const share = one.also ? at(one.also.spread, run) : null;
+  const beside = share === null || x === null ? null : make("span", { class: share > NOISY ? "spread noisy" : "spread", title: "interquartile range over the median" }, ` ±${(100 * share).toFixed(1)}%`);
+  return make("td", { class: kind || null }, text(one, x), beside);
+}
+
+function row(run) {
+  const expanded = open.has(run), name = at("name", run);
+  const details = make("button", { type: "button", class: "open", "aria-expanded": String(expanded), "aria-label": `details of ${name}`, onclick: () => { open.has(run) ? open.delete(run) : open.add(run); again(`tr[data-run="${run}"] .open`); } }, expanded ? "−" : "+");
+  const pin = make("button", { type: "button", class: "pin", "aria-pressed": String(pins.includes(run)), "aria-label": `pin ${name}`, title: "pin two runs to compare them", onclick: () => { pinned(run); again(`tr[data-run="${run}"] .pin`); } }, "pin");
+  const found = [make("tr", { "data-run": run, class: pins.includes(run) ? "pinned" : null }, make("td", { class: "acts" }, details, pin), ...shown.map((one) => cell(one, run)))];
+  if (expanded) found.push(make("tr", { class: "details" }, make("td", { colspan: shown.length + 1 }, inside(run))));
+  return found;
+}
+
+const listed = (pairs) => make("dl", {}, ...pairs.flatMap(([key, x]) => [make("dt", {}, key), make("dd", {}, x)]));
+function block(title, content, across) { return make("div", { class: across ? "across" : null }, make("h4", {}, title), content); }
+
+function inside(run) {
+  const of = (group) => columns.filter((one) => one.group === group && value(one, run) !== null).map((one) => [one.title, text(one, value(one, run))]);
+  const found = make("div", { class: "inside" });
+  if (at("reason", run)) found.append(block(at("status", run) === "ok" ? "Note" : `Why it is ${at("status", run)}`, make("p", {}, at("reason", run)), true));
+  if (at("log", run)) found.append(block("End of its log", make("pre", {}, at("log", run)), true));
+  if (at("command", run)) found.append(block("Repeat", make("pre", {}, at("command", run)), true));
+  if (at("files", run)) {
+    const links = Object.entries(at("files", run)).flatMap(([name, path]) => [make("a", { href: path }, name.startsWith("trace") ? `${name} (open it in Perfetto)` : name), " "]);
+    found.append(block("Files", make("p", {}, ...links), true));
+  }
+  const measured = [...of("fact"), ...of("metric"), ...of("spread").filter(([title]) => title.endsWith("IQR"))];
+  found.append(block("This run", listed([["name", at("name", run)], ...measured])), block("Environment", listed(of("environment"))), block("Configuration", listed(of("config"))));
+  return found;
+}
+
+function pinned(run) {
+  pins = pins.includes(run) ? pins.filter((one) => one !== run) : [...pins, run].slice(-2);
+  by("pinned").hidden = !pins.length;
+  by("pinned").replaceChildren(...(pins.length ? comparison() : []));
+}
+
+// A metric of B over A. Times whose intervals overlap are even, and so are the rates that follow from them; without intervals
+// nothing is called better.
+const OF_TIMES = ["tokens_per_s", "tflops_per_device", "sol", "mfu", "speedup", "efficiency"];
+function ratio(one, a, b) {
+  const [x, y] = [value(one, a), value(one, b)];
+  if (x === null || y === null || !x) return make("td", {}, "");
+  const timed = [column.total_ms, column.forward_ms].find((c) => c && value(c, a) !== null && value(c, b) !== null);
+  const also = one.also || (OF_TIMES.includes(one.key) ? timed?.also : null);
+  const ends = also ? [at(also.low, a), at(also.high, a), at(also.low, b), at(also.high, b)] : [];
+  const unknown = ends.some((end) => end === null);
+  const even = also && !unknown && ends[0] <= ends[3] && ends[2] <= ends[1];
+  const better = one.better === "lower" ? y < x : y > x;
+  const kind = even || unknown || !one.better || x === y ? null : better ? "better" : "worse";
+  return make("td", { class: kind }, `${(y / x).toFixed(3)}${even ? " (even: the spreads overlap)" : unknown ? " (spread unknown)" : ""}`);
+}
+
+function comparison() {
+  const [a, b] = pins;
+  const heading = make("h3", {}, b === undefined ? "A is pinned: pin a second run to compare" : "A and B side by side");
+  if (b === undefined) return [heading, make("p", {}, at("name", a))];
+  const differ = columns.filter((one) => ["fact", "config", "environment"].includes(one.group) && one.key !== "environment.started" && value(one, a) !== value(one, b));
+  const metrics = columns.filter((one) => one.group === "metric" && (value(one, a) !== null || value(one, b) !== null));
+  const rows = [
+    make("tr", {}, make("td", { class: "words" }, "run"), make("td", { class: "words" }, at("name", a)), make("td", { class: "words" }, at("name", b)), make("td", {}, "")),
+    ...differ.map((one) => make("tr", {}, ...[one.title, text(one, value(one, a)), text(one, value(one, b)), ""].map((x) => make("td", { class: "words" }, x)))),
+    ...metrics.map((one) => make("tr", {}, make("td", { class: "words" }, one.title), cell(one, a), cell(one, b), ratio(one, a, b))),
+  ];
+  const titles = make("tr", {}, ...["", "A", "B", "B / A"].map((title, i) => make("th", { scope: "col", class: i === 0 ? "words" : null }, title)));
+  const clear = make("button", { type: "button", id: "unpin", onclick: () => { pins = []; by("pinned").hidden = true; show(); } }, "Unpin both");
+  return [heading, make("div", { class: "wide", tabindex: 0 }, make("table", {}, make("thead", {}, titles), make("tbody", {}, ...rows))), clear];
+}
+
+function again(focus) { show(); document.querySelector(focus)?.focus(); }
+
+function show() {
+  const found = kept();
+  by("count").textContent = `${found.length.toLocaleString("en")} of ${count.toLocaleString("en")} runs${found.length > limit ? `, the first ${limit} shown` : ""}. Click a title to sort; pin two runs to compare them.`;
+  document.querySelector("#table thead").replaceChildren(head());
+  document.querySelector("#table tbody").replaceChildren(...found.slice(0, limit).flatMap(row));
+  by("more").hidden = found.length <= limit;
+}
+by("next").addEventListener("click", () => { limit += STEP; show(); });
+by("all").addEventListener("click", () => { limit = count; show(); });
+show();

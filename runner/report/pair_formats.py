@@ -1,0 +1,203 @@
+"""A comparison of two result sets as Markdown, JSON, a page, and annotations of a GitHub workflow."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.output.results import finite
+from runner.output.terminal import gib
+from runner.report.labels import varying_options
+from runner.report.pairs import Pair, settings_apart
+from runner.report.runs import FACTS, PASSES, Run
+from runner.report.table import Table, differing, digits, fact
+from runner.report.tables import LEFT, environment_table
+from runner.report.verdicts import Verdict
+
+SAID = (Verdict.SLOWER, Verdict.FASTER, Verdict.INCONCLUSIVE)  # with the interval of their ratio
+WAY_OUT = "inconclusive: the spread hides the tolerance; timing=adaptive or more timing.timing_runs narrows it"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two result sets, by the names of their folders, and their runs in pairs. which: the pass that was judged."""
+
+    a: str
+    b: str
+    runs_a: Sequence[Run]
+    runs_b: Sequence[Run]
+    pairs: Sequence[Pair]
+    which: str
+
+    @property
+    def exit_status(self) -> int:
+        """1 where a run is worse, else 2 where one is missing, else 0."""
+        return 1 if any(pair.worse for pair in self.pairs) else 2 if any(pair.missing for pair in self.pairs) else 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """What else may explain a difference, a line each."""
+        facts = _environments(self)
+        apart = [f"{title} {one} → {other}" for title, one, other in facts if title != "commit"]
+        settings = settings_apart(self.pairs)
+        versions = [sorted({run.result.schema_version for run in runs}) for runs in (self.runs_a, self.runs_b)]
+        schemas = [" and ".join(map(str, found)) for found in versions]
+        return [
+            *([f"not measured alike: {'; '.join(apart)}"] if apart else []),
+            *([f"settings differ: {'; '.join(settings)}"] if settings else []),
+            *([f"results of other versions: schema {schemas[0]} → {schemas[1]}"] if schemas[0] != schemas[1] else []),
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        commits = [f"{title}: {one} → {other}" for title, one, other in _environments(self) if title == "commit"]
+        unclear = any(Verdict.INCONCLUSIVE in pair.verdicts for pair in self.pairs)
+        return [*self.warnings, *commits, *([WAY_OUT] if unclear else [])]
+
+    @property
+    def summary(self) -> str:
+        """The number of pairs by verdict, and the geometric mean of B's time over A's."""
+        counts = Counter(verdict for pair in self.pairs for verdict in pair.verdicts)
+        text = f"{len(self.pairs)} runs: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}"
+        which, both = self.which, [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
+        ratios = [y / x for a, b in both if (x := a.ms(which)) and (y := b.ms(which))]
+        if not ratios:
+            return text
+        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+        return f"{text}; {which} in B over A: {mean:.3f} (geometric mean of {len(ratios)})"
+
+
+def _environments(of: Comparison) -> list[tuple[str, str, str]]:
+    """The differences between the machines, packages and commits of the two sets."""
+    before, after = (dict(environment_table(runs).rows) for runs in (of.runs_a, of.runs_b))
+    found = [
+        (title, before.get(title, "unknown"), after.get(title, "unknown")) for title in dict.fromkeys([*before, *after])
+    ]
+    return [(title, one, other) for title, one, other in found if title != "command" and one != other]
+
+
+def table(pairs: Sequence[Pair]) -> Table:
+    """A row for each pair: what sets it apart, its passes and its peak memory from A to B, and the verdict."""
+    runs = [run for pair in pairs for run in (pair.a, pair.b) if run is not None]
+    shown, varying = _shown(pairs), varying_options(runs)
+    passes = [which for which in PASSES if any(_time(run, which) is not None for run in runs)]
+    rows = [
+        [
+            *(fact(pair.either, key, varying) for key in shown),
+            *(_change(_time(pair.a, which), _time(pair.b, which), digits) for which in passes),
+            _change(_peak(pair.a), _peak(pair.b), gib),
+            f"**{text(pair)}**" if pair.worse or pair.missing else text(pair),
+        ]
+        for pair in pairs
+    ]
+    titles = [*(FACTS[key] for key in shown), *(f"{which} ms" for which in passes), "peak memory a rank", ""]
+    return Table(titles, rows, LEFT | {""})
+
+
+def _shown(pairs: Sequence[Pair]) -> list[str]:
+    """The facts that tell the pairs apart; kernel and transport where the runs were asked for several."""
+    runs = [run for pair in pairs for run in (pair.a, pair.b) if run is not None]
+    found = [key for key in differing([pair.either for pair in pairs]) if key not in ("gpu", "kernel", "transport")]
+    return found + [key for key in ("kernel", "transport") if len({getattr(run, f"asked_{key}") for run in runs}) > 1]
+
+
+def _time(run: Run | None, which: str) -> float | None:
+    return run.ms(which) if run is not None and which in run.passes else None
+
+
+def _peak(run: Run | None) -> float | None:
+    return run.result.peak_bytes if run is not None and run.ok else None
+
+
+def _change(a: float | None, b: float | None, text: Callable[[float], str]) -> str:
+    if a is None and b is None:
+        return ""
+    change = " → ".join("none" if value is None else text(value) for value in (a, b))
+    return f"{change} ({b / a - 1:+.1%})" if a and b else change
+
+
+def text(pair: Pair) -> str:
+    """The verdicts of a pair, with the interval of the ratio or the reason of a failure."""
+    found = ", ".join(pair.verdicts)
+    if pair.ratio is not None and set(pair.verdicts) & set(SAID):
+        found += f" (B/A {pair.ratio[0]:.3f} to {pair.ratio[1]:.3f})"
+    failed = next((run for run in (pair.b, pair.a) if run is not None and not run.ok), None)
+    if failed is not None:
+        reason = " ".join((failed.result.reason or "").split())[:100]
+        found += f": {failed.status}, {reason}" if reason else f": {failed.status}"
+    return found
+
+
+def markdown(of: Comparison) -> str:
+    return "\n".join([table(of.pairs).markdown(), *of.notes, of.summary])
+
+
+def as_json(of: Comparison) -> str:
+    """Each pair with its facts, medians in ms with their 95% intervals, ratio, verdicts, and whether it is worse."""
+    shown = _shown(of.pairs)
+    pairs = [
+        {
+            **{key: getattr(pair.either, key) for key in shown},
+            "a": _side(pair.a, of.which),
+            "b": _side(pair.b, of.which),
+            "ratio_ci95": pair.ratio,
+            "verdicts": list(pair.verdicts),
+            "worse": pair.worse,
+        }
+        for pair in of.pairs
+    ]
+    whole = {
+        "a": of.a,
+        "b": of.b,
+        "pass": of.which,
+        "summary": of.summary,
+        "notes": of.notes,
+        "exit_status": of.exit_status,
+        "pairs": pairs,
+    }
+    return json.dumps(finite(whole), indent=1, ensure_ascii=False)
+
+
+def _side(run: Run | None, which: str) -> dict[str, Any] | None:
+    if run is None:
+        return None
+    times = run.times(which) if run.ok else None
+    about = {"name": run.result.name, "status": run.status, "reason": run.result.reason, "peak_bytes": _peak(run)}
+    return about | {"median_ms": times.median if times else None, "ci95_ms": times.ci95 if times else None}
+
+
+def workflow_commands(of: Comparison) -> list[str]:
+    """Workflow commands of GitHub: an error for each pair that is worse or missing, a warning for each that is
+    inconclusive and for what else differs."""
+    found = [_command("warning", "comparison", warning) for warning in of.warnings]
+    for pair in of.pairs:
+        bad = pair.worse or pair.missing
+        if bad or Verdict.INCONCLUSIVE in pair.verdicts:
+            facts = ", ".join(f"{FACTS[key]} {value}" for key in _shown(of.pairs) if (value := fact(pair.either, key)))
+            before, after = (run.ms(of.which) if run else None for run in (pair.a, pair.b))
+            change = f"; {of.which} ms {_change(before, after, digits)}" if before and after else ""
+            kind = "error" if bad else "warning"
+            found.append(_command(kind, ", ".join(pair.verdicts), f"{facts}: {text(pair)}{change}"))
+    return found
+
+
+def _command(kind: str, title: str, message: str) -> str:
+    def escaped(text: str) -> str:
+        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+    return f"::{kind} title={escaped(title).replace(':', '%3A').replace(',', '%2C')}::{escaped(message)}"
+
+
+def html(of: Comparison) -> str:
+    from runner.report import document
+
+    section = document.Section("Runs", [of.summary, *of.notes], [table(of.pairs)])
+    both = [
+        document.Section(f"Environment of {name}", [], [environment_table(runs)])
+        for name, runs in ((of.a, of.runs_a), (of.b, of.runs_b))
+    ]
+    return document.page(f"{of.a} against {of.b}", of.summary, [section, *both])
