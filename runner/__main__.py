@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from runner.ab import Ab
+
 CLOSING_S = 30.0  # ending the worlds takes less
 LONGEST_MESSAGE = 1000  # characters of another package's message
 
@@ -232,9 +234,11 @@ def _follow(found: Any) -> int:
 
 
 def _program(head: Any = None) -> int:
+    from runner import ab
     from runner.config import overrides, resolve
+    from runner.config.values import InvalidConfig
 
-    flags, arguments = overrides.split(sys.argv[1:])
+    flags, given = overrides.split(sys.argv[1:])
     if "--version" in flags:
         print(version())
         return 0
@@ -243,18 +247,24 @@ def _program(head: Any = None) -> int:
     installed = completes or sys.argv[0].endswith("attention-runner")
     sys.argv[0] = "attention-runner" if installed else "python -m runner"
     resolve.register()
+    try:
+        arguments, compared = ab.expand(given)
+    except InvalidConfig as error:
+        return refuse(message(error), given)
+    if compared is not None and not {"-m", "--multirun"} & {*flags}:
+        flags.append("-m")
     # Hydra's parser wants all flags together
     sys.argv[1:] = flags + arguments
     multirun = any(f in ("-m", "--multirun") for f in flags)
     reason = _misread(flags) or (None if completes else overrides.problem(arguments, multirun))
     if reason is not None:
         return refuse(message(ValueError(reason)), arguments)
-    return _run(arguments, head)
+    return _run(arguments, head, compared)
 
 
-def _run(arguments: list[str], head: Any) -> int:
-    """Run Hydra's program; an error or a signal is one line. head: to the other processes of a launched world. Returns the
-    exit status."""
+def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
+    """Run Hydra's program; an error or a signal is one line. head: to the other processes of a launched world. compared:
+    the runs that `ab=` compares. Returns the exit status."""
     import warnings
 
     import hydra
@@ -267,7 +277,7 @@ def _run(arguments: list[str], head: Any) -> int:
     from runner.config.values import Refused, shown
     from runner.output import display, results, summary
 
-    interleave.register()
+    interleave.register([compared.key] if compared else [])
     app.pool.head = head
     stops = Stops()
     # Hydra only warns of a searchpath that does not exist
@@ -301,6 +311,8 @@ def _run(arguments: list[str], head: Any) -> int:
             display.out.print(f"Sweep: {folder}", soft_wrap=True)
             if stops.exit_status is None:
                 display.out.print(_page(folder), soft_wrap=True, markup=False)
+                for line in compared.verdicts(folder) if compared else []:
+                    display.out.print(line, soft_wrap=True, markup=False)
     return exit_status(app.statuses)
 
 

@@ -16,6 +16,8 @@ from runner import app, rounds
 class Interleaving(BasicLauncher):
     """Like Hydra's basic launcher (job after job in this process), in another order."""
 
+    compared: Sequence[str] = rounds.COMPARED
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         found: dict[int, JobReturn] = {}
         for group in self._groups(job_overrides):
@@ -33,7 +35,7 @@ class Interleaving(BasicLauncher):
         first = self.hydra_context.config_loader.load_sweep_config(self.config, list(jobs[0]))
         if first.get("order") == "sequential":
             return [[index] for index in range(len(jobs))]
-        return rounds.groups(jobs)
+        return rounds.groups(jobs, self.compared)
 
     def _job(self, overrides: Sequence[str], index: int, compared: int) -> JobReturn:
         task: Any = self.task_function
@@ -57,6 +59,8 @@ def _further(runs: Sequence[app.Unfinished]) -> None:
                 left[index] = app.further(run)
 
 
-def register() -> None:
-    """Replaces `hydra/launcher=basic` by our launcher, which is neither in Hydra's packages nor an installed plugin."""
+def register(compared: Sequence[str] = ()) -> None:
+    """Replaces `hydra/launcher=basic` by our launcher, which is neither in Hydra's packages nor an installed plugin.
+    compared: further keys in which compared runs differ."""
+    Interleaving.compared = (*rounds.COMPARED, *compared)
     Plugins.instance().class_name_to_class[f"{BasicLauncher.__module__}.{BasicLauncher.__name__}"] = Interleaving

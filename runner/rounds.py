@@ -43,18 +43,18 @@ OF_WARMUP = ("warmup_iterations", "warmup_settled", "back_to_back_ms")
 COMPARED = ("attention", "kernel", "transport", "replay", "launch.fault")
 
 
-def groups(jobs: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Groups of compared jobs: the indices of jobs (each a list of overrides) that differ only in `COMPARED`, in the
-    order of each group's first job."""
+def groups(jobs: Sequence[Sequence[str]], compared: Sequence[str] = COMPARED) -> list[list[int]]:
+    """Groups of compared jobs: the indices of jobs (each a list of overrides) that differ only in the keys `compared`, in
+    the order of each group's first job."""
     found: dict[tuple[str, ...], list[int]] = {}
     for index, overrides in enumerate(jobs):
-        found.setdefault(tuple(text for text in overrides if not _compared(text)), []).append(index)
+        found.setdefault(tuple(text for text in overrides if not _of(text, compared)), []).append(index)
     return list(found.values())
 
 
-def _compared(override: str) -> bool:
+def _of(override: str, keys: Sequence[str]) -> bool:
     key = override.lstrip("+~").partition("=")[0]
-    return any(key == name or key.startswith(f"{name}.") for name in COMPARED)
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 def number(order: str, spec: Experiment, compared: int) -> int:

@@ -74,7 +74,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
     keys: list[Override] = []
     choices: list[list[str]] = []
     sweeps = multirun or any(a.startswith(("+experiment=", "hydra.mode=")) for a in arguments)
-    parsed = [_parse(text) for text in arguments]
+    parsed = [parse(text) for text in arguments]
     check_sweep(parsed, known)
     for text, override in zip(arguments, parsed, strict=True):
         name = override.key_or_group
@@ -107,7 +107,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
     return _check_keys(keys, choices, known) if keys else None
 
 
-def _parse(text: str) -> Override:
+def parse(text: str) -> Override:
     """Raises InvalidConfig for a text that is no override."""
     if any("\udc80" <= c <= "\udcff" for c in text):
         raise InvalidConfig(f"{shown(text)}: not UTF-8; write it in that encoding")
@@ -140,7 +140,7 @@ def check_sweep(parsed: list[Override], known: dict[str, list[str]]) -> int:
 
 def count(texts: list[str]) -> int:
     """The number of runs of a sweep of these overrides. Raises InvalidConfig."""
-    return check_sweep([_parse(text) for text in texts], groups())
+    return check_sweep([parse(text) for text in texts], groups())
 
 
 def _count(override: Override, choices: list[str]) -> int:

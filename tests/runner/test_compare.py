@@ -2,12 +2,17 @@
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import attention
 from runner import compare, pack
+from runner.measure import timing
 from runner.measure.statistics import of_ranks
+from runner.measure.stopwatch import CpuStopwatch
 from runner.output import results
 from runner.report.runs import read
 from runner.report.verdicts import Measured, judged
@@ -128,6 +133,37 @@ def test_half_a_percent_is_never_claimed_of_runs_that_took_turns():
             assert verdict in ("even", "inconclusive")
             even[paired] += verdict == "even"
     assert even[True] > 80 > 20 > even[False]
+
+
+class Delayed:
+    """A real call of a library function, and a delay planted into it."""
+
+    passes = ("forward",)
+
+    def __init__(self, ms: float):
+        self.ms, self.fn = ms, attention.make("dense", kernel="math")
+        self.x = torch.randn(1, 16, 1, 16)
+
+    def run(self, which: str) -> None:
+        self.fn(self.x, self.x, self.x)
+        time.sleep(self.ms / 1e3)
+
+
+def test_a_fifth_planted_into_a_real_call_is_found_and_half_a_percent_is_not(tmp_path, capsys):
+    taken = {ms: [] for ms in (20.0, 20.1, 24.0)}
+    for _ in range(3):  # in turns, as a busy machine slows all
+        for ms, found in taken.items():
+            found += timing.sample(Delayed(ms), CpuStopwatch(None), 4)["forward"]
+    for ms, found in taken.items():
+        value = result("zigzag", ms)
+        value["timing"] |= of_ranks([{"forward": found}])
+        results.write_result(tmp_path / str(ms) / "run", value)
+        results.write_samples(tmp_path / str(ms) / "run" / "samples.parquet", [{"forward": found}], [4] * 3)
+    before, same, slower = (str(tmp_path / str(ms)) for ms in taken)
+    status, said = compared(capsys, before, slower)
+    assert status == 1 and "1 slower" in said
+    status, said = compared(capsys, before, same)
+    assert status == 0 and ("1 even" in said or "1 inconclusive" in said)
 
 
 def test_samples_that_are_not_those_of_the_result_are_not_used(tmp_path):
