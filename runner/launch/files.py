@@ -14,6 +14,7 @@ from typing import Any
 TAIL_LINES = 20
 STACKS_S = 3.0  # most that ranks get to write their stacks
 STACK_S = 0.1  # a log that has not grown for so long holds the whole stack
+EXCHANGES = ("torch/distributed/", "attention/transports/")  # files whose functions wait for other ranks
 State = dict[str, Any]  # rank, pid, job, phase, since, expected_s, waiting, note, perhaps error
 
 
@@ -122,6 +123,11 @@ class WorldFiles:
         lines = self.lines(rank)
         start = _stack_in(lines)
         return lines[-TAIL_LINES:] if start is None else lines[start:][:TAIL_LINES]
+
+    def in_exchange(self, rank: int) -> bool:
+        """Whether a rank was in a collective or a transfer, and so waited for others, when its stack was requested."""
+        innermost = next((line for line in self.stack(rank) if line.startswith("  File ")), "")
+        return any(part in innermost for part in EXCHANGES)
 
 
 def _stack_in(lines: list[str]) -> int | None:

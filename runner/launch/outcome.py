@@ -87,11 +87,20 @@ class Diagnosis:
         if not self.files.states() or self.joined < self.spec.agents:
             return self._not_started(silence)
         self.files.request_stacks()
+        rank = self._cause(silence)
         reason = (
-            f"rank {silence.rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
+            f"rank {rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
             f"its stack is in run.log; launch.{silence.key}=N allows more"
         )
-        return self._failed("timeout", reason, silence.rank, silence.phase, self.files.stack(silence.rank))
+        return self._failed("timeout", reason, rank, silence.phase, self.files.stack(rank))
+
+    def _cause(self, silence: Silence) -> int:
+        """The rank that the others wait for: of those in the phase of the silent one, the first that does not wait itself."""
+        if not self.files.in_exchange(silence.rank):
+            return silence.rank
+        here = [s for s in self.files.states() if s["job"] == self.job and s["phase"] == silence.phase]
+        working = (s["rank"] for s in here if s["pid"] and not self.files.in_exchange(s["rank"]))
+        return next(working, silence.rank)
 
     def _not_started(self, silence: Silence) -> Outcome:
         tail, allows = self.files.agent_tail(), f"launch.{silence.key}=N allows more"

@@ -75,15 +75,16 @@ def hold_a_named_semaphore(me: Rank) -> list[str]:
 _held: list[Any] = []
 
 
-def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = None) -> None:
+def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = None, late_s: float = 0.0) -> None:
     """One rank sleeps while the others wait for it. stack_after_s: the delay before it writes its stack, as on a busy
-    machine."""
+    machine. late_s: the delay before it announces its phase."""
 
     def late(*_: Any) -> None:
         assert stack_after_s is not None
         time.sleep(stack_after_s)
         faulthandler.dump_traceback(all_threads=True)
 
+    time.sleep(late_s if me.rank == rank else 0.0)
     me.say("working")
     if me.rank == rank:
         if stack_after_s is not None:
