@@ -41,7 +41,7 @@ def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="the first case of each test, without the slow tests")
     parser.addoption("--budget", action="store_true", help=f"a test over {BUDGET_S} s that is not marked slow fails")
     parser.addoption("--fuzz", type=int, default=200, help="random calls of the library to try")
-    parser.addoption("--fuzz-overrides", type=int, default=60, help="command lines to try that nobody would write")
+    parser.addoption("--fuzz-overrides", type=int, default=20, help="command lines to try that nobody would write")
     parser.addoption("--fuzz-seed", type=int, default=None, help="repeats the random calls of a run")
 
 

@@ -14,7 +14,11 @@ from typing import Any
 TAIL_LINES = 20
 STACKS_S = 3.0  # most that ranks get to write their stacks
 STACK_S = 0.1  # a log that has not grown for so long holds the whole stack
-EXCHANGES = ("torch/distributed/", "attention/transports/")  # files whose functions wait for other ranks
+EXCHANGES = (
+    "torch/distributed/",
+    "attention/transports/",
+    "attention/agreement.py",
+)  # files whose functions wait for other ranks
 State = dict[str, Any]  # rank, pid, job, phase, since, expected_s, waiting, note, perhaps error
 
 

@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from runner.torture import files, left, overrides, program
 TINY = ["config=tiny", "seq_len=128", "world_size=2", "timing.timing_runs=1"]
 SHORT = [*TINY, "phases=false", "baseline=none"]
 LIMIT_S = 240.0  # of a program, on an idle machine
-HANG_S = 8.0  # launch.timeout_s, on an idle machine
+HANG_S = 5.0  # launch.timeout_s, on an idle machine
 STATUS = {"raise": "crash", "kill": "crash", "hang": "timeout", "oom": "oom"}
 
 
@@ -187,7 +187,7 @@ def damaged(trial: Trial) -> list[str]:
     whole = trial.store.sweep()
     shutil.copytree(whole, trial.sweep)
     path, how = files.damage(trial.sweep, trial.rng)
-    action = trial.rng.choice(["report", "page", "compare", "resume"])
+    action = trial.rng.choices(["report", "page", "compare", "resume"], [3, 2, 2, 1])[0]
     trial.notes.append(f"{action}: {path.relative_to(trial.sweep)}: {how}")
     others = [one for one in trial.sweep.glob("*/result.json") if one.parent != path.parent and one != path]
     before = {one: one.read_bytes() for one in others}
@@ -231,8 +231,16 @@ def command_line(trial: Trial) -> list[str]:
     return overrides.wrong(overrides.answer(arguments, trial.folder))
 
 
-# with the share of trials that each gets
+# with how many of 60 trials each gets
 KINDS: dict[str, tuple[Callable[[Trial], list[str]], int]] = {
-    "overrides": (command_line, 8), "damaged": (damaged, 6), "fault": (fault, 5), "process": (process, 3), "stop": (stop, 4),
-    "disk": (disk, 2), "memory": (memory, 1), "together": (together, 1),
+    "overrides": (command_line, 28), "damaged": (damaged, 20), "fault": (fault, 4), "stop": (stop, 3), "process": (process, 2),
+    "disk": (disk, 1), "memory": (memory, 1), "together": (together, 1),
 }  # fmt: skip
+ORDER = [kind for kind, (_, number) in KINDS.items() for _ in range(number)]
+random.Random(0).shuffle(ORDER)
+
+
+def kind_of(seed: int, kinds: Sequence[str]) -> str:
+    """The kind of a trial, one of `kinds`: as many consecutive seeds as ORDER has entries of them have them all."""
+    these = [kind for kind in ORDER if kind in kinds]
+    return these[seed % len(these)]

@@ -13,17 +13,29 @@ from runner.torture.program import MARK
 
 SHARED = Path("/dev/shm")
 GONE_S = 8.0  # within which everything must have ended
+KILL_S = 5.0  # for processes to end once they are killed
 
 
 def processes(folder: Path) -> list[int]:
-    """The living processes that the trial in `folder` started, by the environment that they inherit."""
+    """The living processes that the trials in `folder` or below it started, by the environment that they inherit."""
     mark = f"{MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if mark in path.read_bytes().split(b"\0"):
+            variables = path.read_bytes().split(b"\0")
+            if any(text == mark or text.startswith(mark + b"/") for text in variables):
                 found.append(int(path.parent.name))
     return found
+
+
+def kill(folder: Path) -> None:
+    """End the processes that the trials in `folder` started; those that they start meanwhile, too."""
+    deadline = time.monotonic() + KILL_S
+    while (pids := processes(folder)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def shared() -> set[str]:
@@ -49,8 +61,6 @@ def left(folder: Path, before: set[str]) -> list[str]:
         if not (pids or worlds or names) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    kill(folder)
     counts = ((len(pids), "processes"), (len(worlds), "worlds' folders"), (len(names), f"in {SHARED}: {sorted(names)}"))
     return [f"left behind: {number} {what}" for number, what in counts if number]

@@ -17,6 +17,7 @@ from typing import Any
 
 MARK = "TORTURE"  # an environment variable of everything that a trial starts
 POLL_S = 0.02
+_living: set[int] = set()  # the forks that nobody has waited for
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Running:
             if hung := time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
             time.sleep(POLL_S)
+        _living.discard(self.pid)
         return Ended(
             None if hung else os.waitstatus_to_exitcode(status),
             self.out.read_text(errors="replace"),
@@ -116,7 +118,17 @@ def start(folder: Path, main: Callable[[], Any], arguments: Sequence[str], file_
         finally:
             sys.stderr.flush()
             os._exit(status)
+    _living.add(pid)
     return Running(pid, out, err, started)
+
+
+def kill_all() -> None:
+    """End the programs that were started and not waited for."""
+    while _living:
+        pid = _living.pop()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _become(folder: Path, out: Path, err: Path, file_limit: int | None) -> None:

@@ -4,13 +4,17 @@ tried, `--fuzz-seed N` repeats a run."""
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from runner.torture import files, left, overrides, program
+from runner.torture import files, kinds, left, overrides, program
 
 # command lines that once ended wrongly
 FOUND = [
@@ -38,8 +42,7 @@ def torture(*arguments, timeout):
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # some hang on purpose, longer on a busy machine
 def test_what_happens_to_runs_at_random_is_handled():
-    shown = torture("--runs", "10", "--seed", "4", timeout=580)
-    assert "10 from --seed 4" in shown
+    assert "60 from --seed 1 " in torture("--runs", "60", "--seed", "1", timeout=580)
 
 
 @pytest.mark.slow
@@ -47,6 +50,32 @@ def test_what_happens_to_runs_at_random_is_handled():
 def test_no_command_line_ends_in_a_traceback_or_takes_long(request):
     seed, number = (str(request.config.getoption(name)) for name in ("fuzz_seed", "fuzz_overrides"))
     torture("--kinds", "overrides", "--runs", number, "--seed", seed, timeout=60 + 5 * int(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torture_that_is_stopped_leaves_nothing(number):
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-m", "runner.torture", "--kinds", "process", "--seed", "1"]
+        running = subprocess.Popen(command, env={**os.environ, "TMPDIR": name}, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not list(Path(name).glob("torture-*/t-*/tmp/*/rank*.state")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (folder,) = Path(name).glob("torture-*")
+        assert len(left.processes(folder)) > 2
+        running.send_signal(number)
+        _, err = running.communicate(timeout=60)
+        assert running.returncode == 128 + number, err
+        assert "nothing is left of its trials" in err and "Traceback" not in err
+        assert not left.processes(folder) and not folder.exists()
+
+
+def test_any_sixty_trials_in_a_row_have_the_same_mix():
+    wanted = {kind: number for kind, (_, number) in kinds.KINDS.items()}
+    assert sum(wanted.values()) == 60
+    for first in (0, 1, 59, 12345):
+        assert Counter(kinds.kind_of(seed, list(kinds.KINDS)) for seed in range(first, first + 60)) == wanted
+    assert {kinds.kind_of(seed, ["disk", "stop"]) for seed in range(4)} == {"disk", "stop"}
 
 
 @pytest.mark.slow
