@@ -25,7 +25,7 @@ NEW_PACKS = 1024  # different packed batches of a run with timing.new_packs; aft
 # where a run may be when a fault is provoked, in this order
 PHASES = (
     "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "check_timed",
-    "phases", "profiler", "baseline", "finish",
+    "energy", "phases", "profiler", "baseline", "finish",
 )  # fmt: skip
 PHASES_AFTER_CHECK = PHASES[PHASES.index("ceilings") :]
 
@@ -211,6 +211,7 @@ class Experiment:
     replay: str
     model: Model | None = None  # None: attention alone
     agreement: bool = True
+    energy: bool = False
 
     @property
     def chosen(self) -> Variant[Any] | None:

@@ -27,7 +27,7 @@ _NOT_IDENTITY = ("hydra", "order", "output", "resume", "tracker", "until_limit")
 # keys that came later, with the value for which earlier results keep their identity
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
-    "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None,
+    "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None, "energy": True,
 }  # fmt: skip
 
 
@@ -170,6 +170,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         replay=cfg.replay,
         model=whole_model,
         agreement=cfg.agreement,
+        energy=cfg.energy and device == "cuda",
     )
     for check in RUN_RULES:
         check(run, cfg)

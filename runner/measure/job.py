@@ -18,6 +18,7 @@ from runner.measure import (
     choosing,
     correctness,
     do_bench,
+    energy,
     memory,
     metrics,
     phases,
@@ -76,6 +77,7 @@ class _Run:
         self.compare_with_do_bench()
         self.result["environment"]["during"] = timed.clocks(self.me, sampled)
         self.compute_metrics()
+        self.measure_energy(passes)
         self.record_phases()
         self.profile()
         self.compare_with_baseline()
@@ -166,6 +168,14 @@ class _Run:
         built = [ms for ms in self.me.gather(self.work.mask_build_ms()) if ms is not None]
         self.result["metrics"]["mask_build_ms"] = max(built, default=None)
         self.measured_s = sum(medians[which] for which in self.work.passes) / 1e3
+
+    def measure_energy(self, passes: Passes) -> None:
+        if self.spec.energy:
+            found, layers = self.result["metrics"], self.spec.timing.layers
+            flops = found["flops"].get("total", found["flops"]["forward"])
+            seconds = self.measured_s * layers
+            measured = energy.measure(self.me, passes, self._watch(), seconds, layers, found["tokens"], flops)
+            self.result["energy"] = measured
 
     def record_phases(self) -> None:
         if self.spec.phases and self.work.has_phases:

@@ -1,5 +1,6 @@
 """Clocks, power, temperature and throttle reasons, sampled during timing by a separate process, one per node, so that it
-delays no rank's Python. It uses the standard library only and starts in some 20 ms."""
+delays no rank's Python; and the GPUs' energy counters, for `runner.measure.energy`. It uses the standard library only and
+starts in some 20 ms."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 PERIOD_S = {"cuda": 0.1, "cpu": 0.25}
+ENERGY_PERIOD_S = 0.005  # counters change every 20 to 100 ms
 ANSWER_S = 10.0  # a sampler that answers later is given up
 REASONS = (  # NVML's bits, the lowest first
     "gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown",
     "hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting",
 )  # fmt: skip
+ENERGY = "nvmlDeviceGetTotalEnergyConsumption"
 Reading = dict[str, dict[str, Any]]  # by GPU, or "cpu": the values read at one time
 
 
@@ -49,6 +53,17 @@ def summary(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
 def of_values(lows: Sequence[float], middles: Sequence[float], highs: Sequence[float]) -> dict[str, float] | None:
     """The least, the median and the most; None without values."""
     return {"min": min(lows), "median": statistics.median(middles), "max": max(highs)} if middles else None
+
+
+def changes(times: Sequence[float], readings: Sequence[dict[str, int]]) -> dict[str, list[tuple[float, int]]]:
+    """For each GPU the times at which its energy counter was found changed, with its value in mJ, and the first reading."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for at, reading in zip(times, readings, strict=True):
+        for gpu, value in reading.items():
+            seen = found.setdefault(gpu, [])
+            if not seen or seen[-1][1] != value:
+                seen.append((at, value))
+    return found
 
 
 def _text(path: str) -> str:
@@ -95,6 +110,11 @@ class Nvml:
         """MHz, W, degrees Celsius and the bits of the throttle reasons of every GPU."""
         return {uuid: self._of(gpu) for uuid, gpu in self.gpus.items()}
 
+    def energy(self) -> dict[str, int]:
+        """mJ since the driver was loaded, of each GPU that counts them. One that is divided (MIG) counts for all its parts."""
+        by_uuid = {uuid: self._number(ctypes.c_ulonglong, ENERGY, gpu) for uuid, gpu in self.gpus.items()}
+        return {uuid: value for uuid, value in by_uuid.items() if value is not None}
+
     def _of(self, gpu: ctypes.c_void_p) -> dict[str, Any]:
         def number(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int | None:
             return self._number(kind, function, gpu, *map(ctypes.c_uint, arguments))
@@ -113,29 +133,46 @@ class Nvml:
 
 
 def serve(device: str) -> None:
-    """The process: samples between a line `start` and a line `stop`, then answers with a line of JSON. Ends with its input."""
-    period = PERIOD_S[device]
+    """The process: samples between a line `clocks` or `energy` and a line `stop`, then answers with a line of JSON. Ends with
+    its input."""
     try:
-        read: Callable[[], Reading] = Nvml().read if device == "cuda" else read_cpu
+        nvml = Nvml() if device == "cuda" else None
     except (OSError, AttributeError) as error:
         print(json.dumps({"unavailable": f"NVML: {error}"}), flush=True)
         return
-    readings: list[Reading] | None = None
+    clocks: Callable[[], Any] = nvml.read if nvml else read_cpu
+    energy: Callable[[], Any] = nvml.energy if nvml else dict
+    kinds: dict[
+        bytes, tuple[Callable[[], Any], float, Callable[..., Any]]
+    ] = {  # what is read, how often, what is answered
+        b"clocks": (clocks, PERIOD_S[device], lambda _, taken: summary(taken)),
+        b"energy": (energy, ENERGY_PERIOD_S, changes),
+    }
+    kind = b""  # the one that is sampled
+    times: list[float] = []
+    readings: list[Any] = []
+
+    def take() -> None:
+        times.append(time.monotonic())
+        readings.append(kinds[kind][0]())
+
     while True:
-        ready, _, _ = select.select([sys.stdin], [], [], period if readings is not None else None)
+        ready, _, _ = select.select([sys.stdin], [], [], kinds[kind][1] if kind else None)
         if not ready:
-            assert readings is not None
-            readings.append(read())
+            take()
             continue
         words = os.read(sys.stdin.fileno(), 4096).split()
         if not words:
             return
-        if words[-1] == b"start":  # earlier words belong to a measurement that failed
-            readings = [read()]
-        else:
-            found = [*(readings or ()), read()]
-            readings = None
-            print(json.dumps({"period_ms": period * 1e3, "of": summary(found)}), flush=True)
+        for word in words:
+            if word == b"stop":
+                take()
+                _, period, of = kinds[kind]
+                print(json.dumps({"period_ms": period * 1e3, "of": of(times, readings)}), flush=True)
+                kind = b""
+            else:  # an earlier kind is of a measurement that failed
+                kind, times, readings = word, [], []
+                take()
 
 
 class Sampler:
@@ -169,9 +206,10 @@ _samplers: dict[str, Sampler] = {}  # by device, as long as the process lives
 
 
 @contextmanager
-def sampling(device: str, here: bool) -> Iterator[dict[str, Any]]:
-    """Samples within the context. Afterwards the dict has `period_ms` and `of` (as `summary`), or `unavailable` with the
-    reason. here: whether this process samples for its node."""
+def sampling(device: str, here: bool, kind: str = "clocks") -> Iterator[dict[str, Any]]:
+    """Samples within the context. Afterwards the dict has `period_ms` and `of`, or `unavailable` with the reason. kind:
+    clocks, of which `of` is a `summary`, or energy, of which it is the `changes`. here: whether this process samples for its
+    node."""
     found: dict[str, Any] = {}
     if not here:
         yield found
@@ -182,7 +220,7 @@ def sampling(device: str, here: bool) -> Iterator[dict[str, Any]]:
         yield found
         found["unavailable"] = str(error)
         return
-    sampler.ask("start")
+    sampler.ask(kind)
     yield found
     sampler.ask("stop")
     found |= sampler.answer()

@@ -69,6 +69,7 @@ def run_table(result: Result) -> None:
     _print(_model(result.model, result.last_metrics) if result.model else [])
     clocks = clocks_text(result.environment.during)
     _print([f"clocks while timing: {clocks}"] if clocks else [])
+    _print([energy_text(result.energy)] if result.energy else [])
     _print([result.environment.commit])
     for which, phases in result.phases.items():
         _phases(which, phases)
@@ -186,6 +187,17 @@ def clocks_text(during: fields.During) -> str | None:
     reasons = sorted({reason for gpu in during.by_device for reason in gpu.throttle_reasons} - {"gpu_idle"})
     text = f"{min(r.min for r in ranges):,.0f} to {max(r.max for r in ranges):,.0f} MHz"
     return f"{text}, held down by {', '.join(reasons)}" if reasons else text
+
+
+def energy_text(energy: fields.Energy) -> str:
+    """The energy of an iteration over all GPUs, in a line."""
+    if energy.joules is None or energy.joules_per_token is None or energy.tflops_per_watt is None:
+        return f"no energy: {energy.unavailable}"
+    watts = ", ".join(f"{each:.0f}" for each in energy.watts_by_rank)
+    return (
+        f"energy: {energy.joules:.3g} J an iteration, {energy.joules_per_token:.3g} J a token, {energy.tflops_per_watt:.3g} "
+        f"TFLOP/s per W; {watts} W by rank"
+    )
 
 
 def _correctness(found: fields.Correctness) -> None:

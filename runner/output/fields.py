@@ -281,6 +281,16 @@ class Memory(Part):
     by_rank: list[RankMemory]
 
 
+class Energy(Part):
+    """Of an iteration, over all GPUs; None where their counters could not be read, with the reason."""
+
+    watts_by_rank: list[float] = field(default_factory=list)
+    joules: float | None = None
+    joules_per_token: float | None = None
+    tflops_per_watt: float | None = None
+    unavailable: str | None = None
+
+
 class Baseline(Part):
     """The same work on one device, or dense attention on all: its times, and this run's speedup and efficiency against them, by
     pass. The efficiency against dense attention is the speedup over the ratio of FLOPs."""

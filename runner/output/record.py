@@ -98,6 +98,7 @@ class Result:
     metrics: fields.Metrics | None = None
     baseline: fields.Baseline | None = None
     memory: fields.Memory | None = None
+    energy: fields.Energy | None = None
     phases: dict[str, fields.PassPhases] = field(default_factory=dict)
     profile: list[fields.RankProfile] = field(default_factory=list)
     plain: dict[str, Any] = field(default_factory=dict, repr=False)

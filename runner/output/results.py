@@ -18,7 +18,7 @@ from runner.output.record import SCHEMA_VERSION, STATUSES
 
 FIELDS = (
     "schema_version", "key", "name", "status", "reason", "failure", "config", "experiment", "chosen", "environment",
-    "correctness", "model", "timing", "metrics", "baseline", "memory", "phases", "comm", "profile", "artifacts",
+    "correctness", "model", "timing", "metrics", "baseline", "memory", "energy", "phases", "comm", "profile", "artifacts",
 )  # fmt: skip
 
 PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]

@@ -20,7 +20,7 @@ COLUMNS = (
     "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "causal", "window", "q_len", "kv_lengths", "prefix", "seqlens", "dtype", "mode", "seed", "timing", "settings",
     "rounds", "forward_ms", "forward_iqr", "backward_ms", "backward_iqr", "optimizer_ms", "optimizer_iqr", "total_ms", "back_to_back_ms", "tokens_per_s",
     "tflops_per_device", "sol", "mfu", "parameters", "first_loss", "loss", "speedup", "efficiency", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
-    "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "rel_l2_out", "reason",
+    "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "joules_per_token", "tflops_per_watt", "rel_l2_out", "reason",
 )  # fmt: skip
 # the columns of summary.md and of the printed table: title and format
 SHOWN = (
@@ -38,7 +38,7 @@ SHOWN = (
     ("efficiency", "eff.", "{:.0%}"), ("exposed_forward_ms", "exp. fwd", "{:.3f}"),
     ("exposed_backward_ms", "exp. bwd", "{:.3f}"), ("kv_read_bytes", "KV bytes, model", "{:,}"),
     ("forward_memory_read_bytes", "memory read", "{:,}"), ("forward_l2_read_bytes", "L2 read", "{:,}"),
-    ("rel_l2_out", "rel L2", "{:.1e}"),
+    ("joules_per_token", "J/token", "{:.3g}"), ("tflops_per_watt", "TFLOP/s/W", "{:.3g}"), ("rel_l2_out", "rel L2", "{:.1e}"),
 )  # fmt: skip
 NONE_COUNTS = {
     "q_len",
@@ -97,6 +97,8 @@ def _measured(result: Result) -> dict[str, Any]:
     found |= {
         key: getattr(result.metrics, key) for key in ("density", "sparsity_ratio", "connections", "mask_build_ms")
     }
+    if result.energy:
+        found |= {key: getattr(result.energy, key) for key in ("joules_per_token", "tflops_per_watt")}
     found["rounds"] = timing.rounds.text
     found["speedup"], found["efficiency"] = result.gain or (None, None)
     if timing.counters and (counted := timing.counters.passes.get("forward")):

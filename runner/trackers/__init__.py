@@ -56,8 +56,8 @@ def track(value: dict[str, Any], folder: Path) -> str | None:
     """Send a result, as `result.json` has it, to the tracker of its configuration. Returns why that failed, in one line, or
     None."""
     options = value["config"].get("tracker") or {"name": NONE}  # results of earlier versions have none
-    name = options["name"]
-    if name == NONE:
+    name = options.get("name") if isinstance(options, dict) else None
+    if name not in [*TRACKERS]:  # none, or one for which the run was refused
         return None
     try:
         log = importlib.import_module(f"runner.trackers.to_{name}").log

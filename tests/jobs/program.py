@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from runner import environment
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
-from runner.measure import ceilings, correctness, job, pieces
+from runner.measure import ceilings, correctness, energy, job, pieces, sampler, timing
 from runner.measure.attention_work import AttentionWork
+from runner.measure.stopwatch import stopwatch
 from tests.jobs.reference import rel
 
 
@@ -118,3 +123,48 @@ def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:
         work.run(which)
     assert len(threads) == 1
     return threads == [threading.get_ident()]
+
+
+def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float], period_s: float) -> dict[str, Any]:
+    """`energy` of a run on CPU ranks with a counter of these powers, by rank, in place of NVML's."""
+
+    @contextmanager
+    def sampling(*_: Any) -> Iterator[dict[str, Any]]:
+        found: dict[str, Any] = {}
+        begin = time.monotonic()
+        yield found
+        times = [begin + i * period_s for i in range(int((time.monotonic() - begin) / period_s) + 1)]
+        late = [max(0.0, at - begin - energy.LEAD_S / 2) for at in times]  # nothing is counted before
+        counted = {
+            f"GPU-{r}": [(at, round(w * s * 1e3)) for at, s in zip(times, late, strict=True)]
+            for r, w in enumerate(watts)
+        }
+        found |= {"of": counted} if me.rank == 0 else {}
+
+    spec = Experiment.from_plain(experiment)
+    work = AttentionWork(me, spec)
+    with (
+        mock.patch.object(sampler, "sampling", sampling),
+        mock.patch.object(environment, "gpu_uuid", lambda _: f"GPU-{me.rank}"),
+    ):
+        return energy.measure(me, work, stopwatch(me, together=True), 0.01, 2, 100, 3 * 10**12)
+
+
+def energy_and_zeus(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, Any], float, float | None]:
+    """`energy` of a run on a GPU, its power in W as sampled in another window, and the joules of a call in a third by zeus,
+    None where that is not installed."""
+    spec = Experiment.from_plain(experiment)
+    work, watch = AttentionWork(me, spec), stopwatch(me, together=False)
+    timing.warm(work, watch, 3, 1000.0)
+    found = energy.measure(me, work, watch, 0.01, 1, 100, 10**12)
+    with sampler.sampling("cuda", here=True) as sampled:
+        timing.warm(work, watch, 3, 2000.0)
+    power_w = sampled["of"][environment.gpu_uuid(me.device)]["power_w"]["median"]
+    try:
+        from zeus.monitor import ZeusMonitor
+    except ImportError:
+        return found, power_w, None
+    monitor = ZeusMonitor(gpu_indices=[me.device.index])
+    monitor.begin_window("calls")
+    done = timing.warm(work, watch, 3, 3000.0).iterations
+    return found, power_w, monitor.end_window("calls").total_energy / done

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -83,11 +84,12 @@ def test_every_round_has_each_run_once_and_starts_with_another(runs, of):
 
 @pytest.mark.parametrize(("samples", "of"), [(20, 3), (6, 2), (3, 3), (20, 1)])
 def test_the_rounds_of_a_run_have_its_samples_together_and_only_the_first_does_what_is_done_once(samples, of):
-    whole = spec(f"timing.timing_runs={samples}", "timing=profiler")
+    whole = replace(spec(f"timing.timing_runs={samples}", "timing=profiler"), energy=True)
     parts = [rounds.part(whole, this, of) for this in range(of)]
     counts = [part.timing.timing_runs for part in parts]
     assert sum(counts) == samples and max(counts) - min(counts) <= 1
     assert [part.phases for part in parts] == [True] + [False] * (of - 1)
+    assert [part.energy for part in parts] == [True] + [False] * (of - 1)
     assert [part.baseline for part in parts] == ["single"] + ["none"] * (of - 1)
     assert [part.timing.method for part in parts] == ["profiler"] + ["warmup"] * (of - 1)
     assert {(part.seed, part.workload, str(part.check)) for part in parts} == {

@@ -21,6 +21,8 @@ FOUND = [
     ["-m", "config=tiny", "seq_len=128", "seqlens='${nothing}',1"],
     ["config=tiny", "hydra.searchpath=[nope]"],
     ["config=tiny", "seq_len=128", "window=${seq_len}"],
+    ["config=tiny", "seq_len=128", "tracker.name='../../x'"],
+    ["config=tiny", "seq_len=128", "tracker.name=[]"],
 ]
 ANSWER = """
 import json, pathlib, sys

@@ -138,6 +138,7 @@ def _without_phase(run: Experiment, phase: str) -> str | None:
         return None if run.check.enabled else "check.enabled=true"
     needed = {
         "trials": (run.has_trials, "an option that is best, or attention=auto attention.trials=2"),
+        "energy": (run.energy, "energy=true on a GPU"),
         "phases": (run.phases and not external, "a variant of ours" if external else "phases=true"),
         "profiler": (run.timing.method == "profiler", "timing=profiler"),
         "baseline": (run.baseline != "none", "baseline=single"),

@@ -484,7 +484,14 @@ def test_a_variant_that_does_not_divide_real_lengths_names_the_multiple_that_doe
 def test_a_fault_can_be_asked_of_any_rank_in_any_phase_that_the_run_has(phase):
     given = {"profiler": ["timing=profiler"], "trials": ["attention=auto", "attention.trials=2"]}.get(phase, [])
     for fault in (f"0:{phase}:kill", f"1:{phase}:raise"):
-        assert resolved(f"launch.fault={fault}", *given).launch.fault == fault
+        gpus = 2 if phase == "energy" else 0
+        assert resolved(f"launch.fault={fault}", *given, gpus=gpus).launch.fault == fault
+
+
+def test_energy_is_measured_on_gpus_only():
+    assert resolved(gpus=1).energy and not resolved(gpus=0).energy and not resolved("energy=false", gpus=1).energy
+    with pytest.raises(InvalidConfig, match="has no phase energy; energy=true on a GPU would give it one"):
+        resolved("launch.fault=0:energy:kill")
 
 
 def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():

@@ -1,0 +1,93 @@
+"""Energy of an iteration, by the GPUs' own counters (NVML's nvmlDeviceGetTotalEnergyConsumption).
+
+A counter changes every 20 to 100 ms, so a window of a second or more is measured: iterations follow each other without
+pause, as in a model, while the node's sampler process reads the counters. A GPU's power is the energy between two changes of
+its counter over the time between them, so no part of a period is lost at either end. The energy of an iteration is that
+power times the window's time for an iteration, summed over all GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from runner import environment
+from runner.launch.rank import Rank
+from runner.measure import sampler, timed, timing
+from runner.measure.stopwatch import Stopwatch
+from runner.measure.workload import Passes
+
+LEAD_S = 0.3  # until a counter, which lags, shows the power of the iterations
+WINDOW_S = 1.0
+LEAST_S = 0.5  # between the changes of a counter that are used
+Changes = Sequence[tuple[float, int]]  # seconds and mJ
+
+
+def measure(
+    me: Rank, work: Passes, watch: Stopwatch, iteration_s: float, layers: int, tokens: int, flops: int
+) -> dict[str, Any]:
+    """`energy` of the result: of a window of iterations of `work` on GPUs, each with `layers` calls of so many tokens and
+    FLOPs over all ranks. iteration_s: seconds that an iteration should take."""
+    gpus: list[str] = me.gather(environment.gpu_uuid(me.device))
+    counting, why = _counted(me, lambda: None)
+    if lacking := [gpu for gpu in gpus if gpu not in counting]:
+        why = why or f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
+        return {"unavailable": why}
+    me.say("energy", max(iteration_s, LEAD_S + WINDOW_S))
+    beat = timed.beats(me, "energy", watch, iteration_s)
+    window_ms = (LEAD_S + WINDOW_S) * 1e3
+    done: list[float] = []  # begin of the window, its seconds, its iterations
+
+    def window() -> None:
+        watch.settle()
+        me.barrier()
+        begin = time.monotonic()
+        with timing.undisturbed():
+            warmed = timing.warm(work, watch, 1, window_ms, me.agree, beat)
+        done.extend((begin, time.monotonic() - begin, warmed.iterations))
+
+    counted, _ = _counted(me, window)
+    begins = me.gather(done[0])
+    watts = [power(_within(counted.get(gpu, []), begin)) for gpu, begin in zip(gpus, begins, strict=True)]
+    seconds, iterations = max(me.gather(done[1])), int(done[2])
+    return of_window(watts, seconds, iterations * layers, tokens, flops)
+
+
+def _counted(me: Rank, body: Callable[[], None]) -> tuple[dict[str, Changes], str | None]:
+    """The changes of the counter of every GPU of all nodes while `body` runs, and why a node has none."""
+    with sampler.sampling(me.device.type, timed.samples_clocks(me), "energy") as found:
+        body()
+    nodes = me.gather(found)
+    why = next((node["unavailable"] for node in nodes if "unavailable" in node), None)
+    return {gpu: changes for node in nodes for gpu, changes in node.get("of", {}).items()}, why
+
+
+def _within(changes: Changes, begin: float) -> Changes:
+    """The changes after the lead of a window that began at `begin`. The first entry is no change."""
+    return [(at, value) for at, value in changes[1:] if at - begin >= LEAD_S]
+
+
+def power(changes: Changes) -> float | None:
+    """Mean power in W between the first and the last of these changes; None where less than LEAST_S lies between them."""
+    if not changes or changes[-1][0] - changes[0][0] < LEAST_S:
+        return None
+    (first_s, first_mj), (last_s, last_mj) = changes[0], changes[-1]
+    return (last_mj - first_mj) / 1e3 / (last_s - first_s)
+
+
+def of_window(watts: Sequence[float | None], seconds: float, calls: int, tokens: int, flops: int) -> dict[str, Any]:
+    """The fields of `energy`. watts: by rank. calls: within the window of so many seconds; each has so many tokens and FLOPs,
+    over all ranks."""
+    known = [each for each in watts if each is not None]
+    if len(known) < len(watts):
+        rank = watts.index(None)
+        return {"unavailable": f"the counter of rank {rank}'s GPU changed too seldom in {seconds:.1f} s"}
+    joules = sum(known) * seconds / calls
+    return {
+        "watts_by_rank": known,
+        "seconds": seconds,
+        "calls": calls,
+        "joules": joules,
+        "joules_per_token": joules / tokens,
+        "tflops_per_watt": flops / joules / 1e12,
+    }
