@@ -19,6 +19,7 @@ EXCHANGES = (
     "attention/transports/",
     "attention/agreement.py",
 )  # files whose functions wait for other ranks
+THREADS = ("/threading.py", "/concurrent/futures/")  # whose functions wait for other threads, as those of a transport
 State = dict[str, Any]  # rank, pid, job, phase, since, expected_s, waiting, note, perhaps error
 
 
@@ -130,7 +131,8 @@ class WorldFiles:
 
     def in_exchange(self, rank: int) -> bool:
         """Whether a rank was in a collective or a transfer, and so waited for others, when its stack was requested."""
-        innermost = next((line for line in self.stack(rank) if line.startswith("  File ")), "")
+        frames = (line for line in self.stack(rank) if line.startswith("  File "))
+        innermost = next((line for line in frames if not any(part in line for part in THREADS)), "")
         return any(part in innermost for part in EXCHANGES)
 
 

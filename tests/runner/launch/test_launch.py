@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch import endpoint, node
-from runner.launch.files import WorldSpec
+from runner.launch.files import WorldFiles, WorldSpec
 from runner.launch.ownership import BOOT_ID, remove_abandoned
 from runner.launch.pool import Pool
 from runner.launch.worlds import World
@@ -229,6 +229,23 @@ def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
     assert outcome.rank == 1  # rank 0 is silent for longer, but its stack says that it waits for another
     assert any("faults.py" in line for line in outcome.log_tail)
     assert gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits"),
+    [
+        (['"/x/torch/distributed/distributed_c10d.py", line 9 in barrier', '"/x/runner/launch/rank.py", line 9 in say'], True),
+        (['"/x/threading.py", line 3 in wait', '"/x/concurrent/futures/_base.py", line 3 in wait',
+          '"/x/attention/transports/queues.py", line 3 in wait'], True),
+        (['"/x/mine.py", line 3 in loop', '"/x/torch/distributed/elastic/multiprocessing/api.py", line 6 in _wrap'], False),
+        (['"/x/threading.py", line 3 in wait', '"/x/mine.py", line 3 in loop'], False),
+        ([], False),
+    ],
+)  # fmt: skip
+def test_a_stack_says_whether_its_rank_waits_for_others(tmp_path, frames, waits):
+    lines = ["said before", "Current thread 0x1 (most recent call first):", *(f"  File {frame}" for frame in frames)]
+    (tmp_path / "rank0.log").write_text("\n".join(lines))
+    assert WorldFiles(tmp_path, range(1)).in_exchange(0) is waits
 
 
 @pytest.mark.slow
