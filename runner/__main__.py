@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from runner.ab import Ab
 
 CLOSING_S = 30.0  # ending the worlds takes less
-LONGEST_MESSAGE = 1000  # characters of another package's message
 
 
 class Stops:
@@ -78,15 +77,6 @@ def _output(arguments: list[str]) -> str:
     """The output folder that the overrides name, else the default."""
     given = [a.partition("=")[2] for a in arguments if a.startswith("output=")]
     return next((text for text in given if text and "${" not in text), "outputs")
-
-
-def message(error: BaseException) -> str:
-    """The error's message in one line. One without a message, as Hydra raises while it composes, gives that of its
-    cause."""
-    while not str(error) and error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
-    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_MESSAGE])
 
 
 def exit_status(statuses: list[str]) -> int:
@@ -236,7 +226,7 @@ def _follow(found: Any) -> int:
 def _program(head: Any = None) -> int:
     from runner import ab
     from runner.config import overrides, resolve
-    from runner.config.values import InvalidConfig
+    from runner.config.values import InvalidConfig, message
 
     flags, given = overrides.split(sys.argv[1:])
     if "--version" in flags:
@@ -274,7 +264,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
     from runner import app, interleave
-    from runner.config.values import Refused, shown
+    from runner.config.values import Refused, message, shown
     from runner.output import display, results, summary
 
     interleave.register([compared.key] if compared else [])

@@ -35,6 +35,13 @@ statuses: list[str] = []  # of this invocation's runs
 sweeps: list[Path] = []
 
 
+def begin() -> None:
+    """Forget the runs of an earlier invocation in this process; the worlds stay."""
+    statuses.clear()
+    sweeps.clear()
+    sweep.begin()
+
+
 @dataclass(frozen=True)
 class Unfinished:
     """A run that lacks rounds: its number in the sweep, its folder, and its result so far."""

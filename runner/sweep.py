@@ -28,6 +28,13 @@ _started = time.monotonic()
 _failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
 
 
+def begin() -> None:
+    """Forget an earlier sweep of this process. The seed stays: all runs of a process have the same inputs."""
+    global _runs, _started
+    _runs, _started = None, time.monotonic()
+    _failed.clear()
+
+
 class Count(Callback):
     """Count a sweep's runs, those of an experiment's file included, before the first starts; too many are refused."""
 

@@ -28,6 +28,11 @@ def stamp(parent: str) -> str:
     return _stamps.setdefault(parent, now())
 
 
+def begin() -> None:
+    """Forget the folders of an earlier invocation in this process: the next one gets a folder of its own."""
+    _stamps.clear()
+
+
 def claim() -> None:
     """Make the folders that `stamp` was asked for. Raises OSError."""
     for parent, name in _stamps.items():

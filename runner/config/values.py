@@ -14,6 +14,7 @@ from attention.errors import nearest
 LARGEST = (1 << 31) - 1  # of any whole number here
 FINITE = sys.float_info.max
 LONGEST = 80  # characters of a value in a message
+LONGEST_MESSAGE = 1000  # characters of another package's message
 
 
 class InvalidConfig(ValueError):
@@ -26,6 +27,15 @@ class UnsupportedHere(ValueError):
 
 class Refused(SystemExit):
     """A callback refuses the command line. Hydra swallows other exceptions of its callbacks."""
+
+
+def message(error: BaseException) -> str:
+    """The error's message in one line. One without a message, as Hydra raises while it composes, gives that of its
+    cause."""
+    while not str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_MESSAGE])
 
 
 def plain(node: Any) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Runs from Python, for notebooks, tests and other programs:
+
+    result = runner.run(["attention=ring", "config=tiny", "seq_len=512"])
+    result.status, result.passes["forward"].median, result.folder
+    results = runner.multirun(["attention=ring,zigzag", "config=tiny", "seq_len=512,1024"])
+    runner.load(results[0].folder.parent).plot("seq_len", "forward_ms")
+
+The overrides are those of the command line; results lie in the same folders. Worlds stay warm between calls; `runner.close()`
+or the end of the process ends them. The working folder, signal handlers, logging and a Hydra program around are left as they
+are. One call at a time: not for several threads."""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from runner import app, interleave
+from runner.config import folders, overrides, resolve
+from runner.config.values import InvalidConfig, Refused, message
+from runner.output import reader, summary, terminal
+from runner.output.reader import Problem
+from runner.output.record import Result
+from runner.output.run_tables import table_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def run(given: Sequence[str] = (), quiet: bool = True) -> Result:
+    """One run, as `python -m runner OVERRIDES...`. A run that fails (`incorrect`, `oom`, `timeout`, `crash`) or that this
+    machine cannot do (`unsupported`) is a result with that status and its `reason`. quiet: print no tables and no progress.
+
+    Raises InvalidConfig (a ValueError) with one line for overrides that break a rule, and OSError where nothing can be
+    written."""
+    with _hydra(given, False, quiet) as hydra:
+        done = hydra.run("config", app.execute, [*given], with_log_configuration=False)
+        found = _result(done)
+    if found.status == "invalid":
+        raise InvalidConfig(found.reason or "")
+    return found
+
+
+def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
+    """All runs of a sweep, as `python -m runner -m OVERRIDES...`, in the order of the command line; compared runs take turns.
+    An impossible combination is a result with the status `invalid`. The runs' folders lie in one folder, with the summary.
+
+    Raises as `run`."""
+    with _hydra(given, True, quiet) as hydra:
+        batches = hydra.multirun("config", app.execute, [*given], with_log_configuration=False)
+        return [_result(done) for done in (one for batch in batches for one in batch)]
+
+
+def load(*where: str | Path, samples: bool = False) -> pd.DataFrame:
+    """The recorded runs below folders, packed ones too, as a row each: the columns of summary.csv and `folder`. With `samples`
+    a row for each sample: `name`, `folder`, `iteration`, `round`, `rank`, `pass`, `ms`. Files that are no results are
+    named in warnings.
+
+    Raises FileNotFoundError for a folder that does not exist."""
+    import pandas as pd
+
+    found: list[Result] = []
+    for folder in map(Path, where):
+        if not folder.is_dir():
+            raise FileNotFoundError(2, "no such folder of results", str(folder))
+        read, problems = reader.read_results(folder)
+        found += read
+        for problem in problems:
+            warnings.warn(str(problem), stacklevel=2)
+    if samples:
+        return pd.DataFrame([row for result in found for row in _samples(result)], columns=_SAMPLE)
+    rows = [summary.row(result) | {"folder": str(result.folder)} for result in found]
+    return pd.DataFrame(rows, columns=[*summary.COLUMNS, "folder"])
+
+
+def close() -> None:
+    """End the living worlds. The next run starts new ones."""
+    app.pool.close()
+
+
+_SAMPLE = ["name", "folder", "iteration", "round", "rank", "pass", "ms"]
+
+
+def _samples(result: Result) -> Iterator[dict[str, Any]]:
+    for row in table_of(result, "samples") or []:
+        yield {"name": result.name, "folder": str(result.folder), **row}
+
+
+def _result(done: Any) -> Result:
+    """The recorded result of one of Hydra's jobs. Raises the job's error."""
+    _ = done.return_value
+    found = reader.read_result(Path(done.hydra_cfg.hydra.runtime.output_dir))
+    if found is None or isinstance(found, Problem):
+        raise OSError(f"the result was removed or cannot be read: {found}")
+    return found
+
+
+@contextmanager
+def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[Any]:
+    """Hydra for one call, whose errors become InvalidConfig and OSError. Whatever else ends the call ends the worlds, too."""
+    if isinstance(given, str):
+        raise InvalidConfig(f"{given!r}: give a list of overrides, as [{given!r}]")
+    with _undone(quiet):
+        resolve.register()
+        interleave.register()
+        if reason := overrides.problem([*given], multirun):
+            raise InvalidConfig(message(ValueError(reason)).replace("add -m", "call runner.multirun"))
+        app.begin()
+        folders.begin()
+        atexit.register(close)
+        try:
+            # Hydra only warns of a searchpath that does not exist
+            warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
+            with initialize_config_module("runner.conf", version_base="1.3"):
+                yield GlobalHydra.instance().hydra
+        except (HydraException, OmegaConfBaseException, UserWarning, Refused) as error:
+            raise InvalidConfig(message(error)) from None
+        except SystemExit as error:  # nothing can be written
+            raise OSError(message(error)) from None
+        except BaseException:  # a world may be in the middle of a job
+            close()
+            raise
+
+
+@contextmanager
+def _undone(quiet: bool) -> Iterator[None]:
+    """Leaves the caller's Hydra, its filters of warnings and our consoles as they were."""
+    around = GlobalHydra.instance().hydra
+    consoles = [(console, console.quiet) for console in (terminal.out, terminal.err)]
+    try:
+        GlobalHydra.instance().hydra = None
+        for console, was in consoles:
+            console.quiet = quiet or was
+        with warnings.catch_warnings():
+            yield
+    finally:
+        GlobalHydra.instance().hydra = around
+        for console, was in consoles:
+            console.quiet = was
