@@ -1,18 +1,20 @@
-"""The executors mark their phases here. Nothing is recorded unless a recorder is active.
+"""The executors mark their phases here, and users their own blocks. Nothing is recorded unless a recorder is active.
 
 Names: `comp_*` is compute. `comm_*` is a transfer. `wait_*` is the time that the compute stream (on a CPU, the calling
-thread) waits for a transfer. It is exposed communication, unless another stream computes meanwhile."""
+thread) waits for a transfer. It is exposed communication, unless another stream computes meanwhile. Any other name is a
+block of a user's, which may hold phases and is timed as a whole."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 NO_STEP = -1
+WHOLE = "pass"  # the phase that is the whole pass
 
 
 class Span(Protocol):
@@ -53,13 +55,13 @@ class _CudaSpan:
 
 
 class Recorder:
-    """Collects spans; read their times when the device is idle. With `annotate`, each phase is also a range of the
-    running torch profiler."""
+    """Collects spans; read their times when the device is idle. With `annotate`, each phase is also a range by that name:
+    of the torch profiler (`torch.profiler.record_function`) or of NVTX (`torch.cuda.nvtx.range`)."""
 
-    def __init__(self, device: torch.device, annotate: bool = False):
+    def __init__(self, device: torch.device, annotate: Callable[[str], AbstractContextManager[Any]] | None = None):
         self.spans: list[Span] = []
         self.span = _CudaSpan if device.type == "cuda" else _CpuSpan
-        self.annotate = annotate
+        self.annotate = annotate or nullcontext
 
 
 _active: Recorder | None = None
@@ -80,16 +82,14 @@ class _Phase:
         self.recorder, self.name, self.step = recorder, name, step
 
     def __enter__(self) -> None:
-        if self.recorder.annotate:
-            self.range = torch.profiler.record_function(self.name)
-            self.range.__enter__()
+        self.range = self.recorder.annotate(self.name)
+        self.range.__enter__()
         self.current = self.recorder.span(self.name, self.step)
 
     def __exit__(self, *exc: object) -> None:
         self.current.end()
         self.recorder.spans.append(self.current)
-        if self.recorder.annotate:
-            self.range.__exit__(None, None, None)
+        self.range.__exit__(None, None, None)
 
 
 _NOTHING = nullcontext()
@@ -101,5 +101,18 @@ def active() -> bool:
 
 
 def phase(name: str, step: int = NO_STEP) -> _Phase | nullcontext[None]:
-    """A context manager around the work of one phase of one step."""
+    """A context manager around the work of one phase of one step.
+
+    Blocks of your own are timed with the program's phases: in a variant, a kernel or a layer write
+
+        with attention.profiling.phase("mine"):
+            y = f(x)
+
+    and a run's phase table and `phases.csv` have a row `mine`, in ms, on each rank and in each pass. On CUDA the time is
+    that between two events on the current stream. Blocks may hold phases and other blocks; unless its name begins with
+    `comp_`, `wait_` or `comm_`, a block overlaps what it holds and is not part of the sum. Outside of a run's phase
+    pass this does nothing. Raises ValueError for the name `pass`, which the table gives to the whole pass, and for
+    one that is empty or has a comma or a line break."""
+    if _active is not None and (not name or name == WHOLE or set(name) & set(",\r\n")):
+        raise ValueError(f"phase({name!r}): is no name of a phase; give a word, such as phase('mine')")
     return _NOTHING if _active is None else _Phase(_active, name, step)

@@ -212,6 +212,7 @@ class Experiment:
     model: Model | None = None  # None: attention alone
     agreement: bool = True
     energy: bool = False
+    nvtx: bool = False
 
     @property
     def chosen(self) -> Variant[Any] | None:

@@ -27,7 +27,7 @@ _NOT_IDENTITY = ("hydra", "order", "output", "resume", "tracker", "until_limit")
 # keys that came later, with the value for which earlier results keep their identity
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
-    "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None, "energy": True,
+    "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None, "energy": True, "nvtx": False,
 }  # fmt: skip
 
 
@@ -133,7 +133,7 @@ GROUP_RULES = (_check_values, _check_names, _check_dtype, _check_check, launch.c
 # rules across groups; those of this machine come last, since a broken rule is broken on every machine
 RUN_RULES = (
     model.check_model, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
-    launch.check_shared_gpu, timing.check_device,
+    launch.check_shared_gpu, timing.check_device, timing.check_nvtx,
 )  # fmt: skip
 
 
@@ -171,6 +171,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         model=whole_model,
         agreement=cfg.agreement,
         energy=cfg.energy and device == "cuda",
+        nvtx=cfg.nvtx,
     )
     for check in RUN_RULES:
         check(run, cfg)

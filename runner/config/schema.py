@@ -130,6 +130,7 @@ class RunConf:
     )
     baseline: str = "single"
     phases: bool = True
+    nvtx: bool = False  # on GPUs: passes and phases of the phase pass are NVTX ranges, for nsys
     energy: bool = True  # on GPUs joules per token, by their counters, in a window of 1.3 s more
     deterministic: bool = False
     agreement: bool = True  # ranks compare what they ask for whenever they make a plan

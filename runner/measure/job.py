@@ -180,7 +180,9 @@ class _Run:
     def record_phases(self) -> None:
         if self.spec.phases and self.work.has_phases:
             self.me.say("phases", self.iteration_s)
-            self.result |= phases.measure(self.me, self.work, self._watch(), phases.runs(self.measured_s))
+            self.result |= phases.measure(
+                self.me, self.work, self._watch(), phases.runs(self.measured_s), self.spec.nvtx
+            )
 
     def profile(self) -> None:
         if self.spec.timing.method == "profiler":

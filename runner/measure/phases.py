@@ -9,7 +9,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from attention.profiling import Recorder, recording
+import torch
+
+from attention.profiling import WHOLE, Recorder, recording
 from runner.launch.rank import Rank
 from runner.measure import timing
 from runner.measure.stopwatch import Stopwatch
@@ -17,6 +19,7 @@ from runner.measure.workload import Workload
 
 Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms
 STRAGGLER = 1.1  # times the median over the ranks
+ADD_UP = ("comp_", "wait_")  # with `other` these phases are the pass
 MOST_RUNS = 15
 SECONDS = 0.2  # a slow run records fewer
 
@@ -27,24 +30,25 @@ def runs(iteration_s: float) -> int:
 
 
 class _Counted:
-    """A workload's passes, with the bytes that the transport moved into this rank in the last run of each. Launch replay
-    would count nothing; it is off while phases are recorded."""
+    """A workload's passes, each annotated by its name, with the bytes that the transport moved into this rank in the last run
+    of each. Launch replay would count nothing; it is off while phases are recorded."""
 
-    def __init__(self, work: Workload):
-        self.work, self.passes = work, work.passes
+    def __init__(self, work: Workload, recorder: Recorder):
+        self.work, self.passes, self.annotate = work, work.passes, recorder.annotate
         self.received: dict[str, dict[str, int]] = {}
 
     def run(self, which: str) -> None:
         counter = self.work.transport.bytes_received
         counter.clear()
-        self.work.run(which)
+        with self.annotate(which):
+            self.work.run(which)
         self.received[which] = dict(counter)
 
 
-def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int) -> dict[str, Any]:
-    """`phase_rows`, `phases` and `comm` of the result, from all ranks."""
-    recorder = Recorder(me.device)
-    counted = _Counted(work)
+def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int, nvtx: bool = False) -> dict[str, Any]:
+    """`phase_rows`, `phases` and `comm` of the result, from all ranks. nvtx: passes and phases are NVTX ranges."""
+    recorder = Recorder(me.device, torch.cuda.nvtx.range if nvtx else None)
+    counted = _Counted(work, recorder)
     leads = timing.leads_ms(counted, watch, lambda: recording(recorder))
     recorder.spans.clear()
     with recording(recorder):
@@ -53,7 +57,7 @@ def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int) -> dict[str, 
     mine: list[Row] = []
     for number, each in enumerate(passes):
         here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": each.which}
-        mine.append({**here, "phase": "pass", "step": -1, "ms": watch.elapsed(each.start, each.stop)})
+        mine.append({**here, "phase": WHOLE, "step": -1, "ms": watch.elapsed(each.start, each.stop)})
         lengths = shares([(s.name, *s.since(each.start)) for s in each.spans])
         mine += [{**here, "phase": s.name, "step": s.step, "ms": ms} for s, ms in zip(each.spans, lengths, strict=True)]
     everyone = me.gather((mine, counted.received))
@@ -63,12 +67,17 @@ def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int) -> dict[str, 
     return {"phase_rows": rows, "phases": summarize(rows, me.world), "comm": comm}
 
 
+def overlaps(phase: str) -> bool:
+    """Whether a phase overlaps others, and so is no part of the sum: a transfer, or a user's block."""
+    return not phase.startswith(ADD_UP)
+
+
 def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
-    """The time of each phase (name, begin, end) of one pass, in the unit of the input. A transfer (`comm_*`) counts
-    with its whole length. Of the others, which may be on two streams, every moment counts once: the compute phases
-    active at that moment share it; it is waiting only if none is active."""
-    taken = [stop - start if name.startswith("comm_") else 0.0 for name, start, stop in spans]
-    here = [i for i, (name, *_) in enumerate(spans) if not name.startswith("comm_")]
+    """The time of each phase (name, begin, end) of one pass, in the unit of the input. A transfer (`comm_*`) and a user's
+    block count with their whole length. Of the others, which may be on two streams, every moment counts once: the
+    compute phases active at that moment share it; it is waiting only if none is active."""
+    taken = [stop - start if overlaps(name) else 0.0 for name, start, stop in spans]
+    here = [i for i, (name, *_) in enumerate(spans) if not overlaps(name)]
     ends = sorted([(spans[i][1], 0, i) for i in here] + [(spans[i][2], 1, i) for i in here])
     going: dict[int, None] = {}
     for (now, is_end, i), (then, *_) in pairwise(ends):
@@ -88,7 +97,7 @@ def summarize(rows: list[Row], world: int) -> dict[str, Any]:
     the skew of compute between ranks, and stragglers. These are means over the same iterations, the middle half by
     length of the pass, so they add up. Each phase also has its median over all iterations.
 
-    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; comm_* overlaps them."""
+    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; other phases overlap them."""
     passes: dict[str, dict[int, list[dict[str, float]]]] = {}
     for row in rows:
         iterations = passes.setdefault(row["pass"], {})
@@ -111,13 +120,13 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
         seen = [[each[rank][phase] for each in iterations if phase in each[rank]] for rank in ranks]
         return [median(ms) if ms else 0.0 for ms in seen]
 
-    totals = medians("pass")
+    totals = medians(WHOLE)
     slowest = max(ranks, key=lambda rank: totals[rank])
-    ordered = sorted(iterations, key=lambda each: each[slowest]["pass"])
+    ordered = sorted(iterations, key=lambda each: each[slowest][WHOLE])
     kept = max(1, len(ordered) // 2)
     first = (len(ordered) - kept) // 2
     middle = [_mean([each[rank] for each in ordered[first : first + kept]]) for rank in ranks]
-    total = middle[slowest]["pass"]
+    total = middle[slowest][WHOLE]
 
     def together(prefix: str) -> list[float]:
         return [sum(ms for name, ms in middle[rank].items() if name.startswith(prefix)) for rank in ranks]
@@ -129,7 +138,7 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
         ms, by_rank = middle[slowest].get(name, 0.0), medians(name)
         return {"ms": ms, "share": share(ms), "median_ms": by_rank[slowest], "by_rank_ms": by_rank}
 
-    names = sorted({name for each in iterations for name in each[slowest]} - {"pass"})
+    names = sorted({name for each in iterations for name in each[slowest]} - {WHOLE})
     computes, waits = together("comp_"), together("wait_")
     compute, exposed, usual = computes[slowest], waits[slowest], median(computes)
     return {

@@ -123,7 +123,7 @@ def profile(
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if me.device.type == "cuda" else [])
     # on a CPU the transport has its own thread
     extra: dict[str, Any] = private.profile_all_threads() if me.device.type == "cpu" else {}
-    recorder = Recorder(me.device, annotate=True)
+    recorder = Recorder(me.device, torch.profiler.record_function)
 
     @contextmanager
     def observed() -> Iterator[torch.profiler.profile]:

@@ -225,7 +225,7 @@ def _phases(which: str, found: fields.PassPhases) -> None:
     ])  # fmt: skip
     table = _table(None, "phase", "ms", "share", "medians by rank, ms")
     for name, phase in found.phases.items():
-        share = "overlaps" if name.startswith("comm_") or phase.share is None else f"{phase.share:.0%}"
+        share = "overlaps" if not name.startswith(("comp_", "wait_")) or phase.share is None else f"{phase.share:.0%}"
         table.add_row(name, f"{phase.ms or 0:.3f}", share, " ".join(f"{ms:.3f}" for ms in phase.by_rank_ms))
     table.add_row("other", f"{found.other_ms:.3f}", f"{found.other_share:.0%}", "")
     show(table, words=("medians by rank, ms",))

@@ -48,6 +48,15 @@ def check_layers(run: Experiment, cfg: DictConfig) -> None:
         _check_new_packs(run)
 
 
+def check_nvtx(run: Experiment, cfg: DictConfig) -> None:
+    if not run.nvtx:
+        return
+    if run.device != "cuda":
+        raise InvalidConfig("nvtx=true: NVTX ranges are for nsys, on GPUs; on a CPU timing=profiler writes a trace")
+    if not run.phases or (run.chosen is not None and run.chosen.external):
+        raise InvalidConfig("nvtx=true: names the phases, and this run has none; use phases=true and a variant of ours")
+
+
 def _check_new_packs(run: Experiment) -> None:
     lengths = run.workload.seqlens
     if lengths is None:

@@ -494,6 +494,13 @@ def test_energy_is_measured_on_gpus_only():
         resolved("launch.fault=0:energy:kill")
 
 
+def test_nvtx_ranges_are_those_of_the_phases_on_gpus():
+    assert resolved("nvtx=true", gpus=1).nvtx
+    for given, why in {"hardware=cpu": "on a CPU", "phases=false": "use phases=true"}.items():
+        with pytest.raises(InvalidConfig, match=f"nvtx=true: .*{why}"):
+            resolved("nvtx=true", given, gpus=1)
+
+
 def test_defaults_without_gpus_are_a_tiny_run_on_two_ranks():
     spec = resolved(gpus=0)
     assert (spec.device, spec.world_size) == ("cpu", 2)

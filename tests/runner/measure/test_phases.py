@@ -1,12 +1,19 @@
 """Phases: the recorder that the executors call, and the table that its rows become."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from attention.profiling import Recorder, phase, recording
+from runner.launch.files import WorldSpec
 from runner.measure.phases import bandwidths, shares, summarize
+from runner.output import display
+from runner.output.fields import PassPhases
+from runner.output.parsing import parsed
+from tests.jobs import own_block
+from tests.support.composing import resolved
 
 CPU = torch.device("cpu")
 
@@ -200,6 +207,46 @@ def test_a_span_measures_a_sleep_also_when_it_ends_in_an_error():
     assert block >= 5
     assert wait >= 10
     assert block + wait <= both
+
+
+def test_a_block_of_a_users_is_timed_as_a_whole_and_takes_nothing_from_its_phases():
+    assert shares([("comp_block", 1, 4), ("mine", 0, 9), ("wait_kv", 4, 6)]) == [3, 9, 2]
+
+
+@pytest.mark.parametrize("name", ["", "pass", "a,b", "a\nb"])
+def test_a_name_that_the_table_cannot_hold_is_refused(name):
+    with recording(Recorder(CPU)), pytest.raises(ValueError, match="is no name of a phase"):
+        phase(name)
+
+
+def test_a_block_of_a_users_is_in_the_tables_of_a_run_on_each_rank(pool, capsys):
+    sizes = ["attention=ring", "kernel=math", "hardware=cpu", "dtype=fp32", "seq_len=256", "heads=2", "head_dim=64"]
+    spec = resolved(*sizes, "world_size=2", "baseline=none", "timing.timing_runs=1", "timing.warmup_ms=0")
+    arguments = {"experiment": spec.plain(), "name": "mine"}
+    outcome = pool.get(WorldSpec(2, "cpu")).call(own_block.run, arguments)
+    assert outcome.status == "ok", outcome.reason
+    mine = [row for row in outcome.result["phase_rows"] if row["phase"] == "mine"]
+    assert {(row["rank"], row["pass"]) for row in mine} == {(0, "forward"), (1, "forward")}
+    found = outcome.result["phases"]["forward"]
+    assert 0 < found["phases"]["mine"]["ms"] <= found["phases"]["comp_block"]["ms"]
+    display._phases("forward", parsed(PassPhases, found))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("mine")]
+    assert "overlaps" in line
+
+
+def test_annotated_phases_are_ranges_around_their_spans():
+    begun = []
+
+    @contextmanager
+    def named(name):
+        begun.append(name)
+        yield
+        begun.append(f"end of {name}")
+
+    recorder = Recorder(CPU, named)
+    with recording(recorder), phase("comp_block"), phase("mine"):
+        pass
+    assert begun == ["comp_block", "mine", "end of mine", "end of comp_block"]
 
 
 def test_bandwidths_are_those_of_the_transfer_on_the_rank_that_receives_most():
