@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runner.config.values import InvalidConfig
+from runner.config.values import InvalidConfig, shown
 
 Environ = Mapping[str, str]
 LOOPBACK = "127.0.0.1"
@@ -99,7 +99,7 @@ def _number(environ: Environ, name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not re.fullmatch("[0-9]{1,9}", text):
         raise InvalidConfig(
-            f"{name}={text}: must be a whole number; the launcher sets it, or unset all of its variables"
+            f"{name}={shown(text)}: must be a whole number; the launcher sets it, or unset all of its variables"
         )
     return int(text)
 
@@ -154,7 +154,7 @@ def first_host(listed: str) -> str:
     """The first host of Slurm's list: `n[08-11,14],m1` begins with n08."""
     found = re.match(r"([^,\[\]]+)(?:\[([^\],-]+)[^\]]*\]([^,\[\]]*))?", listed)
     if found is None:
-        raise InvalidConfig(f"SLURM_STEP_NODELIST={listed}: names no host; set MASTER_ADDR to the first node")
+        raise InvalidConfig(f"SLURM_STEP_NODELIST={shown(listed)}: names no host; set MASTER_ADDR to the first node")
     return "".join(part or "" for part in found.groups())
 
 

@@ -190,14 +190,17 @@ class World:
             os.close(self.owned)
 
     def _kill(self, pids: list[int]) -> None:
-        group = set(process_group(self.agent.pid))
-        # multiprocessing's resource tracker unlinks the others' semaphores and then ends by itself
-        trackers = {pid for pid in group if is_tracker(pid)}
-        for pid in (group | {pid for pid in pids if belongs(pid, self.folder)}) - trackers:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        # multiprocessing's resource tracker, which may only be starting, unlinks the others' semaphores and ends by itself
+        ranks = {pid for pid in pids if belongs(pid, self.folder)}
         deadline = time.monotonic() + STOP_S
-        while trackers & set(process_group(self.agent.pid)) and time.monotonic() < deadline:
+        while group := set(process_group(self.agent.pid)) | ranks:
+            for pid in group:
+                with contextlib.suppress(OSError):
+                    if not is_tracker(pid):
+                        os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                break
+            ranks = set()
             time.sleep(POLL_S)
         with contextlib.suppress(OSError):
             os.killpg(self.agent.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ Each trial has a seed of its own: the first one --seed, the next one more. Check
 result, no other run is harmed, no process, world's folder or shared memory is left, and nothing ended in a traceback.
 
 Kinds: `overrides` are command lines that nobody would write, stopped before a world would start; `damaged` are files of a
-sweep that is reported, compared or resumed; `fault` is launch.fault; `process` kills or stops a process of a world; `stop`
+sweep that is reported, compared, packed or resumed; `fault` is launch.fault; `process` kills or stops a process of a world; `stop`
 signals the program; `disk` limits its files, `memory` its ranks; `together` is two programs in one folder. Of any 60 trials in
 a row each kind has a fixed number, the more the cheaper it is.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner import compare
+from runner import compare, pack
 from runner.__main__ import main
 from runner.config.experiment import PHASES
 from runner.config.rules.launch import FAULTS
@@ -183,11 +183,11 @@ def disk(trial: Trial) -> list[str]:
 
 
 def damaged(trial: Trial) -> list[str]:
-    """A damaged file in a sweep that is reported, compared or resumed: the other run is kept."""
+    """A damaged file in a sweep that is reported, compared, packed or resumed: the other run is kept."""
     whole = trial.store.sweep()
     shutil.copytree(whole, trial.sweep)
     path, how = files.damage(trial.sweep, trial.rng)
-    action = trial.rng.choices(["report", "page", "compare", "resume"], [3, 2, 2, 1])[0]
+    action = trial.rng.choices(["report", "page", "compare", "pack", "resume"], [3, 2, 2, 2, 1])[0]
     trial.notes.append(f"{action}: {path.relative_to(trial.sweep)}: {how}")
     others = [one for one in trial.sweep.glob("*/result.json") if one.parent != path.parent and one != path]
     before = {one: one.read_bytes() for one in others}
@@ -195,6 +195,9 @@ def damaged(trial: Trial) -> list[str]:
         wrong = _resumed(trial)
     elif action == "compare":
         wrong = program.start(trial.folder, compare.main, [str(whole), str(trial.sweep)]).wait(60.0).wrong(0, 1, 2)
+    elif action == "pack":
+        arguments = [str(trial.sweep), "--into", str(trial.folder / "packed")]
+        wrong = program.start(trial.folder, pack.main, arguments).wait(_slowed(60.0)).wrong(0, 1, 2)
     else:
         more = ["--page"] if action == "page" else []
         ended = program.start(trial.folder, report.main, [str(trial.sweep), *more]).wait(_slowed(60.0))

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from runner.launch.ownership import PREFIX
+from runner.launch.processes import is_tracker
 from runner.torture.program import MARK
 
 SHARED = Path("/dev/shm")
@@ -29,12 +30,17 @@ def processes(folder: Path) -> list[int]:
 
 
 def kill(folder: Path) -> None:
-    """End the processes that the trials in `folder` started; those that they start meanwhile, too."""
+    """End the processes that the trials in `folder` started; those that they start meanwhile, too. Trackers, which unlink
+    the others' semaphores, end by themselves."""
     deadline = time.monotonic() + KILL_S
-    while (pids := processes(folder)) and time.monotonic() < deadline:
+    while pids := processes(folder):
+        late = time.monotonic() > deadline
         for pid in pids:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+                if late or not is_tracker(pid):
+                    os.kill(pid, signal.SIGKILL)
+        if late:
+            break
         time.sleep(0.02)
 
 

@@ -82,7 +82,7 @@ def warm() -> None:
     """Import what the programs need, so that a fork starts at once."""
     from hydra.core.plugins import Plugins
 
-    from runner import app, compare, environment  # noqa: F401
+    from runner import app, compare, environment, pack  # noqa: F401
     from runner.config import overrides, resolve
     from runner.report import command  # noqa: F401
 

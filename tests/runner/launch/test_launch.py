@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import endpoint, node
+from runner.launch import endpoint, node, processes, worlds
 from runner.launch.files import WorldFiles, WorldSpec
 from runner.launch.ownership import BOOT_ID, remove_abandoned
 from runner.launch.pool import Pool
@@ -249,7 +249,16 @@ def test_a_stack_says_whether_its_rank_waits_for_others(tmp_path, frames, waits)
 
 
 @pytest.mark.slow
-def test_a_world_that_was_killed_leaves_no_shared_memory():
+def test_a_world_that_was_killed_leaves_no_shared_memory(monkeypatch):
+    """Even where the tracker that unlinks it started only after the processes to kill were listed."""
+    listed = []
+
+    def first_without_trackers(leader):
+        group = processes.process_group(leader)
+        listed.append(leader)
+        return group if len(listed) > 1 else [pid for pid in group if not processes.is_tracker(pid)]
+
+    monkeypatch.setattr(worlds, "process_group", first_without_trackers)
     world = World(WorldSpec(2, "cpu"))
     shared = world.call(faults.hold_a_named_semaphore, {}).result
     assert len(shared) == 2 and all(Path(path).exists() for path in shared)
