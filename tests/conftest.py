@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,11 +11,17 @@ import pytest
 # Before torch is loaded. Threads that spin while they wait take the cores from the other workers' threads: small operations
 # then take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Compiled modules are kept, else each of some hundred programs and worlds compiles this library anew: half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: our kernels run on a CPU
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers have all cores already; a second thread of a small operation waits for one
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -70,9 +77,12 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
             limit_s = GPU_WORLD_S if "pool" in item.fixturenames else GPU_S
             item.add_marker(pytest.mark.timeout(limit_s, method="thread"))
-    if config.getoption("quick"):
-        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        chosen = {item for item in first.values() if not item.get_closest_marker("slow")}
+    quick, no_gpu = config.getoption("quick"), not torch.cuda.is_available()
+    if quick or no_gpu:
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        chosen = {item for item in first if not (quick and item.get_closest_marker("slow"))}
+        if not quick:  # without a GPU, the first case of a GPU test stands for its thousands of skipped cases
+            chosen |= {item for item in items if not item.get_closest_marker("gpu")}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     # The longest files first, so that no worker is left with one at the end

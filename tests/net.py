@@ -12,21 +12,21 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import platform
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor
 
+from runner.launch.files import WorldSpec
+from runner.launch.pool import Pool
+from runner.launch.rank import Rank
 from tests.support.cases import Case, compute, draw, variants
 
 CALLS = {1: 5, 2: 10, 4: 10}  # of each variant, by world size
+SILENCE_S = 600.0  # that a world's calls may take
 
 
 def cases() -> list[Case]:
@@ -49,30 +49,28 @@ def outcome(case: Case) -> dict[str, str]:
         return {"refused": str(error)}
 
 
-def _rank(rank: int, world: int, folder: str, chosen: list[dict[str, Any]]) -> None:
+def outcomes(me: Rank, chosen: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
+    """Each case's outcome on each rank, of cases of this world's size. On one thread: a sum's order depends on their number."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
-    found = [outcome(Case.of(case)) for case in chosen]
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        Path(folder, "found").write_text(json.dumps(everyone))
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        found = [outcome(Case.of(case)) for case in chosen]
+    finally:
+        torch.set_num_threads(threads)
+    return [list(ranks) for ranks in zip(*me.gather(found), strict=True)]
 
 
-def run(chosen: list[Case]) -> list[list[dict[str, str]]]:
+def run(pool: Pool, chosen: list[Case]) -> list[list[dict[str, str]]]:
     """Each case's outcome on each rank of its world."""
     found: dict[int, list[dict[str, str]]] = {}
     for world in sorted({case.world for case in chosen}):
         here = [i for i, case in enumerate(chosen) if case.world == world]
-        with tempfile.TemporaryDirectory() as folder:
-            plain = [chosen[i].plain() for i in here]
-            torch.multiprocessing.spawn(_rank, (world, folder, plain), nprocs=world)
-            by_rank = json.loads(Path(folder, "found").read_text())
-        for number, i in enumerate(here):
-            found[i] = [rank[number] for rank in by_rank]
+        done = pool.get(WorldSpec(world, "cpu")).call(
+            outcomes, {"chosen": [chosen[i].plain() for i in here]}, SILENCE_S
+        )
+        if done.status != "ok":
+            raise RuntimeError("\n".join([str(done.reason), *done.log_tail]))
+        found |= dict(zip(here, done.result, strict=True))
     return [found[i] for i in range(len(chosen))]
 
 
@@ -88,21 +86,21 @@ def differences(was: dict[str, str], now: dict[str, str]) -> list[str]:
     return [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
 
 
-def record(path: Path, chosen: list[Case]) -> int:
-    rows = [{"case": c.plain(), "ranks": ranks} for c, ranks in zip(chosen, run(chosen), strict=True)]
+def record(pool: Pool, path: Path, chosen: list[Case]) -> int:
+    rows = [{"case": c.plain(), "ranks": ranks} for c, ranks in zip(chosen, run(pool, chosen), strict=True)]
     path.write_text(json.dumps({"machine": machine(), "calls": rows}, indent=0))
     refused = sum("refused" in row["ranks"][0] for row in rows)
     print(f"{path}: {len(rows)} calls, {refused} of them refused")
     return 0
 
 
-def check(path: Path) -> int:
+def check(pool: Pool, path: Path) -> int:
     held = json.loads(path.read_text())
     if held["machine"] != machine():
         print(f"{path}: recorded on {held['machine']}; here is {machine()}: bits may differ")
     rows = held["calls"]
     changed = 0
-    for row, ranks in zip(rows, run([Case.of(row["case"]) for row in rows]), strict=True):
+    for row, ranks in zip(rows, run(pool, [Case.of(row["case"]) for row in rows]), strict=True):
         for rank, (was, now) in enumerate(zip(row["ranks"], ranks, strict=True)):
             if found := differences(was, now):
                 changed += 1
@@ -116,7 +114,8 @@ def main() -> int:
     parser.add_argument("what", choices=("record", "check"))
     parser.add_argument("file", type=Path)
     given = parser.parse_args()
-    return record(given.file, cases()) if given.what == "record" else check(given.file)
+    with Pool() as pool:
+        return record(pool, given.file, cases()) if given.what == "record" else check(pool, given.file)
 
 
 if __name__ == "__main__":

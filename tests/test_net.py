@@ -9,14 +9,14 @@ from tests.support.cases import LAYOUTS, draw, variants
 
 
 @pytest.mark.slow
-def test_a_changed_bit_is_found_and_nothing_else(tmp_path, capsys):
+def test_a_changed_bit_is_found_and_nothing_else(tmp_path, capsys, pool):
     file = tmp_path / "net.json"
-    assert net.record(file, [draw("ring", 2, seed) for seed in range(3)]) == 0
+    assert net.record(pool, file, [draw("ring", 2, seed) for seed in range(3)]) == 0
     held = json.loads(file.read_text())
     done = next(row for row in held["calls"] if "out" in row["ranks"][1])
     done["ranks"][1]["out"] = "0" * 16
     file.write_text(json.dumps(held))
-    assert net.check(file) == 1
+    assert net.check(pool, file) == 1
     found = capsys.readouterr().out
     assert "rank 1: out of" in found and "3 calls, 1 differences" in found
 

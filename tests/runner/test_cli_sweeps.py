@@ -99,7 +99,7 @@ def test_resume_keeps_what_is_ok(tmp_path):
     assert {p for p in times if again[p] == times[p]} == set(times) - {broken}
 
 
-def test_twenty_tiny_runs_take_less_than_twenty_seconds_in_one_world(tmp_path):
+def test_ten_tiny_runs_take_less_than_ten_seconds_in_one_world(tmp_path):
     seen, ended = set(), threading.Event()
 
     def look(worlds):
@@ -109,15 +109,15 @@ def test_twenty_tiny_runs_take_less_than_twenty_seconds_in_one_world(tmp_path):
     with tempfile.TemporaryDirectory() as worlds:
         threading.Thread(target=look, args=(worlds,), daemon=True).start()
         start = time.time()
-        done = run(tmp_path, "-m", "attention=dense,ring,zigzag,ring_allgather", "seed=1,2,3,4,5", "config=tiny",
+        done = run(tmp_path, "-m", "attention=dense,ring,zigzag,llama3,ring_allgather", "seed=1,2", "config=tiny",
                    "seq_len=256", "dtype=fp32", small=False, timeout=230, variables={"TMPDIR": worlds})  # fmt: skip
         took = time.time() - start
         ended.set()
     assert done.returncode == 0
-    assert len(results_in(tmp_path)) == 20
+    assert len(results_in(tmp_path)) == 10
     assert len(seen) == 1
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    assert took < 20 * max(workers, os.getloadavg()[0] / cores())  # by how many a core is shared, at least
+    assert took < 10 * max(workers, os.getloadavg()[0] / cores())  # by how many a core is shared, at least
 
 
 def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus_is_unsupported_without(tmp_path):

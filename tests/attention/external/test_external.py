@@ -1,7 +1,6 @@
 """The peers: what runs without a GPU really runs, over gloo; the rest says why it can't."""
 
-import json
-import os
+import importlib.util
 import subprocess
 import sys
 
@@ -10,13 +9,13 @@ import torch
 
 import attention
 from attention.variants.registry import EXTERNAL
-from runner import catalog
+from runner import app, catalog
 from runner.environment import gpu_count
 from runner.measure import metrics
 from runner.output import display
 from tests.conftest import ROOT
 from tests.jobs import external
-from tests.support.composing import resolved
+from tests.support.composing import configured, resolved
 
 WORLDS = (1, 2, 4)
 # those that divide a sequence among ranks
@@ -125,20 +124,12 @@ def test_the_list_of_peers_needs_no_torch():
 
 
 @pytest.mark.parametrize("name", [name for name, peer in EXTERNAL.items() if peer.needs])
-def test_a_peer_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp_path):
-    hidden = tmp_path / "sitecustomize.py"
-    hidden.write_text(
-        "import importlib.util as u\n"
-        "found = u.find_spec\n"
-        f"u.find_spec = lambda name, *rest: None if name == {EXTERNAL[name].needs!r} else found(name, *rest)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    arguments = ["-m", "runner", f"attention={name}", "hardware=cpu", "config=tiny", f"output={tmp_path}"]
-    found = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-                           env={**os.environ, "PYTHONPATH": path})  # fmt: skip
-    (result,) = tmp_path.glob("runs/*/*/result.json")
-    value = json.loads(result.read_text())
-    assert (found.returncode, value["status"]) == (1, "unsupported")
+def test_a_peer_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp_path, monkeypatch):
+    needs, found = EXTERNAL[name].needs, importlib.util.find_spec
+    hidden = lambda package, *rest: None if package == needs else found(package, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    value = app.run(configured(f"attention={name}", "hardware=cpu", "config=tiny"), tmp_path, seed=1)
+    assert value["status"] == "unsupported"
     assert f"{name} needs the package {EXTERNAL[name].needs}: {EXTERNAL[name].install}" == value["reason"]
     assert "pip install" in value["reason"]
 
