@@ -11,11 +11,11 @@ import pytest
 # Before torch is loaded. Threads that spin while they wait take the cores from the other workers' threads: small operations
 # then take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import torch
+
 # Compiled modules are kept, else each of some hundred programs and worlds compiles this library anew: half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-
-import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: our kernels run on a CPU
