@@ -4,9 +4,12 @@ one."""
 import pytest
 import torch
 
+from runner.launch.files import WorldSpec
 from runner.measure import energy, sampler
-from runner.output import display, fields
+from runner.output import display, summary
+from runner.output.record import Result
 from tests.runner.measure.test_job import SHORT, SIZES, measured
+from tests.support import recorded
 from tests.support.composing import resolved
 
 MS = 1000  # mJ of a joule
@@ -30,14 +33,22 @@ def test_the_energy_of_a_call_is_that_of_all_gpus():
     assert found["joules"] == pytest.approx(16.0)  # 800 W for 20 ms
     assert found["joules_per_token"] == pytest.approx(0.016)
     assert found["tflops_per_watt"] == pytest.approx(2.0)  # 32 TFLOP in 20 ms are 1600 TFLOP/s
-    assert "2 TFLOP/s per W; 300, 500 W by rank" in display.energy_text(fields.Energy(**_parsed(found)))
+    result = Result.of(recorded.measured("ring") | {"energy": found})
+    assert result.energy and "2 TFLOP/s per W; 300, 500 W by rank" in display.energy_text(result.energy)
+    shown = summary.row(result)
+    assert (shown["joules_per_token"], shown["tflops_per_watt"]) == (
+        found["joules_per_token"],
+        found["tflops_per_watt"],
+    )
+    assert not set(recorded.unnamed(found))
+
+
+def test_a_counter_that_could_not_be_read_is_a_reason():
     lacking = energy.of_window([300.0, None], 2.0, 100, 1000, 1)
     assert lacking == {"unavailable": "the counter of rank 1's GPU changed too seldom in 2.0 s"}
-    assert display.energy_text(fields.Energy(**lacking)).startswith("no energy: the counter of rank 1")
-
-
-def _parsed(found):
-    return {key: value for key, value in found.items() if key in fields.Energy.__annotations__}
+    result = Result.of(recorded.measured("ring") | {"energy": lacking})
+    assert result.energy and display.energy_text(result.energy).startswith("no energy: the counter of rank 1")
+    assert summary.row(result)["joules_per_token"] is None and not set(recorded.unnamed(lacking))
 
 
 def test_only_changes_of_a_counter_are_kept_with_the_first_reading():
@@ -48,8 +59,6 @@ def test_only_changes_of_a_counter_are_kept_with_the_first_reading():
 
 @pytest.mark.slow
 def test_a_window_of_iterations_is_measured_on_all_ranks(pool):
-    from runner.launch.files import WorldSpec
-
     plain = resolved(*SIZES, *SHORT, "world_size=2").plain()
     arguments = {"experiment": plain, "watts": [200.0, 100.0], "period_s": 0.05}
     outcome = pool.get(WorldSpec(2, "cpu")).call("tests.jobs.program:energy_by_a_counter", arguments)
@@ -80,8 +89,6 @@ def test_without_nvml_the_reason_is_known():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpus_energy_is_its_power_over_the_window_and_what_zeus_measures(pool):
-    from runner.launch.files import WorldSpec
-
     spec = resolved(
         "kernel=sdpa_flash", "baseline=none", "phases=false", "timing.timing_runs=20", "world_size=1", gpus=1
     )
