@@ -33,6 +33,7 @@ from runner.launch.processes import cores  # noqa: E402
 from tests.support.gpus import shared  # noqa: E402
 
 SLOW_S = 3  # a test that takes longer on an idle machine is marked `slow`
+SLOW_WEIGHT = 30  # others that take as long as a slow one
 BUDGET_S = 5 * SLOW_S  # that others may take: machines are busy, and the first test in a world starts the world
 GPU_S = 120  # that a test on a GPU may take, so that one which hangs leaves the machine to others
 GPU_WORLD_S = 240  # and one with worlds, which start and compile first
@@ -86,8 +87,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     # The longest files first, so that no worker is left with one at the end
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    weights: Counter[Path] = Counter()
+    for item in items:
+        weights[item.path] += SLOW_WEIGHT if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: -weights[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

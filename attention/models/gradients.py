@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from attention.profiling import phase
 
@@ -30,6 +29,8 @@ def reduce_used_gradients(model: nn.Module, group: dist.ProcessGroup | None = No
 
 def _parameters(model: nn.Module) -> list[nn.Parameter]:
     parameters = [p for p in model.parameters() if p.requires_grad]
+    from torch.distributed.tensor import DTensor  # half a second of imports, and only where one trains
+
     if any(isinstance(p, DTensor) for p in parameters):
         raise ValueError(
             "parameters are DTensors: FSDP reduces them, to the mean; leave this out, and multiply the loss by the world size"

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 TINY = [
     "config=tiny", "heads=8", "kv_heads=2", "kernel=auto", "hardware=cpu", "timing.timing_runs=2", "timing.warmup_runs=1",
-    "timing.warmup_ms=0",
+    "timing.warmup_ms=0", "phases=false", "baseline=none",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
     done = run(
         tmp_path, "-m", "attention=zigzag,ring", "causal=false",
         "launch.fault=null,1:timing:raise,0:check_variant:kill", "launch.timeout_s=60",
-        "hydra.sweep.dir=" + str(tmp_path / "sweep"),
+        "phases=false", "baseline=none", "hydra.sweep.dir=" + str(tmp_path / "sweep"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = results_in(tmp_path / "sweep")
@@ -80,14 +80,8 @@ def test_every_timing_method_runs_on_a_cpu_forward_only_too(tmp_path):
 
 
 def test_resume_keeps_what_is_ok(tmp_path):
-    arguments = [
-        "-m",
-        "attention=dense,ring",
-        f"hydra.sweep.dir={tmp_path / 's'}",
-        "resume=true",
-        "seed=1",
-        "phases=false",
-    ]
+    sweep = f"hydra.sweep.dir={tmp_path / 's'}"
+    arguments = ["-m", "attention=dense,ring", sweep, "resume=true", "seed=1", "phases=false", "baseline=none"]
     run(tmp_path, *arguments)
     times = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
     broken = next(iter(times))
@@ -135,7 +129,7 @@ def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus
 
 
 def test_auto_records_what_it_tried(tmp_path):
-    done = run(tmp_path, "attention=auto", "attention.trials=2", "world_size=2")
+    done = run(tmp_path, "attention=auto", "attention.trials=2", "world_size=2", "phases=false", "baseline=none")
     assert done.returncode == 0, done.stderr
     value = only(tmp_path)
     chosen = value["chosen"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.config import resolve
 from runner.config.experiment import Experiment
@@ -19,11 +19,21 @@ GROUPS = groups()
 PARSER = OverridesParser.create()
 
 
+OWN = {
+    group for group in GROUPS if group not in ("config", "experiment", "mask")
+}  # whose choices set no other group's keys
+
+
 @cache
-def composed(*overrides: str, **options: bool) -> DictConfig:
+def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
     """A composed configuration. It is kept and shared: do not change it."""
+    if not return_hydra_config:
+        cfg = copy.deepcopy(composed(*overrides, return_hydra_config=True))
+        with open_dict(cfg):
+            del cfg["hydra"]
+        return cfg
     with initialize_config_module("runner.conf", version_base="1.3"):
-        return compose("config", overrides=list(overrides), **options)
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
 
 
 def configured(*overrides: str) -> DictConfig:
@@ -36,15 +46,17 @@ def configured(*overrides: str) -> DictConfig:
 
 
 def _chosen(*choices: str) -> DictConfig:
-    """What groups' choices make. One `attention=NAME` replaces another's keys, unless the other choices changed some of
-    them."""
-    others = [text for text in choices if not text.startswith("attention=")]
-    cfg = composed(*others)
-    if len(choices) - len(others) != 1 or cfg.attention != composed(f"attention={cfg.attention.name}").attention:
-        return copy.deepcopy(composed(*choices))
-    (choice,) = set(choices) - set(others)
-    cfg = copy.deepcopy(cfg)
-    cfg.attention = composed(choice).attention
+    """What groups' choices make. A choice of a group of its own keys replaces what the other choices took, unless they
+    changed some of these keys or chose the group twice."""
+    others = [text for text in choices if text.partition("=")[0] not in OWN]
+    base = composed(*others)
+    cfg = copy.deepcopy(base)
+    taken = composed(*others, return_hydra_config=True).hydra.runtime.choices
+    for text in set(choices) - set(others):
+        group = text.partition("=")[0]
+        if base[group] != composed(f"{group}={taken[group]}")[group]:
+            return copy.deepcopy(composed(*choices))
+        cfg[group] = composed(text)[group]
     return cfg
 
 

@@ -56,9 +56,19 @@ def test_the_scale_is_the_calls_own(name):
 
 
 @every_kernel
-@pytest.mark.parametrize("mask", [CAUSAL, Band(600, 0), Band(30, 700), Band(-1, 3), Band(20, 20)], ids=Band.describe)
-def test_a_kernel_matches_plain_attention_on_longer_sequences(name, mask):
-    for sizes in ((1100, 1100), (700, 1300), (1300, 600)):
+@pytest.mark.parametrize(
+    ("mask", "lengths"),
+    [
+        (CAUSAL, [(1100, 1100), (700, 1300), (1300, 600)]),
+        (Band(600, 0), [(700, 1300)]),
+        (Band(30, 700), [(1300, 600)]),
+        (Band(-1, 3), [(1100, 1100)]),
+        (Band(20, 20), [(700, 1300)]),
+    ],
+    ids=lambda x: x.describe() if isinstance(x, Band) else "",
+)
+def test_a_kernel_matches_plain_attention_on_longer_sequences(name, mask, lengths):
+    for sizes in lengths:
         assert_matches(KERNELS[name], *inputs(call_of(mask, 0.125), sizes, 2, 1, 32, torch.float32))
 
 

@@ -88,8 +88,10 @@ def test_decode_over_splits_merges_into_the_tensors_given():
 
 @every_dtype
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("n_queries, n_keys", [(1, 1), (1, 257), (4, 129)])
-def test_decode_over_splits_of_the_keys_matches_plain_attention(dtype, head_dim, n_queries, n_keys):
+def test_decode_over_splits_of_the_keys_matches_plain_attention(dtype, head_dim):
+    """One number of queries and keys for each dtype and head size; every dtype has them all."""
+    which = [*TOLERANCES].index(dtype) + head_dim // 16
+    n_queries, n_keys = [(1, 1), (1, 257), (4, 129)][which % 3]
     q, k, v = qkv(n_queries, n_keys, 8, 2, head_dim, dtype, batch=1)
     for splits in (1, 2, 5):
         result = decode(q, k, v, Call(head_dim**-0.5), splits=splits)

@@ -279,7 +279,7 @@ def test_what_happens_in_the_last_phase_is_that_jobs_outcome(world, kind):
 
 
 @pytest.mark.slow
-def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
+def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_one():
     spec = WorldSpec(2, "cpu")
     with Pool() as pool:
         pids = pool.call(spec, faults.pids, {}).result
@@ -287,11 +287,6 @@ def test_a_rank_that_died_between_two_jobs_is_no_outcome_of_the_next_one():
         outcome = pool.call(spec, faults.echo, {"value": 1})
         assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
 
-
-@pytest.mark.slow
-def test_a_rank_that_exited_between_two_jobs_is_no_outcome_of_the_next_one():
-    spec = WorldSpec(2, "cpu")
-    with Pool() as pool:
         assert pool.call(spec, faults.exit_later, {"rank": 1, "seconds": 0.3}).status == "ok"
         states = pool.get(spec).files.states()
         while lives(states[1]["pid"]):
