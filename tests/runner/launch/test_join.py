@@ -137,25 +137,22 @@ def end(started, timeout=150):
 
 
 @pytest.mark.slow
-def test_two_torchruns_of_two_ranks_are_one_world_also_where_one_is_late(tmp_path):
-    port = free_port()
-    given = [f"output={tmp_path}", *QUICK, "launch.start_timeout_s=120"]
-    with programs(*[(torchrun(port, node), given, {}) for node in (0, 1)], apart_s=3.0) as started:
-        statuses, said = end(started)
-    assert statuses == [0, 0], said
-    (value,) = results(tmp_path)
-    assert value["status"] == "ok", value["reason"]
-    assert (value["experiment"]["world_size"], value["experiment"]["launch"]["nodes"]) == (4, 2)
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_elsewhere_is_a_typed_result_and_the_sweep_goes_on_whichever_started_first(tmp_path):
-    port = free_port()
-    given = ["-m", f"output={tmp_path}", *QUICK, "launch.fault=3:timing:kill,2:timing:raise", "order=sequential"]
+def test_two_torchruns_are_one_world_also_where_one_is_late_and_a_rank_that_dies_elsewhere_ends_its_own_run(tmp_path):
+    port, faults = free_port(), "null,3:timing:kill,2:timing:raise"
+    given = [
+        "-m",
+        f"output={tmp_path}",
+        *QUICK,
+        f"launch.fault={faults}",
+        "order=sequential",
+        "launch.start_timeout_s=120",
+    ]
     with programs(*[(torchrun(port, node), given, {}) for node in (1, 0)], apart_s=3.0) as started:
         statuses, said = end(started)
-    assert 0 not in statuses, said
-    killed, raised = results(tmp_path)
+    assert statuses == [0, 0], said
+    ok, killed, raised = results(tmp_path)
+    assert ok["status"] == "ok", ok["reason"]
+    assert (ok["experiment"]["world_size"], ok["experiment"]["launch"]["nodes"]) == (4, 2)
     assert (killed["status"], killed["failure"]["rank"], killed["failure"]["phase"]) == ("crash", 3, "timing")
     assert "rank 3 was killed by SIGKILL" in killed["reason"]
     assert (raised["status"], raised["failure"]["rank"]) == ("crash", 2)
