@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from runner.report.panels.panel import Panel
 from runner.report.runs import Run
 
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart of the page. `name` is its anchor and its PNG's name, unique in a report; `note` says in a sentence how to
-    read it. `spec` is a Vega-Lite specification with its data; colours, fonts and light or dark are the page's."""
-
-    name: str
-    title: str
-    note: str
-    spec: dict[str, Any]
-
+__all__ = ["Panel", "panels"]
 
 NOTES = {
     "time": "Median of the slowest rank; lower is better.",
@@ -28,8 +17,10 @@ NOTES = {
 
 
 def panels(runs: Sequence[Run], which: str = "total") -> list[Panel]:
-    """The panels of these runs, of which at least one has times of the pass `which`; empty where nothing was timed."""
+    """The panels of these runs; empty where nothing was measured that a panel shows."""
     from runner.report.charts import KINDS
     from runner.report.drawing import draw
+    from runner.report.panels import memory
 
-    return [Panel(kind, KINDS[kind], NOTES[kind], chart.to_dict()) for kind, chart in draw(runs, which).items()]
+    made = [Panel(kind, KINDS[kind], NOTES[kind], chart.to_dict()) for kind, chart in draw(runs, which).items()]
+    return [*made, *filter(None, (each.draw(runs, which) for each in (memory,)))]

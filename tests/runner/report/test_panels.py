@@ -1,0 +1,28 @@
+"""The panels appear where the runs call for them, and hold few rows."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from runner.report import charts
+from runner.report.runs import read
+
+RESULTS = Path(__file__).parents[3] / "results"
+pytestmark = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
+
+
+def test_peak_memory_has_a_point_for_each_variant_and_length_and_needs_two_lengths():
+    from runner.report.panels import memory
+
+    runs = [run for run in read([RESULTS / "h200-x2" / "speed"]) if run.ok and run.result.peak_bytes]
+    panel = memory.draw(runs)
+    assert panel is not None
+    rows = panel.spec["data"]["values"]
+    assert {row["tokens"] for row in rows} == {run.seq_len for run in runs}
+    highest = max(run.result.peak_bytes for run in runs) / 2**30
+    assert max(row["gib"] for row in rows) == pytest.approx(highest, abs=1e-4)
+    again = memory.draw([*runs, *(dataclasses.replace(run) for run in runs)])
+    assert again.spec["data"]["values"] == rows
+    length = runs[0].seq_len
+    assert memory.draw([run for run in runs if run.seq_len == length]) is None
