@@ -17,10 +17,11 @@ NOTES = {
 
 
 def panels(runs: Sequence[Run], which: str = "total") -> list[Panel]:
-    """The panels of these runs; empty where nothing was measured that a panel shows."""
+    """The panels of these runs; empty where nothing was measured that a panel shows. A panel is a module with a function
+    `draw(runs, which) -> list[Panel]`, empty where the runs do not call for it."""
     from runner.report.charts import KINDS
     from runner.report.drawing import draw
-    from runner.report.panels import memory
+    from runner.report.panels import loss, memory
 
     made = [Panel(kind, KINDS[kind], NOTES[kind], chart.to_dict()) for kind, chart in draw(runs, which).items()]
-    return [*made, *filter(None, (each.draw(runs, which) for each in (memory,)))]
+    return made + [panel for module in (memory, loss) for panel in module.draw(runs, which)]

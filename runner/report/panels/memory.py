@@ -17,12 +17,12 @@ from runner.report.table import fact
 MOST_LINES = 6  # of one panel; more are facetted by variant
 
 
-def draw(runs: Sequence[Run], which: str = "total") -> Panel | None:
-    """Peak memory (GiB) of the rank with most, over the sequence length; None unless a variant has two lengths."""
+def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
+    """Peak memory (GiB) of the rank with most, over the sequence length, where a variant has two lengths."""
     rows = _rows([run for run in runs if run.ok and run.result.peak_bytes])
     places = {(row["label"], row["panel"], row["tokens"]) for row in rows}
     if len(places) == len({place[:2] for place in places}):
-        return None
+        return []
     many = len({row["label"] for row in rows}) > MOST_LINES
     facets = list(dict.fromkeys(row["label" if many else "panel"] for row in rows))
     ticks = sorted({row["tokens"] for row in rows})
@@ -41,7 +41,7 @@ def draw(runs: Sequence[Run], which: str = "total") -> Panel | None:
     else:
         chart = chart.properties(width=560, height=300)
     note = "Peak of the rank with the most memory; lower is better."
-    return Panel("memory", "Peak memory", note, chart.to_dict())
+    return [Panel("memory", "Peak memory", note, chart.to_dict())]
 
 
 def _rows(runs: Sequence[Run]) -> list[dict[str, Any]]:

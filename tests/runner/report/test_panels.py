@@ -16,13 +16,25 @@ def test_peak_memory_has_a_point_for_each_variant_and_length_and_needs_two_lengt
     from runner.report.panels import memory
 
     runs = [run for run in read([RESULTS / "h200-x2" / "speed"]) if run.ok and run.result.peak_bytes]
-    panel = memory.draw(runs)
-    assert panel is not None
+    [panel] = memory.draw(runs)
     rows = panel.spec["data"]["values"]
     assert {row["tokens"] for row in rows} == {run.seq_len for run in runs}
     highest = max(run.result.peak_bytes for run in runs) / 2**30
     assert max(row["gib"] for row in rows) == pytest.approx(highest, abs=1e-4)
-    again = memory.draw([*runs, *(dataclasses.replace(run) for run in runs)])
+    [again] = memory.draw([*runs, *(dataclasses.replace(run) for run in runs)])
     assert again.spec["data"]["values"] == rows
     length = runs[0].seq_len
-    assert memory.draw([run for run in runs if run.seq_len == length]) is None
+    assert memory.draw([run for run in runs if run.seq_len == length]) == []
+
+
+def test_loss_curves_are_of_trained_models_only():
+    from runner.report.panels import loss
+
+    runs = read([RESULTS / "cpu-x2" / "model_sharded"])
+    trained = [run for run in runs if run.ok and run.result.model and run.result.model.loss_curve]
+    assert trained
+    [panel] = loss.draw(runs)
+    last = {row["loss"] for row in panel.spec["data"]["values"]}
+    assert {round(run.result.model.loss, 6) for run in trained} <= last
+    assert loss.draw([run for run in runs if run not in trained]) == []
+    assert loss.draw(read([RESULTS / "h200-x2" / "strong_scaling"])) == []
