@@ -47,12 +47,12 @@ def configured(*overrides: str) -> DictConfig:
 
 def _chosen(*choices: str) -> DictConfig:
     """What groups' choices make. A choice of a group of its own keys replaces what the other choices took, unless they
-    changed some of these keys or chose the group twice."""
+    changed some of these keys."""
     others = [text for text in choices if text.partition("=")[0] not in OWN]
     base = composed(*others)
     cfg = copy.deepcopy(base)
     taken = composed(*others, return_hydra_config=True).hydra.runtime.choices
-    for text in set(choices) - set(others):
+    for text in (text for text in choices if text not in others):  # the last one of a group holds
         group = text.partition("=")[0]
         if base[group] != composed(f"{group}={taken[group]}")[group]:
             return copy.deepcopy(composed(*choices))
