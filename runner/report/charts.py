@@ -16,6 +16,7 @@ from runner.report.table import fact
 KINDS = {"time": "Time of a step", "tflops": "Rate", "efficiency": "Efficiency against one device"}
 OVER = {"seq_len": "sequence length, tokens", "world_size": "world size, ranks"}
 OURS, EXTERNAL = "ours", "external"
+MOST_LINES = 6  # of one panel
 
 
 def missing() -> str | None:
@@ -71,6 +72,7 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
         times = run.passes[measured]
         rows.append({
             "label": named[run],
+            "variant": str(run.attention),
             "whose": EXTERNAL if run.external else OURS,
             "kernel": run.kernel,
             "panel": ", ".join(f"{FACTS[key]} {fact(run, key) or 'none'}" for key in axes.panel),
@@ -79,7 +81,38 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[dict[s
             "time": times.median,
             "p10": times.p10,
             "p90": times.p90,
-            "tflops": run.result.metrics.passes[measured].tflops_per_device,
+            "tflops": (rate := run.result.metrics.passes[measured].tflops_per_device),
+            "tflops_p10": rate * times.median / times.p90 if times.p90 else None,
+            "tflops_p90": rate * times.median / times.p10 if times.p10 else None,
             "efficiency": against[run].efficiency if run in against else None,
         })  # fmt: skip
     return rows
+
+
+def few_lines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with at most MOST_LINES labels a panel where that can be: our variants and external packages apart, or a
+    panel for each setting beside the variant. Rows have label, variant, whose and panel."""
+    if _most_lines(rows) <= MOST_LINES:
+        return rows
+    apart = [row | {"panel": _joined(row["panel"], row["whose"])} for row in rows]
+    if _most_lines(apart) <= MOST_LINES:
+        return apart
+    if len({row["variant"] for row in rows}) == 1:
+        return rows
+    split = [
+        row
+        | {"label": row["variant"], "panel": _joined(row["panel"], row["label"].removeprefix(row["variant"]).strip())}
+        for row in rows
+    ]
+    if _most_lines(split) <= MOST_LINES:
+        return split
+    return [row | {"panel": _joined(row["panel"], row["whose"])} for row in split]
+
+
+def _most_lines(rows: list[dict[str, Any]]) -> int:
+    lines = Counter(panel for panel, _ in {(row["panel"], row["label"]) for row in rows})
+    return max(lines.values(), default=0)
+
+
+def _joined(*words: str) -> str:
+    return ", ".join(filter(None, words))

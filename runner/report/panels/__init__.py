@@ -10,9 +10,9 @@ from runner.report.runs import Run
 __all__ = ["Panel", "panels"]
 
 NOTES = {
-    "time": "Median of the slowest rank; lower is better.",
+    "time": "Median of the slowest rank, and p10 to p90; lower is better.",
     "tflops": "FLOPs of the pairs that the mask allows, over the median time; higher is better.",
-    "efficiency": "Speedup over the number of ranks; 100% is ideal.",
+    "efficiency": "Speedup over the number of ranks; the dashed line is ideal.",
 }
 
 

@@ -38,3 +38,23 @@ def test_loss_curves_are_of_trained_models_only():
     assert {round(run.result.model.loss, 6) for run in trained} <= last
     assert loss.draw([run for run in runs if run not in trained]) == []
     assert loss.draw(read([RESULTS / "h200-x2" / "strong_scaling"])) == []
+
+
+def test_a_panel_has_at_most_six_lines_each_with_its_spread():
+    from runner.report.drawing import draw
+
+    runs = read([RESULTS / "h200-x4" / "context_parallel"])
+    spec = draw(runs)["time"].to_dict()
+    rows = spec["data"]["values"] if "values" in spec["data"] else next(iter(spec["datasets"].values()))
+    panels = {row["panel"] for row in rows}
+    assert all(len({row["label"] for row in rows if row["panel"] == panel}) <= charts.MOST_LINES for panel in panels)
+    assert len(rows) == sum(run.ok for run in runs)
+    assert all(row["p10"] <= row["time"] <= row["p90"] for row in rows)
+    assert any("y2" in layer["encoding"] for layer in spec["spec"]["layer"])
+
+
+def test_pictures_have_the_colors_of_the_page():
+    from runner.report.drawing import COLORS
+
+    script = (Path(charts.__file__).parent / "assets" / "page.js").read_text()
+    assert ", ".join(f'"{color}"' for color in COLORS) in script
