@@ -79,20 +79,6 @@ def test_every_timing_method_runs_on_a_cpu_forward_only_too(tmp_path):
                 assert profile["exposed_communication_ms"] <= profile["communication_ms"]
 
 
-def test_resume_keeps_what_is_ok(tmp_path):
-    sweep = f"hydra.sweep.dir={tmp_path / 's'}"
-    arguments = ["-m", "attention=dense,ring", sweep, "resume=true", "seed=1", "phases=false", "baseline=none"]
-    run(tmp_path, *arguments)
-    times = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
-    broken = next(iter(times))
-    broken.write_text(broken.read_text().replace('"status": "ok"', '"status": "crash"'))
-    done = run(tmp_path, *arguments)
-    assert done.stdout.count("kept from before") == 1
-    again = {p: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("*/result.json")}
-    assert again.keys() == times.keys()
-    assert {p for p in times if again[p] == times[p]} == set(times) - {broken}
-
-
 def test_ten_tiny_runs_take_less_than_fifteen_seconds_in_one_world(tmp_path):
     seen, ended = set(), threading.Event()
 

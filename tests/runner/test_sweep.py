@@ -26,20 +26,25 @@ def seeds(folder):
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_resumed_keeps_its_seed_and_says_where_it_is(tmp_path):
+def test_a_sweep_that_is_resumed_keeps_its_seed_and_what_is_ok_and_says_where_it_is(tmp_path):
     folder = tmp_path / "s"
-    arguments = ["-m", "attention=llama3,ring_varlen", "seqlens=random", "seqlens_mean=16", f"hydra.sweep.dir={folder}"]
+    swept = ["-m", "attention=llama3,ring_varlen,ring", "seqlens=random", "seqlens_mean=16"]
+    arguments = [*swept, f"hydra.sweep.dir={folder}"]
     done = run(tmp_path, *arguments, *QUICK)
     assert done.returncode == 0, done.stderr
-    for part in ("1 of 2, ", "2 of 2, ", "s: llama3, 2 ranks", "s: ring_varlen, 2 ranks"):
+    for part in ("1 of 3, ", "2 of 3, ", "3 of 3, ", "s: llama3, 2 ranks", "s: ring_varlen, 2 ranks"):
         assert part in done.stdout
     (before,) = seeds(folder)
     lengths = {tuple(value["experiment"]["workload"]["seqlens"]) for value in results_in(folder).values()}
     assert len(lengths) == 1
     interrupted = next(p for p in folder.glob("ring_varlen*/result.json"))
     interrupted.unlink()
+    crashed = next(folder.glob("ring_[!v]*/result.json"))
+    crashed.write_text(crashed.read_text().replace('"status": "ok"', '"status": "crash"'))
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
     done = run(tmp_path, *arguments, *QUICK, "resume=true")
     assert done.stdout.count("kept from before") == 1 and interrupted.exists()
+    assert {path for path, time in times.items() if path.stat().st_mtime_ns != time} == {crashed}
     assert seeds(folder) == {before}
     assert {tuple(value["experiment"]["workload"]["seqlens"]) for value in results_in(folder).values()} == lengths
     assert "seed" not in (folder / "summary.md").read_text().splitlines()[0]
