@@ -55,7 +55,7 @@ def column(tab, title: str) -> list[str]:
 def test_all_charts_are_drawn_without_an_error_or_a_request(opened):
     tab, problems, requests, path = opened
     places = tab.locator(".chart")
-    assert places.count() == 2
+    assert places.count() == 3  # time, rate, memory
     for i in range(places.count()):
         places.nth(i).scroll_into_view_if_needed()
         places.nth(i).locator("svg path").first.wait_for(state="attached")
@@ -137,7 +137,7 @@ def test_light_and_dark_fit_the_window(opened, width):
         backs.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         inside = "[...document.querySelectorAll('.chart')].every(place => place.scrollWidth <= place.clientWidth + 1)"
-        assert tab.evaluate(inside) and tab.locator(".chart svg").count() == 2
+        assert tab.evaluate(inside) and tab.locator(".chart svg").count() == 3
     assert backs == ["rgb(255, 255, 255)", "rgb(13, 17, 23)"] and problems == []
 
 
