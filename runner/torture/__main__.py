@@ -130,12 +130,11 @@ def _tried(kind: str, number: int, folder: Path, store: Store) -> bool:
     """Do one trial and print what was wrong; whether it was handled."""
     with tempfile.TemporaryDirectory(prefix="t-", dir=folder, ignore_cleanup_errors=True) as name:
         trial = Trial(Path(name), random.Random(f"{number} {kind}"), store)
-        before = left.shared()
         try:
             wrong = KINDS[kind][0](trial)
         except Exception:  # ours; the other trials go on
             wrong = [traceback.format_exc()]
-        wrong += left.left(trial.folder, before)
+        wrong += left.left(trial.folder)
     if wrong:
         lines = "\n".join(f"    {one}" for one in wrong)
         text = f"failed: --runs 1 --seed {number} --kinds {kind}: {', '.join(trial.notes)}\n{lines}"

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 MARK = "TORTURE"  # an environment variable of everything that a trial starts
+SHARED = Path("/dev/shm")
 POLL_S = 0.02
+LOOK_S = 0.5  # between two looks at the shared memory of a program's processes
 _living: set[int] = set()  # the forks that nobody has waited for
+mapped: set[Path] = set()  # files in SHARED that processes of trials were seen to map
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,16 @@ class Running:
 
     def wait(self, limit_s: float) -> Ended:
         """Wait for its end; one that takes longer than limit_s is killed."""
-        deadline, hung = time.monotonic() + limit_s, False
+        deadline, hung, next_look = time.monotonic() + limit_s, False, 0.0
         while True:
             pid, status, used = os.wait4(self.pid, 0 if hung else os.WNOHANG)
             if pid:
                 break
-            if hung := time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > next_look:
+                look(self.out.parent)
+                next_look = now + LOOK_S
+            if hung := now > deadline:
                 self.signal(signal.SIGKILL)
             time.sleep(POLL_S)
         _living.discard(self.pid)
@@ -76,6 +83,27 @@ class Running:
             used.ru_utime + used.ru_stime,
             time.monotonic() - self.started,
         )
+
+
+def processes(folder: Path) -> list[int]:
+    """The living processes that the trials in `folder` or below it started, by the environment that they inherit."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            variables = path.read_bytes().split(b"\0")
+            if any(text == mark or text.startswith(mark + b"/") for text in variables):
+                found.append(int(path.parent.name))
+    return found
+
+
+def look(folder: Path) -> None:
+    """Add the shared memory of the living processes of `folder` to `mapped`."""
+    for pid in processes(folder):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                if f" {SHARED}/" in line and not line.endswith(" (deleted)"):
+                    mapped.add(Path(line[line.index(f"{SHARED}/") :]))
 
 
 def warm() -> None:

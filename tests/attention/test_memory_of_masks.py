@@ -9,7 +9,7 @@ from runner.measure.reference import Seen, SeenRectangles
 from tests.jobs import memory
 
 SIZES = (2048, 8192)
-OF_REFERENCE = (1024, 2048)
+OF_REFERENCE = (1024, 4096)
 
 
 def assert_linear(what: str, found: list[int], sizes: tuple[int, int] = SIZES) -> None:

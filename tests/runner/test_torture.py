@@ -102,15 +102,32 @@ def test_wrong_ends_are_found(monkeypatch):
     assert overrides.wrong(ended(cpu_s=3.0)) == ["3.0 s of a CPU"]
 
 
+MAPS = """
+import mmap, sys, time
+file = open(sys.argv[1], "w+b")
+file.truncate(64)
+memory = mmap.mmap(file.fileno(), 64)
+time.sleep(60)
+"""
+
+
 def test_what_is_left_behind_is_found_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(left, "GONE_S", 0.0)
-    assert not left.left(tmp_path, left.shared())
+    assert not left.left(tmp_path)
     (tmp_path / "tmp" / f"{left.PREFIX}x").mkdir(parents=True)
-    sleeper = subprocess.Popen(["sleep", "60"], env={**os.environ, program.MARK: str(tmp_path)})
-    deadline = time.monotonic() + 10
-    while sleeper.pid not in left.processes(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert left.left(tmp_path, left.shared()) == ["left behind: 1 processes", "left behind: 1 worlds' folders"]
+    memory = program.SHARED / f"torture-test-{os.getpid()}"
+    command = [sys.executable, "-c", MAPS, str(memory)]
+    sleeper = subprocess.Popen(command, env={**os.environ, program.MARK: str(tmp_path)})
+    try:
+        deadline = time.monotonic() + 20
+        while memory not in program.mapped and time.monotonic() < deadline:
+            time.sleep(0.05)
+            program.look(tmp_path)
+        wrong = left.left(tmp_path)
+    finally:
+        memory.unlink()
+    behind = ["1 processes", "1 worlds' folders", f"1 in {program.SHARED}: {[memory.name]}"]
+    assert wrong == [f"left behind: {one}" for one in behind]
     assert sleeper.wait(10) == -9
 
 
