@@ -27,9 +27,8 @@ from pathlib import Path
 from runner.output import commands
 from runner.report import pair_formats
 from runner.report.pair_formats import Comparison
-from runner.report.pairs import compare
-from runner.report.runs import PASSES, WAYS, WORKLOAD, Run, read, where
-from runner.report.verdicts import TOLERANCE
+from runner.report.pairs import add_options, check_options, compare
+from runner.report.runs import WAYS, WORKLOAD, Run, read, where
 
 FORMATS = {"md": pair_formats.markdown, "json": pair_formats.as_json, "html": pair_formats.html}
 
@@ -40,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
-    for name in ("tolerance", "memory_tolerance"):
-        if not getattr(options, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
+    check_options(options)
     a, b = (where(read([folder]), options.where) for folder in (options.a, options.b))
     pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
     if not any(pair.a and pair.b for pair in pairs):
@@ -73,10 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="folder of a run or of many: before")
     add("b", type=Path, metavar="B", help="folder of a run or of many: after")
-    add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
-    add("--pass", dest="which", choices=PASSES, default="total", help="the times that decide (default: total)")
-    add("--tolerance", type=float, default=TOLERANCE, help="of times (default 0.02: 2%%)")
-    add("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
+    add_options(parser)
     choices = (*FORMATS, "github")
     add("--format", choices=choices, default="md", help="md, json, html (a page), or github (workflow annotations)")
     return parser

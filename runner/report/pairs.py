@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.report.runs import Run
-from runner.report.verdicts import Interval, Verdict, speed
+from runner.report.runs import PASSES, Run
+from runner.report.verdicts import TOLERANCE, Interval, Measured, Verdict, speed
 
 # settings by which runs are not told apart, and which may change their times
 BESIDE = ("timing.", "launch.env", "launch.share_gpu", "hardware.", "seed")
+RESIDENT_NOISE = 16 << 20  # bytes by which the memory of a CPU process differs from one run to the next
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say which runs are compared, and how."""
+    add = parser.add_argument
+    add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
+    add("--pass", dest="which", choices=PASSES, default="total", help="the times that decide (default: total)")
+    add("--tolerance", type=float, default=TOLERANCE, help="of times (default 0.02: 2%%)")
+    add("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError."""
+    for name in ("tolerance", "memory_tolerance"):
+        if not getattr(options, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
 
 
 @dataclass(frozen=True)
@@ -42,16 +60,19 @@ class Pair:
 def compare(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float, memory_tolerance: float) -> list[Pair]:
     """All runs of both sets in pairs, in the order of B's tables, then the runs that B lacks. Of a repeated run the
     latest counts."""
-    with_replay = all("replay" in run.result.config for run in (*a, *b))  # older results lack it
-
-    def key(run: Run) -> tuple[object, ...]:
-        return (*asked(run), run.replay if with_replay else None)
-
+    key = keys((*b, *a))
     before, after = (
-        {key(run): run for run in sorted(runs, key=lambda run: run.environment.started_at)} for runs in (a, b)
+        {key[run]: run for run in sorted(runs, key=lambda run: run.environment.started_at)} for runs in (a, b)
     )
-    keys = dict.fromkeys(key(run) for run in (*b, *a))
-    return [_pair(before.get(key), after.get(key), which, tolerance, memory_tolerance) for key in keys]
+    found = dict.fromkeys(key.values())
+    return [pair_of(before.get(key), after.get(key), which, tolerance, memory_tolerance) for key in found]
+
+
+def keys(runs: Sequence[Run]) -> dict[Run, tuple[object, ...]]:
+    """What was asked of each run: `asked`, and the replay where all runs of which the same was asked have one."""
+    found = {run: asked(run) for run in runs}
+    older = {key for run, key in found.items() if "replay" not in run.result.config}
+    return {run: (*key, None if key in older else run.replay) for run, key in found.items()}
 
 
 def asked(run: Run) -> tuple[object, ...]:
@@ -83,18 +104,36 @@ def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted((key, value) for key, value in group.items() if value is not None)
 
 
-def _pair(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> Pair:
+def pair_of(
+    a: Run | None,
+    b: Run | None,
+    which: str,
+    tolerance: float,
+    memory_tolerance: float,
+    measured: Callable[[Run, str], Measured | None] = Measured.of,
+) -> Pair:
+    """The verdicts on run B after run A."""
     if b is None:
         return Pair(a, b, (Verdict.MISSING if a is None or a.ok else Verdict.GONE,))
     if a is None:
         return Pair(a, b, (Verdict.NEW,))
     if not a.ok or not b.ok:
         return Pair(a, b, (Verdict.MENDED if b.ok else Verdict.BROKEN if a.ok else Verdict.FAILED,))
-    verdict, ratio = speed(a, b, which, tolerance)
-    before, after = a.result.peak_bytes, b.result.peak_bytes
-    if before and after and after > (1 + memory_tolerance) * before:
+    verdict, ratio = speed(measured(a, which), measured(b, which), tolerance)
+    if _larger(a, b, memory_tolerance):
         return Pair(a, b, (Verdict.LARGER,) if verdict == Verdict.EVEN else (verdict, Verdict.LARGER), ratio)
     return Pair(a, b, (verdict,), ratio)
+
+
+def _larger(a: Run, b: Run, tolerance: float) -> bool:
+    """Whether the peak memory grew beyond the tolerance and, where it is that of a process, beyond its noise. A GPU's
+    allocator counts exactly."""
+    before, after = a.result.peak_bytes, b.result.peak_bytes
+    if not before or not after:
+        return False
+    ranks = [rank for run in (a, b) if run.result.memory for rank in run.result.memory.by_rank]
+    noise = RESIDENT_NOISE if any(rank.peak_allocated is None for rank in ranks) else 0
+    return after - before > max(tolerance * before, noise)
 
 
 def settings_apart(pairs: Sequence[Pair]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -45,20 +46,24 @@ class Measured:
     rounds: Rounds | None = None
 
     @staticmethod
-    def of(run: Run, which: str) -> Measured | None:
-        """None for a pass without times. The total of a run without a backward is its forward."""
+    def of(run: Run, which: str, samples: Mapping[str, Rounds] | None = None) -> Measured | None:
+        """None for a pass without times. The total of a run without a backward is its forward. samples: by pass, where
+        they are not to be read from the run's folder."""
         times = run.times(which)
         if times is None or not run.ok:
             return None
-        rounds = (_samples(run.result) or {}).get(which if which in run.passes else "forward")
+        found = samples_of(run.result) if samples is None else samples
+        rounds = found.get(which if which in run.passes else "forward")
         # samples of another median are not those of this result
         theirs = rounds and quantile(sorted(ms for one in rounds for ms in one), 0.5) == times.median
         return Measured(times.median, times.ci95, rounds if theirs else None)
 
 
-def speed(a: Run, b: Run, which: str, tolerance: float, paired: bool = False) -> tuple[Verdict, Interval | None]:
-    """The verdict on a pass of B against A, and the interval of the ratio of its medians. paired: the runs took turns."""
-    before, after = Measured.of(a, which), Measured.of(b, which)
+def speed(
+    before: Measured | None, after: Measured | None, tolerance: float, paired: bool = False
+) -> tuple[Verdict, Interval | None]:
+    """The verdict on a pass of a run after another, and the interval of the ratio of its medians; None: the run lacks the
+    pass. paired: the runs took turns."""
     if before is None:
         return Verdict.EVEN, None
     return (Verdict.UNTIMED, None) if after is None else judged(before, after, tolerance, paired)
@@ -88,8 +93,8 @@ def _of_intervals(a: Measured, b: Measured) -> Interval | None:
     return b.ci95[0] / a.ci95[1], b.ci95[1] / a.ci95[0]
 
 
-def _samples(run: Result) -> dict[str, Rounds] | None:
-    """By pass and round, the ms of the slowest rank in each iteration; None where the run has no samples that can be
+def samples_of(run: Result) -> dict[str, Rounds]:
+    """By pass and round, the ms of the slowest rank in each iteration; empty where the run has no samples that can be
     read."""
     by_rank: dict[int, Samples] = {}
     numbers: dict[tuple[int, str], Counter[int]] = {}
@@ -99,11 +104,11 @@ def _samples(run: Result) -> dict[str, Rounds] | None:
             numbers.setdefault((row["rank"], row["pass"]), Counter())[_order(row)[0]] += 1
         counts = {tuple(found.values()) for found in numbers.values()}
         if len(counts) != 1:  # no samples, or ranks with different numbers of them
-            return None
+            return {}
         (sizes,) = counts
         return {which: _divided(ms, sizes) for which, ms in slowest(list(by_rank.values())).items()}
     except (KeyError, ValueError):  # no readable table, or ranks with different passes
-        return None
+        return {}
 
 
 def _order(sample: dict[str, Any]) -> tuple[int, int]:

@@ -235,6 +235,17 @@ def test_more_memory_is_worse(tmp_path, capsys):
     assert compared(capsys, *folders, "--memory-tolerance", "0.4")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("mib", "verdict"), [((2, 3), "even"), ((2, 17), "even"), ((40, 60), "larger"), ((400, 417), "even")]
+)
+def test_resident_memory_is_larger_only_beyond_its_noise(tmp_path, capsys, mib, verdict):
+    """A tiny run of one commit took 2 MiB and then 3."""
+    runs = [result("zigzag", 2) for _ in mib]
+    for run, size in zip(runs, mib, strict=True):
+        run["memory"] = {"by_rank": [{"peak_resident": size << 20, "symmetric": 0}]}
+    assert f"1 runs: 1 {verdict};" in compared(capsys, *sets(tmp_path, [runs[0]], [runs[1]]))[1]
+
+
 def test_the_latest_of_repeated_runs_counts_and_other_workloads_are_apart(tmp_path, capsys):
     before = [result("zigzag", 2, started_at=1.0), result("zigzag", 9, started_at=0.5)]
     after = [result("zigzag", 2, started_at=9.0), result("zigzag", 7, seq_len=8192)]
