@@ -12,7 +12,7 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,15 @@ def _git() -> dict[str, Any]:
         return {"commit": commit, "dirty": DIRTY.get(dirty), "source": "RUNNER_GIT_COMMIT"}
     commit, dirty = [*" ".join(_lines(str(STAMP))).split(), "", ""][:2]
     return {"commit": commit or None, "dirty": DIRTY.get(dirty), "source": "runner/COMMIT" if commit else None}
+
+
+def by_history(commits: Sequence[str]) -> list[str]:
+    """Those of these commits that the program's own repository has, ancestors first."""
+    wanted = [commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit)]
+    here = (
+        _output("git", "rev-list", "--topo-order", "--reverse", "--ignore-missing", *wanted, cwd=ROOT) if wanted else ""
+    )
+    return [commit for commit in (here or "").split() if commit in set(wanted)]
 
 
 def changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
