@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+MULTIRUN = "hydra.mode=MULTIRUN"  # which Hydra's command line sets for -m
+
+
 def run(given: Sequence[str] = (), quiet: bool = True) -> Result:
     """One run, as `python -m runner OVERRIDES...`. A run that fails (`incorrect`, `oom`, `timeout`, `crash`) or that this
     machine cannot do (`unsupported`) is a result with that status and its `reason`. quiet: print no tables and no progress.
@@ -55,7 +58,7 @@ def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
 
     Raises as `run`."""
     with _hydra(given, True, quiet) as hydra:
-        batches = hydra.multirun("config", app.execute, [*given], with_log_configuration=False)
+        batches = hydra.multirun("config", app.execute, [*given, MULTIRUN], with_log_configuration=False)
         return [_result(done) for done in (one for batch in batches for one in batch)]
 
 

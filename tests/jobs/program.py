@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
 from runner.measure import ceilings, correctness, energy, job, pieces, sampler, timing
 from runner.measure.attention_work import AttentionWork
-from runner.measure.stopwatch import stopwatch
+from runner.measure.stopwatch import CpuStopwatch, stopwatch
 from tests.jobs.reference import rel
 
 
@@ -32,6 +33,26 @@ def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     found = job.run(me, experiment, None)
     found["everyone"] = me.gather([found["experiment"]["options"], found["chosen"]])
     return found
+
+
+def slowed(me: Rank, shares: dict[str, float] | None) -> None:
+    """From now on each pass of this world's runs takes longer by a share of the time that it took, by the run's seed; None:
+    no longer. Until then time is CPU time, of one thread: other processes, such as other tests, do not count."""
+    work, mark = (_run, _mark) if shares is None else (partialmethod(_slow, shares), lambda _: time.process_time_ns())
+    AttentionWork.run, CpuStopwatch.mark = work, mark  # type: ignore[method-assign]
+    torch.set_num_threads(_threads if shares is None else 1)
+
+
+_threads = torch.get_num_threads()
+_run, _mark = AttentionWork.run, CpuStopwatch.mark
+
+
+def _slow(work: AttentionWork, shares: dict[str, float], which: str) -> None:
+    start = time.process_time()
+    _run(work, which)
+    end = start + (1 + shares.get(str(work.experiment.seed), 0.0)) * (time.process_time() - start)
+    while time.process_time() < end:
+        pass
 
 
 def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dict[str, Any]:

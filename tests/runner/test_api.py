@@ -58,6 +58,7 @@ def test_runs_of_a_sweep_are_results_and_load_has_their_rows_and_samples(here):
         ("ring", 256, "ok"), ("ring", 510, "ok"), ("zigzag", 256, "ok"), ("zigzag", 510, "invalid"),
     ]  # fmt: skip
     assert len({r.folder.parent for r in found}) == 1
+    assert (found[0].folder.parent / "summary.csv").exists()
     rows = runner.load(found[0].folder.parent)
     assert sorted(rows.name) == sorted(r.name for r in found)
     slowest = runner.load(here, samples=True).groupby(["name", "pass", "iteration"]).ms.max()

@@ -2,20 +2,17 @@
 
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
-import attention
-from runner import compare, pack
-from runner.measure import timing
+import runner
+from runner import app, compare, pack, rounds
 from runner.measure.statistics import of_ranks
-from runner.measure.stopwatch import CpuStopwatch
 from runner.output import results
 from runner.report.runs import read
 from runner.report.verdicts import Measured, judged
+from tests.jobs import program
 from tests.support.composing import python
 from tests.support.recorded import result, written
 
@@ -135,31 +132,26 @@ def test_half_a_percent_is_never_claimed_of_runs_that_took_turns():
     assert even[True] > 80 > 20 > even[False]
 
 
-class Delayed:
-    """A real call of a library function, and a delay planted into it."""
-
-    passes = ("forward",)
-
-    def __init__(self, ms: float):
-        self.ms, self.fn = ms, attention.make("dense", kernel="math")
-        self.x = torch.randn(1, 16, 1, 16)
-
-    def run(self, which: str) -> None:
-        self.fn(self.x, self.x, self.x)
-        time.sleep(self.ms / 1e3)
-
-
-def test_a_fifth_planted_into_a_real_call_is_found_and_half_a_percent_is_not(tmp_path, capsys):
-    taken = {ms: [] for ms in (20.0, 20.1, 24.0)}
-    for _ in range(3):  # in turns, as a busy machine slows all
-        for ms, found in taken.items():
-            found += timing.sample(Delayed(ms), CpuStopwatch(None), 4)["forward"]
-    for ms, found in taken.items():
-        value = result("zigzag", ms)
-        value["timing"] |= of_ranks([{"forward": found}])
-        results.write_result(tmp_path / str(ms) / "run", value)
-        results.write_samples(tmp_path / str(ms) / "run" / "samples.parquet", [{"forward": found}], [4] * 3)
-    before, same, slower = (str(tmp_path / str(ms)) for ms in taken)
+@pytest.mark.slow
+def test_a_fifth_planted_into_real_runs_is_found_and_half_a_percent_is_not(
+    pool, in_world, tmp_path, monkeypatch, capsys
+):
+    """Three runs of the program that take turns and differ in their seed alone, by which two of them are slowed down."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(app, "pool", pool)
+    monkeypatch.setattr(rounds, "COMPARED", ("seed",))  # as ab=seed:1,2 does
+    in_world(program.slowed, 1, shares={"2": 0.005, "3": 0.2})
+    given = [
+        "attention=dense", "kernel=math", "world_size=1", "hardware=cpu", "config=tiny", "batch=1", "heads=2", "kv_heads=2",
+        "seq_len=256", "dtype=fp32", "mode=forward", "baseline=none", "phases=false", "timing.settle_ms=0",
+        "timing.warmup_ms=20", "timing.timing_runs=150",
+    ]  # fmt: skip
+    try:
+        runs = runner.multirun([*given, "seed=1,2,3", "order=interleaved"])
+    finally:
+        in_world(program.slowed, 1, shares=None)
+    assert [run.timing.rounds.done for run in runs] == [3, 3, 3]
+    before, same, slower = (str(run.folder) for run in runs)
     status, said = compared(capsys, before, slower)
     assert status == 1 and "1 slower" in said
     status, said = compared(capsys, before, same)
