@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from runner.ab import Ab
 
+CANONICAL = "+experiment=canonical"  # several sweeps, which are a command of their own
 CLOSING_S = 30.0  # ending the worlds takes less
 
 
@@ -48,7 +49,8 @@ def _interrupted_at_once(*_: Any) -> None:
 
 
 def refuse(reason: str, arguments: list[str]) -> int:
-    """Record and print why the command line cannot work; nothing was started. Returns the exit status."""
+    """Record, but with dry_run=true, and print why the command line cannot work; nothing was started. Returns the exit
+    status."""
     import hashlib
     from pathlib import Path
 
@@ -57,6 +59,9 @@ def refuse(reason: str, arguments: list[str]) -> int:
     from runner.config.values import shown
     from runner.output import results
 
+    if "dry_run=true" in arguments:
+        print(f"invalid: {reason}", file=sys.stderr)
+        return 2
     output = _output(arguments)
     key = hashlib.sha256(" ".join(arguments).encode(errors="surrogateescape")).hexdigest()[:8]
     try:
@@ -233,6 +238,10 @@ def _program(head: Any = None) -> int:
         print(version())
         return 0
     completes = any(flag in ("-sc", "--shell-completion") for flag in flags)
+    if CANONICAL in given and not completes:
+        from runner import canonical
+
+        return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, "-m", "--multirun")])
     # the name in Hydra's help; a shell completes the installed command
     installed = completes or sys.argv[0].endswith("attention-runner")
     sys.argv[0] = "attention-runner" if installed else "python -m runner"
@@ -263,7 +272,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
 
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
-    from runner import app, interleave
+    from runner import app, interleave, plan, sweep
     from runner.config.values import Refused, message, shown
     from runner.output import display, results, summary
 
@@ -280,6 +289,8 @@ def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
             how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
             display.err.print(f"{how}; what was finished is recorded")
             return stops.exit_status
+        if isinstance(error, plan.Shown):
+            return 0
         if isinstance(error, Refused):
             return refuse(message(error), arguments)
         if isinstance(error, UserWarning):
@@ -303,7 +314,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
                 display.out.print(_page(folder), soft_wrap=True, markup=False)
                 for line in compared.verdicts(folder) if compared else []:
                     display.out.print(line, soft_wrap=True, markup=False)
-    return exit_status(app.statuses)
+    return exit_status(sweep.tally.statuses)
 
 
 def _page(folder: Path) -> str:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 PREFIX = "ab="
 ORDER = "order=interleaved"
-WHERE = "order=", "output=", "resume=", "hydra"  # overrides that say nothing of a run's work
+WHERE = "dry_run=", "order=", "output=", "resume=", "hydra"  # overrides that say nothing of a run's work
 # keys that are no setting of a run
-NONE = ("experiment", "hydra", "output", "order", "resume", "tracker", "until_limit")
+NONE = ("dry_run", "experiment", "hydra", "output", "order", "resume", "tracker", "until_limit")
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,10 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[Any]:
         interleave.register()
         if reason := overrides.problem([*given], multirun):
             raise InvalidConfig(message(ValueError(reason)).replace("add -m", "call runner.multirun"))
+        if "dry_run=true" in given:
+            raise InvalidConfig(
+                "dry_run=true: prints a plan; it is for the command line, python -m runner dry_run=true ..."
+            )
         app.begin()
         folders.begin()
         atexit.register(close)

@@ -13,31 +13,25 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
-from attention.variants.registry import everything
-from runner import environment, rounds, sweep
+from runner import environment, plan, rounds, sweep
 from runner.config.experiment import Experiment
 from runner.config.place import joined
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
-from runner.config.rules.machine import Machine, check_fits
-from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.values import InvalidConfig, Refused, UnsupportedHere
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
-from runner.launch.processes import cores
 from runner.measure import metrics, ncu
 from runner.measure.statistics import Samples
-from runner.output import display, reader, results, summary
-from runner.output.reader import Problem
+from runner.output import display, results, summary
 from runner.output.record import Result
 
 pool = Pool()
-statuses: list[str] = []  # of this invocation's runs
 sweeps: list[Path] = []
 
 
 def begin() -> None:
     """Forget the runs of an earlier invocation in this process; the worlds stay."""
-    statuses.clear()
     sweeps.clear()
     sweep.begin()
 
@@ -66,19 +60,21 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
-    place = f"run {sweep.place(hydra.job.num)}" if sweeping else ""
+    place = f"run {sweep.tally.place(hydra.job.num)}" if sweeping else ""
+    if cfg.dry_run:  # of the whole command, which the plan ends, but for one value of a sweep
+        raise Refused("dry_run=true: is of the whole command; give it once, beside the sweep")
     if sweeping and cfg.resume:
-        earlier = _earlier(folder, identity(cfg))
+        earlier = plan.earlier(folder, identity(cfg))
         if earlier is not None and earlier.status == "ok":
             _note_sweep(folder.parent)
             if not rounds.unfinished(earlier.plain):
                 display.out.print(f"{earlier.name}: kept from before")
-                statuses.append("ok")
+                sweep.tally.over(folder.name, "ok", ran=False)
                 return None
             try:
                 rest = _resumed(cfg, folder, earlier.plain, hydra.job.num)
             except (InvalidConfig, UnsupportedHere) as error:
-                statuses.append(_refusal(error))
+                sweep.tally.over(folder.name, plan.refusal(error), ran=False)
                 note = f"{earlier.name}: kept as it is, without its other rounds: {error}"
                 display.err.print(escape(note), soft_wrap=True)
                 return None
@@ -91,7 +87,7 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     value["environment"]["overrides"] = list(hydra.overrides.task)
     if sweeping:
         return _recorded(value, folder, hydra.job.num)
-    statuses.append(value["status"])
+    sweep.tally.over(folder.name, value["status"])
     with results.writing(folder):
         results.write_result(folder, value)
     _track(value, folder)
@@ -136,23 +132,21 @@ def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
         return None
 
 
-def _refusal(error: InvalidConfig | UnsupportedHere) -> str:
-    """The status of a run that is refused."""
-    return "invalid" if isinstance(error, InvalidConfig) else "unsupported"
-
-
 def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
     """Writes the result of a sweep's run and prints a line. Returns the run if it lacks rounds."""
     more = rounds.unfinished(value)
     if value["config"].get("until_limit"):
         sweep.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
+    ran = value.get("experiment") is not None
+    share = 1 / value["timing"]["rounds"]["of"] if ran and value.get("timing") else 1.0
+    sweep.tally.over(folder.name, None if more else value["status"], share, ran)
     if not more:
-        statuses.append(value["status"])
         _track(value, folder)
     with results.writing(folder):
         results.write_result(folder, value)
         _note_sweep(folder.parent)
-    display.out.print(f"{display.run_line(Result.of(value, folder))} ({sweep.place(number)})", soft_wrap=True)
+    where = "; ".join(filter(None, [sweep.tally.place(number), sweep.tally.counts()]))
+    display.out.print(f"{display.run_line(Result.of(value, folder))} ({where})", soft_wrap=True)
     return Unfinished(number, folder, value) if more else None
 
 
@@ -202,7 +196,7 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
     folder, value, this = earlier.folder, earlier.value, earlier.done
     spec = Experiment.from_plain(value["experiment"])
     started = time.time()
-    place = f"run {sweep.place(earlier.number)}"
+    place = f"run {sweep.tally.place(earlier.number)}"
     with _progress(spec, place, f", round {this + 1} of {earlier.rounds}") as progress:
         outcome = _in_world(rounds.part(spec, this, earlier.rounds), folder, progress)
     if outcome.status != "ok" or outcome.result["status"] != "ok":
@@ -220,18 +214,6 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
             value["environment"]["gpus_after"] = environment.gpu_state()
         results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
     return _recorded(value, folder, earlier.number)
-
-
-def _earlier(folder: Path, key: str) -> Result | None:
-    """The earlier result of this run. A file that cannot be read, or that belongs to another run, is reported on stderr
-    and not used."""
-    earlier = reader.read_result(folder)
-    if isinstance(earlier, Result) and earlier.key != key:
-        earlier = Problem(folder / reader.RESULT, f"its key is {earlier.key}, this run's is {key}")
-    if isinstance(earlier, Problem):
-        reader.report_problems([earlier])
-        return None
-    return earlier
 
 
 def _note_sweep(folder: Path) -> None:
@@ -253,16 +235,10 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
         spec = experiment(cfg, gpus, seed)
         if place and (reason := sweep.beyond_limit(cfg)):
             raise UnsupportedHere(reason)
-        gpu_memory = environment.gpu_memory_bytes() if gpus else None
-        check_fits(spec, Machine(cores(), environment.memory_bytes(), gpus, gpu_memory))
-        if cfg.hardware.name == "cuda" and not gpus:
-            raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
-        chosen = everything().get(spec.variant)  # none: attention=auto
-        if chosen is not None and (reason := chosen.missing(spec.device)):
-            raise UnsupportedHere(reason)
+        plan.check_here(spec, cfg, gpus)
     except (InvalidConfig, UnsupportedHere) as error:
         about["environment"] = environment.host() | environment.period(started)
-        return results.result(status=_refusal(error), reason=str(error), **about)
+        return results.result(status=plan.refusal(error), reason=str(error), **about)
     about |= {"experiment": spec.plain(), "environment": _surroundings(spec)}
     folder.mkdir(parents=True, exist_ok=True)
     of = rounds.number(cfg.order, spec, compared)
@@ -291,7 +267,7 @@ def _progress(spec: Experiment, place: str, note: str = "") -> display.Progress:
     flops = metrics.flops(spec)
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     title = f"{spec.variant}, {ranks}, {spec.workload.describe()}{note}"
-    return display.Progress(title, flops.get("total", flops["forward"]), place)
+    return display.Progress(title, flops.get("total", flops["forward"]), place, sweep.tally.counts)
 
 
 def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
-from runner import app
+from runner import app, sweep
 from runner.config import place, resolve
 from runner.config.resolve import usable_gpus
 from runner.config.values import Refused
@@ -90,5 +90,5 @@ class Elsewhere(Callback):
             return
         folder = Path(config.hydra.sweep.dir)
         app.sweeps.append(folder)
-        app.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
+        sweep.tally.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
         summary.summarize_sweep(folder)

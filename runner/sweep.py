@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -18,20 +17,20 @@ from runner.config import overrides
 from runner.config.resolve import series
 from runner.config.values import InvalidConfig, Refused
 from runner.output import reader
+from runner.tally import Tally
 
 SEEDS = 1 << 31
 SEED = "seed"  # its file in a sweep's folder
 LIMITS = ("oom", "timeout", "crash")  # statuses that end a series of lengths
 
-_runs: int | None = None  # of this program's sweep, once it is known
-_started = time.monotonic()
+tally = Tally()  # of this program's sweep
 _failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
 
 
 def begin() -> None:
     """Forget an earlier sweep of this process. The seed stays: all runs of a process have the same inputs."""
-    global _runs, _started
-    _runs, _started = None, time.monotonic()
+    global tally
+    tally = Tally()
     _failed.clear()
 
 
@@ -39,20 +38,13 @@ class Count(Callback):
     """Count a sweep's runs, those of an experiment's file included, before the first starts; too many are refused."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        global _runs
         texts = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
         try:
             # unresolved: iterating would resolve interpolations
             given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-            _runs = overrides.count([*texts, *given])  # type: ignore[misc, list-item]
+            tally.runs = overrides.count([*texts, *given])  # type: ignore[misc, list-item]
         except InvalidConfig as error:
             raise Refused(str(error)) from None
-
-
-def place(number: int) -> str:
-    """The place of run `number` (from 0) in its sweep, and the time since the start: `3 of 11, 24 s`."""
-    of = f" of {_runs}" if _runs is not None else ""
-    return f"{number + 1}{of}, {time.monotonic() - _started:.0f} s"
 
 
 def note_failure(cfg: DictConfig, status: str, reason: str | None) -> None:
@@ -79,13 +71,18 @@ def fresh_seed() -> int:
     return secrets.randbelow(SEEDS)
 
 
-def seed_of(folder: Path) -> int:
-    """The seed of a sweep's folder: the recorded one, else that of its earlier runs, else a fresh one. So a sweep that
-    is resumed, or done by several programs, has the same inputs for all runs."""
+def known_seed(folder: Path) -> int:
+    """The seed of a sweep's folder: the recorded one, else that of its earlier runs, else a fresh one."""
     known = _recorded(folder)
-    if known is not None:
-        return known
-    seed = next(_drawn(folder), fresh_seed())
+    return next(_drawn(folder), fresh_seed()) if known is None else known
+
+
+def seed_of(folder: Path) -> int:
+    """As `known_seed`, and recorded in the folder. So a sweep that is resumed, or done by several programs, has the same
+    inputs for all runs."""
+    seed = known_seed(folder)
+    if _recorded(folder) is not None:
+        return seed
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".{SEED}.{os.getpid()}"
     try:

@@ -78,10 +78,12 @@ class WritableFolder(Callback):
     programs that start in the same second share one."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _prepare(config.hydra.run)
+        if not config.dry_run:
+            _prepare(config.hydra.run)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _prepare(config.hydra.sweep)
+        if not config.dry_run:
+            _prepare(config.hydra.sweep)
 
 
 def _prepare(mode: DictConfig) -> None:

@@ -84,6 +84,10 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
             return f"{shown(text)}: every key has a value and none can be taken out; give it another, {name}=VALUE"
         if override.is_sweep_override() and not sweeps:
             return f"{shown(text)}: several values are a sweep; add -m"
+        if name == "dry_run" and override.is_sweep_override():
+            return f"{shown(text)}: is of the whole command; write dry_run=true"
+        if name == "experiment" and "canonical" in _values(override, known[name]):
+            return f"{shown(text)}: has several sweeps; it stands alone: python -m runner +experiment=canonical [--only ...]"
         if name in known:
             if override.package is not None:
                 return f"{shown(text)}: the package of a group is fixed; write {name}=NAME"

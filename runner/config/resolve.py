@@ -23,7 +23,7 @@ from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plai
 
 LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
 # keys that do not change what is measured, and so are no part of a run's identity
-_NOT_IDENTITY = ("hydra", "order", "output", "resume", "tracker", "until_limit")
+_NOT_IDENTITY = ("hydra", "dry_run", "order", "output", "resume", "tracker", "until_limit")
 # keys that came later, with the value for which earlier results keep their identity
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,

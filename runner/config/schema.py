@@ -138,4 +138,5 @@ class RunConf:
     order: str = "auto"  # of a sweep's samples: interleaved, sequential; auto: interleaved where it compares runs
     until_limit: bool = False  # a sweep does not run lengths beyond one that ended as oom, timeout or crash
     resume: bool = False
+    dry_run: bool = False  # show what would be run, and end
     output: str = "outputs"

@@ -11,7 +11,7 @@ from typing import Any
 from runner.config.experiment import Experiment
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank, is_out_of_memory
-from runner.measure import choosing, memory, metrics, timed, timing
+from runner.measure import choosing, length, memory, metrics, timed, timing
 from runner.measure.statistics import slowest
 from runner.measure.stopwatch import stopwatch
 from runner.measure.timed import beats, flush_buffer, sampled_passes, settle_ms, silent_s
@@ -104,11 +104,11 @@ def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, flo
 
     with timing.undisturbed():
         once = seconds_each(0.0)
-        if once < timing.BASELINE_CAP_S:  # the first may have compiled and allocated
+        if once < length.BASELINE_CAP_S:  # the first may have compiled and allocated
             once = seconds_each(spec.timing.warmup_ms)
             me.say("baseline", silent_s(me, max(once, single_s), timing.WINDOW))
             timing.settle(passes, watch, settle_ms(spec.timing), once * 1e3, flush=flush, beat=beat)
-        runs = timing.baseline_runs(spec.timing.timing_runs, once)
+        runs = length.baseline_runs(spec.timing.timing_runs, once)
         me.say("baseline", silent_s(me, max(once, single_s), runs))
         samples = slowest([timing.sample(passes, watch, runs, flush, beat)])
     about = {"kernel": work.report()["kernel"], "samples": runs}

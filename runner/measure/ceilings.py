@@ -4,7 +4,6 @@ kept in a file for this machine, and a run that exceeds it triggers a new measur
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import timeit
@@ -18,13 +17,13 @@ import torch.distributed as dist
 
 from runner import environment
 from runner.launch.rank import Rank
+from runner.measure import ceilings_file
 from runner.measure.attention_work import DTYPES
+from runner.measure.ceilings_file import RATES
 from runner.measure.stopwatch import between_marks, stopwatch
 
-RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
 MOST_ROUNDS = 6
-VERSION = 2  # of the method
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
     key = dtype, me.world
     me.say("ceilings")
     if key not in _known:
-        cached = me.agree(_read(_path(me, dtype)) if me.rank == 0 else None)
+        cached = me.agree(ceilings_file.read(_path(me, dtype)) if me.rank == 0 else None)
         if cached is None:
             _known[key] = _write(me, dtype, _measured(me, dtype) | {"source": "measured"})
         elif me.device.type == "cuda" and _fits(me):
@@ -81,17 +80,7 @@ def highest(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def _path(me: Rank, dtype: str) -> Path:
     facts = environment.host() | environment.of_torch(me.device.type)
-    known = [facts.get(key) for key in ("torch", "threads", "gpu", "cuda", "nccl", "machine_id", "cpu", "cores")]
-    name = hashlib.sha256(json.dumps([VERSION, known, me.world, dtype]).encode()).hexdigest()[:16]
-    return environment.cache_folder() / f"ceilings-{name}.json"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-        return found if all(found[name] > 0 for name in RATES[:2]) and found["measured_at"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return ceilings_file.path(facts, me.world, dtype)
 
 
 def _write(me: Rank, dtype: str, found: dict[str, Any]) -> dict[str, Any]:

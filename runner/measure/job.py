@@ -19,6 +19,7 @@ from runner.measure import (
     correctness,
     do_bench,
     energy,
+    length,
     memory,
     metrics,
     phases,
@@ -90,25 +91,9 @@ class _Run:
         me, spec = self.me, self.spec
         me.say("estimate")
         self.iteration_s = each = me.agree(max(me.gather(self.work.flops() / self.work.rate())))
-        options = spec.timing
-        iterations = (options.timing_runs + options.warmup_runs + 1) * options.layers
-        if spec.phases:
-            iterations += phases.runs(each) + timing.LEADING_RUNS
-        if options.method == "profiler":
-            iterations += timing.LEADING_RUNS + options.profile_runs
-        me.say("estimate", each, estimate_s=iterations * each + self._baseline_s(each))
+        whole_s = length.iterations(spec, each) * each + length.baseline_s(spec, each)
+        me.say("estimate", each, estimate_s=whole_s)
         self.result["estimate"] = {"iteration_ms": each * 1e3}
-
-    def _baseline_s(self, each: float) -> float:
-        """The seconds that the baseline should take, from those of an iteration of the run."""
-        options, work = self.spec.timing, self.spec.workload
-        if self.spec.baseline == "single":
-            single = each * self.me.world
-            return single * (1 + timing.baseline_runs(options.timing_runs, single))
-        if self.spec.baseline == "dense":
-            dense = each * work.dense.batch_pairs / max(work.batch_pairs, 1)
-            return dense * (options.timing_runs + options.warmup_runs + 1) * options.layers
-        return 0.0
 
     def check(self) -> Checked | None:
         """The comparison with the reference; None if it is off."""
@@ -181,7 +166,7 @@ class _Run:
         if self.spec.phases and self.work.has_phases:
             self.me.say("phases", self.iteration_s)
             self.result |= phases.measure(
-                self.me, self.work, self._watch(), phases.runs(self.measured_s), self.spec.nvtx
+                self.me, self.work, self._watch(), length.phase_runs(self.measured_s), self.spec.nvtx
             )
 
     def profile(self) -> None:

@@ -20,13 +20,6 @@ from runner.measure.workload import Workload
 Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms
 STRAGGLER = 1.1  # times the median over the ranks
 ADD_UP = ("comp_", "wait_")  # with `other` these phases are the pass
-MOST_RUNS = 15
-SECONDS = 0.2  # a slow run records fewer
-
-
-def runs(iteration_s: float) -> int:
-    """The number of recorded iterations."""
-    return max(1, min(MOST_RUNS, int(SECONDS / iteration_s)))
 
 
 class _Counted:

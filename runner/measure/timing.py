@@ -20,13 +20,9 @@ from runner.measure.stopwatch import CudaStopwatch, Stopwatch, between_marks
 from runner.measure.workload import Passes, Workload
 
 LEAD_MS = 0.1  # how far the CPU gets ahead of the GPU before a sample, where it does
-LEADING_RUNS = 4  # iterations of leads_ms
 WINDOW = 12  # the newest iterations of a warm-up, in which a trend is looked for
 WINDOW_CHANCE = 0.05  # the significance of that trend
 BATCH = 10  # samples between two checks of `adaptive`
-BASELINE_RUNS = 5  # samples of a baseline
-BASELINE_S = 1.0  # short iterations get more samples, for about this time
-BASELINE_CAP_S = 20.0  # long ones get fewer, at least one, to end within this time
 
 Gather = Callable[[Samples], list[Samples]]  # every rank's samples
 Agree = Callable[[int], int]  # rank 0's number
@@ -241,13 +237,6 @@ def verdict(slowest: Samples, least: int, precision: float, seconds: float, time
     if all(statistics.settled(ms, precision, least) for ms in slowest.values()):
         return True
     return False if seconds > time_cap_s else None
-
-
-def baseline_runs(runs: int, iteration_s: float) -> int:
-    """The number of samples of a baseline for a run of `runs` samples. Short iterations get as many: after a pause a
-    GPU is faster for a while, and the median of few samples would show that."""
-    runs = min(runs, max(BASELINE_RUNS, int(BASELINE_S / iteration_s)))
-    return max(1, min(runs, int(BASELINE_CAP_S / iteration_s)))
 
 
 def overhead_ms(watch: Stopwatch) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -21,16 +21,21 @@ LONG_S = 60.0  # a run expected to take longer is announced
 class Progress:
     """A spinner that shows the phase of the ranks; without a terminal, one line when a run of a sweep starts.
 
-    flops: of one iteration. place: the run's place in its sweep, such as "3 of 12, 40 s" (since the start)."""
+    flops: of one iteration. place: the run's place in its sweep, such as "run 3 of 12, 40 s" (since the start). counts: of the
+    sweep's runs so far, with the time left."""
 
-    def __init__(self, title: str, flops: float, place: str = ""):
-        self.title, self.flops = title, flops
-        number = place.partition(",")[0]
-        self.shown = f"{number}: {title}" if place else title
-        self.status = Status(f"{self.shown}: starting the world", console=terminal.err)
+    def __init__(self, title: str, flops: float, place: str = "", counts: Callable[[], str] = str):
+        self.title, self.flops, self.counts = title, flops, counts
+        self.number = place.partition(",")[0]
+        self.status = Status(self.text("starting the world"), console=terminal.err)
         if place and not terminal.out.is_terminal:
             terminal.out.print(f"{place}: {title}", soft_wrap=True)
         self.warned = False
+
+    def text(self, phase: str) -> str:
+        """What the spinner shows beside it."""
+        counts = f" ({found})" if (found := self.counts()) else ""
+        return f"{self.number}{counts}: {self.title}: {phase}" if self.number else f"{self.title}: {phase}"
 
     def __enter__(self) -> Progress:
         self.status.start()
@@ -45,7 +50,7 @@ class Progress:
         first = states[0]
         phases = dict.fromkeys(state["phase"] for state in states)
         note = f" ({first['note']})" if first.get("note") else ""
-        self.status.update(f"{self.shown}: {', '.join(phases).replace('_', ' ')}{note}")
+        self.status.update(self.text(f"{', '.join(phases).replace('_', ' ')}{note}"))
         estimate = first.get("estimate_s", 0)
         if estimate > LONG_S and not self.warned:
             self.warned = True

@@ -1,10 +1,12 @@
 """`python -m runner.canonical`: the same questions on any machine, within a budget."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from runner import __main__ as program
 from runner import canonical
 from runner.config import overrides, resolve
 from runner.report import runs
@@ -34,8 +36,10 @@ def test_the_fastest_is_by_the_median_and_names_those_that_are_even():
         assert len(answer["even"]) < len(here)
 
 
-def test_without_time_nothing_is_asked_and_the_file_says_so(tmp_path, capsys):
-    assert canonical.main(["--budget-s", "1", "--out", str(tmp_path / "new")]) == 1
+def test_without_time_nothing_is_asked_and_the_file_says_so(tmp_path, capsys, monkeypatch):
+    given = ["-m", program.CANONICAL, "--budget-s", "1", "--out", str(tmp_path / "new")]
+    monkeypatch.setattr(sys, "argv", ["runner", *given])
+    assert program._program() == 1
     found = json.loads((tmp_path / "new" / canonical.NAME).read_text())
     assert [question["name"] for question in found["questions"]] == [q["name"] for q in PLAN["questions"]]
     assert {question["status"] for question in found["questions"]} == {"not asked"}

@@ -11,11 +11,12 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from runner import app, interleave, pack, rounds
+from runner import app, interleave, pack, rounds, sweep
 from runner.config.values import InvalidConfig
 from runner.output import results
 from runner.report import runs as report_runs
 from runner.report import tables
+from runner.tally import Tally
 from tests.runner.test_cli import environment, results_in, run
 from tests.support.composing import configured, resolved
 from tests.support.recorded import measured, unnamed
@@ -157,13 +158,13 @@ def test_a_run_goes_on_only_with_the_commit_and_on_the_machine_of_its_first_roun
 
 
 def test_an_error_of_the_program_in_a_later_round_is_a_crash_of_that_run_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "statuses", [])
+    monkeypatch.setattr(sweep, "tally", Tally())
     monkeypatch.setattr(app, "sweeps", [])
     runs = [begun(tmp_path, name, [{"forward": [1.0]}]) for name in ("ring", "zigzag")]
     for each in runs:
         each.value["experiment"]["workload"]["unheard_of"] = 1  # no Experiment can be made of it
     interleave._further(runs)
-    assert app.statuses == ["crash", "crash"]
+    assert sweep.tally.statuses == ["crash", "crash"]
     for each in runs:
         value = json.loads((each.folder / "result.json").read_text())
         assert value["status"] == "crash" and value["timing"] is None
@@ -258,11 +259,11 @@ def test_an_interrupted_sweep_has_valid_results_and_resuming_it_does_the_rounds_
     shutil.copytree(tmp_path / "sweep" / name, tmp_path / "copy" / name)
     value["experiment"]["launch"]["fault"] = "1:timing:raise"
     monkeypatch.setattr(app, "pool", pool)
-    monkeypatch.setattr(app, "statuses", [])
+    monkeypatch.setattr(sweep, "tally", Tally())
     monkeypatch.setattr(app, "sweeps", [])
     assert app.further(app.Unfinished(0, tmp_path / "copy" / name, value)) is None
     (failed,) = results_in(tmp_path / "copy").values()
-    assert (failed["status"], failed["timing"], app.statuses) == ("crash", None, ["crash"])
+    assert (failed["status"], failed["timing"], sweep.tally.statuses) == ("crash", None, ["crash"])
     assert failed["reason"].startswith("in round 2 of 2: rank 1 in phase timing")
     assert not (tmp_path / "copy" / name / "samples.parquet").exists()
 

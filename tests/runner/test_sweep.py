@@ -32,7 +32,14 @@ def test_a_sweep_that_is_resumed_keeps_its_seed_and_what_is_ok_and_says_where_it
     arguments = [*swept, f"hydra.sweep.dir={folder}"]
     done = run(tmp_path, *arguments, *QUICK)
     assert done.returncode == 0, done.stderr
-    for part in ("1 of 3, ", "2 of 3, ", "3 of 3, ", "s: llama3, 2 ranks", "s: ring_varlen, 2 ranks"):
+    ended = [
+        "1 of 3, ",
+        "2 of 3, ",
+        "3 of 3, ",
+        "; 1 done, 0 failed, 0 skipped, about ",
+        "; 3 done, 0 failed, 0 skipped)",
+    ]
+    for part in ("Plan: 3 runs", *ended, "s: llama3, 2 ranks", "s: ring_varlen, 2 ranks"):
         assert part in done.stdout
     (before,) = seeds(folder)
     lengths = {tuple(value["experiment"]["workload"]["seqlens"]) for value in results_in(folder).values()}
@@ -107,7 +114,7 @@ def test_an_experiments_own_sweep_is_counted_too():
         sweep.Count().on_multirun_start(OmegaConf.create({"hydra": hydra}))
 
     started(seq_len="64,128")
-    assert sweep.place(2).startswith("3 of 4, ")
+    assert sweep.tally.place(2).startswith("3 of 4, ")
     with pytest.raises(Refused, match="20000 runs; a sweep has at most 10,000"):
         started(seed="range(0,10000)")
 

@@ -5,7 +5,10 @@ import resource
 import time
 
 import pytest
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 
+from runner.config import resolve
 from runner.config.overrides import problem
 from tests.support.composing import python
 
@@ -60,6 +63,8 @@ BAD = [
     (["seq_len=[1024"], "seq_len=[1024", "key=value"),
     (["~phases"], "~phases", "phases=VALUE"),
     (["~attention"], "~attention", "attention=VALUE"),
+    (["dry_run=true,false"], "dry_run=true,false: is of the whole command", "dry_run=true"),
+    (["+experiment=canonical", "seed=1"], "+experiment=canonical: has several sweeps; it stands alone"),
     (["resume=true"], "resume=true: goes on with a sweep", "hydra.sweep.dir=FOLDER"),
     (["output="], "output=: must be a folder", "output=DIR"),
     (["seq_len=range(0)"], "seq_len=range(0): a sweep over no value", "at least one"),
@@ -211,6 +216,7 @@ def test_a_folder_whose_name_is_too_long_is_one_line(tmp_path, overrides):
         (["--version"], "attention-runner"),
         (["-sc", "install=bash"], "-F hydra_bash_completion attention-runner"),
         (["config=tiny", "--cfg", "job", "seq_len=640"], "seq_len: 640"),
+        (["config=tiny", "-m", "seed=1,2", "hardware=cpu", "dry_run=true"], "Plan: 2 runs: "),
     ],
     ids=lambda x: " ".join(x),
 )
@@ -218,6 +224,24 @@ def test_flags_stand_anywhere_and_say_this_programs_name(tmp_path, arguments, pa
     done = python("-m", "runner", *arguments, cwd=tmp_path)
     assert done.returncode == 0 and part in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("attention=ulys", ["attention=ulysses"]),
+        ("config=tiny kernel=sdpa_", ["kernel=sdpa_cudnn", "kernel=sdpa_efficient", "kernel=sdpa_flash"]),
+        ("+experiment=can", ["+experiment=canonical"]),
+        ("world_", ["world_size="]),
+        ("timing.timing_", ["timing.timing_runs="]),
+    ],
+)
+def test_a_shell_completes_groups_choices_and_keys(line, choices, monkeypatch, capsys):
+    resolve.register()
+    monkeypatch.setenv("COMP_LINE", f"attention-runner {line}")
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        GlobalHydra.instance().hydra.shell_completion("config", ["query=bash"])
+    assert capsys.readouterr().out.split() == choices
 
 
 def test_unknown_flags_and_a_removed_working_folder_are_one_line(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.measure import ceilings
+from runner.measure import ceilings, ceilings_file
 from runner.measure.ceilings import highest, steady
 from tests.jobs import program
 from tests.support.composing import resolved
@@ -28,7 +28,7 @@ def test_of_two_measurements_the_higher_rates_count():
 def test_a_file_that_is_none_is_measured_anew(tmp_path):
     for text in ("", "[]", "{}", '{"matmul_tflops": 0, "copy_gb_s": 1, "measured_at": 1}', '{"matmul_tflops": "a"}'):
         (tmp_path / "x").write_text(text)
-        assert ceilings._read(tmp_path / "x") is None
+        assert ceilings_file.read(tmp_path / "x") is None
 
 
 @pytest.mark.slow

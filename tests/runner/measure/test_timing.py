@@ -12,6 +12,7 @@ import torch
 from attention.profiling import Recorder, phase, recording
 from runner.measure import timed, timing
 from runner.measure.attention_work import Layers, other_orders
+from runner.measure.length import baseline_runs
 from runner.measure.statistics import slowest
 from runner.measure.stopwatch import CpuStopwatch, CudaStopwatch
 from runner.measure.timing import (
@@ -304,8 +305,8 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank():
     ("iteration_s", "samples"), [(0.002, 20), (0.05, 20), (0.1, 10), (0.5, 5), (3.9, 5), (4.1, 4), (15, 1), (100, 1)]
 )
 def test_a_baseline_is_sampled_as_often_as_the_run_but_of_long_iterations_less(iteration_s, samples):
-    assert timing.baseline_runs(20, iteration_s) == samples
-    assert timing.baseline_runs(3, iteration_s) == min(3, samples)
+    assert baseline_runs(20, iteration_s) == samples
+    assert baseline_runs(3, iteration_s) == min(3, samples)
 
 
 def test_a_single_pass_has_no_total():

@@ -1,0 +1,181 @@
+"""The plan of a command before it starts, in this process and without a world; where a sweep is while it runs."""
+
+import time
+
+import pytest
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from runner import app, environment, plan, sweep
+from runner.config.resolve import identity, run_name
+from runner.config.values import Refused, UnsupportedHere
+from runner.launch.processes import cores
+from runner.measure import duration, kernels, metrics
+from runner.output import display, results
+from runner.tally import Tally
+from tests.support.composing import configured, resolved
+from tests.support.recorded import measured
+
+CPU = ["hardware=cpu", "config=tiny", "world_size=2", "seed=3"]
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Plans a command with dry_run=true, which leaves nothing in its output folder."""
+    shown = []
+    show = plan.show
+    monkeypatch.setattr(plan, "show", lambda found: (shown.append(found), show(found)))
+
+    def run(*given, multirun=True):
+        before = set(tmp_path.rglob("*"))
+        with initialize_config_module("runner.conf", version_base="1.3"), pytest.raises(plan.Shown):
+            hydra = GlobalHydra.instance().hydra
+            overrides = [*CPU, f"output={tmp_path}", "dry_run=true", *given]
+            start = hydra.multirun if multirun else hydra.run
+            start("config", app.execute, overrides, with_log_configuration=False)
+        assert set(tmp_path.rglob("*")) == before
+        assert not app.pool.worlds
+        return shown.pop()
+
+    return run
+
+
+def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planned, capsys):
+    found = planned("attention=ring,zigzag", "seq_len=256,510", "kernel=math,flash2", "causal=true")
+    by_run = {run.overrides[-4:]: run for run in found.runs}
+    assert found.of == len(found.runs) == len(by_run) == 8
+    for (variant, length, kernel, _), run in by_run.items():
+        about = ("hardware=cpu", "config=tiny", "world_size=2", variant, length)
+        if (variant, length) == ("attention=zigzag", "seq_len=510"):
+            assert (run.state, run.flops, run.seconds) == ("invalid", None, 0)
+            assert run.reason.startswith(
+                "seq_len=510: the zigzag layout needs a multiple of 2 * world_size = 4; 512 would"
+            )
+        elif kernel == "kernel=flash2":
+            assert run.state == "unsupported" and "kernel=flash2: " in run.reason and "sdpa_flash" in run.reason
+        else:
+            assert run.state == plan.TO_DO and run.seconds > 0 and "the model of auto" in run.basis
+            assert run.flops == metrics.flops(resolved(*about))["total"]
+            assert run.name == run_name(configured(*about, kernel, "seed=3"), 0)
+    starting, *warm = [run.seconds for run in found.runs if run.seconds]
+    least = duration.START_S["cpu"] + 2 * duration.START_RANK_S["cpu"]
+    assert starting > least and len(warm) == 2  # one world for all
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Plan: 8 runs: 5 impossible, " in said and "estimated by the model of auto" in said
+    assert "attention=zigzag seq_len=510 kernel=math invalid" in said
+
+
+def test_an_experiments_own_sweep_is_planned(planned):
+    found = planned("+experiment=tiny_variants", "attention=dense,usp")
+    assert [run.state for run in found.runs] == [plan.TO_DO] * 2
+    assert [run.name.split("_")[0] for run in found.runs] == ["dense", "usp"]
+
+
+def test_a_single_run_is_planned_too(planned, capsys):
+    (run,) = planned(multirun=False).runs
+    assert run.state == plan.TO_DO and "Plan: 1 run: " in capsys.readouterr().out
+    (run,) = planned(f"world_size={33 * cores()}", f"seq_len={66 * cores()}", "attention=ring", multirun=False).runs
+    assert run.state == "invalid" and "cores, which take at most" in run.reason
+    if not environment.gpu_count():
+        (run,) = planned("hardware=cuda", multirun=False).runs
+        assert run.state == "unsupported" and "this machine has 0; hardware=cpu would work" in run.reason
+    (run,) = planned("mask=chunked", "attention=balanced", "mask.chunk=64", multirun=False).runs
+    assert run.state == plan.TO_DO and run.basis.startswith("FLOPs (")
+    (run,) = planned("model=decoder_tiny", multirun=False).runs
+    assert run.flops == metrics.flops(resolved(*CPU, "model=decoder_tiny"))["total"]
+
+
+def test_a_resumed_sweep_keeps_what_is_ok_goes_on_and_knows_the_times_of_before(planned, tmp_path):
+    for variant, done in (("ring", 3), ("zigzag", 1), ("ulysses", 3)):
+        cfg = configured(*CPU, f"attention={variant}")
+        value = measured(run_name(cfg, 0)) | {"key": identity(cfg)}
+        value["status"] = "incorrect" if variant == "ulysses" else "ok"
+        value["timing"]["rounds"] = {"done": done, "of": 3, "drift": {}, "by_round": [{"samples": 1}]}
+        value["environment"] = {"machine_id": environment.host()["machine_id"], "seconds": 60.0}
+        results.write_result(tmp_path / "sweep" / value["name"], value)
+    given = ["attention=ring,zigzag,ulysses", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    found = planned(*given, "resume=true")
+    assert [run.state for run in found.runs] == [plan.KEPT, "1 of 3 rounds done", plan.TO_DO]
+    assert [run.basis for run in found.runs[:2]] == ["", "earlier results"]
+    assert found.runs[0].seconds == 0 and found.runs[1].seconds == pytest.approx(40)
+    assert "model of auto" in found.runs[2].basis  # a run that failed has no time
+    assert "1 done before" in found.line()
+    found = planned(*given)
+    assert [run.seconds for run in found.runs[:2]] == [60, 60]
+
+
+def test_a_command_that_is_refused_as_a_whole_is_refused(tmp_path):
+    with (
+        initialize_config_module("runner.conf", version_base="1.3"),
+        pytest.raises(Refused, match="dry_run=true: is of"),
+    ):
+        given = [*CPU, f"hydra.sweep.dir={tmp_path}", "dry_run=true,false"]
+        GlobalHydra.instance().hydra.multirun("config", app.execute, given, with_log_configuration=False)
+
+
+def test_before_a_sweep_the_plan_is_a_line_that_the_time_limits(monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "tally", Tally())
+    callback = plan.Before()
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        given = [*CPU, "attention=ring", "seq_len=256,512"]
+        cfg = hydra.compose_config("config", given, RunMode.MULTIRUN, with_log_configuration=False)
+        monkeypatch.setattr(plan, "SHORT_S", 100.0)
+        callback.on_multirun_start(cfg)
+        assert len(sweep.tally.expected) == 2 and min(sweep.tally.expected.values()) > 0
+        monkeypatch.setattr(plan, "SHORT_S", 0.0)
+        callback.on_multirun_start(cfg)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("Plan: 2 runs: ") and second.startswith("Plan: 2 runs; the first 1 of them: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [(["kernel=xformers"], "kernel=xformers"), (["mask=chunked", "mask.chunk=64", "kernel=flash3"], "kernel=flash3")],
+)
+def test_kernels_that_cannot_are_refused_without_a_world(given, what):
+    with pytest.raises(UnsupportedHere, match=what):
+        kernels.check(resolved(*CPU, "attention=ring", *given))
+    kernels.check(resolved(*CPU, "attention=ring", *given, "kernel=auto"))
+
+
+def test_worlds_start_once_but_fresh_ones_and_those_that_were_ended():
+    def spec(*given):
+        return resolved("hardware=cpu", "config=tiny", "attention=ring", *given)
+
+    starts = duration.Starts()
+    sizes = [1, 2, 1, 2, 3, 4, 5, 2, 1]  # four stay warm
+    started = [starts.seconds(spec(f"world_size={size}", "seq_len=120")) > 0 for size in sizes]
+    assert started == [True, True, False, False, True, True, True, False, True]
+    assert starts.seconds(spec("world_size=1", "launch.fresh=true")) > 0
+
+
+def test_the_time_left_follows_what_the_runs_took():
+    tally = Tally()
+    assert tally.counts() == ""
+    tally.runs, tally.started = 4, time.monotonic() - 30
+    assert tally.counts() == "0 done, 0 failed, 0 skipped"
+    tally.over("a", None, 0.5)
+    assert tally.seconds_left() == pytest.approx(30 / 0.5 * 3.5, rel=0.01)
+    tally.over("a", "ok", 0.5)
+    tally.over("b", "invalid", ran=False)
+    assert tally.counts() == "1 done, 0 failed, 1 skipped, about 60 s left"
+    tally.over("c", "crash")
+    assert tally.counts() == "1 done, 1 failed, 1 skipped, about 15 s left"
+    tally.over("d", "ok")
+    assert tally.counts() == "2 done, 1 failed, 1 skipped"
+
+    tally = Tally()
+    tally.runs, tally.started = 3, time.monotonic() - 30
+    tally.expect({"a": 10.0, "b": 40.0, "c": 0.0})
+    assert tally.seconds_left() == 50
+    tally.over("c", "ok", ran=False)
+    tally.over("a", "ok")
+    assert tally.seconds_left() == pytest.approx(120, rel=0.01)  # three times as slow as planned
+
+
+def test_the_spinner_shows_the_run_the_counts_and_the_phase():
+    progress = display.Progress("ring, 2 ranks", 1e9, "run 3 of 12, 40 s", lambda: "2 done, 0 failed, 0 skipped")
+    assert progress.text("timing") == "run 3 of 12 (2 done, 0 failed, 0 skipped): ring, 2 ranks: timing"
+    assert display.Progress("ring", 1e9).text("timing") == "ring: timing"
