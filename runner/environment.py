@@ -46,7 +46,7 @@ def host() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "machine_id": _identity("/etc/machine-id"),
-        "boot_id": _identity("/proc/sys/kernel/random/boot_id"),
+        "boot_id": boot_id(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "cpu": _value("/proc/cpuinfo", "model name") or platform.processor(),
@@ -57,6 +57,11 @@ def host() -> dict[str, Any]:
         "argv": ["-m", "runner", *sys.argv[1:]],
         "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k) and not SECRET.search(k)},
     }
+
+
+def boot_id() -> str | None:
+    """The running kernel, whose monotonic clock all of its processes share."""
+    return _identity("/proc/sys/kernel/random/boot_id")
 
 
 def memory_bytes() -> int | None:

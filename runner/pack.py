@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from runner.output import commands, reader, summary
 from runner.output.record import Result
 from runner.output.results import replacing, write_text
-from runner.output.run_tables import TABLES, read_table, with_round
+from runner.output.run_tables import TABLES, completed, read_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def _kept(path: Path, replaced: set[str]) -> list[pa.Table]:
         return []
     table = pq.read_table(path)
     table = table.filter(pc.invert(pc.is_in(table["run"], pa.array(sorted(replaced), pa.string()))))
-    return [with_round(table) if path.stem == "samples" else table]
+    return [completed(table, path.stem)]
 
 
 def _write(path: Path, table: pa.Table) -> None:

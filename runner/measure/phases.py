@@ -1,8 +1,9 @@
 """Phases of a run: an additional pass in which each phase is recorded and each byte that arrives is counted, and a table
-that adds up: compute, transfers and waiting on each rank."""
+that adds up: compute, transfers and waiting on each rank. Each phase also has its begin and end on one clock for all ranks."""
 
 from __future__ import annotations
 
+import platform
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 
 from attention.profiling import WHOLE, Recorder, recording
+from runner.environment import boot_id
 from runner.launch.rank import Rank
 from runner.measure import timing
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import Workload
 
-Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms
+Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms, start_ms, stop_ms
 STRAGGLER = 1.1  # times the median over the ranks
 ADD_UP = ("comp_", "wait_")  # with `other` these phases are the pass
 
@@ -44,20 +46,48 @@ def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int, nvtx: bool = 
     counted = _Counted(work, recorder)
     leads = timing.leads_ms(counted, watch, lambda: recording(recorder))
     recorder.spans.clear()
+    origin = watch.origin()
     with recording(recorder):
         passes = timing.record(counted, watch, runs, recorder, leads)
     work.release()
     mine: list[Row] = []
     for number, each in enumerate(passes):
         here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": each.which}
-        mine.append({**here, "phase": WHOLE, "step": -1, "ms": watch.elapsed(each.start, each.stop)})
-        lengths = shares([(s.name, *s.since(each.start)) for s in each.spans])
-        mine += [{**here, "phase": s.name, "step": s.step, "ms": ms} for s, ms in zip(each.spans, lengths, strict=True)]
-    everyone = me.gather((mine, counted.received))
-    rows, received = [row for rows, _ in everyone for row in rows], [received for _, received in everyone]
+        whole = (WHOLE, watch.elapsed(origin, each.start), watch.elapsed(origin, each.stop))
+        spans = [(s.name, *s.since(origin)) for s in each.spans]
+        steps, lengths = [-1, *(s.step for s in each.spans)], [whole[2] - whole[1], *shares(spans)]
+        for step, ms, (phase, start, stop) in zip(steps, lengths, [whole, *spans], strict=True):
+            mine.append({**here, "phase": phase, "step": step, "ms": ms, "start_ms": start, "stop_ms": stop})
+    clock = (boot_id() or platform.node()) if me.device.type == "cpu" else me.rank
+    everyone = me.gather((mine, counted.received, clock))
+    rows, received = [row for rows, *_ in everyone for row in rows], [received for _, received, _ in everyone]
+    clocks = on_one_clock(rows, [clock for *_, clock in everyone])
     bytes_and_rates = {"bytes_received_by_rank": received, "bandwidth": bandwidths(rows, received)}
-    comm = {"transport": work.transport.name, **bytes_and_rates}
+    comm = {"transport": work.transport.name, **bytes_and_rates, "clocks": clocks}
     return {"phase_rows": rows, "phases": summarize(rows, me.world), "comm": comm}
+
+
+def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> dict[str, Any]:
+    """Changes `start_ms` and `stop_ms` of the rows, which are on each rank's clock, to ms since the first pass began.
+    clocks: by rank, which clock it reads; ranks of one host read the same on a CPU, and each GPU has its own.
+
+    Ranks start each pass together. Two clocks are aligned so that the first of their ranks to start did so at the same
+    time, in the median over the passes. Returns `count`, of the clocks, and `error_ms`: how far a pass's start lies from
+    that in the median, on the worst clock; 0 for one clock."""
+    starts: dict[Any, dict[tuple[int, str], float]] = {clock: {} for clock in clocks}
+    for row in rows:
+        if row["phase"] == WHOLE:
+            found, place = starts[clocks[row["rank"]]], (row["iteration"], row["pass"])
+            found[place] = min(found.get(place, row["start_ms"]), row["start_ms"])
+    first = starts[clocks[0]]
+    ahead = {clock: [found[place] - first[place] for place in first] for clock, found in starts.items()}
+    offsets = {clock: median(each) for clock, each in ahead.items()}
+    zero = min(row["start_ms"] - offsets[clocks[row["rank"]]] for row in rows if row["phase"] == WHOLE)
+    for row in rows:
+        back = offsets[clocks[row["rank"]]] + zero
+        row |= {key: round(row[key] - back, 6) for key in ("start_ms", "stop_ms")}
+    error = max(median(abs(ms - offsets[clock]) for ms in each) for clock, each in ahead.items())
+    return {"count": len(starts), "error_ms": round(error, 6)}
 
 
 def overlaps(phase: str) -> bool:

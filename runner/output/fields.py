@@ -323,6 +323,17 @@ class PassPhases(Part):
     phases: dict[str, Phase] = field(default_factory=dict)
 
 
+class Clocks(Part):
+    """The clocks of the ranks' phases: how many, and how far apart they may be."""
+
+    count: int
+    error_ms: float
+
+
+class Comm(Part):
+    clocks: Clocks | None = None  # older versions recorded none
+
+
 class RankProfile(Part):
     """An iteration under the profiler."""
 

@@ -100,6 +100,7 @@ class Result:
     memory: fields.Memory | None = None
     energy: fields.Energy | None = None
     phases: dict[str, fields.PassPhases] = field(default_factory=dict)
+    comm: fields.Comm | None = None
     profile: list[fields.RankProfile] = field(default_factory=list)
     plain: dict[str, Any] = field(default_factory=dict, repr=False)
     folder: Path = field(default_factory=Path)

@@ -21,7 +21,7 @@ FIELDS = (
     "correctness", "model", "timing", "metrics", "baseline", "memory", "energy", "phases", "comm", "profile", "artifacts",
 )  # fmt: skip
 
-PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms"]
+PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"]
 
 
 @contextmanager

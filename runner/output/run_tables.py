@@ -27,15 +27,19 @@ def read_table(path: Path) -> pa.Table:
         return pa.float64() if name.endswith(("ms", "us")) else pa.string()
 
     found = found.cast(pa.schema([(name, kind(name)) for name in found.column_names]))
-    return found if path.suffix == ".csv" else with_round(found)
+    return completed(found, path.stem)
 
 
-def with_round(samples: pa.Table) -> pa.Table:
-    """The samples with the column `round`; older versions wrote none, and it is 0."""
-    if "round" in samples.column_names:
-        return samples
-    place = samples.column_names.index("iteration") + 1
-    return samples.add_column(place, "round", pa.array([0] * len(samples), pa.int32()))
+def completed(table: pa.Table, kind: str) -> pa.Table:
+    """The table with the columns that older versions did not write: `round` of samples, which is 0; `start_ms` and
+    `stop_ms` of phases, which are null."""
+    if kind == "samples" and "round" not in table.column_names:
+        place = table.column_names.index("iteration") + 1
+        return table.add_column(place, "round", pa.array([0] * len(table), pa.int32()))
+    for name in ("start_ms", "stop_ms"):
+        if kind == "phases" and name not in table.column_names:
+            table = table.append_column(name, pa.nulls(len(table), pa.float64()))
+    return table
 
 
 def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:

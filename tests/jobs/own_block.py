@@ -1,5 +1,6 @@
 """A run whose kernel has a block of a user's."""
 
+import time
 from typing import Any
 
 from attention.kernels.math import Math
@@ -8,12 +9,13 @@ from runner.launch.rank import Rank
 from runner.measure import job
 
 
-def run(me: Rank, experiment: dict[str, Any], name: str) -> dict[str, Any]:
-    """The run, with the forward of the kernel `math` in a block `name`."""
+def run(me: Rank, experiment: dict[str, Any], name: str, late_s: float = 0.0) -> dict[str, Any]:
+    """The run, with the forward of the kernel `math` in a block `name`, which takes `late_s` longer on rank 1."""
     plain = Math.rectangle
 
     def rectangle(*arguments: Any) -> Any:
         with phase(name):
+            time.sleep(late_s if me.rank == 1 else 0.0)
             return plain(*arguments)
 
     Math.rectangle = rectangle  # type: ignore[method-assign]

@@ -29,6 +29,7 @@ def swept(folder: Path) -> Path:
         results.write_samples(path.parent / "samples.parquet", samples)
         rows = [
             {"iteration": i, "rank": 1, "pass": "forward", "phase": "comm_kv", "step": -1, "ms": (i + 1) / 3}
+            | {"start_ms": i / 7, "stop_ms": i / 7 + 1}
             for i in range(5)
         ]
         results.write_csv(path.parent / "phases.csv", rows, results.PHASE_COLUMNS)

@@ -8,7 +8,7 @@ import torch
 
 from attention.profiling import Recorder, phase, recording
 from runner.launch.files import WorldSpec
-from runner.measure.phases import bandwidths, shares, summarize
+from runner.measure.phases import bandwidths, on_one_clock, shares, summarize
 from runner.output import display
 from runner.output.fields import PassPhases
 from runner.output.parsing import parsed
@@ -219,19 +219,82 @@ def test_a_name_that_the_table_cannot_hold_is_refused(name):
         phase(name)
 
 
-def test_a_block_of_a_users_is_in_the_tables_of_a_run_on_each_rank(pool, capsys):
-    sizes = ["attention=ring", "kernel=math", "hardware=cpu", "dtype=fp32", "seq_len=256", "heads=2", "head_dim=64"]
+LATE_S = 0.1  # rank 1's kernel calls
+
+
+@pytest.fixture(scope="module")
+def late_rank(pool):
+    """A run with a block `mine` around the kernel, which is late on rank 1."""
+    sizes = ["attention=ulysses", "kernel=math", "hardware=cpu", "dtype=fp32", "seq_len=256", "heads=2", "head_dim=64"]
     spec = resolved(*sizes, "world_size=2", "baseline=none", "timing.timing_runs=1", "timing.warmup_ms=0")
-    arguments = {"experiment": spec.plain(), "name": "mine"}
+    arguments = {"experiment": spec.plain(), "name": "mine", "late_s": LATE_S}
     outcome = pool.get(WorldSpec(2, "cpu")).call(own_block.run, arguments)
     assert outcome.status == "ok", outcome.reason
-    mine = [row for row in outcome.result["phase_rows"] if row["phase"] == "mine"]
+    return outcome.result
+
+
+def test_a_block_of_a_users_is_in_the_tables_of_a_run_on_each_rank(late_rank, capsys):
+    mine = [row for row in late_rank["phase_rows"] if row["phase"] == "mine"]
     assert {(row["rank"], row["pass"]) for row in mine} == {(0, "forward"), (1, "forward")}
-    found = outcome.result["phases"]["forward"]
+    found = late_rank["phases"]["forward"]
     assert 0 < found["phases"]["mine"]["ms"] <= found["phases"]["comp_block"]["ms"]
     display._phases("forward", parsed(PassPhases, found))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("mine")]
     assert "overlaps" in line
+
+
+def test_a_rank_is_seen_waiting_for_a_late_one_on_the_shared_clock(late_rank):
+    forward = [row for row in late_rank["phase_rows"] if row["pass"] == "forward" and row["iteration"] == 0]
+    (late,) = [row for row in forward if row["rank"] == 1 and row["phase"] == "mine"]
+    assert late["stop_ms"] - late["start_ms"] >= LATE_S * 1e3
+    waits = [row for row in forward if row["rank"] == 0 and row["phase"] == "wait_out"]
+    # the outputs of rank 1 come when its kernel is done; causality holds across the two processes
+    assert waits[-1]["stop_ms"] >= late["stop_ms"] and waits[0]["start_ms"] < late["stop_ms"]
+    together = sum(
+        max(0.0, min(row["stop_ms"], late["stop_ms"]) - max(row["start_ms"], late["start_ms"])) for row in waits
+    )
+    assert together > LATE_S * 1e3 / 2
+    assert late_rank["comm"]["clocks"] == {"count": 1, "error_ms": 0.0}
+
+
+def test_phases_lie_within_their_pass_and_passes_follow_each_other(late_rank):
+    ends = dict.fromkeys((0, 1), 0.0)
+    for row in late_rank["phase_rows"]:
+        if row["phase"] == "pass":
+            whole = row
+            assert row["start_ms"] >= ends[row["rank"]]
+            assert row["stop_ms"] - row["start_ms"] == pytest.approx(row["ms"], abs=1e-5)
+            ends[row["rank"]] = row["stop_ms"]
+        else:
+            assert (row["rank"], row["pass"]) == (whole["rank"], whole["pass"])
+            assert whole["start_ms"] <= row["start_ms"] <= row["stop_ms"] <= whole["stop_ms"]
+    assert min(row["start_ms"] for row in late_rank["phase_rows"]) == 0
+
+
+def on_clocks(starts: list[list[float]]) -> list[dict]:
+    """Passes of 2 ms; starts: by rank, on its clock."""
+    return [
+        {"iteration": i, "rank": rank, "pass": "forward", "phase": "pass", "start_ms": ms, "stop_ms": ms + 2}
+        for rank, each in enumerate(starts)
+        for i, ms in enumerate(each)
+    ]
+
+
+def test_clocks_are_aligned_by_what_ranks_start_together():
+    found = on_clocks([[100, 110, 120, 130], [5100.25, 5110, 5120, 5130]])  # once, rank 1 starts late
+    assert on_one_clock(found, [0, 1]) == {"count": 2, "error_ms": 0.0}
+    assert [row["start_ms"] for row in found] == [0, 10, 20, 30, 0.25, 10, 20, 30]
+    assert [row["stop_ms"] - row["start_ms"] for row in found] == [2] * 8
+    found = on_clocks([[100, 110, 120], [5100.5, 5110, 5119.5]])
+    assert on_one_clock(found, [0, 1]) == {"count": 2, "error_ms": 0.5}
+    assert [row["start_ms"] for row in found] == [0, 10, 20, 0.5, 10, 19.5]
+
+
+def test_ranks_of_one_clock_keep_what_lies_between_them():
+    # two hosts of two ranks; rank 1 always starts 1 ms after rank 0
+    found = on_clocks([[100, 110], [101, 111], [7000, 7010], [7003, 7013]])
+    assert on_one_clock(found, ["a", "a", "b", "b"])["count"] == 2
+    assert [row["start_ms"] for row in found] == [0, 10, 1, 11, 0, 10, 3, 13]
 
 
 def test_annotated_phases_are_ranges_around_their_spans():
