@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from runner.measure import metrics
 from runner.measure.statistics import summarize
@@ -114,4 +115,37 @@ def result(attention: str, ms: float | None, **changes) -> dict:
 def written(folder: Path, *values: dict) -> Path:
     for value in values:
         results.write_result(folder / value["name"], value)
+    return folder
+
+
+def phase_rows(world: int = 2, iterations: int = 3, starts: bool = True) -> list[dict]:
+    """Rows of phases.csv. In a pass every rank computes, waits for keys that travel meanwhile, computes and merges; rank 0
+    is the slowest, and iteration i takes i ms longer. Without starts, as older versions wrote them."""
+    rows = []
+    for rank in range(world):
+        for i in range(iterations):
+            for which, begin in (("forward", 100.0 * i), ("backward", 100.0 * i + 50)):
+                end = 20.0 + i - rank
+                spans = [
+                    ("pass", -1, 0.0, end), ("comm_kv", 1, 0.5, 10.0), ("comp_block", 0, 1.0, 7.0), ("wait_kv", 1, 7.0, 10.0),
+                    ("comp_block", 1, 10.0, 15.0), ("comp_merge", 1, 15.0, end - 1),
+                ]  # fmt: skip
+                for phase, step, start, stop in spans:
+                    row = {
+                        "iteration": i,
+                        "rank": rank,
+                        "pass": which,
+                        "phase": phase,
+                        "step": step,
+                        "ms": stop - start,
+                    }
+                    rows.append(row | ({"start_ms": begin + start, "stop_ms": begin + stop} if starts else {}))
+    return rows
+
+
+def with_phases(folder: Path, value: dict, **how: Any) -> Path:
+    """A result with its table of phases."""
+    written(folder, value)
+    columns = results.PHASE_COLUMNS if how.get("starts", True) else results.PHASE_COLUMNS[:6]
+    results.write_csv(folder / value["name"] / "phases.csv", phase_rows(value["config"]["world_size"], **how), columns)
     return folder

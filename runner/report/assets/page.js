@@ -67,7 +67,7 @@ function fitted(spec, width) {
   if (narrow) found.config.legend = { ...found.config.legend, orient: "bottom" };
   const fixed = (one) => typeof one.width === "object" || ["hconcat", "vconcat", "concat"].some((key) => key in one);
   if (spec.spec && spec.facet) {
-    const columns = narrow ? 1 : Math.min(3, Math.max(1, Math.floor((width - 190) / 330)));
+    const columns = narrow || "row" in spec.facet ? 1 : Math.min(3, Math.max(1, Math.floor((width - 190) / 330)));
     if (spec.columns || !("row" in spec.facet || "column" in spec.facet)) found.columns = columns;
     if (!fixed(spec.spec) && !("column" in spec.facet)) {
       found.spec = { ...spec.spec, width: Math.max(180, (width - (narrow ? 0 : 190)) / columns - 95) };

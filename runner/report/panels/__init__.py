@@ -21,7 +21,7 @@ def panels(runs: Sequence[Run], which: str = "total") -> list[Panel]:
     `draw(runs, which) -> list[Panel]`, empty where the runs do not call for it."""
     from runner.report.charts import KINDS
     from runner.report.drawing import draw
-    from runner.report.panels import loss, memory
+    from runner.report.panels import loss, memory, phases, timeline
 
     made = [Panel(kind, KINDS[kind], NOTES[kind], chart.to_dict()) for kind, chart in draw(runs, which).items()]
-    return made + [panel for module in (memory, loss) for panel in module.draw(runs, which)]
+    return made + [panel for module in (memory, loss, phases, timeline) for panel in module.draw(runs, which)]

@@ -5,9 +5,10 @@ import shutil
 import pytest
 
 from runner.report import charts, page
+from runner.report.panels.recorded import COLORS, EXPOSED
 from runner.report.parts import parts
 from runner.report.runs import read
-from tests.support.recorded import result, written
+from tests.support.recorded import result, with_phases, written
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
@@ -30,6 +31,9 @@ def opened(tmp_path_factory):
     ]
     values.append(result("ring", 3.001, seq_len=8192, options={"again": True}))
     values.append(result("usp", None, status="oom", reason=f"{ODD} out of memory"))
+    for value in values:
+        if value["status"] == "ok" and value["config"]["seq_len"] == 32768:
+            with_phases(folder, value)
     path = page.write(folder, f"A sweep {ODD}", parts(read([written(folder, *values)]), folder))
     problems: list[str] = []
     requests: list[str] = []
@@ -55,11 +59,24 @@ def column(tab, title: str) -> list[str]:
 def test_all_charts_are_drawn_without_an_error_or_a_request(opened):
     tab, problems, requests, path = opened
     places = tab.locator(".chart")
-    assert places.count() == 3  # time, rate, memory
+    assert places.count() == 5  # time, rate, memory, phases, timeline
     for i in range(places.count()):
         places.nth(i).scroll_into_view_if_needed()
         places.nth(i).locator("svg path").first.wait_for(state="attached")
     assert requests == [path.as_uri()] and problems == []
+
+
+def test_the_timeline_has_a_lane_for_each_rank_and_says_what_a_bar_is(opened):
+    tab, *_ = opened
+    place = tab.locator("figure#timeline")
+    place.scroll_into_view_if_needed()
+    lanes = place.locator(".role-axis-label text").all_text_contents()
+    assert [f"rank {rank}" for rank in range(4)] == list(dict.fromkeys(text for text in lanes if "rank" in text))
+    exposed = place.locator(f"svg .mark-rect path[fill='{COLORS[EXPOSED]}']")
+    assert exposed.count() == 4 * 4 * 2  # a wait of each run, rank and pass
+    exposed.first.hover(force=True)
+    shown = tab.locator("#vg-tooltip-element").inner_text()
+    assert all(word in shown for word in ("rank 0", "forward", EXPOSED, "wait_kv", "3"))
 
 
 def test_text_of_a_result_stays_text(opened):
@@ -137,7 +154,7 @@ def test_light_and_dark_fit_the_window(opened, width):
         backs.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         inside = "[...document.querySelectorAll('.chart')].every(place => place.scrollWidth <= place.clientWidth + 1)"
-        assert tab.evaluate(inside) and tab.locator(".chart svg").count() == 3
+        assert tab.evaluate(inside) and tab.locator(".chart svg").count() == 5
     assert backs == ["rgb(255, 255, 255)", "rgb(13, 17, 23)"] and problems == []
 
 

@@ -1,0 +1,159 @@
+"""The data of the panels of phases: which runs, what a rank's time is spent on, and when."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from runner.report import charts
+from runner.report.panels.recorded import (
+    COMPUTE,
+    EXPOSED,
+    MERGE,
+    MOST_RANKS,
+    OTHER,
+    RANKS,
+    TRANSFER,
+    Shown,
+    chosen,
+    coarser,
+    group_of,
+    lengths,
+    minus,
+    spent,
+    timeline,
+)
+from runner.report.runs import Run, read
+from tests.support.recorded import phase_rows, result, with_phases, written
+
+RESULTS = Path(__file__).parents[3] / "results"
+needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
+
+
+def shown(rows: list[dict]) -> Shown:
+    return Shown("ring", None, rows)
+
+
+@pytest.mark.parametrize(
+    ("phase", "group"),
+    [
+        ("comp_block", COMPUTE), ("comp_local_attention", COMPUTE), ("comp_merge", MERGE), ("comp_stage_kv", MERGE),
+        ("wait_kv", EXPOSED), ("wait_room_kv", RANKS), ("comm_kv", TRANSFER),
+    ],
+)  # fmt: skip
+def test_each_phase_has_a_group(phase, group):
+    assert group_of(phase) == group
+
+
+def test_a_ranks_groups_add_up_to_the_iteration_of_the_slowest():
+    rows = spent(shown(phase_rows(world=3)))
+    for rank in range(3):
+        mine = {row["group"]: row["ms"] for row in rows if row["rank"] == rank and row["pass"] == "backward"}
+        assert mine == {COMPUTE: 11, MERGE: 5 - rank, EXPOSED: 3, OTHER: 2, RANKS: rank}
+        assert sum(mine.values()) == 21  # the middle iteration
+
+
+def test_the_iteration_nearest_to_the_median_is_drawn():
+    assert lengths(shown(phase_rows(iterations=5)).usual) == {"forward": 22, "backward": 22}
+
+
+def test_of_many_ranks_some_at_equal_distances_are_shown():
+    ranks = shown(phase_rows(world=64, iterations=1)).ranks
+    assert len(ranks) == MOST_RANKS and ranks[0] == 0 and ranks[-1] == 63
+    assert shown(phase_rows(world=3, iterations=1)).ranks == [0, 1, 2]
+
+
+def test_passes_follow_each_other_without_the_pause_between_them():
+    bars, passes = timeline(shown(phase_rows()).usual, [0, 1])
+    assert passes == {"forward": (0, 21), "backward": (21, 42)}
+    waits = [(bar.rank, bar.start, bar.stop) for bar in bars if bar.group == EXPOSED]
+    assert waits == [(0, 7, 10), (1, 7, 10), (0, 28, 31), (1, 28, 31)]
+    # rank 1 ends 1 ms before rank 0
+    assert [(bar.rank, bar.start, bar.stop) for bar in bars if bar.group == RANKS] == [(1, 20, 21), (1, 41, 42)]
+
+
+def assert_apart(bars) -> None:
+    """No two bars of one lane overlap."""
+    lanes: dict = {}
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        assert bar.start >= lanes.get(bar.place, 0.0) and bar.stop > bar.start
+        lanes[bar.place] = bar.stop
+
+
+def test_whatever_was_recorded_no_bars_of_a_lane_overlap_and_all_lie_within_the_iteration():
+    chance = random.Random(0)
+    names = ["comp_block", "comp_merge", "wait_kv", "wait_room_kv", "comm_kv", "mine"]
+    for _ in range(50):
+        rows = []
+        for rank in range(2):
+            start, stop = chance.uniform(0, 2), chance.uniform(50, 60)
+            common = {"iteration": 0, "rank": rank, "pass": "forward", "step": 0}
+            rows.append(common | {"phase": "pass", "ms": stop - start, "start_ms": start, "stop_ms": stop})
+            for _ in range(chance.randrange(30)):
+                a, b = sorted((chance.uniform(start, stop), chance.uniform(start, stop)))
+                rows.append(common | {"phase": chance.choice(names), "ms": b - a, "start_ms": a, "stop_ms": b})
+        bars, passes = timeline(rows, [0, 1])
+        assert_apart(bars)
+        assert all(bar.start >= 0 and bar.stop <= passes["forward"][1] + 1e-9 for bar in bars)
+        few = coarser(bars, 20, 0.1)
+        assert_apart(few)
+        assert len(few) <= 20 and {bar.place for bar in few} == {bar.place for bar in bars}
+        waits = [bar for bar in bars if bar.group in (EXPOSED, RANKS)]
+        computes = [bar for bar in bars if bar.group in (COMPUTE, MERGE)]
+        assert not any(
+            wait.rank == bar.rank and wait.start < bar.stop - 1e-9 and bar.start < wait.stop - 1e-9
+            for wait in waits
+            for bar in computes
+        )
+
+
+def test_minus_keeps_what_lies_outside():
+    assert minus((0, 10), [(8, 12), (2, 3), (2.5, 4)]) == [(0, 2), (4, 8)]
+    assert minus((0, 10), [(-1, 11)]) == [] and minus((0, 10), []) == [(0, 10)]
+
+
+@pytest.fixture
+def swept(tmp_path) -> list[Run]:
+    """Three variants at two lengths, the ring with two options."""
+    for name, ms in (("ring", 3.0), ("zigzag", 2.0), ("ulysses", 2.5)):
+        for length in (8192, 16384):
+            with_phases(tmp_path, result(name, ms, seq_len=length, world_size=2))
+    with_phases(tmp_path, result("ring", 2.2, seq_len=16384, world_size=2, options={"again": True}))
+    return read([tmp_path])
+
+
+def test_the_fastest_runs_of_the_largest_size_are_shown_and_the_rule_is_said(swept):
+    found, rule = chosen(swept, "total", 6, placed=True)
+    assert [(each.run.attention, each.run.seq_len) for each in found] == [
+        ("zigzag", 16384), ("ring", 16384), ("ulysses", 16384), ("ring", 16384),
+    ]  # fmt: skip
+    assert rule == "The fastest run of each setting at the largest size (S = 16,384)"
+    found, rule = chosen(swept, "total", 3, placed=True)
+    assert [(each.run.attention, each.run.ms("total")) for each in found] == [
+        ("zigzag", 6.0), ("ring", pytest.approx(6.6)), ("ulysses", 7.5),
+    ]  # fmt: skip
+    assert rule == "The fastest run of each variant at the largest size (S = 16,384)"
+    found, rule = chosen(swept, "total", 2, placed=True)
+    assert len(found) == 2 and rule.startswith("The 2 fastest of 3 variants")
+
+
+@needs_charts
+def test_results_without_starts_have_bars_and_no_timeline(tmp_path):
+    from runner.report.panels import phases, timeline
+
+    old = read([with_phases(tmp_path / "old", result("ring", 2.0, world_size=2), starts=False)])
+    assert timeline.draw(old) == [] and len(phases.draw(old)) == 1
+    packed = read([RESULTS / "h200-x4" / "variants"])
+    assert timeline.draw(packed) == [] and len(phases.draw(packed)) == 1
+    without = read([written(tmp_path / "none", result("ring", 2.0))])
+    assert timeline.draw(without) == [] and phases.draw(without) == []
+
+
+@needs_charts
+def test_the_panels_are_small(swept):
+    from runner.report.panels import phases, timeline
+
+    for module in (phases, timeline):
+        [panel] = module.draw(swept)
+        assert len(json.dumps(panel.spec)) < 30_000
