@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import update_wrapper
+from operator import is_
 from threading import Lock
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -25,20 +26,26 @@ class Memo(Generic[P, R]):
         self.function, self.most, self.weight = function, most, weight
         update_wrapper(self, function)
         self.found: OrderedDict[Any, tuple[R, int]] = OrderedDict()
+        self.latest: tuple[tuple[Any, ...], R] | None = None  # found by identity: a problem's hash takes longer
         self.held = self.misses = 0
         self.lock = Lock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         assert not kwargs, "positional arguments only"
+        latest = self.latest
+        if latest is not None and len(args) == len(latest[0]) and all(map(is_, args, latest[0])):
+            return latest[1]
         with self.lock:
             known = self.found.get(args)
             if known is not None:
                 self.found.move_to_end(args)
+                self.latest = args, known[0]
                 return known[0]
         result = self.function(*args, **kwargs)
         weight = self.weight(result, *args)
         with self.lock:
             self.misses += 1
+            self.latest = args, result
             if args not in self.found:
                 self.found[args] = result, weight
                 self.held += weight
@@ -49,6 +56,7 @@ class Memo(Generic[P, R]):
     def cache_clear(self) -> None:
         with self.lock:
             self.found.clear()
+            self.latest = None
             self.held = self.misses = 0
 
 

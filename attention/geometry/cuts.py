@@ -78,6 +78,11 @@ def needs(problem: Problem, rank: int) -> Intervals:
     return intervals_of(needs_by_rank(problem)[rank])
 
 
+def most_needed(problem: Problem) -> int:
+    """The number of keys of the rank that needs the most."""
+    return max(int((keys[:, 1] - keys[:, 0]).sum()) for keys in needs_by_rank(problem))
+
+
 def bands(problem: Problem) -> set[Band]:
     """The bands of all ranks' rectangles, aligned bottom-right in each."""
     x = np.concatenate(_rows(problem))

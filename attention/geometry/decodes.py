@@ -3,12 +3,13 @@ Sq lies at position N - Sq + i of N keys, also where there are fewer keys than q
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from attention.geometry.layouts import sizes_of
 from attention.geometry.schedules import Block, LocalSchedule, Problem, RingSchedule, tiles
 from attention.masks.band import CAUSAL, FULL, Band, Intervals, tile
+from attention.memo import memo
 
 Ends = tuple[int, int]  # the least and the largest number of keys of a batch element
 
@@ -56,7 +57,7 @@ def _shard(problem: Problem, owner: int) -> range:
 def masks(problem: Problem) -> set[Band]:
     """All masks that blocks have, for this number of keys or another: a decode keeps its kernel while the keys grow.
     One query sees all keys that are left to it. Of several, the last ones see more keys of a shard that ends among them."""
-    found = {b.mask for owner in range(problem.world) if (b := block(problem, owner)) and isinstance(b.mask, Band)}
+    found = {b.mask for blocks in _by_owner(problem) for b in blocks if isinstance(b.mask, Band)}
     if problem.band.full or problem.q_tokens == 1:
         return found | {FULL}
     if problem.band.causal and problem.world == 1:
@@ -64,14 +65,19 @@ def masks(problem: Problem) -> set[Band]:
     return found | {FULL, CAUSAL, problem.band, Band(1, 1)}
 
 
-def _blocks(problem: Problem, rank: int, owner: int) -> Iterator[Block]:
-    if found := block(problem, owner):
-        yield found
+@memo(lambda found, *_: len(found))
+def _by_owner(problem: Problem) -> tuple[tuple[Block, ...], ...]:
+    """By owner, its block, the same on every rank, or none."""
+    found = (block(problem, owner) for owner in range(problem.world))
+    return tuple((each,) if each else () for each in found)
+
+
+def _blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
+    return _by_owner(problem)[owner]
 
 
 def _keys(problem: Problem, rank: int, owner: int) -> Intervals:
-    found = block(problem, owner)
-    return (found.k,) if found else ()
+    return tuple(each.k for each in _blocks(problem, rank, owner))
 
 
 class _Tree(LocalSchedule):
@@ -94,7 +100,8 @@ def most_seen(problem: Problem, ends: Ends | None = None) -> int:
     """The most keys of one rank that queries see. ends: as of `block`."""
     if problem.band.full and problem.q_tokens and ends is None:
         return max(sizes_of(problem.layout, problem.cu_seqlens, problem.world))
-    return max(b.k[1] - b.k[0] if (b := block(problem, owner, ends)) else 0 for owner in range(problem.world))
+    found = _by_owner(problem) if ends is None else [(block(problem, owner, ends),) for owner in range(problem.world)]
+    return max((b.k[1] - b.k[0] for blocks in found for b in blocks if b), default=0)
 
 
 TREE = _Tree(lambda problem, rank: _blocks(problem, rank, rank))

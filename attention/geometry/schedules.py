@@ -57,7 +57,7 @@ class Step:
     @property
     def blocks(self) -> tuple[Block, ...]:
         if self._blocks is None:
-            self._blocks = tuple(self.make())
+            self._blocks = tuple(self.make()) if self.order != () else ()
         return self._blocks
 
     @property
@@ -219,11 +219,10 @@ class GatherSchedule(Schedule):
             return cut_step(problem, rank, SEQUENCE)
         return Step(SEQUENCE, partial(gathered, problem, rank), cuts.needs(problem, rank))
 
-    def received(self, problem: Problem, rank: int, i: int) -> Intervals:
-        if problem.is_cut:
-            return cuts.needs(problem, rank)
-        step = steps(problem, rank)[i]  # from the cache, since this is asked again
-        return () if step.owner == rank else step.keys
+    def most_keys(self, problem: Problem) -> tuple[int, ...]:
+        if self.pieces(problem, 0, 0) is not None:
+            return super().most_keys(problem)
+        return (cuts.most_needed(problem),)
 
     def masks(self, problem: Problem) -> set[Band]:
         return cuts.bands(problem)

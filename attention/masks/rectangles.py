@@ -101,11 +101,11 @@ def _ramp(upto: NDArray[np.int64], m: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
-def placed(x: Rectangles, places: Sequence[tuple[int, int, int]], keys: bool) -> tuple[Rectangles, NDArray[np.int64]]:
+def placed(x: Rectangles, places: ArrayLike, keys: bool) -> tuple[Rectangles, NDArray[np.int64]]:
     """The parts of the rectangles in each place, at the positions where they lie there, and the number of each part's
     place. places: (start, stop, where it lies) of disjoint intervals of the queries, or with `keys` of the keys, sorted
     by start."""
-    starts, stops, at = np.array(list(places), np.int64).reshape(-1, 3).T
+    starts, stops, at = np.asarray(places, np.int64).reshape(-1, 3).T
     low, high = (K0, K1) if keys else (Q0, Q1)
     first, last = np.searchsorted(stops, x[:, low], "right"), np.searchsorted(starts, x[:, high], "left")
     many = np.maximum(last - first, 0)

@@ -29,6 +29,7 @@ MOST_CHUNKS = 128  # of a rank
 EVEN = 1.01  # the most pairs of a rank over the mean at which no other chunks are tried
 UNEVEN = 1.05  # above it chunks with very many pairs are cut
 MOST_ROWS = 4096  # parts into which chunks with very many pairs are cut
+FEW_PARTS = 1 << 14  # whose pairs are counted in some milliseconds
 SWAPS = 400
 CAUSAL = Banded(-1, 0)
 
@@ -115,11 +116,12 @@ def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[S
         raise ValueError(f"chunks={chunks}: must divide a rank's {each} tokens; it may be {divisors(each)[:16]}")
     able = [chunks] if chunks else [n for n in divisors(each) if n <= MOST_CHUNKS]
     best: Dealt | None = None
-    finest = pairs_in(mask, length, equal_parts(0, length, world * able[-1]))
-    work = {n: finest.reshape(world * n, -1).sum(1) for n in able if able[-1] % n == 0}
-    work |= {n: pairs_in(mask, length, equal_parts(0, length, world * n)) for n in able if n not in work}
-    # where a few rows have very many pairs, whole chunks are tried last
-    few_rows = finest.max() > finest.sum() / world / 4
+    work = Work(mask, length, world)
+    # where a few rows have very many pairs, whole chunks are tried last; chunks with few pairs show that there are none
+    whole = [n for n in able if able[-1] % n == 0]
+    cheap = max(FEW_PARTS, len(mask.rectangles(length)))
+    first = max((n for n in whole if world * n <= cheap), default=1)
+    few_rows = all(work[n].max() > work[n].sum() / world / 4 for n in whole if n >= first)
     for way in (by_chunks_and_rows, by_chunks) if few_rows else (by_chunks, by_chunks_and_rows):
         for n in able if way is by_chunks else reversed(able):
             found = way(mask, length, world, work[n])
@@ -131,6 +133,23 @@ def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[S
             break
     assert best is not None
     return best.shards(world)
+
+
+class Work(dict[int, NDArray[np.int64]]):
+    """By the number of chunks of a rank, the pairs of each chunk; counted when first asked for, since few finer than those
+    that balance are needed."""
+
+    def __init__(self, mask: Mask, length: int, world: int):
+        self.mask, self.length, self.world = mask, length, world
+
+    def __missing__(self, n: int) -> NDArray[np.int64]:
+        chunks = self.world * n
+        finer = min((m for m in self if m % n == 0), default=None)
+        if finer is None:
+            self[n] = pairs_in(self.mask, self.length, equal_parts(0, self.length, chunks))
+        else:
+            self[n] = self[finer].reshape(chunks, -1).sum(1)
+        return self[n]
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +211,7 @@ def pairs_in(mask: Mask, length: int, parts: NDArray[np.int64]) -> NDArray[np.in
     at = np.searchsorted(parts[:, 1], x[:, Q0], "right")  # the first part that ends after the rectangle starts
     low, high = np.append(parts, [[length, length]], 0)[at].T
     within = (x[:, Q0] >= low) & (x[:, Q1] <= high)  # most of a mask of tiles: counted as they are
-    cut, which = placed(x[~within], [(a, b, 0) for a, b in parts.tolist()], keys=False)
+    cut, which = placed(x[~within], np.pad(parts, ((0, 0), (0, 1))), keys=False)
     whole = x[within]
     work = np.bincount(at[within], pairs(whole), len(parts)) + np.bincount(which, pairs(cut), len(parts))
     return work.astype(np.int64)

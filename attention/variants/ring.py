@@ -22,8 +22,6 @@ def blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
     band = problem.band
     if not band.windowed:
         return _whole(problem, owner - rank)
-    if _outside(problem, rank, owner):
-        return ()
     found: list[Block] = []
     for at, n in equal_shards(problem):
         q, k = (rank * n, (rank + 1) * n), (owner * n, (owner + 1) * n)
@@ -46,11 +44,13 @@ def _outside(problem: Problem, rank: int, owner: int) -> bool:
 
 
 def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
-    """The owner's keys that the rank needs, where they are known without the blocks: all of them or, of later ranks,
-    none."""
+    """The owner's keys that the rank needs, where they are known without the blocks: all of them or, of later ranks and
+    outside a window, none."""
     if problem.band.causal and owner > rank:
         return ()
-    return None if problem.band.windowed else whole_shard(problem)
+    if problem.band.windowed:
+        return () if _outside(problem, rank, owner) else None
+    return whole_shard(problem)
 
 
 SCHEDULE = RingSchedule(blocks, keys)
