@@ -148,17 +148,17 @@ def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     def received(backward: bool) -> dict[str, int]:
         return max((found.bytes_received(rank, backward) for rank in ranks), key=lambda by: sum(by.values()))
 
-    def peak(backward: bool) -> str:
-        return terminal.gib(max(found.peak_bytes(rank, backward) for rank in ranks))
+    def peak(backward: bool) -> int:
+        return max(found.pass_peak(rank, backward) for rank in ranks)
 
-    forward = received(False)
+    forward, held = received(False), peak(False)
     parts = _parts(forward)
     if v.decode:
-        return [*computed, terminal.gib(sum(forward.values())), "none", peak(False), "none", parts]
+        return [*computed, terminal.gib(sum(forward.values())), "none", terminal.gib(held), "none", parts]
     backward = received(True)
     parts += f"; back {_parts(backward)}" if parts else ""
     totals = [terminal.gib(sum(by.values())) for by in (forward, backward)]
-    return [*computed, *totals, peak(False), peak(True), parts]
+    return [*computed, *totals, terminal.gib(held), terminal.gib(max(held, peak(True))), parts]
 
 
 def _parts(found: dict[str, int]) -> str:

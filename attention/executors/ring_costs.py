@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from attention.executors import policy
@@ -19,9 +19,9 @@ from attention.executors.timeline import (
     timed,
 )
 from attention.geometry.counts import Shapes
-from attention.geometry.merge_plan import FEW, merge_plan
+from attention.geometry.merge_plan import FEW, running_span
 from attention.geometry.options import RingOptions
-from attention.geometry.schedules import Problem, length, steps, union
+from attention.geometry.schedules import Problem, Step, length, steps, union
 from attention.geometry.transfers import Route, packed_calls, step_routes
 from attention.masks.band import Intervals
 from attention.memo import memo
@@ -62,9 +62,9 @@ class RingCosts(Costs[RingOptions]):
         published = self.tokens * kv if remote and not alone else 0
         apart = backward and self.parts == 1 and policy.local_kv_apart(problem, place)
         order = [*found[1:], found[0]] if apart else found
-        calls = tuple(union(b.q for b in step.blocks) for step in order if step.blocks)
+        calls = _queries(order)
         part = max(map(length, calls[1:]), default=0)
-        start, stop = merge_plan(n, calls).running
+        start, stop = running_span(n, calls)
         out, running = n * (out_token + lse), (stop - start) * (q if backward else out_token) * fp32
         copied = copied_bytes(problem, shapes, place, backward)
         if not backward:
@@ -100,7 +100,7 @@ class RingCosts(Costs[RingOptions]):
     def _merged(self, place: int, routes: Sequence[Route], backward: bool) -> tuple[float, int]:
         """Bytes that merges move and their number: of out, or of dq and of dk and dv."""
         found, shapes = steps(self.problem, place), self.shapes
-        queries = [length(union(b.q for b in step.blocks)) for step in found if step.blocks]
+        queries = list(map(length, _queries(found)))
         tokens = self.problem.q_tokens or self.tokens
         token = shapes.q_token if backward else shapes.out_token
         total, count = merged_bytes(queries, tokens, token, shapes.itemsize), max(0, len(queries) - 1)
@@ -129,5 +129,15 @@ def copied_bytes(problem: Problem, shapes: Shapes, place: int, backward: bool) -
 
 @memo(lambda found, *_: sum(len(queries) + len(keys) for queries, keys in found))
 def _calls(problem: Problem, place: int) -> list[tuple[Intervals, Intervals]]:
-    """The queries and keys of each call on a packed batch."""
-    return [call for step in steps(problem, place) for call in packed_calls(step, place)]
+    """The queries and keys of each call on a packed batch, of calls that are alike once."""
+    alike = {(id(step.blocks), step.owner == place, step.keys): step for step in steps(problem, place)}
+    return [call for step in alike.values() for call in packed_calls(step, place)]
+
+
+def _queries(found: Iterable[Step]) -> tuple[Intervals, ...]:
+    """The queries of each step that has any."""
+    known: dict[int, Intervals] = {}  # by the identity of the blocks, which many steps share
+    for step in (found := [step for step in found if step.blocks]):
+        if id(step.blocks) not in known:
+            known[id(step.blocks)] = union(b.q for b in step.blocks)
+    return tuple(known[id(step.blocks)] for step in found)

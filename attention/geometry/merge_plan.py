@@ -5,8 +5,10 @@ last is merged and rounded straight into the final result. So most tokens need o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from attention.geometry.transfers import Intervals
@@ -64,29 +66,28 @@ class Bundle:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """of: the sweeps of each part. bundles: the same, with many sweeps of one kind as one.
+    """of: the sweeps of each part.
     until: for each part, the number of the part whose sweeps read it last.
     running: the span of the tokens with three parts or more. bare: the tokens of no part."""
 
     of: tuple[tuple[Sweep, ...], ...]
-    bundles: tuple[tuple[Bundle, ...], ...]
     until: tuple[int, ...]
     running: Interval
     bare: Intervals
+
+    @cached_property
+    def bundles(self) -> tuple[tuple[Bundle, ...], ...]:
+        """The sweeps of each part, with many of one kind as one."""
+        return tuple(map(_bundled, self.of))
 
 
 @memo(lambda found, *_: 1 + sum(map(len, found.of)))
 def merge_plan(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
     """The plan for a result of `n` tokens. A part holds the tokens of its disjoint intervals, side by side."""
-    cuts = sorted({0, n, *(edge for intervals in parts for interval in intervals for edge in interval)})
-    segments = list(pairwise(cuts))
+    segments, left = _segments(n, parts)
     number_of = {start: i for i, (start, _) in enumerate(segments)}
-    left = [0] * len(segments)  # parts of each segment still to come
-    for intervals in parts:
-        for i in _within(intervals, number_of, n):
-            left[i] += 1
+    running = _span(segments, left)
     bare = tuple(segment for segment, count in zip(segments, left, strict=True) if count == 0)
-    several = [segment for segment, count in zip(segments, left, strict=True) if count > 2]
     seen: list[tuple[int, int] | None] = [None] * len(segments)  # the first part, and where the segment starts in it
     combined = [False] * len(segments)
     found = []
@@ -110,8 +111,30 @@ def merge_plan(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
                     one = Sweep(before.start, stop, before.at, before.first, before.last, before.kept)
                 mine.append(one)
         found.append(tuple(mine))
-    running = (several[0][0], several[-1][1]) if several else (0, 0)
-    return MergePlan(tuple(found), tuple(map(_bundled, found)), tuple(until), running, bare)
+    return MergePlan(tuple(found), tuple(until), running, bare)
+
+
+def running_span(n: int, parts: Sequence[Intervals]) -> Interval:
+    """`running` of the merge plan, without the plan."""
+    return _span(*_segments(n, parts))
+
+
+def _span(segments: list[Interval], counts: list[int]) -> Interval:
+    several = [segment for segment, count in zip(segments, counts, strict=True) if count > 2]
+    return (several[0][0], several[-1][1]) if several else (0, 0)
+
+
+def _segments(n: int, parts: Sequence[Intervals]) -> tuple[list[Interval], list[int]]:
+    """The tokens, cut wherever a part begins or ends, and the number of parts of each segment. Most parts are alike."""
+    alike = Counter(parts)
+    cuts = sorted({0, n, *(edge for intervals in alike for interval in intervals for edge in interval)})
+    segments = list(pairwise(cuts))
+    number_of = {start: i for i, (start, _) in enumerate(segments)}
+    counts = [0] * len(segments)
+    for intervals, times in alike.items():
+        for i in _within(intervals, number_of, n):
+            counts[i] += times
+    return segments, counts
 
 
 def _bundled(mine: tuple[Sweep, ...]) -> tuple[Bundle, ...]:

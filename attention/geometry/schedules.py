@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -344,7 +345,10 @@ def rank_pairs(problem: Problem, rank: int) -> int:
     shard = problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]
     if problem.q_tokens is None and all(chunk.step == 1 for chunk in shard):
         return sum(block.pairs for block in gathered(problem, rank))
-    return sum(step.pairs for step in steps(problem, rank))
+    found = steps(problem, rank)
+    alike = {id(step.blocks): step for step in found}  # most steps of a ring share their blocks
+    times = Counter(id(step.blocks) for step in found)
+    return sum(step.pairs * times[key] for key, step in alike.items())
 
 
 def masks(problem: Problem) -> tuple[Band, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -78,25 +78,17 @@ def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:
     interval after another. It sends its own keys to every rank whose step needs them. The keys of a gather are not
     included: see `gather_move`."""
     routes = []
+    placed = lru_cache(side_by_side)  # most steps need the same keys
     for i, step in enumerate(steps(problem, rank)):
         receives: tuple[Piece, ...] = ()
         if step.owner not in (rank, SEQUENCE) and step.keys:
-            receives = (_side_by_side(step.owner, step.keys),)
+            receives = (Piece(step.owner, step.keys, placed(step.keys)),)
         sends = []
         for reader in problem.schedule.readers(problem, rank, i):
             if keys := problem.schedule.received(problem, reader, i):
-                sends.append(_side_by_side(reader, keys))
+                sends.append(Piece(reader, keys, placed(keys)))
         routes.append(Route(tuple(sends), receives))
     return tuple(routes)
-
-
-def step_route(problem: Problem, rank: int, i: int) -> Route:
-    """What moves before step `i`: see `step_routes`."""
-    return step_routes(problem, rank)[i]
-
-
-def _side_by_side(other: int, keys: Intervals) -> Piece:
-    return Piece(other, keys, side_by_side(keys))
 
 
 Rows = NDArray[np.int64]  # [n, 3]: ranges as (start, stop, where it lies in the shard), sorted by start

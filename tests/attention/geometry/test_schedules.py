@@ -17,7 +17,7 @@ from attention.executors.plan import plan_steps
 from attention.geometry.layouts import CONTIGUOUS, positions
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import GATHER, GATHER_BY_OWNER, SEQUENCE, Problem, length, masks, steps, union
-from attention.geometry.transfers import gather_move, move, needed_keys, step_route
+from attention.geometry.transfers import gather_move, move, needed_keys, step_routes
 from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Banded
@@ -291,7 +291,7 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
             assert all(len(stretches(piece.source, piece.target)) == 1 for piece in pieces)
         ring = VARIANTS["zigzag_varlen"].problem(cu, world, CAUSAL)
         for i in range(world):
-            for piece in step_route(ring, rank, i).receives:
+            for piece in step_routes(ring, rank)[i].receives:
                 assert len(stretches(piece.source, piece.target)) == 1 and piece.target == ((0, cu[-1] // world),)
     few = (0, 2 * world, 6 * world)
     for other in (chosen.problem(few, world, CAUSAL), chosen.problem(cu, world, CAUSAL, {"grouping": "fused"})):

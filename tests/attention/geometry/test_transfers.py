@@ -7,7 +7,7 @@ import pytest
 
 from attention.geometry.layouts import CONTIGUOUS, Shard, positions, size
 from attention.geometry.schedules import Problem, steps
-from attention.geometry.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_route
+from attention.geometry.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_routes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from attention.variants.ring_allgather import PAIRED
@@ -58,7 +58,7 @@ def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, wor
     for problem in problems(VARIANTS[name], world):
         shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, problem.world)]
         for i in range(len(steps(problem, 0))):
-            routes = [step_route(problem, place, i) for place in range(problem.world)]
+            routes = [step_routes(problem, place)[i] for place in range(problem.world)]
             assert_agreed(routes)
             for rank, route in enumerate(routes):
                 step = steps(problem, rank)[i]
@@ -74,7 +74,7 @@ def test_the_way_back_brings_every_gradient_to_the_key_it_belongs_to(name, world
     for problem in problems(VARIANTS[name], world):
         shards = [positions(shard) for shard in problem.layout.shards(problem.cu_seqlens, problem.world)]
         for i in range(len(steps(problem, 0))):
-            there = [step_route(problem, place, i) for place in range(problem.world)]
+            there = [step_routes(problem, place)[i] for place in range(problem.world)]
             back = [route.reversed() for route in there]
             assert [route.reversed() for route in back] == there
             assert_agreed(back)
@@ -163,7 +163,7 @@ def test_a_causal_window_receives_only_the_tokens_before_the_shard_within_it(lef
     for rank in range(world):
         tokens = min(left, rank * SHARD)
         problem = ring.problem(cu, world, mask)
-        routes = [step_route(problem, rank, i) for i in range(world)]
+        routes = [step_routes(problem, rank)[i] for i in range(world)]
         assert sum(route.received_tokens for route in routes) == tokens
         route = gather_move(gather.problem(cu, world, mask), rank).route
         assert route.received_tokens == tokens
