@@ -258,6 +258,8 @@ def _program(head: Any = None) -> int:
     reason = _misread(flags) or (None if completes else overrides.problem(arguments, multirun))
     if reason is not None:
         return refuse(message(ValueError(reason)), arguments)
+    if not completes:
+        sys.argv[1:] = flags + overrides.for_each_run(arguments)
     return _run(arguments, head, compared)
 
 

@@ -58,7 +58,8 @@ def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
 
     Raises as `run`."""
     with _hydra(given, True, quiet) as hydra:
-        batches = hydra.multirun("config", app.execute, [*given, MULTIRUN], with_log_configuration=False)
+        arguments = [*overrides.for_each_run([*given]), MULTIRUN]
+        batches = hydra.multirun("config", app.execute, arguments, with_log_configuration=False)
         return [_result(done) for done in (one for batch in batches for one in batch)]
 
 

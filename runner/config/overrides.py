@@ -16,9 +16,9 @@ from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType, RangeSweep
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from attention.errors import nearest
@@ -72,7 +72,7 @@ def problem(arguments: list[str], multirun: bool = True) -> str | None:
 def _problem(arguments: list[str], multirun: bool) -> str | None:
     known = groups()
     keys: list[Override] = []
-    choices: list[list[str]] = []
+    choices: dict[str, list[str]] = {}  # of a group that is given twice the last ones hold
     sweeps = multirun or any(a.startswith(("+experiment=", "hydra.mode=")) for a in arguments)
     parsed = [parse(text) for text in arguments]
     check_sweep(parsed, known)
@@ -99,7 +99,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
             for value in values:
                 if not isinstance(value, str) or value not in known[name]:
                     return f"{name}={shown(value)}: not a choice of {name}; {nearest(shown(value), known[name])}"
-            choices.append([f"{'+' if override.is_add() else ''}{name}={value}" for value in values])
+            choices[name] = [f"{'+' if override.is_add() else ''}{name}={value}" for value in values]
         else:
             keys.append(override)
     resumes = any(key.key_or_group == "resume" and True in _values(key, []) for key in keys)
@@ -109,6 +109,32 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
             "write -m resume=true hydra.sweep.dir=FOLDER and the sweep's own overrides"
         )
     return _check_keys(keys, choices, known) if keys else None
+
+
+def for_each_run(arguments: list[str]) -> list[str]:
+    """Good overrides as Hydra needs them. It applies a key of one value to the defaults, too, whose choice of a group may lack
+    the key. So where the group is swept, the key becomes a sweep of one value, which Hydra applies to each run alone."""
+    parsed = [parse(text) for text in arguments]
+    last = {each.key_or_group: each for each in [*_of_experiment(parsed), *parsed]}
+    swept = {name for name, each in last.items() if each.is_sweep_override()}
+    return [_for_each_run(text, each, swept) for text, each in zip(arguments, parsed, strict=True)]
+
+
+def _for_each_run(text: str, override: Override, swept: set[str]) -> str:
+    group, _, key = override.key_or_group.partition(".")
+    plain = override.type == OverrideType.CHANGE and not override.is_sweep_override()
+    if not key or group not in swept or not plain:
+        return text
+    if override.value() is None:  # which Hydra's choice() refuses
+        return f"++{text}"
+    return f"{override.get_key_element()}=choice({override.get_value_element_as_str() or repr('')})"
+
+
+def _of_experiment(parsed: list[Override]) -> list[Override]:
+    """The overrides that the chosen experiment sweeps over."""
+    chosen = [o for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    params = _composed((f"+experiment={chosen[-1].value()}",))[1] if chosen else {}
+    return [parse(f"{key}={value}") for key, value in params.items()]
 
 
 def parse(text: str) -> Override:
@@ -166,12 +192,20 @@ def _count(override: Override, choices: list[str]) -> int:
     return max(0, math.ceil((stop - start) / step))
 
 
-def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str, list[str]]) -> str | None:
-    # options differ by variant and mask, so each of a sweep is composed; of the other groups, the first choice
-    varied = [c if c[0].startswith(("attention=", "mask=", "model=", "tracker=")) else c[:1] for c in choices]
+def _check_keys(keys: list[Override], choices: dict[str, list[str]], known: dict[str, list[str]]) -> str | None:
+    experiment = choices.get("experiment", [])
+    if len(experiment) == 1:
+        swept = [each for each in _of_experiment([parse(experiment[0])]) if each.key_or_group in known]
+        choices = {
+            each.key_or_group: [f"{each.key_or_group}={x}" for x in _values(each, known[each.key_or_group])]
+            for each in swept
+        } | choices
+    # options differ by variant and mask, so each of a sweep is composed; of groups without a given key, the first choice
+    of_keys = {key.key_or_group.partition(".")[0] for key in keys}
+    varied = [found if group in of_keys else found[:1] for group, found in choices.items()]
     for chosen in product(*varied):
         try:
-            cfg = copy.deepcopy(_composed(chosen))
+            cfg = copy.deepcopy(_composed(chosen)[0])
         except HydraException as error:
             return " ".join(str(error).split())
         if found := _against(cfg, keys, known):
@@ -180,10 +214,15 @@ def _check_keys(keys: list[Override], choices: list[list[str]], known: dict[str,
 
 
 @cache
-def _composed(chosen: tuple[str, ...]) -> Any:
-    """The configuration of these choices of groups. Callers must not change it."""
+def _composed(chosen: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    """The configuration of these choices of groups, and what an experiment among them sweeps over. Callers must not change
+    them."""
     with initialize_config_module("runner.conf", version_base="1.3"):
-        return compose("config", overrides=list(chosen))
+        cfg = compose("config", overrides=list(chosen), return_hydra_config=True)
+    params = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False).get("params")  # type: ignore[union-attr]
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg, params or {}
 
 
 def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str | None:

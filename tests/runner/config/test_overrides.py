@@ -8,7 +8,7 @@ import pytest
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from runner.config import resolve
+from runner.config import overrides, resolve
 from runner.config.overrides import problem
 from tests.support.composing import python
 
@@ -123,6 +123,40 @@ def test_an_option_is_checked_against_every_variant_of_a_sweep():
     for variants in ("ring,ring_allgather", "ring_allgather,ring"):
         found = problem([f"attention={variants}", "attention.heads_k_stride=1"])
         assert found is not None and "attention=ring " in found
+
+
+def test_an_option_is_checked_against_the_variants_that_an_experiment_sweeps():
+    assert "attention=dense " in problem(["+experiment=dilated_suite", "attention.mixing=longnet"])
+    assert problem(["+experiment=dilated_suite", "attention=dilated,ring_dilated", "attention.mixing=longnet"]) is None
+
+
+def test_options_that_the_defaults_lack_are_set_in_each_run_of_a_sweep(tmp_path):
+    given = ["attention=dilated,ring_dilated", "mask=choice(chunked)", "mask.chunk=64", "attention.segments=[8,16]",
+             "attention.mixing=${mode}", "mode=a b", "attention.rates=null", "attention.weights="]  # fmt: skip
+    assert problem(given) is None
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        texts = overrides.for_each_run([*given, f"hydra.sweep.dir={tmp_path}"])
+        (jobs,) = hydra.multirun("config", lambda cfg: (cfg.mask, cfg.attention), texts, with_log_configuration=False)
+    for job, name in zip(jobs, ("dilated", "ring_dilated"), strict=True):
+        mask, attention = job.return_value
+        found = (mask.chunk, attention.segments, attention.mixing, attention.rates, attention.weights)
+        assert (attention.name, *found) == (name, 64, [8, 16], "a b", None, "")
+        assert "attention.segments=[8,16]" in job.overrides
+
+
+def test_only_options_of_a_swept_group_are_set_run_by_run():
+    alone = [
+        "attention=ring,usp",
+        "attention=usp",
+        "attention.ring=contiguous",
+        "seq_len=64",
+        "mask.chunk=8",
+        "seed=1,2",
+    ]
+    assert overrides.for_each_run(alone) == alone
+    swept = ["+experiment=dilated", "attention.weights=joint", "+attention.rates=null", "attention.segments=[8],[4]"]
+    assert overrides.for_each_run(swept) == [swept[0], "attention.weights=choice(joint)", *swept[2:]]
 
 
 GOOD = [
