@@ -62,7 +62,8 @@ def _gradient(  # type: ignore[no-untyped-def]
         x = tl.load(out + b * out_b + h * out_h + t[:, None] * out_t + d[None, :], mask=mask, other=0.0)
         y = tl.load(dout + b * dout_b + h * dout_h + t[:, None] * dout_t + d[None, :], mask=mask, other=0.0)
         after = tl.load(lse + b * lse_b + h * lse_h + t * lse_t, mask=live, other=float("inf"))
-        total -= tl.exp(sink - after) * tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+        share = tl.where(after == float("-inf"), 0.0, tl.exp(sink - after))
+        total -= share * tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     tl.store(partial + (b * parts + part) * heads + h, tl.sum(total, 0))
 
 

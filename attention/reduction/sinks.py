@@ -1,6 +1,7 @@
 """Attention sinks: a learned logit a head that joins the softmax's denominator alone. Applied once, after all merging:
 `lse' = logaddexp(lse, s)`, `out' = out * exp(lse - lse')`. The backward of attention takes out' and lse' as its final ones and
-stays as it is; `ds = -sum_i exp(s - lse'_i) (dout_i . out'_i)` over this rank's queries.
+stays as it is; `ds = -sum_i exp(s - lse'_i) (dout_i . out'_i)` over this rank's queries. A sink of -inf is none: where its queries
+see no key, lse' is -inf, and they add 0.
 
 Source: Efficient Streaming Language Models with Attention Sinks (Xiao et al., 2023); a learned logit as in gpt-oss (OpenAI,
 2025)."""
@@ -49,6 +50,6 @@ def sinks_gradients(dout: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
 
         return [sinks_gradient(dout, out, lse, sinks)]
     wide = accumulation_dtype(out.dtype)
-    share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
+    share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp().masked_fill(lse == -torch.inf, 0)
     found = -(share * (dout.to(wide) * out.to(wide)).sum(-1).transpose(-1, -2)).sum(-1)
     return [(found.sum(0) if found.dim() == 2 else found).to(sinks.dtype)]
