@@ -193,15 +193,12 @@ def _count(override: Override, choices: list[str]) -> int:
 
 
 def _check_keys(keys: list[Override], choices: dict[str, list[str]], known: dict[str, list[str]]) -> str | None:
-    experiment = choices.get("experiment", [])
-    if len(experiment) == 1:
-        swept = [each for each in _of_experiment([parse(experiment[0])]) if each.key_or_group in known]
-        choices = {
-            each.key_or_group: [f"{each.key_or_group}={x}" for x in _values(each, known[each.key_or_group])]
-            for each in swept
-        } | choices
     # options differ by variant and mask, so each of a sweep is composed; of groups without a given key, the first choice
-    of_keys = {key.key_or_group.partition(".")[0] for key in keys}
+    of_keys = {key.key_or_group.partition(".")[0] for key in keys}.intersection(known)
+    if of_keys and len(choices.get("experiment", [])) == 1:
+        for each in _of_experiment([parse(choices["experiment"][0])]):
+            if (group := each.key_or_group) in of_keys - choices.keys():
+                choices[group] = [f"{group}={value}" for value in _values(each, known[group])]
     varied = [found if group in of_keys else found[:1] for group, found in choices.items()]
     for chosen in product(*varied):
         try:

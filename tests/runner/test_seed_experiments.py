@@ -1,5 +1,5 @@
-"""The experiments that are earlier suites' default sets: each of them in a tiny form on CPU ranks; and the commands of
-docs/seeds.md."""
+"""The experiments that are earlier suites' default sets, and those of dilated attention: each of them in a tiny form on CPU
+ranks; and the commands of docs/seeds.md."""
 
 import re
 import shlex
@@ -12,6 +12,7 @@ from runner.config import overrides
 from tests.support.composing import configured
 
 TINY = ["config=tiny", "hardware=cpu", "batch=1", "timing.timing_runs=2", "timing.warmup_runs=1", "timing.settle_ms=0"]
+PAIRS = ["attention.segments=[32,64]", "attention.rates=[1,2]", "seq_len=128", "heads=2", "kv_heads=2"]
 RUNS = {
     "backends": ["kernel=sdpa_flash", "seq_len=128", "heads=2", "kv_heads=2"],
     "ring_correctness": ["attention=ring_varlen", "seq_len=128"],
@@ -21,13 +22,18 @@ RUNS = {
     "ring_zigzag": ["attention=zigzag", "seq_len=128"],
     "tree_profile": ["q_len=1", "causal=false", "seq_len=512"],
     "extreme_lengths": ["mask=block_sparse", "attention=balanced", "mode=forward", "seq_len=1024", "heads=2", "kv_heads=2"],
+    "dilated": ["attention=dilated_improved_longnet", *PAIRS],
+    "dilated_suite": ["attention=dilated_multihead", "mode=forward_backward", *PAIRS],
+    "dilated_ring": ["attention.mixing=longnet", *PAIRS],
+    "dilated_features": ["attention.memory_pool=true", *PAIRS],
 }  # fmt: skip
+ALONE = ("backends", "dilated", "dilated_suite", "dilated_features")
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeypatch):
     monkeypatch.setattr(app, "pool", pool)
-    world = ["world_size=1"] if name == "backends" else ["world_size=2"]
+    world = [f"world_size={1 if name in ALONE else 2}"]
     value = app.run(configured(f"+experiment={name}", *TINY, *RUNS[name], *world), tmp_path, seed=1)
     assert value["status"] == "ok", value["reason"]
     assert value["correctness"]["passed"]

@@ -18,7 +18,7 @@ from attention.autotune.choice import AUTO, OPTIONS
 from attention.geometry.options import BEST
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
-from attention.variants.registry import EXTERNAL, VARIANTS, everything
+from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS, everything
 from runner import rounds
 from runner.config.masks import NONE
 from runner.config.overrides import groups, problem
@@ -73,7 +73,7 @@ def test_every_choice_composes_and_makes_an_experiment(group, choice):
         "config": configured(here, *able).config,
         "hardware": {"cpu": "cpu"}.get(choice, "cuda") == spec.device and choice,
     }
-    assert chosen.get(group, choice) == choice.removesuffix("_best")
+    assert chosen.get(group, choice) == choice.removesuffix("_best").removesuffix("_longnet")
 
 
 @pytest.mark.parametrize("name", [name for name, row in WORKLOADS.items() if row["category"] == "decode"])
@@ -172,8 +172,8 @@ def test_anything_of_a_workload_may_be_overridden(name):
 
 
 def test_every_variant_has_its_file_with_its_options():
-    at_best = {choice for choice in groups()["attention"] if choice.endswith("_best")}
-    assert set(groups()["attention"]) - at_best == {AUTO, *everything()}
+    presets = {choice for choice in groups()["attention"] if choice.endswith(("_best", "_longnet"))}
+    assert set(groups()["attention"]) - presets == {AUTO, *everything()}
     assert plain(composed("attention=auto").attention) == {"name": AUTO, **OPTIONS}
     for name, variant in everything().items():
         assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options.defaults()}
@@ -186,6 +186,12 @@ def test_a_package_at_its_best_is_that_package_with_settings_left_to_trials(choi
     usual = plain(composed(f"attention={name}").attention)
     assert options.keys() == usual.keys() and options["name"] == name
     assert {options[key] for key in options if options[key] != usual[key]} == {BEST}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_preset_as_longnet_mixes_differs_in_that_alone(name):
+    options = plain(composed(f"attention={name}_longnet").attention)
+    assert options == plain(composed(f"attention={name}").attention) | {"mixing": "longnet"}
 
 
 @pytest.mark.slow
