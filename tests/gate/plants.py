@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import api, autograd, planner
-from attention.executors import all_to_all, gather, keys, ring, tree
+from attention.executors import all_to_all, gather, keys, mixture, ring, tree
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import cuts, schedules, transfers
 from attention.kernels import decompose, padded_values
@@ -58,6 +58,16 @@ RUNS = {  # overrides by name; all in a world of 2
     "prefix": ("attention=tree", "causal=false", *SIZE, *FORWARD, "batch=2", "q_len=4", "prefix=64"),
     "sinks": ("attention=zigzag", "causal=true", *SIZE, "sinks=true"),
     "softcap": ("attention=zigzag", "causal=true", *SIZE, "softcap=1"),
+    "dilated": (
+        "attention=ring_dilated",
+        "attention.mixing=longnet",
+        "attention.segments=[64,512]",
+        "attention.rates=[1,2]",
+        "causal=true",
+        *SIZE,
+        "sinks=true",
+        "softcap=1",
+    ),
     "values": ("attention=zigzag", "causal=true", *SIZE, "v_head_dim=8", "kernel=sdpa_flash"),
 }
 
@@ -509,13 +519,17 @@ def _nan_gradients(call: Any, *found: Tensor) -> None:
 def sinks_dropped() -> Iterator[None]:
     """No executor applies them; their gradient is computed as if they were."""
     with ExitStack() as stack:
-        for executor in (ring, gather, tree):
+        for executor in (ring, gather, tree, mixture):
             stack.enter_context(changed(executor, "with_sinks", lambda original: _without_sinks))
         yield
 
 
 def _without_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, lse
+
+
+def _pair_not_merged() -> AbstractContextManager[object]:
+    return changed(mixture, "merge", lambda original: lambda *args: None)
 
 
 @contextmanager
@@ -612,6 +626,9 @@ PLANTS = [
     Plant("a rank's part of the sinks' gradient lost", lambda: outputs(_sinks_gradient_lost), "sinks"),
     Plant("softcap dropped", kernel(uncapped, uncapped), "softcap"),
     Plant("softcap dropped in the backward", kernel(backward=uncapped), "softcap"),
+    Plant("sinks of a mixture dropped", lambda: sinks_dropped(), "dilated"),
+    Plant("softcap of a mixture dropped", kernel(uncapped, uncapped), "dilated"),
+    Plant("a pair of a mixture not merged", lambda: _pair_not_merged(), "dilated"),
     Plant("values cut off by one dim", lambda: _values_cut_elsewhere(), "values"),
     Plant("a decode's lengths dropped", lambda: argument_dropped("kv_lengths"), "lengths"),
     Plant("a decode's prefix dropped", lambda: argument_dropped("prefix", "prefix_tokens"), "prefix"),

@@ -94,8 +94,15 @@ def drawn(rng: random.Random, world: int, names: Sequence[str]) -> dict[str, Any
         "batch": rng.choice((1, 2)),
         "tokens": rng.choice((rng.randint(1, 70), world * unit * rng.choice((1, 2, 3, 6)))),
         "sinks": weights == "joint" and rng.random() < 0.3,
-        "kernel": "math",
+        "dims": (8, rng.choice((8, 8, 4, 24))),
+        "dtype": rng.choice(("fp64", "fp64", "fp32", "bf16", "fp16")),
+        "kernel": rng.choice(("math", "auto")),
+        "pattern_cache": rng.random() < 0.8,
+        "memory_pool": rng.random() < 0.2,
+        "poisoned": rng.random() < 0.5,
     }
+    if rng.random() < 0.3:
+        found["softcap"] = rng.choice((0.5, 4.0))
     if rng.random() < 0.3:
         cu = [0]
         for _ in range(rng.choice((1, 2, 4))):
