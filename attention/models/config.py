@@ -37,6 +37,7 @@ class Latent:
 class Config:
     """context: tokens that the model is made for, of the source and of the target each. mlp: hidden size of the SwiGLU;
     None: 4 times `hidden`. v_head_dim: None: head_dim. Layer i of the decoder attends as `kinds[i % len(kinds)]`.
+    counted: `matrices` of a model that is built otherwise.
     encoder_layers: 0 for a decoder alone; the encoder and the cross attention see everything.
 
     Raises ValueError for sizes that do not fit together, and for dropout."""
@@ -55,6 +56,7 @@ class Config:
     latent: Latent | None = None
     encoder_layers: int = 0
     dropout: float = 0.0
+    counted: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("context", "layers", "heads", "hidden", "head_dim", "vocabulary", "kv_heads", "v_head_dim", "mlp")
@@ -95,6 +97,8 @@ class Config:
     @property
     def matrices(self) -> int:
         """The parameters of all matrices, each of which a token meets once: the embedding as the output layer."""
+        if self.counted is not None:
+            return self.counted
         heads = self.heads * self.head_dim, self.key_heads * (self.head_dim + self.value_dim)
         out, mlp = self.heads * self.value_dim * self.hidden, 3 * self.hidden * self.mlp_dim
         dense = self.hidden * sum(heads) + out

@@ -3,89 +3,192 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from attention import masks
-from attention.models import Config, Kind, Latent
+from attention.models import Config, Kind
 from runner.config.values import InvalidConfig
 
 NAMES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "mlp": "intermediate_size", "vocabulary": "vocab_size"}
 HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 CONTEXT = 8192  # tokens of a run by default, where the model is for as many
+OTHER_TASKS = ("classifier", "summary")  # dropout that a causal LM does not have
 
 
 def loaded(path: str | None, kind: str | None, sizes: dict[str, Any]) -> str:
-    """The whole configuration as JSON, by the file of a model or by its type with the defaults of transformers. sizes: ours
-    by `NAMES` and `HEADS`, where they are not None. Raises InvalidConfig."""
+    """The whole configuration and what `config_of` reads from its model, as JSON: by the file of a model, or by its type with
+    the defaults of transformers but no dropout. sizes: ours by `NAMES` and `HEADS`, where they are not None. Raises
+    InvalidConfig, also for a model that attention.huggingface refuses."""
     if (path is None) == (kind is None):
         raise InvalidConfig(
             f"model=hf model.config={path} model.type={kind}: give one of them, model.config=PATH/config.json or "
             "model.type=llama"
         )
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise InvalidConfig(f"model=hf: {error}; pip install 'attention-runner[huggingface]'") from None
+    what = f"model.config={path}" if path else f"model.type={kind}"
     try:
         given: dict[str, Any] = json.loads(Path(path).read_text()) if path else {"model_type": kind}
-        ours = NAMES | HEADS
-        given |= {ours[key]: x for key, x in sizes.items() if x is not None}
-        if given.get("layer_types"):
-            given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
-        found = AutoConfig.for_model(**given).to_dict()
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        what = f"model.config={path}" if path else f"model.type={kind}"
-        raise InvalidConfig(f"{what}: no configuration of a model ({str(error).splitlines()[0][:200]})") from None
-    for name, x in found.items():
-        if ("dropout" in name or name.endswith("_pdrop")) and x:
-            raise InvalidConfig(f"model.config has {name}={x}: dropout is not supported; set it to 0 in the file")
-    text = json.dumps(found, sort_keys=True, default=str)
-    try:
-        config_of(text)
-    except ValueError as error:
-        raise InvalidConfig(f"model=hf: {error}; take a model whose tokens meet in attention alone") from None
-    return text
+        if not isinstance(given, dict):
+            raise ValueError("the file has no object")
+        changed = json.dumps({key: x for key, x in sizes.items() if x is not None})
+        return _read(json.dumps(given), changed, by_type=path is None)
+    except ImportError as error:
+        raise InvalidConfig(f"model=hf: {error}; pip install 'attention-runner[huggingface]'") from None
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{what}: {error}") from None
+    except Exception as error:  # of a configuration that is wrong, transformers and its models raise any
+        raise InvalidConfig(f"{what}: no configuration of a model ({_line(error)})") from None
 
 
 def config_of(text: str, layers: int | None = None) -> Config:
-    """What a configuration says of sizes and attention. Of experts, a token meets those that it is given to. Raises
-    ValueError for a model that lacks a size."""
-    found = json.loads(text)
-    try:
-        heads, hidden, layers = (
-            found["num_attention_heads"], found["hidden_size"], layers or found["num_hidden_layers"],
-        )  # fmt: skip
-        mlp, vocabulary = found.get("moe_intermediate_size") or found["intermediate_size"], found["vocab_size"]
-    except KeyError as error:
-        raise ValueError(f"model_type={found.get('model_type')}: its configuration has no {error}") from None
-    active = found.get("num_experts_per_tok") or 1
-    kinds = found.get("layer_types") or ["full_attention"]
-    window = found.get("sliding_window")
-    of_window = masks.sliding_window(window - 1) if window else masks.causal()
-    latent = None
-    head_dim, value_dim = found.get("head_dim") or hidden // heads, None
-    if found.get("kv_lora_rank"):
-        rotary = found["qk_rope_head_dim"]
-        latent = Latent(q=found.get("q_lora_rank") or hidden, kv=found["kv_lora_rank"], rotary=rotary)
-        head_dim, value_dim = found["qk_nope_head_dim"] + rotary, found["v_head_dim"]
-    return Config(
-        context=min(found.get("max_position_embeddings") or CONTEXT, CONTEXT),
-        layers=layers,
-        heads=heads,
-        kv_heads=None if latent else found.get("num_key_value_heads") or heads,
-        hidden=hidden,
-        head_dim=head_dim,
-        v_head_dim=value_dim,
-        mlp=mlp * active,
-        vocabulary=vocabulary,
-        latent=latent,
-        kinds=tuple(
-            Kind(
-                of_window if kind == "sliding_attention" else masks.causal(),
-                sinks=found.get("model_type") == "gpt_oss",
-                softcap=found.get("attn_logit_softcapping"),
-            )
-            for kind in kinds[:layers]
-        ),
+    """Sizes, attention and matrices of the first `layers` layers of what `loaded` returned."""
+    found = json.loads(text)["read"]
+    by_layer, kinds = found.pop("by_layer"), found.pop("kinds")
+    layers = min(layers or len(by_layer), len(by_layer))
+    matrices = found.pop("beside") + sum(by_layer[:layers])
+    of_layers = tuple(
+        Kind(masks.causal() if window is None else masks.sliding_window(window - 1), **how)
+        for window, how in kinds[:layers]
     )
+    return Config(layers=layers, counted=matrices, kinds=of_layers, **found)
+
+
+def without_dropout(text: str) -> list[str]:
+    """The options of a type's defaults that were set to 0."""
+    found: list[str] = json.loads(text)["zeroed"]
+    return found
+
+
+@cache
+def _read(text: str, sizes: str, by_type: bool) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from attention.huggingface import context_parallel
+    from attention.models.locality import check_tokens
+
+    config, zeroed = _configuration(json.loads(text), json.loads(sizes)), []
+    for name, x in config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and x and not name.startswith(OTHER_TASKS):
+            if not by_type:
+                raise InvalidConfig(f"{name}={x}: dropout is not supported; set it to 0 in the file")
+            setattr(config, name, 0.0)
+            zeroed.append(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    try:
+        context_parallel(model, "dense")  # what it refuses, a run would
+        check_tokens(model)
+        read = _sizes(config.get_text_config(), model)
+    except ValueError as error:
+        raise InvalidConfig(_line(error)) from None
+    return json.dumps({"config": config.to_dict(), "read": read, "zeroed": zeroed}, sort_keys=True, default=str)
+
+
+def _configuration(given: dict[str, Any], sizes: dict[str, Any]) -> Any:
+    """A configuration of transformers with other sizes. Raises InvalidConfig for a size that its models do not have."""
+    from transformers import AutoConfig, logging
+
+    logging.set_verbosity_error()  # else it tells of each default that a smaller model does not fit
+    kind = type(AutoConfig.for_model(given["model_type"]))
+    known = _known(kind)
+    if "num_key_value_heads" not in known and sizes.get("kv_heads") == sizes.get("heads"):
+        sizes.pop("kv_heads", None)
+    if unknown := [key for key in sizes if key in NAMES and NAMES[key] not in known]:
+        raise InvalidConfig(
+            f"model.{unknown[0]}={sizes[unknown[0]]}: {kind.__name__} has no {NAMES[unknown[0]]}; give the size by its name "
+            "there, in a file for model.config"
+        )
+    given = given | {(NAMES | HEADS)[key]: x for key, x in sizes.items()}
+    if given.get("layer_types"):
+        given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        token = given.get(name, getattr(kind(), name, None))
+        if isinstance(token, int) and token >= sizes.get("vocabulary", token + 1):
+            given[name] = None
+    return AutoConfig.for_model(**given)
+
+
+def _known(kind: Any) -> set[str]:
+    """The names that a class of configurations has: it takes others, too, and its model ignores them."""
+    return {*kind().to_dict(), *kind.attribute_map}
+
+
+def _sizes(config: Any, model: Any) -> dict[str, Any]:
+    """The fields of `Config`, with `kinds` as (window, other fields), and parameters of matrices: by layer, and beside the
+    layers. By the names that configurations share (attribute_map)."""
+    missing = [name for name in (*NAMES.values(), *HEADS.values())[:2] if getattr(config, name, None) is None]
+    if missing:
+        raise ValueError(f"{type(config).__name__} has no {', '.join(missing)}")
+    layers, heads, hidden = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
+    modules = {x.layer_idx: x for _, x in model.named_modules() if hasattr(x, "layer_idx") and hasattr(x, "scaling")}
+    dims = {"head_dim": getattr(modules.get(0), "head_dim", None) or hidden // heads, "v_head_dim": None}
+    kv_heads = heads
+    if "num_key_value_heads" in _known(type(config)):
+        kv_heads = config.num_key_value_heads or heads
+    if getattr(config, "kv_lora_rank", None):  # MLA: a key for each head
+        dims = {"head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim, "v_head_dim": config.v_head_dim}
+        kv_heads = heads
+    active = getattr(config, "num_experts_per_tok", None)
+    mlp = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
+    beside, by_layer = _matrices(model, active)
+    return {
+        "context": min(getattr(config, "max_position_embeddings", None) or CONTEXT, CONTEXT),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "hidden": hidden,
+        **dims,
+        "mlp": mlp * (active or 1),
+        "vocabulary": config.vocab_size,
+        "beside": beside,
+        "by_layer": [by_layer[i] for i in range(layers)],
+        "kinds": _kinds(config, modules, layers, dims["head_dim"]),
+    }
+
+
+def _kinds(config: Any, modules: dict[int, Any], layers: int, head_dim: int) -> list[Any]:
+    """Of each layer its window (None: it has none) and the other fields of its `Kind`. modules: its attention."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False:
+        window = None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    found = []
+    for i, kind in enumerate(types[:layers]):
+        scale = getattr(modules.get(i), "scaling", None)
+        how = {
+            "sinks": hasattr(modules.get(i), "sinks"),
+            "softcap": getattr(config, "attn_logit_softcapping", None),
+            "scale": None if scale is None or abs(scale * head_dim**0.5 - 1) < 1e-6 else scale,
+        }
+        found.append((window if kind == "sliding_attention" else None, how))
+    return found
+
+
+def _matrices(model: Any, active: int | None) -> tuple[int, Counter[int]]:
+    """Parameters of the matrices that a token meets: beside the layers (the output layer), and by layer. Of a layer's experts
+    it meets `active`."""
+    from torch import nn
+
+    sums: Counter[int] = Counter()
+    for name, module in model.named_modules():
+        for own, x in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
+            if x.dim() < 2 or "bias" in own:
+                continue
+            layer = re.search(r"\.(\d+)(\.|$)", name)
+            path, experts, _ = f"{name}.".rpartition("experts.")
+            share: float = x.numel()
+            if experts and not path.endswith("shared_"):
+                if active is None:
+                    raise ValueError("it has experts, and num_experts_per_tok=None: give it in a config.json")
+                of = len(x) if x.dim() == 3 else len(model.get_submodule(f"{path}experts"))
+                share *= active / of
+            sums[int(layer[1]) if layer else -1] += share  # type: ignore[assignment]
+    rounded = Counter({layer: round(n) for layer, n in sums.items()})
+    return rounded.pop(-1, 0), rounded
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

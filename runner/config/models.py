@@ -29,7 +29,7 @@ class Model:
     hidden: int | None = None
     mlp: int | None = None
     vocabulary: int | None = None
-    huggingface: str | None = None  # of model=hf: its configuration, as JSON
+    huggingface: str | None = None  # of model=hf: what `huggingface.loaded` returned
 
     @property
     def sizes(self) -> Config:

@@ -15,6 +15,7 @@ from attention.models import Batch, Kind, Transformer, reduce_gradients, shard
 from attention.transports import Transport
 from attention.variants.external import External
 from runner.config.experiment import Experiment
+from runner.config.huggingface import without_dropout
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
 from runner.measure import ceilings
@@ -215,6 +216,10 @@ class ModelWork:
         note = chosen.served(kernel) if isinstance(chosen, External) else self.transport.note
         if not all(kind.mask.is_causal(self.spec.seq_len) for kind in self.config.kinds):
             note = "a token sees the one that it is to predict, so the loss says nothing of the model"
+        if self.about.huggingface and (zeroed := without_dropout(self.about.huggingface)):
+            note = "; ".join(
+                [*filter(None, [note]), f"without dropout: {', '.join(zeroed)} of the type's defaults set to 0"]
+            )
         return {"kernel": kernel, "transport": self.transport.name, "note": note}
 
     def mask_build_ms(self) -> float | None:

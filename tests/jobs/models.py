@@ -229,6 +229,17 @@ def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, 
     return found
 
 
+def each_gated(me: Rank, experiments: dict[str, dict[str, Any]]) -> dict[str, str | None]:
+    """What the gate says of each model by its name, or the refusal."""
+    found = {}
+    for name, experiment in experiments.items():
+        try:
+            found[name] = gated(me, experiment, [])[""]
+        except ValueError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 @contextmanager
 def _only_in_a_world(name: str, before: Any) -> Iterator[None]:
     """The reference on one device is without the fault."""

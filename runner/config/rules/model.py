@@ -23,6 +23,7 @@ from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plai
 SIZES = ("layers", "hidden", "mlp", "vocabulary")
 OPTIONS = tuple(each.name for each in fields(Model) if each.name not in ("own_masks", "huggingface"))
 OF_HF = ("config", "type")
+OF_LAYERS = ("scale", "softcap", "sinks", "v_head_dim")  # that model=hf has of its own
 BYTES = 256  # the smallest vocabulary of a text of bytes
 TIMED_BY = ("warmup", "adaptive", "simple", "profiler")
 
@@ -53,8 +54,13 @@ def model(cfg: DictConfig) -> Model | None:
         raise InvalidConfig(
             "model=hf: its layers have the masks of its configuration; use mask=none causal=true window=[-1,-1]"
         )
+    for key in OF_LAYERS:
+        if cfg[key]:
+            raise InvalidConfig(f"{key}={shown(cfg[key])} model=hf: is its configuration's; leave it out")
     path, kind = (given.pop(key) for key in OF_HF)
     sizes = {key: given[key] for key in huggingface.NAMES} | {key: cfg[key] for key in huggingface.HEADS}
+    if cfg.kv_heads is None:
+        sizes["kv_heads"] = cfg.heads
     return Model(name=name, own_masks=True, huggingface=huggingface.loaded(path, kind, sizes), **given)
 
 
@@ -143,8 +149,8 @@ def _check_call(run: Experiment, name: str) -> None:
         raise InvalidConfig(f"q_len={call.q_len} {name}: a model reads all tokens; use q_len=null")
     if call.seqlens is not None:
         raise InvalidConfig(
-            f"seqlens={shown(list(call.seqlens))} attention={run.variant} {name}: a model reads one sequence; use seqlens=null "
-            "and a variant that is not made for packed batches, or mask=documents"
+            f"seqlens={shown(list(call.seqlens))} attention={run.variant} {name}: a model reads one sequence; use seqlens=null, or "
+            "mask=documents"
         )
     try:
         config = run.model.config(call)

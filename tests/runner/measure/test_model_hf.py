@@ -1,15 +1,22 @@
 """model=hf: causal LMs of transformers through the program."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install -e '.[huggingface]'"
 )
 
+import attention  # noqa: E402
 from attention import masks  # noqa: E402
-from runner.config.values import InvalidConfig  # noqa: E402
+from attention.models import shard  # noqa: E402
+from runner.config.huggingface import without_dropout  # noqa: E402
+from runner.config.values import InvalidConfig, UnsupportedHere  # noqa: E402
+from runner.measure.huggingface import Decoder  # noqa: E402
 from tests.jobs import models  # noqa: E402
 from tests.jobs.huggingface import MODELS, SHAPE  # noqa: E402
 from tests.support.composing import resolved  # noqa: E402
@@ -24,7 +31,27 @@ SIZES = (
     "head_dim=8",
 )
 RUN = ("model=hf", "hardware=cpu", "world_size=2", "batch=2", "seq_len=64", "dtype=fp32")
-TYPES = {"llama": "llama", "gemma2": "gemma2", "gpt_oss": "gpt_oss", "deepseek_v3": "deepseek_v3"}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+PLAIN = (
+    "llama", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "glm4", "granite", "smollm3", "starcoder2", "cohere2", "gpt_neox",
+    "seed_oss", "phi",
+)  # fmt: skip
+# A configuration with these, beside SIZES
+TYPES = {
+    **{kind: {} for kind in PLAIN},
+    "mistral": {"sliding_window": 16},
+    "gemma2": MODELS["gemma2"][1],
+    "gemma3_text": MODELS["gemma3"][1],
+    "gpt_oss": MODELS["gpt_oss"][1],
+    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "deepseek_v2": MODELS["deepseek_v3"][1],
+    "deepseek_v3": MODELS["deepseek_v3"][1] | {"num_hidden_layers": 3},
+    "gpt2": {"n_inner": 48},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+OLD = transformers.__version__ < "5"
+NO_FP64 = {"deepseek_v3"} if OLD else set()  # its experts have none
 
 
 @pytest.fixture
@@ -32,20 +59,83 @@ def config(tmp_path):
     """The file of a tiny model by its type."""
 
     def written(kind, **more):
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(SHAPE | {"vocab_size": 256, "model_type": kind} | MODELS[kind][1] | more))
+        path = tmp_path / f"{kind}.json"
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+        path.write_text(json.dumps(SHAPE | tokens | {"vocab_size": 256, "model_type": kind} | TYPES[kind] | more))
         return f"model.config={path}"
 
     return written
 
 
+def without(kind):
+    """The dropouts that a type has by default, as 0."""
+    defaults = transformers.AutoConfig.for_model(kind).to_dict()
+    return {name: 0.0 for name, x in defaults.items() if x and ("dropout" in name or name.endswith("_pdrop"))}
+
+
+GATED = {"llama", "mistral", "mixtral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "opt", "gpt_neox"} - NO_FP64
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TYPES)
-def test_the_gate_passes_a_model_of_transformers(in_world, config, kind):
-    if kind == "deepseek_v3" and transformers.__version__ < "5":
-        pytest.skip("its experts have no fp64 before transformers 5")
-    spec = resolved(*RUN, config(kind), "attention=ring")
-    assert in_world(models.gated, 2, experiment=spec.plain(), faults=[]) == {"": None}
+def test_the_gate_passes_models_of_transformers(in_world, config):
+    specs = {kind: resolved(*RUN, config(kind, **without(kind)), "attention=ring").plain() for kind in sorted(GATED)}
+    assert in_world(models.each_gated, 2, experiments=specs) == dict.fromkeys(specs)
+
+
+def test_many_types_are_understood(config):
+    """Their layers attend as their configurations were read, else the forward would be refused."""
+    for kind in TYPES.keys() - GATED:
+        spec = resolved(*RUN, config(kind, **without(kind)), "attention=dense", "world_size=1")
+        fn = attention.make("dense")
+        decoder = Decoder(spec.model.huggingface, spec.model.config(spec.workload), fn, False, torch.float32)
+        assert decoder(shard(fn, torch.arange(64).view(1, 64))).isfinite().all(), kind
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_flops_are_those_that_a_forward_of_transformers_computes(config, kind):
+    call = resolved(*RUN, "world_size=1", config(kind, **without(kind)), "attention=dense")
+    found = call.model.config(call.workload)
+    model = Decoder(call.model.huggingface, found, attention.make("dense"), False, torch.float32).model
+    model.set_attn_implementation("eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products are not counted
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(torch.zeros(2, 64, dtype=torch.int64), use_cache=False)
+    assert counted.get_total_flops() == pytest.approx(found.under(masks.full()).flops(2, 64), rel=0.01)
+
+
+def test_a_window_without_layer_types_is_that_of_every_layer(config):
+    given = config("mistral"), "seq_len=256"
+    spec = resolved(*RUN, *given, "attention=ring")
+    assert spec.workload.window == (15, -1)
+    assert {kind.mask for kind in spec.model.config(spec.workload).kinds} == {masks.sliding_window(15)}
+    assert spec.workload.pairs == 16 * 256 - 15 * 16 // 2
+    with pytest.raises(InvalidConfig, match=r"model=hf: window=\(15, 0\): zigzag has no sliding window; ring"):
+        resolved(*RUN, *given, "attention=zigzag")
+    unused = resolved(*RUN, config("qwen2", sliding_window=16, use_sliding_window=False), "attention=zigzag")
+    assert unused.workload.window == (-1, -1)
+
+
+def test_a_layer_that_attends_otherwise_than_its_configuration_was_read_is_refused(config):
+    spec = resolved(*RUN, config("mistral"), "attention=dense", "world_size=1")
+    read = spec.model.config(spec.workload)
+    for wrong, what in (
+        (read.under(masks.causal()), r"window 15, .* read as -1"),
+        (replace(read, kinds=(replace(read.kind(0), softcap=3.0),)), "softcap None"),
+        (replace(read, kv_heads=8), r"heads \(8, 4\)"),
+    ):
+        fn = attention.make("dense")
+        decoder = Decoder(spec.model.huggingface, wrong, fn, False, torch.float32)
+        with pytest.raises(UnsupportedHere, match=f"model=hf: layer 0 attends with {what}"):
+            decoder(shard(fn, torch.zeros(2, 64, dtype=torch.int64)))
+
+
+def test_dropout_of_a_types_defaults_is_set_to_0_and_named(config):
+    spec = resolved(*RUN, "model.type=gpt2", *SIZES[:1], "attention=ring")
+    assert sorted(without_dropout(spec.model.huggingface)) == ["attn_pdrop", "embd_pdrop", "resid_pdrop"]
+    with pytest.raises(InvalidConfig, match=r"gpt2.json: \w+_pdrop=0.1: .*set it to 0 in the file"):
+        resolved(*RUN, config("gpt2"), "attention=ring")
+    assert resolved(*RUN, config("gpt_neox", classifier_dropout=0.1), "attention=ring").variant == "ring"
 
 
 @pytest.mark.slow
@@ -75,9 +165,13 @@ def test_sizes_and_masks_are_those_of_the_configuration(config):
         ([], "give one of them"),
         (["model.config=none.json"], "none.json: no configuration of a model"),
         (["model.type=lama"], "model.type=lama: no configuration of a model"),
-        (["model.type=mamba"], "has no 'num_attention_heads'"),
-        (["model.type=gpt2"], "dropout is not supported"),
+        (["model.type=mamba"], "model.type=mamba: .*conv1d is a Conv1d: only attention may mix tokens"),
+        (["model.type=bloom"], "model.type=bloom: BloomForCausalLM: the model does not use the attention interface"),
+        (["model.type=falcon"], "FalconForCausalLM: the model does not use the attention interface"),
+        (["model.type=llama4_text"], "layer_types has chunked_attention"),
+        (["model.type=gpt2", "model.mlp=64"], "model.mlp=64: GPT2Config has no intermediate_size"),
         (["model.type=llama", "mask=chunked", "attention=ring"], "the masks of its configuration"),
+        (["model.type=llama", "softcap=5"], "softcap=5.0 model=hf: is its configuration's; leave it out"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
