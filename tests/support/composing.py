@@ -20,7 +20,7 @@ PARSER = OverridesParser.create()
 
 
 OWN = {
-    group for group in GROUPS if group not in ("config", "experiment", "mask")
+    group for group in GROUPS if group not in ("config", "experiment", "mask", "model")
 }  # whose choices set no other group's keys
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from attention.variants.base import Variant
+from runner.config import models
 from runner.config.document_lengths import MEAN, real_lengths
 from runner.config.experiment import AttentionCall
 from runner.config.masks import NONE, NamedMask, named
@@ -37,8 +38,9 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
             )
     q_len = _queries(cfg, chosen)
     decode = q_len is not None
-    # a mask by name has packed documents of its own, so that all variants have the same work
-    packed = chosen is not None and chosen.packed and cfg.mask.name == NONE and cfg.chunk is None
+    # a mask by name has packed documents of its own, so that all variants have the same work; a model reads one sequence
+    one = cfg.mask.name != NONE or cfg.chunk is not None or cfg.model.name != models.NONE
+    packed = chosen is not None and chosen.packed and not one
     lengths = None if decode else _lengths(cfg, sizes, packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}

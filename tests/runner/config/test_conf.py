@@ -58,7 +58,7 @@ def test_every_file_of_every_group_is_a_choice():
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_makes_an_experiment(group, choice):
     here = f"+experiment={choice}" if group == "experiment" else f"{group}={choice}"
-    able = able_to(choice) if group == "config" else ["attention=ring"] if group in ("mask", "model") else []
+    able = able_to(choice) if group == "config" else ["attention=ring"] if group == "mask" else []
     able = [*able, "model.type=llama"] if choice == "hf" else able
     alone = choice == "grouped" and group == "attention"
     spec = resolved(here, *able, gpus=1 if alone else 2)
@@ -74,6 +74,20 @@ def test_every_choice_composes_and_makes_an_experiment(group, choice):
         "hardware": {"cpu": "cpu"}.get(choice, "cuda") == spec.device and choice,
     }
     assert chosen.get(group, choice) == choice.removesuffix("_best").removesuffix("_longnet")
+
+
+@pytest.mark.parametrize("model", groups()["model"])
+def test_every_model_has_a_default_variant_for_its_masks_that_another_choice_replaces(model):
+    kind = ["model.type=mistral"] if model == "hf" else []
+    for world in (1, 2, 4, 8):
+        assert resolved(f"model={model}", *kind, f"world_size={world}", gpus=8).variant != "auto"
+    assert composed(f"model={model}", "attention=ulysses").attention.name == "ulysses"
+
+
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.packed])
+def test_a_model_s_text_is_no_packed_batch(variant):
+    spec = resolved("model=decoder_tiny", f"attention={variant}", "hardware=cpu", "world_size=2")
+    assert (spec.variant, spec.workload.seqlens) == (variant, None)
 
 
 @pytest.mark.parametrize("name", [name for name, row in WORKLOADS.items() if row["category"] == "decode"])
