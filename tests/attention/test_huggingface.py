@@ -1,6 +1,7 @@
 """Models of transformers with sharded attention: loss and gradients, refusals, generation."""
 
 import sys
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,33 +12,67 @@ transformers = pytest.importorskip(
 
 from transformers import masking_utils  # noqa: E402
 
+from attention import masks  # noqa: E402
 from attention.huggingface import context_parallel  # noqa: E402
+from attention.masks.band import CAUSAL, Band  # noqa: E402
 from attention.masks.of_transformers import Asked, asked  # noqa: E402
+from attention.variants.registry import VARIANTS  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
 
-CAUSAL = [(name, {}) for name in ("zigzag", "zigzag_varlen", "stripe", "usp")]
-ANY = [
-    (name, {}) for name in ("ring", "ring_varlen", "ring_allgather", "llama3", "zigzag_llama3", "balanced", "ulysses")
-]
-ANY += [("usp", {"ring": "contiguous"})]
-EVERY = {"llama": ANY + CAUSAL, "gemma2": ANY}  # others: a variant of each executor
-SOME = [("ring", {}), ("zigzag_llama3", {}), ("ulysses", {})]
+WINDOWED = ("gemma2", "gemma3", "gpt_oss")  # layers of both kinds
+
+
+def able(kind, world, cu_seqlens=(0, 64)):
+    """Every variant, with its options, that does the masks of the model's layers over these sequences."""
+    bands = [CAUSAL, Band(6, 0)] if kind in WINDOWED else [CAUSAL]
+    found = []
+    for name, variant in VARIANTS.items():
+        for options in [{}, {"ring": "contiguous"}] if name == "usp" else [{}]:
+            given = {"tokens": cu_seqlens[-1], "mask": masks.causal()} if name == "balanced" else options
+            try:
+                for band in bands:
+                    variant.problem(cu_seqlens, world, band, given)
+            except ValueError:
+                continue
+            if not variant.decode and not variant.mixes:
+                found.append((name, options))
+    return found
+
+
+def cases(kind, world):
+    """Every variant on batches of rows; on packed documents every one that does them for llama, else two."""
+    packed = [
+        (*each, documents)
+        for documents, lengths in jobs.DOCUMENTS.items()
+        for each in able(kind, world, (0, *accumulate(lengths)))
+        if documents == "odd" or each not in able(kind, world, (0, *accumulate(jobs.DOCUMENTS["odd"])))
+    ]
+    return [(*each, None) for each in able(kind, world)] + (packed if (kind, world) == ("llama", 4) else packed[:2])
+
+
+def test_the_variants_that_are_tried_are_those_that_do_the_masks():
+    names = {name for name, _ in able("llama", 4)}
+    assert names == {name for name, v in VARIANTS.items() if not v.decode and not v.mixes} - {"grouped"}
+    assert {name for name, _ in able("gemma2", 2)} == {name for name in names if VARIANTS[name].windows}
+    assert len(cases("llama", 4)) > 2 * len(names)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", (4, 2))
 @pytest.mark.parametrize("kind", jobs.MODELS)
 def test_loss_logits_and_gradients_are_those_of_one_rank(in_world, kind, world):
-    cases = [(*each, None) for each in EVERY.get(kind, SOME)]
-    cases += [(*each, "odd") for each in (EVERY["gemma2"] if kind == "gemma2" else SOME[1:])]
-    if world == 2 and kind != "llama":  # the variants differ in a world of 4
-        cases = cases[:1]
-    if kind == "llama":
-        cases += [("dense", {}, None)] + [(*each, "even") for each in CAUSAL]
-    found = in_world(jobs.trained, 4, kind=kind, world=world, cases=cases)
-    for case, error in zip(cases, found, strict=True):
+    tried = cases(kind, world)
+    found = in_world(jobs.trained, 4, kind=kind, world=world, cases=tried)
+    for case, error in zip(tried, found, strict=True):
         assert not isinstance(error, str), (case, error)
         assert error < 5e-6, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", jobs.OTHERS)
+def test_heads_of_192_and_128_have_the_gradients_of_one_rank(in_world, kind):
+    (error,) = in_world(jobs.trained, 4, kind=kind, world=4, cases=[("zigzag", {}, None)])
+    assert not isinstance(error, str) and error < 5e-6, error
 
 
 @pytest.mark.slow

@@ -38,11 +38,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", WINDOWS | EXPERTS | {"num_local_experts": 4}),
     "deepseek_v3": ("DeepseekV3", LATENT | EXPERTS),
 }
+REAL_HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # the head dims of the published models
+    "deepseek_v3_192_128": ("DeepseekV3", LATENT | EXPERTS | REAL_HEADS),
+    "deepseek_v2_192_128": ("DeepseekV2", LATENT | EXPERTS | REAL_HEADS),
+}
 
 
 def model_of(kind: str, **options: Any) -> Any:
     """A causal LM in fp32, the same on every rank."""
-    name, own = MODELS[kind]
+    name, own = (MODELS | OTHERS)[kind]
     config = getattr(transformers, f"{name}{'Text' if kind == 'gemma3' else ''}Config")(**SHAPE | own | options)
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config)
@@ -85,12 +90,13 @@ def trained(me: Rank, kind: str, world: int, cases: list[tuple[str, dict[str, An
     ranks, or the refusal. Each group does some of the cases."""
     mine, every = me.rank // world, groups(me.world, world)
     found: list[Any] = [None] * len(cases)
+    model = model_of(kind)
     for number in range(mine, len(cases), len(every)):
         variant, options, documents = cases[number]
         if variant == "balanced":
             tokens = sum(DOCUMENTS[documents]) if documents else TOKENS
             options = {"tokens": tokens, "mask": attention.masks.causal()}
-        model = model_of(kind)
+        model.zero_grad()
         try:
             cp = context_parallel(model, variant, every[mine], **options)
             out = model(**cp.shard(**batch_of(documents)))
