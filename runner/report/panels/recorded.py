@@ -102,7 +102,9 @@ def chosen(runs: Sequence[Run], which: str, most: int, placed: bool) -> tuple[li
     if not recorded:
         return [], ""
     groups = by_workload(recorded)
-    largest = max(groups, key=lambda of: (of[0].seq_len or 0, of[0].world_size or 0, len({r.attention for r in of})))
+    several = [group for group in groups if len({run.attention for run in group}) > 1]
+    sizes, size = (several, "size of several variants") if several else (groups, "size")
+    largest = max(sizes, key=lambda of: (of[0].seq_len or 0, of[0].world_size or 0, len({r.attention for r in of})))
     varying = [key for key in WORKLOAD if len({getattr(run, key) for run in recorded}) > 1]
     where = ", ".join(f"{FACTS[key]} = {fact(largest[0], key) or 'none'}" for key in varying)
     named = labels(runs)
@@ -120,7 +122,7 @@ def chosen(runs: Sequence[Run], which: str, most: int, placed: bool) -> tuple[li
     rule = (
         f"the fastest run of each {each}" if len(fastest) <= most else f"the {most} fastest of {len(fastest)} {each}s"
     )
-    return found, f"{rule[0].upper()}{rule[1:]}{f' at the largest size ({where})' if len(groups) > 1 else ''}"
+    return found, f"{rule[0].upper()}{rule[1:]}{f' at the largest {size} ({where})' if len(groups) > 1 else ''}"
 
 
 def spent(shown: Shown) -> Rows:

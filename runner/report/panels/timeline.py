@@ -45,7 +45,10 @@ def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
     lanes = sorted({row["l"] for row in rows if "l" in row}, key=lambda name: (int(name.split()[1]), name))
     axis = alt.Axis(labelExpr=r"replace(datum.label, /^rank \d+ /, '')")
     x = alt.X(
-        "a:Q", title="ms since the iteration began", scale=alt.Scale(nice=False), axis=alt.Axis(labelOverlap=True)
+        "a:Q",
+        title="ms since the iteration began",
+        scale=alt.Scale(nice=False),
+        axis=alt.Axis(tickCount=10, labelOverlap=True),
     )
     y = alt.Y("l:N", title=None, scale=alt.Scale(domain=lanes), axis=axis)
     titles = {"l": "lane", "q": "pass", "g": "time of", "p": "phase", "s": "step"}

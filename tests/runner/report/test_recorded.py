@@ -119,6 +119,7 @@ def swept(tmp_path) -> list[Run]:
     for name, ms in (("ring", 3.0), ("zigzag", 2.0), ("ulysses", 2.5)):
         for length in (8192, 16384):
             with_phases(tmp_path, result(name, ms, seq_len=length, world_size=2))
+    with_phases(tmp_path, result("ring", 9.0, seq_len=32768, world_size=2))  # alone
     with_phases(tmp_path, result("ring", 2.2, seq_len=16384, world_size=2, options={"again": True}))
     return read([tmp_path])
 
@@ -128,12 +129,12 @@ def test_the_fastest_runs_of_the_largest_size_are_shown_and_the_rule_is_said(swe
     assert [(each.run.attention, each.run.seq_len) for each in found] == [
         ("zigzag", 16384), ("ring", 16384), ("ulysses", 16384), ("ring", 16384),
     ]  # fmt: skip
-    assert rule == "The fastest run of each setting at the largest size (S = 16,384)"
+    assert rule == "The fastest run of each setting at the largest size of several variants (S = 16,384)"
     found, rule = chosen(swept, "total", 3, placed=True)
     assert [(each.run.attention, each.run.ms("total")) for each in found] == [
         ("zigzag", 6.0), ("ring", pytest.approx(6.6)), ("ulysses", 7.5),
     ]  # fmt: skip
-    assert rule == "The fastest run of each variant at the largest size (S = 16,384)"
+    assert rule == "The fastest run of each variant at the largest size of several variants (S = 16,384)"
     found, rule = chosen(swept, "total", 2, placed=True)
     assert len(found) == 2 and rule.startswith("The 2 fastest of 3 variants")
 
