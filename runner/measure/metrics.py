@@ -85,7 +85,9 @@ def compute(
         passes[which] = {"bytes_received_by_rank": received}
         if ceilings:
             moved = max(sum(p.moved(r, x) for p in parts for x in PARTS[which]) for r in range(problem.ranks))
-            passes[which] |= _limit(sizes, which, max(by_rank), moved, _most(received), ceilings)
+            passes[which] |= {"memory_bytes": moved} | _limit(
+                sizes, which, max(by_rank), moved, _most(received), ceilings
+            )
     return at({**found, "passes": passes}, median_ms, experiment.world_size)
 
 

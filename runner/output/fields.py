@@ -234,6 +234,14 @@ class PassMetrics(Part):
     sol: float | None = None  # the limit's time over the measured time
     no_sol: str | None = None  # why there is no sol
     mfu: float | None = None  # of a model: its FLOP/s over the rate of a matrix product
+    memory_bytes: int | None = None  # the fewest that a rank's kernels move, of the rank with most
+    bytes_received_by_rank: list[dict[str, int]] | None = None  # None for an external package
+
+    @property
+    def received(self) -> int | None:
+        """Bytes of the rank that receives most."""
+        by_rank = self.bytes_received_by_rank
+        return max(sum(found.values()) for found in by_rank) if by_rank else None
 
 
 class Metrics(Part):

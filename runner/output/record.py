@@ -142,6 +142,17 @@ class Result:
         return max(rank.peak for rank in self.memory.by_rank) if self.memory and self.timing else None
 
     @property
+    def ceilings(self) -> dict[str, float]:
+        """The rates measured on this machine: `matmul_tflops`, `copy_gb_s` and, of several ranks, `link_gb_s`."""
+        found = (self.plain.get("environment") or {}).get("ceilings")
+        names = ("matmul_tflops", "copy_gb_s", "link_gb_s")
+        return (
+            {key: found[key] for key in names if isinstance(found.get(key), (int, float))}
+            if isinstance(found, dict)
+            else {}
+        )
+
+    @property
     def gain(self) -> tuple[float, float] | None:
         """Speedup and efficiency of the last pass against dense attention, or for several ranks against one device."""
         last = list(self.passes)[-1] if self.passes else ""

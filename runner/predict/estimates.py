@@ -19,7 +19,8 @@ from attention.variants.registry import VARIANTS
 from runner.config import resolve
 from runner.config.experiment import Experiment
 from runner.predict.topologies import Cluster
-from runner.predict.validation import PASSES, Kind, calibrated, called
+from runner.predict.validation import calibrated
+from runner.report.modelled import PASSES, Kind, called
 
 
 @dataclass(frozen=True)

@@ -10,106 +10,15 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
-from attention.autotune.choice import Candidate, Duration, Task
-from attention.autotune.hardware import Machine, ceilings
-from attention.autotune.model import estimate, task_of
-from attention.geometry.counts import Shapes
-from attention.measured import links, rates
-from attention.variants.registry import VARIANTS
+from attention.autotune.choice import Duration
+from runner.report.modelled import Kind, Point, points
 from runner.report.runs import Run
 
-PASSES = ("forward", "backward")
 LEAST = 3  # passes that make a factor
 STORED = Path(__file__).with_name("validated.json")
-
-
-def known(run: Run) -> bool:
-    """Whether the model describes the run: one of our variants under a band, on plain attention."""
-    if not (run.ok and run.attention in VARIANTS) or run.result.asked.model:
-        return False
-    return run.attention != "grouped" and run.result.asked.named_mask is None and run.features is None
-
-
-def task(run: Run) -> Task:
-    work = run.result.asked
-    assert work.batch and work.heads and work.head_dim and work.seq_len and run.world_size and work.window
-    shapes = Shapes(work.batch, work.heads, work.kv_heads or work.heads, work.head_dim, 4 if run.dtype == "fp32" else 2)
-    lengths = None if isinstance(work.seqlens, str) else work.seqlens
-    cu_seqlens = [0, work.seq_len] if not lengths else list(accumulate(lengths, initial=0))
-    backward = run.mode == "forward_backward"
-    return task_of(
-        cu_seqlens, run.world_size, shapes, bool(work.causal), work.window, bool(lengths), backward, work.q_len
-    )
-
-
-def machine(run: Run) -> Machine:
-    """That the run had; on a CPU with the ceilings that it measured. Results from before the option `replay` count as launched from
-    Python."""
-    kernel, transport = run.kernel or "", run.transport or "symm"
-    replayed = run.graphs is True
-    cpu = run.result.asked.device == "cpu"
-    measured = run.result.plain["environment"].get("ceilings") or {}
-    return Machine(
-        "" if cpu else run.gpu or "",
-        lambda masks: kernel,
-        (transport,),
-        rates.table(),
-        links.table(),
-        device="cpu" if cpu else "cuda",
-        ceilings=ceilings(measured, "cpu") if cpu and measured else None,
-        graphed=replayed or run.timing == "cudagraph",
-        replayed=replayed,
-        launch_replay=run.replay == "launches",
-    )
-
-
-Kind = tuple[str, str, str, str]  # device, kernel, pass, and what is called: dense, window, packed or decode
-
-
-@dataclass(frozen=True)
-class Point:
-    """One pass of a run, and what the model says of it without calibration."""
-
-    run: Run
-    which: str
-    model: Duration
-    measured: float  # ms
-
-    @property
-    def kind(self) -> Kind:
-        made = task(self.run)
-        return self.run.gpu or "cpu", self.run.kernel or "", self.which, called(made)
-
-    @property
-    def launch_bound(self) -> bool:
-        return self.model.cpu > self.model.gpu / 2
-
-
-def called(made: Task) -> str:
-    if made.decode:
-        return "decode"
-    return "packed" if made.packed else "window" if made.mask.windowed else "dense"
-
-
-def points(runs: Iterable[Run]) -> list[Point]:
-    """Of the runs that the model describes."""
-    found = []
-    for run in filter(known, runs):
-        name = run.attention or ""
-        try:
-            candidate = Candidate(name, VARIANTS[name].parse(run.options))
-            made = estimate(candidate, task(run), machine(run), run.kernel or "", run.transport or "symm")
-        except ValueError:  # options of an earlier version
-            continue
-        for which, model in zip(PASSES, made.both, strict=False):
-            ms = run.ms(which)
-            if ms:
-                found.append(Point(run, which, model, ms))
-    return found
 
 
 def factors(found: Iterable[Point]) -> dict[Kind, float]:

@@ -26,6 +26,7 @@ from runner.output.summary import escaped
 from runner.report import charts, page, parts, tables
 from runner.report.comparison import COMPARED, comparison_table
 from runner.report.headline import headline_table
+from runner.report.panels import panels
 from runner.report.runs import Run, read, where
 from runner.report.table import in_common
 
@@ -147,13 +148,11 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
     made."""
     if missing := charts.missing():
         raise ValueError(f"{missing}, or leave the picture out with --chart none")
-    from runner.report.drawing import draw
-
-    chart = draw(runs, options.which).get(options.chart)
-    if chart is None:
+    panel = next((panel for panel in panels(runs, options.which) if panel.name == options.chart), None)
+    if panel is None:
         raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
     path = _made(options.out or options.folders[0]) / f"{options.section}_{options.chart}.png"
-    _write_png(chart.to_dict(), path)
+    _write_png(panel.spec, path)
     title = f"{charts.KINDS[options.chart]}, {options.section.replace('_', ' ')}"
     return f"![{title}]({os.path.relpath(path, options.into.parent)})"
 

@@ -13,6 +13,13 @@ from runner.report.runs import FACTS, Run
 
 BEST = "**{}**"
 NOISY = "`!`: noisy, the interquartile range is above 5% of the median."
+# a fact in a sentence
+PHRASES = {
+    "model": "model {}", "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
+    "heads": "{} heads (query:KV)", "head_dim": "D = {}", "features": "{}", "mask": "{}", "pack": "a packed batch of {}", "dtype": "{}",
+    "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "replay": "replay={}",
+    "timing": "timing {}",
+}  # fmt: skip
 
 
 @dataclass
@@ -86,14 +93,8 @@ def differing(runs: Sequence[Run]) -> list[str]:
 def in_common(runs: Sequence[Run]) -> str:
     """The facts that all runs share, in a line."""
     shown = set(differing(runs))
-    phrases = {
-        "model": "model {}", "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
-        "heads": "{} heads (query:KV)", "head_dim": "D = {}", "features": "{}", "mask": "{}", "pack": "a packed batch of {}", "dtype": "{}",
-        "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "replay": "replay={}",
-        "timing": "timing {}",
-    }  # fmt: skip
     parts = [] if "attention" in shown else [f"attention {runs[0].attention}"]
-    for key, phrase in phrases.items():
+    for key, phrase in PHRASES.items():
         value = next((text for run in runs if (text := fact(run, key))), "")
         if key not in shown and value:
             parts.append(phrase.format(value))

@@ -67,10 +67,12 @@ function fitted(spec, width) {
   if (narrow) found.config.legend = { ...found.config.legend, orient: "bottom" };
   const fixed = (one) => typeof one.width === "object" || ["hconcat", "vconcat", "concat"].some((key) => key in one);
   if (spec.spec && spec.facet) {
-    const columns = narrow || "row" in spec.facet ? 1 : Math.min(3, Math.max(1, Math.floor((width - 190) / 330)));
+    const { beside, legend } = { beside: 95, legend: 190, ...spec.usermeta };
+    const room = width - (narrow ? 0 : legend);
+    const columns = narrow || "row" in spec.facet ? 1 : Math.min(3, Math.max(1, Math.floor(room / (beside + 235))));
     if (spec.columns || !("row" in spec.facet || "column" in spec.facet)) found.columns = columns;
     if (!fixed(spec.spec) && !("column" in spec.facet)) {
-      found.spec = { ...spec.spec, width: Math.max(180, (width - (narrow ? 0 : 190)) / columns - 95) };
+      found.spec = { ...spec.spec, width: Math.max(180, room / columns - beside) };
     }
   } else if (!fixed(spec)) {
     found.width = "container";
@@ -95,7 +97,7 @@ async function draw(place) {
 const charts = [...document.querySelectorAll(".chart[data-spec]")];
 for (const place of charts) {
   const spec = specs[place.dataset.spec];
-  if (spec.facet || spec.hconcat || spec.concat) place.closest("figure").classList.add("broad");
+  if (spec.facet || spec.hconcat || spec.concat || spec.usermeta?.broad) place.closest("figure").classList.add("broad");
 }
 const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting && !entry.target.dataset.drawn) draw(entry.target);

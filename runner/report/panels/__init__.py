@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runner.report.panels.panel import Panel
-from runner.report.runs import Run
+from runner.report.runs import BACK_TO_BACK, Run
 
 __all__ = ["Panel", "panels"]
 
-NOTES = {
-    "time": "Median of the slowest rank, and p10 to p90; lower is better.",
-    "tflops": "FLOPs of the pairs that the mask allows, over the median time; higher is better.",
-    "efficiency": "Speedup over the number of ranks; the dashed line is ideal.",
-}
-
 
 def panels(runs: Sequence[Run], which: str = "total") -> list[Panel]:
-    """The panels of these runs; empty where nothing was measured that a panel shows. A panel is a module with a function
-    `draw(runs, which) -> list[Panel]`, empty where the runs do not call for it."""
-    from runner.report.charts import KINDS
-    from runner.report.drawing import draw
-    from runner.report.panels import loss, memory, phases, timeline
+    """The panels of these runs; empty where nothing was measured that a panel shows, and of times back to back, which
+    have no samples. A panel is a module with a function `draw(runs, which) -> list[Panel]`, empty where the runs do not
+    call for it."""
+    from runner.report.panels import density, errors, kernels, loss, memory, phases, predicted, roofline, scaling, timeline, times
 
-    made = [Panel(kind, KINDS[kind], NOTES[kind], chart.to_dict()) for kind, chart in draw(runs, which).items()]
-    return made + [panel for module in (memory, loss, phases, timeline) for panel in module.draw(runs, which)]
+    if which == BACK_TO_BACK:
+        return []
+    modules = (times, scaling, kernels, density, roofline, predicted, memory, errors, loss, phases, timeline)
+    return [panel for module in modules for panel in module.draw(runs, which)]

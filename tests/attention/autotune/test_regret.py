@@ -13,8 +13,8 @@ from attention.autotune.hardware import Machine
 from attention.autotune.model import estimate
 from attention.measured import links, rates
 from attention.variants.registry import VARIANTS
-from runner.predict.validation import task
 from runner.report import runs
+from runner.report.modelled import task
 from runner.report.runs import Run
 
 RESULTS = Path(__file__).parents[3] / "results"

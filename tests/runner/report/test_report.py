@@ -362,12 +362,12 @@ def test_a_report_is_markdown_pictures_and_a_page_that_needs_no_network(tmp_path
     for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in folder.iterdir() if path.is_file()} == {
-        "report.md", "report.html", "time.png", "tflops.png", "memory.png",
+        "report.md", "report.html", "time.png", "tflops.png", "predicted.png", "memory.png",
     }  # fmt: skip
     page = (folder / "report.html").read_text()
     page = re.sub(r"<script( type=[^>]*)?>.*?</script>", "", page, flags=re.DOTALL)
     assert not re.search(r"<script|<link|<img|https?://|\*\*", page)
-    assert page.count('class="chart"') == 3 and "NVIDIA H200" in page and "rank 2 ran out of memory" in page
+    assert page.count('class="chart"') == 4 and "NVIDIA H200" in page and "rank 2 ran out of memory" in page
 
 
 @needs_charts
