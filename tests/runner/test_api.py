@@ -73,6 +73,7 @@ def test_runs_of_a_sweep_are_results_and_load_has_their_rows_and_samples(here):
     [
         (["attention=rong"], "attention=rong.*did you mean ring"),
         (["seq_len=many"], "seq_len=many"),
+        (["dry_run=true"], "dry_run=true: prints a plan; it is for the command line"),
         (["+experiment=nothing"], "experiment=nothing"),
         ("attention=ring", "give a list"),
     ],

@@ -14,7 +14,10 @@ import pandas as pd
 import pytest
 
 from runner.__main__ import exit_status
+from runner.config.values import UnsupportedHere
+from runner.measure import kernels
 from runner.output import results
+from tests.support.composing import resolved
 from tests.support.recorded import unnamed
 
 SMALL = [
@@ -158,6 +161,9 @@ def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_timi
     value = by_kernel["flash2"]
     assert value["status"] == "unsupported"
     assert "sdpa_flash" in value["reason"]
+    with pytest.raises(UnsupportedHere) as refused:  # as dry_run=true says it before
+        kernels.check(resolved(*SMALL, "kernel=flash2", "mode=forward"))
+    assert str(refused.value) == value["reason"]
     value = by_kernel["math"]
     assert value["status"] == "incorrect"
     assert value["timing"] is None
