@@ -16,7 +16,7 @@ from runner.report import charts
 from tests.runner.test_cli import environment, results_in
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README, READING = ((ROOT / name).read_text() for name in ("README.md", "docs/reading.md"))
 SWEEP = "-m attention=ring,zigzag,ulysses config=tiny seq_len=128 phases=false baseline=none hydra.sweep.dir=sweep"
 
 
@@ -46,6 +46,16 @@ def test_the_first_command_of_the_readme_is_a_checked_and_timed_run(tmp_path):
     assert (
         value["status"] == "ok" and value["correctness"]["passed"] and value["timing"]["passes"]["total"]["median"] > 0
     )
+    for words in (
+        "IQR",
+        "of limit",
+        "Phases of forward",
+        "exposed communication",
+        "skew between ranks",
+        "wait_kv",
+        "other",
+    ):
+        assert words in " ".join(shown.split()) and words in " ".join(READING.split()), words
 
 
 @pytest.mark.slow
