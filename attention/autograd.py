@@ -31,7 +31,7 @@ def attend(
     with torch.no_grad():
         out, lse, *_ = _forward(inputs, plan, strategy, False)
     # autograd forbids in-place changes to a view that was made under no_grad
-    return (out.data if out._is_view() and not out.is_inference() else out), lse
+    return (out.data if private.is_view(out) and not out.is_inference() else out), lse
 
 
 def wants_gradient(*inputs: Tensor | None) -> bool:

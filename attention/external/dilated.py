@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
-from attention.external.stand_ins import stand_ins
 from attention.geometry.mixtures import Mixture
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band
+from attention.runtime.private import stand_ins
 
 VERSION = "0.2.0"
 DIVISION = "x = x / x.sum(dim=(1, 2), keepdim=True)"

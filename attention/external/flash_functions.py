@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attention.external.stand_ins import stand_ins
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band
+from attention.runtime.private import stand_ins
 
 VERSION = "2.8.3"
 _serving: list[Kernel] = []
@@ -93,22 +92,6 @@ def instead_of_flash_attn(**others: dict[str, Any]) -> AbstractContextManager[No
     package = {"__version__": VERSION, "__path__": [], "flash_attn_func": _refuse}
     dotted = {name.replace("__", "."): contents for name, contents in others.items()}
     return stand_ins({"flash_attn": package, "flash_attn.flash_attn_interface": FUNCTIONS, **dotted})
-
-
-def let_gloo_send_to_itself(ring_comm: type) -> None:
-    """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL
-    supports and gloo does not; over gloo they are copied."""
-    commit = ring_comm.commit  # type: ignore[attr-defined]
-
-    def commit_or_copy(self: Any) -> None:
-        if self.world_size > 1 or dist.get_backend(self._process_group) != "gloo":
-            commit(self)
-            return
-        for send, receive in zip(self._ops[::2], self._ops[1::2], strict=True):
-            receive.tensor.copy_(send.tensor)
-        self._reqs = []
-
-    ring_comm.commit = commit_or_copy  # type: ignore[attr-defined]
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

@@ -15,11 +15,11 @@ from attention.executors.plan import Plan
 from attention.external.flash_functions import (
     instead_of_flash_attn,
     lengths,
-    let_gloo_send_to_itself,
     serve,
     serve_backward,
 )
 from attention.geometry.layouts import CuSeqlens
+from attention.runtime.private import let_gloo_send_to_itself
 from attention.runtime.uploads import uploaded
 
 FUNCTIONS = {

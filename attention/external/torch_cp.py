@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.executors.plan import Plan
-from attention.runtime.private import default_group, torch_cp
+from attention.runtime.private import default_group, torch_cp, torch_cp_load_balance
 
 BACKENDS = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 _open = ExitStack()
@@ -44,7 +44,7 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
 
 def _choose(causal: bool, rotate: str) -> None:
     """Sets the options, which are global, before every forward and every backward."""
-    torch_cp()._cp_options.enable_load_balance = causal  # zigzag shards, for a causal mask only
+    torch_cp_load_balance(causal)  # zigzag shards, for a causal mask only
     torch_cp().set_rotate_method(rotate)
 
 

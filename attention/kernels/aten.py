@@ -5,6 +5,7 @@ FlashAttention-2 kernels where the package flash-attn is not installed."""
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -249,11 +250,11 @@ class Flash2:
             "return_softmax": False,
         }
         if call.packed:
-            out, lse, *_ = package._flash_attn_varlen_forward(
+            out, lse, *_ = private.FLASH2.of(package).varlen_forward(
                 q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, **options
             )
         else:
-            out, lse, *_ = package._flash_attn_forward(q, k, v, **options)
+            out, lse, *_ = private.FLASH2.of(package).forward(q, k, v, **options)
         return settle((out, lse), into)
 
     def backward(
@@ -280,7 +281,10 @@ def flash_attn_interface() -> Any | None:
         from flash_attn import flash_attn_interface as package
     except ImportError:
         return None
-    return None if private.lacks(package, "_flash_attn_forward", "_flash_attn_varlen_forward") else package
+    wrong = private.FLASH2.wrong(package)
+    if wrong:
+        warnings.warn(wrong, stacklevel=2)
+    return None if wrong else package
 
 
 def _flash2_window(mask: Band) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.errors import UnsupportedCall
 from attention.kernels import cudnn_package
 from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.fit import fitted
@@ -19,6 +20,7 @@ from attention.kernels.tile_lists import most_at_once, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import rectangle, rectangles
+from attention.runtime.private import CUDNN_FLEX
 from attention.runtime.uploads import held
 from attention.tensors import result_like
 
@@ -54,9 +56,7 @@ class CudnnFlex:
         if q.numel() == 0 or k.numel() == 0:
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
             return settle((torch.zeros_like(result_like(q, v)), lse), into)
-        found = _functions()._flex_attention_forward(
-            q, k, v, mask_plan=_plan(q, k, v, call), softmax_scale=call.scale, return_lse=True
-        )
+        found = _functions().forward(q, k, v, mask_plan=_plan(q, k, v, call), softmax_scale=call.scale, return_lse=True)
         return settle((found["o_tensor"], found["lse_tensor"]), into)
 
     def backward(
@@ -76,7 +76,7 @@ class CudnnFlex:
             return settle((dq[0], dk[0], dv[0]), into)
         if q.numel() == 0 or k.numel() == 0:
             return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)
-        found = _functions()._flex_attention_backward(
+        found = _functions().backward(
             q,
             k,
             v,
@@ -91,7 +91,11 @@ class CudnnFlex:
 
 
 def _functions() -> Any:
-    return cudnn_package.function("cudnn_flex", "flex_attention.execution")
+    module = cudnn_package.function("cudnn_flex", "flex_attention.execution")
+    wrong = CUDNN_FLEX.wrong(module)
+    if wrong:
+        raise UnsupportedCall(wrong)
+    return CUDNN_FLEX.of(module)
 
 
 def _dense(call: Call, q: Tensor, k: Tensor) -> Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from attention.kernels.flash4 import pack_lengths
 from attention.kernels.flash4_package import dense_like, lse_like
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Band
-from attention.runtime.private import lacks
+from attention.runtime.private import FLASH3
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
 
@@ -45,7 +45,7 @@ class Flash3:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.numel() == 0 or k.numel() == 0:
             return settle((torch.zeros_like(q), lse_like(q).fill_(-torch.inf)), into)
-        out, lse, *_ = _functions()._flash_attn_forward(
+        out, lse, *_ = _functions().forward(
             q, k, v, **pack_lengths(call), softmax_scale=call.scale, causal=call.mask.causal, **window(call.mask)
         )
         mark_rows_without_keys(lse, q, k, call)
@@ -65,7 +65,7 @@ class Flash3:
         grads = into or (dense_like(q), dense_like(k), dense_like(v))
         if q.numel() == 0 or k.numel() == 0:
             return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
-        _functions()._flash_attn_backward(
+        _functions().backward(
             dout,
             q,
             k,
@@ -90,8 +90,8 @@ def interface() -> tuple[ModuleType | None, str]:
     for name in ("flash_attn_interface", "flash_attn_3.flash_attn_interface"):
         try:
             module = importlib.import_module(name)
-            missing = lacks(module, "_flash_attn_forward", "_flash_attn_backward")
-            return (None, f"{missing}: {INSTALL}") if missing else (module, "")
+            wrong = FLASH3.wrong(module)
+            return (None, f"{wrong}; {INSTALL}") if wrong else (module, "")
         except ModuleNotFoundError:
             continue
         except Exception as error:
@@ -104,8 +104,8 @@ def window(mask: Band) -> dict[str, int]:
     return {"window_size_left": mask.left, "window_size_right": mask.right}
 
 
-def _functions() -> ModuleType:
+def _functions() -> SimpleNamespace:
     module, reason = interface()
     if module is None:
         raise UnsupportedCall(f"kernel=flash3: {reason}")
-    return module
+    return FLASH3.of(module)

@@ -17,6 +17,7 @@ from attention.kernels.flash4_package import as_taken, dense_like, functions, in
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
+from attention.runtime.private import FLASH4
 from attention.tensors import result_like
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims whose backward was checked on sm90; at 80 dq is wrong (4.0.0b36)
@@ -70,7 +71,7 @@ class Flash4:
             self.forward(q[:, empty:], k, v, call, (out[:, empty:], lse[..., empty:]))
             return out, lse
         run = partial(
-            functions()._flash_attn_fwd,
+            FLASH4.of(functions()).forward,
             q,
             k,
             v,
@@ -109,7 +110,7 @@ class Flash4:
             self.backward(dout, below, k, v, out, lse[..., empty:], call, (dq[:, empty:], dk, dv))
             return dq, dk, dv
         run = partial(
-            functions()._flash_attn_bwd,
+            FLASH4.of(functions()).backward,
             q,
             k,
             v,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.runtime.flash4_launches import Launches
-from attention.runtime.private import FLASH4_VERSION
+from attention.runtime.private import FLASH4, FLASH4_VERSION
 
 INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
 
@@ -31,9 +31,11 @@ def interface() -> tuple[ModuleType | None, str]:
         return None, f"flash_attn does not import ({error}); {INSTALL}"
     _add_cutlass_to_path()
     try:
-        return importlib.import_module("flash_attn.cute.interface"), ""
+        module = importlib.import_module("flash_attn.cute.interface")
     except Exception as error:  # not only ImportError: its compiler has errors of its own
         return None, f"flash_attn.cute does not import ({type(error).__name__}: {error}); {INSTALL}"
+    wrong = FLASH4.wrong(module)
+    return (None, f"{wrong}; {INSTALL}") if wrong else (module, "")
 
 
 def functions() -> ModuleType:

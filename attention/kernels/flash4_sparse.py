@@ -31,6 +31,7 @@ from attention.kernels.tile_lists import (
 )
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import K0, K1
+from attention.runtime.private import FLASH4
 from attention.runtime.uploads import held, uploaded
 
 MOST_INTERVALS = 4  # each costs two loads a score
@@ -90,7 +91,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = Non
     extended = q if side.origin is None else _with_copies(q, side.origin)
     own = side.origin is None
     run = partial(
-        functions()._flash_attn_fwd,
+        FLASH4.of(functions()).forward,
         extended,
         k,
         v,
@@ -132,7 +133,7 @@ def backward(
     own = side.origin is None
     k_, v_ = (k, v) if side.origin is None else (_with_copies(x, side.origin) for x in (k, v))
     run = partial(
-        functions()._flash_attn_bwd,
+        FLASH4.of(functions()).backward,
         q,
         k_,
         v_,

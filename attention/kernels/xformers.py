@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType
@@ -141,15 +140,8 @@ def _without_a_partial_flash_attn() -> Iterator[None]:
     if not partial:
         yield
         return
-    before = sys.modules.get("flash_attn")
-    sys.modules["flash_attn"] = None  # type: ignore[assignment]  # find_spec then finds none
-    try:
+    with private.replaced_modules({"flash_attn": None}):  # find_spec then finds none
         yield
-    finally:
-        if before is None:
-            del sys.modules["flash_attn"]
-        else:
-            sys.modules["flash_attn"] = before
 
 
 def band_bias(mask: Band, sq: int, sk: int) -> tuple[str, tuple[int, ...]] | None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.runtime.launch_trace import Allocation, Launch, LaunchTrace, Layout, Place, Step, View, freeing
 from attention.runtime.private import triton_launches_watched
 from attention.runtime.strategy import Run
-from attention.runtime.submit import NO_POINTERS, Kept, Scope, recorded_by, submitting
+from attention.runtime.submit import NO_POINTERS, Kept, Scope, check_submitted, recorded_by, submitting
 
 aten = torch.ops.aten
 ALLOCATES = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
@@ -78,7 +78,7 @@ class LaunchRecorder(TorchDispatchMode):
             self.refuse("an address may lie in two inputs")
 
     def record(self, run: Run) -> tuple[Tensor, ...]:
-        with recorded_by(self), triton_launches_watched(self.refuse), self:
+        with recorded_by(self), triton_launches_watched(check_submitted, self.refuse), self:
             return run(*self.inputs)
 
     def refuse(self, why: str) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from attention.errors import UnsupportedCall
-from attention.runtime.submit import check_submitted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,6 +165,16 @@ sleep_cycles: Private[[int], None] = Private(
 
 # autograd, the compiler, the profiler
 
+# a context in which no dispatch mode sees an operator
+without_modes: Private[[], AbstractContextManager[Any]] = Private(
+    "torch.utils._python_dispatch._disable_current_modes",
+    lambda: nullcontext(),
+    "what is cached during a recording ends it",
+)
+is_view: Private[[torch.Tensor], bool] = Private(
+    "torch.Tensor._is_view", lambda x: True, "each result of a call without gradients is detached from its base"
+)
+
 
 def _transforms(active: Any) -> Callable[[], bool]:
     if not isinstance(forward_ad._current_level, int):
@@ -280,6 +290,15 @@ torch_cp: Private[[], Any] = Private(
     _module("context_parallel", "_cp_options", "set_rotate_method"),
 )
 
+
+def torch_cp_load_balance(balanced: bool) -> None:
+    """Whether PyTorch's ring attention expects zigzag shards: an option of the process."""
+    options = torch_cp()._cp_options
+    if not isinstance(getattr(options, "enable_load_balance", None), bool):
+        raise RuntimeError("_attention._cp_options has no enable_load_balance: use another variant than torch_cp")
+    options.enable_load_balance = balanced
+
+
 # Triton
 
 
@@ -320,17 +339,18 @@ def _triton_launched(launch: Any) -> None:
         name = launch.get()["name"]
     except (AttributeError, KeyError, TypeError):
         name = "of unknown name"
-    check_submitted(f"the Triton kernel {name}")
+    for check in _checks:
+        check(f"the Triton kernel {name}")
 
 
+_checks: set[Callable[[str], None]] = set()
 _watchers = 0
 _watching = threading.Lock()
 
 
 @contextmanager
-def triton_launches_watched(refuse: Callable[[str], None]) -> Iterator[None]:
-    """Within the context, a launch by Triton that bypasses `submit` ends this thread's recording. refuse: called if
-    launches can't be watched."""
+def triton_launches_watched(check: Callable[[str], None], refuse: Callable[[str], None]) -> Iterator[None]:
+    """Within the context, `check` is called with what Triton launches. refuse: called if launches can't be watched."""
     global _watchers
     hooks = [] if _without_triton() else _launch_hooks()
     if hooks is None:
@@ -340,6 +360,7 @@ def triton_launches_watched(refuse: Callable[[str], None]) -> Iterator[None]:
         return
     with _watching:
         _watchers += 1
+        _checks.add(check)
         hooks[0].add(_triton_launched)
     try:
         yield
@@ -347,6 +368,7 @@ def triton_launches_watched(refuse: Callable[[str], None]) -> Iterator[None]:
         with _watching:
             _watchers -= 1
             if not _watchers:
+                _checks.clear()
                 hooks[0].remove(_triton_launched)
 
 
@@ -379,7 +401,117 @@ triton_run: Private[[Any, Sequence[int], int], Prepared | None] = Private(
     _runner_of,
 )
 
-# FlashAttention-4 and xformers
+# modules of other packages
+
+
+@contextmanager
+def replaced_modules(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
+    """Within the context, importing one of the dotted names gives this module, or with None fails. A module is an attribute of
+    its package where both are given. Afterwards sys.modules is as before."""
+    for name, module in modules.items():
+        package, _, last = name.rpartition(".")
+        if modules.get(package) is not None:
+            setattr(modules[package], last, module)
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(cast(dict[str, ModuleType], modules))
+    try:
+        yield
+    finally:
+        for name in modules:
+            if name in before:
+                sys.modules[name] = before[name]
+            else:
+                del sys.modules[name]
+
+
+def stand_ins(contents: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[None]:
+    """Within the context, importing one of the dotted names gives a module with these contents."""
+    modules: dict[str, ModuleType | None] = {}
+    for name, names in contents.items():
+        modules[name] = module = ModuleType(name)
+        module.__dict__.update(names)
+    return replaced_modules(modules)
+
+
+def let_gloo_send_to_itself(ring_comm: type) -> None:
+    """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL
+    supports and gloo does not; over gloo they are copied. Without the attributes that this takes, a warning says that such a
+    rank waits forever."""
+    found: Any = ring_comm
+    source = inspect.getsource(found)
+    missing = [name for name in ("commit", "_process_group", "_ops", "_reqs", "world_size") if name not in source]
+    if missing:
+        instead = "over gloo a rank alone in its ring cannot send to itself"
+        warnings.warn(f"{ring_comm.__module__}.RingComm has no {missing[0]}: {instead}", stacklevel=2)
+        return
+    commit = found.commit
+
+    def commit_or_copy(self: Any) -> None:
+        if self.world_size > 1 or dist.get_backend(self._process_group) != "gloo":
+            commit(self)
+            return
+        for send, receive in zip(self._ops[::2], self._ops[1::2], strict=True):
+            receive.tensor.copy_(send.tensor)
+        self._reqs = []
+
+    found.commit = commit_or_copy
+
+
+class Functions:
+    """Private functions of a package. names: by the name that we use, its own name and the parameters that we give by keyword.
+    instead: what is done where they are others."""
+
+    def __init__(self, instead: str, **names: tuple[str, ...]):
+        self.instead, self.names = instead, names
+
+    def of(self, module: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{ours: getattr(module, name) for ours, (name, *_) in self.names.items()})
+
+    def wrong(self, module: Any) -> str | None:
+        """What is not as expected in the module and what is done instead, or None."""
+        return (_wrong if isinstance(module, ModuleType) else _wrong.__wrapped__)(self, module)
+
+
+@lru_cache(maxsize=64)
+def _wrong(functions: Functions, module: Any) -> str | None:
+    for name, *parameters in functions.names.values():
+        found = lacks(module, name)
+        if found is None:
+            taken = _parameters(getattr(module, name))
+            gone = [x for x in parameters if taken is not None and x not in taken]
+            found = f"{module.__name__}.{name} has no parameter {gone[0]}" if gone else None
+        if found:
+            return f"{found}: {functions.instead}"
+    return None
+
+
+def _parameters(function: Any) -> set[str] | None:
+    """The names of a function's parameters; None where any may be given, or the function does not tell."""
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    return None if any(x.kind is x.VAR_KEYWORD for x in found.values()) else set(found)
+
+
+_BAND = ("softmax_scale", "causal", "window_size_left", "window_size_right")
+_FLASH2 = (*_BAND, "dropout_p", "softcap", "alibi_slopes", "return_softmax")
+FLASH2 = Functions(
+    "PyTorch's own FlashAttention-2 is used instead",
+    forward=("_flash_attn_forward", *_FLASH2),
+    varlen_forward=("_flash_attn_varlen_forward", *_FLASH2),
+)
+FLASH3 = Functions(
+    "kernel=flash3 is refused",
+    forward=("_flash_attn_forward", *_BAND),
+    backward=("_flash_attn_backward", "dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"),
+)
+FLASH4 = Functions("kernel=flash4 is refused", forward=("_flash_attn_fwd",), backward=("_flash_attn_bwd",))
+CUDNN_FLEX = Functions(
+    "kernel=cudnn_flex is refused",
+    forward=("_flex_attention_forward", "mask_plan", "softmax_scale", "return_lse"),
+    backward=("_flex_attention_backward", "mask_plan", "softmax_scale", "deterministic"),
+)
 
 FLASH4_VERSION = "4.0.0b36"
 FLASH4_FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from attention.runtime import private
 
 R = TypeVar("R")
 Scope = Literal["stream", "any", "switch"]
@@ -104,7 +105,7 @@ def outside_recording() -> Iterator[None]:
         return
     before, _local.recorder = _local.recorder, None
     try:
-        with _disable_current_modes():
+        with private.without_modes():
             yield
     finally:
         _local.recorder = before

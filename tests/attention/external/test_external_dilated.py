@@ -8,9 +8,9 @@ import torch
 import attention
 from attention.errors import UnsupportedCall
 from attention.external import dilated
-from attention.external.stand_ins import stand_ins
 from attention.geometry.counts import head_pairs
 from attention.kernels import KERNELS
+from attention.runtime.private import stand_ins
 from attention.variants.registry import EXTERNAL, MIXTURES
 from runner.measure import metrics
 from tests.jobs import dilated as jobs

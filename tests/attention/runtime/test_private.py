@@ -274,7 +274,8 @@ def test_a_package_without_its_private_functions_is_named():
 
 LIBRARIES = re.compile(
     r"ctypes\.(CDLL|cdll|PyDLL)|torch\._C\b|compile_cache|launch_enter_hook|_get_default_group|_get_backend|__code__"
-    r"|experimental import _attention"
+    r"|experimental import _attention|_python_dispatch import (?!TorchDispatchMode$)|\._(flash|flex)_att|\._is_view|_cp_options"
+    r"|sys\.modules\[|modules\.(update|pop|setdefault)|\.commit = |\._(ops|reqs|process_group)\b"
 )
 HOME = {"cuda_driver.py", "private.py", "flash4_launches.py"}
 
@@ -289,3 +290,32 @@ def test_private_interfaces_and_libraries_are_used_in_one_place():
         if LIBRARIES.search(line)
     ]
     assert not found
+
+
+def test_a_packages_function_without_a_parameter_is_named_with_what_is_used_instead():
+    def forward(q, k, v, *, softmax_scale): ...
+
+    package = SimpleNamespace(__name__="flash", _fwd=forward)
+    assert private.Functions("none is used", forward=("_fwd", "softmax_scale")).wrong(package) is None
+    assert private.Functions("none is used", forward=("_fwd",)).of(package).forward is forward
+    wrong = private.Functions("none is used", forward=("_fwd", "causal")).wrong(package)
+    assert wrong == "flash._fwd has no parameter causal: none is used"
+
+
+class RingComm:
+    """Lacks what the patch takes."""
+
+    def commit(self): ...
+
+
+def test_a_ring_of_another_form_is_not_patched():
+    commit = RingComm.commit
+    with pytest.warns(UserWarning, match=r"RingComm has no _process_group: over gloo a rank alone"):
+        private.let_gloo_send_to_itself(RingComm)
+    assert RingComm.commit is commit
+
+
+def test_a_load_balance_option_that_is_gone_is_refused(monkeypatch):
+    monkeypatch.setattr(private, "torch_cp", lambda: SimpleNamespace(_cp_options=SimpleNamespace()))
+    with pytest.raises(RuntimeError, match="has no enable_load_balance: use another variant"):
+        private.torch_cp_load_balance(True)
