@@ -119,4 +119,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from tests.net import main as entry  # a world's ranks import the functions by the name of their module
+
+    sys.exit(entry())

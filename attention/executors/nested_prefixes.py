@@ -11,12 +11,11 @@ from attention.executors.plan import LocalCall, Plan
 from attention.geometry.options import GatherOptions, Options
 from attention.geometry.transfers import Intervals
 from attention.kernels import KERNELS, Shape
+from attention.kernels.interface import Pair
 from attention.tensors import put_, take
 
-Into = tuple[Tensor, Tensor]  # out and lse of all the rank's queries
 
-
-def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
+def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
     """All calls of a step, over disjoint queries; writes out and lse to `into`."""
     how = plan.options.grouping
     if how == "separate" or len(calls) < 2 or len({each.call.mask for each in calls}) > 1:
@@ -27,12 +26,12 @@ def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...
         _fused(q, keys, values, calls, plan, into)
 
 
-def _put(into: Into, rows: Intervals, out: Tensor, lse: Tensor) -> None:
+def _put(into: Pair, rows: Intervals, out: Tensor, lse: Tensor) -> None:
     put_(into[0], rows, out)
     put_(into[1], rows, lse, -1)
 
 
-def _separate(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
+def _separate(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
     for each in calls:
         qkv = (take(q, each.q), take(keys, each.k), take(values, each.k))
         if len(each.q) == 1:
@@ -41,7 +40,7 @@ def _separate(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, .
             _put(into, each.q, *plan.kernel.forward(*qkv, each.call))
 
 
-def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
+def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
     """One varlen call. A key is copied once for each chunk that sees it."""
     rows = tuple(interval for each in calls for interval in each.q)
     columns = tuple(interval for each in calls for interval in each.k)
@@ -62,7 +61,7 @@ def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...
     _put(into, rows, out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1))
 
 
-def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Into) -> None:
+def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
     from attention.kernels.triton_grouped import grouped_forward
 
     if q.dim() == 4:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.kernels.math import PLAIN
 from attention.masks.band import Band
 from attention.runtime import private
@@ -97,15 +97,7 @@ class SdpaFlash:
         return decompose.forward(_CpuRectangles(), q, k, v, call, into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if q.is_cuda:
             return flash2_backward(dout, q, k, v, out, lse, call, into)
@@ -258,15 +250,7 @@ class Flash2:
         return settle((out, lse), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         # the package's kernel is PyTorch's, whose signature changes less
         return flash2_backward(dout, q, k, v, out, lse, call, into)

@@ -13,7 +13,7 @@ from attention.kernels import cudnn_package
 from attention.kernels.aten import half_only, repeat_heads, sum_groups
 from attention.kernels.fit import fitted
 from attention.kernels.flash4_package import as_taken
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.kernels.tile_lists import TILE, by_queries, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
@@ -57,15 +57,7 @@ class CudnnBlockSparse:
         return settle((found["o_tensor"], found["lse_tensor"]), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if q.dim() == 3:
             dq, dk, dv = self.backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)

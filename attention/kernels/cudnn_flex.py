@@ -15,7 +15,7 @@ from attention.kernels import cudnn_package
 from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.fit import fitted
 from attention.kernels.flash4_package import as_taken
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.kernels.tile_lists import most_at_once, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
@@ -60,15 +60,7 @@ class CudnnFlex:
         return settle((found["o_tensor"], found["lse_tensor"]), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if call.packed or q.dim() == 3:
             batched = dout[None], q[None], k[None], v[None], out[None], lse[None]

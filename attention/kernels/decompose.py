@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.kernels.interface import Call, Pair, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Triple, settle
 from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
@@ -40,15 +40,7 @@ class Decomposed(Primitive):
         return forward(self, q, k, v, call, into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         return backward(self, dout, q, k, v, out, lse, call, into)
 

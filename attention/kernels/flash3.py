@@ -15,7 +15,7 @@ from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, mark_
 from attention.kernels.fit import fitted
 from attention.kernels.flash4 import pack_lengths
 from attention.kernels.flash4_package import dense_like, lse_like
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.runtime.private import FLASH3
 
@@ -52,15 +52,7 @@ class Flash3:
         return settle((out, lse), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         grads = into or (dense_like(q), dense_like(k), dense_like(v))
         if q.numel() == 0 or k.numel() == 0:

@@ -14,7 +14,7 @@ from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.fit import fitted
 from attention.kernels.flash4_mods import softcap_mods
 from attention.kernels.flash4_package import as_taken, dense_like, functions, interface, launches, lse_like, writable
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.runtime.private import FLASH4
@@ -87,15 +87,7 @@ class Flash4:
         return settle((result[0], result[1]), (out, lse))
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if call.pattern is not None:
             return flash4_sparse.backward(dout, q, k, v, out, lse, call, into)

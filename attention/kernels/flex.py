@@ -28,7 +28,7 @@ from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
 from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.kernels.tile_lists import TILE, Lists, by_queries, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
@@ -73,15 +73,7 @@ class Flex:
         return settle((_tokens_first(out, q), lse[0] if q.dim() == 3 else lse), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if q.numel() == 0 or k.numel() == 0:
             return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)

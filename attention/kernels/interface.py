@@ -18,6 +18,7 @@ from attention.runtime.uploads import uploaded
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+Into = Triple | None  # where a backward writes its gradients
 Grads = tuple[Tensor, ...]  # dq, dk, dv, and with sinks theirs
 
 
@@ -156,15 +157,7 @@ class Kernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair: ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple: ...
 
 

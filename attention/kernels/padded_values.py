@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 
@@ -47,15 +47,7 @@ class PaddedValues:
         return settle((_cut(out, v), lse), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         most = max(q.shape[-1], v.shape[-1])
         wide_dout, wide_q, wide_k, wide_v, wide_out = (_padded(x, most) for x in (dout, q, k, v, out))

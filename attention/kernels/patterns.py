@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
 from attention.geometry.transfers import joined
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, lacks, settle
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, lacks, settle
 from attention.masks.band import Band, Intervals
 from attention.masks.pattern import Entry, Pattern
 from attention.reduction.grad_sum import Sum
@@ -83,15 +83,7 @@ class ForPatterns:
         return settle(self._forward(q, k, v, call), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if call.pattern is None or self.why_rectangles(call) is None:
             return self.kernel.backward(dout, q, k, v, out, lse, call, into)

@@ -9,7 +9,7 @@ from attention.errors import UnsupportedCall
 from attention.kernels import decompose
 from attention.kernels.aten import HALF, flash2_backward
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple
 from attention.kernels.math import Math
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
@@ -40,15 +40,7 @@ class TritonFlash:
         return flash_forward(q, k, v, call.scale, call.mask.causal, into=into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if q.is_cuda and q.dtype in HALF:
             return flash2_backward(dout, q, k, v, out, lse, call, into)

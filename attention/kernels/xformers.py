@@ -25,7 +25,7 @@ from attention.kernels.aten import (
     sum_groups,
 )
 from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.runtime import private
 from attention.runtime.uploads import held
@@ -67,15 +67,7 @@ class Xformers:
         return settle((out, lse), into)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Triple | None = None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if call.deterministic:
             raise UnsupportedCall(f"kernel=xformers: deterministic=True: {self.any_order}")

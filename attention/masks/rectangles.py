@@ -64,16 +64,6 @@ def _trimmed(q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Col
     return found if kept.all() else found[kept]
 
 
-def clipped(x: Rectangles, q: Interval, k: Interval) -> Rectangles:
-    """What lies within queries `q` and keys `k`."""
-    x = x.copy()
-    np.maximum(x[:, Q0], q[0], out=x[:, Q0])
-    np.minimum(x[:, Q1], q[1], out=x[:, Q1])
-    np.maximum(x[:, K0], k[0], out=x[:, K0])
-    np.minimum(x[:, K1], k[1], out=x[:, K1])
-    return trimmed(x[(x[:, Q0] < x[:, Q1]) & (x[:, K0] < x[:, K1])])
-
-
 def pairs(x: Rectangles) -> NDArray[np.int64]:
     """The (query, key) pairs of each rectangle `[n]`."""
     found: NDArray[np.int64] = (x[:, Q1] - x[:, Q0]) * (x[:, K1] - x[:, K0])

@@ -40,11 +40,6 @@ class WorldSpec:
         """From JSON."""
         return WorldSpec(**plain | {"env": tuple((name, value) for name, value in plain["env"])})
 
-    @property
-    def own_ranks(self) -> range:
-        """The ranks that the program starts itself."""
-        return range(self.world_size // self.agents)
-
 
 @dataclass(frozen=True)
 class WorldFiles:

@@ -4,7 +4,7 @@ process of a launched world. SPEC is a `WorldSpec` as JSON, with `store` (HOST, 
 process serves it: the store through which the ranks find each other), `agent`, this process's number, and `first_local`,
 the number of its first rank on the node.
 
-Ranks are forked from a server that has imported what they need (runner.launch.preload). They are not forked from this
+Ranks are forked from a server that has imported what they need (runner.preload). They are not forked from this
 process, for two reasons. The elastic launch has threads, and a lock that a thread holds at the fork is never released
 in the child: about one in thirty worlds of eight ranks hung in getaddrinfo. And the elastic launch asks the driver for
 GPUs, after which a forked process cannot use them. For ranks on a CPU the server is a fork of this process, so that a
@@ -12,6 +12,7 @@ world imports torch once. For ranks on GPUs it is a new process, which imports w
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from typing import Any
 from runner.launch.endpoint import wait_limit
 from runner.launch.processes import die_with_parent
 
+PRELOAD = "runner.preload"  # by name: it imports what stands above this package
 BACKEND = "runner"  # the name that our rendezvous has in the elastic launch
 
 
@@ -35,11 +37,11 @@ def _serve_forks(folder: Path, device: str) -> None:
     import everything again. Call it before this process has other threads: a lock that one holds would stay locked in
     the fork."""
     if device == "cuda":
-        set_forkserver_preload(["runner.launch.preload"])
+        set_forkserver_preload([PRELOAD])
         with _socket_in(folder):
             forkserver.ensure_running()
         return
-    import runner.launch.preload  # noqa: F401
+    importlib.import_module(PRELOAD)
 
     agent, usual = os.getpid(), util.spawnv_passfds
 
