@@ -199,7 +199,7 @@ class _Total:
         self.like, self.plan, self.parts, self.of_keys = like, plan, parts, of_keys
         self.copies = plan.options.copies
         self.how = plan.meetings[of_keys]
-        self.wide = self.how.most > 2 and accumulation_dtype(like.dtype) != like.dtype
+        self.wide = plan.accumulates(of_keys, like.dtype)
         dtype = accumulation_dtype(like.dtype) if self.wide else like.dtype
         self.total = self.scratch(name, dtype) if self.wide else like.new_empty(like.shape)
         self.cleared = self.copies or not self.how.covered or not all(map(_computes, parts))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.dtypes import accumulation_dtype
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard
@@ -112,10 +113,20 @@ class Plan:
         found = components(problem, self.heads, self.kv_heads)
         return {keys: meeting(found, keys, self.kv_heads if keys else self.heads, tokens) for keys in (False, True)}
 
-    @property
-    def note(self) -> str | None:
-        """What a result should say of how the problem was divided, or None."""
-        return self.problem.schedule.note
+    def accumulates(self, keys: bool, dtype: torch.dtype) -> bool:
+        """Whether a mixture's results, over KV heads or over query heads, are summed in another dtype than theirs."""
+        return self.meetings[keys].most > 2 and accumulation_dtype(dtype) != dtype
+
+    def note(self, dtype: torch.dtype) -> str | None:
+        """What a result should say of how the problem was divided, and of options that did nothing for inputs of this dtype; or
+        None."""
+        found = [self.problem.schedule.note]
+        pools = getattr(self.options, "memory_pool", False)
+        if pools and not (self.options.copies or any(self.accumulates(keys, dtype) for keys in (False, True))):
+            found.append(
+                "memory_pool=true keeps nothing: only copies, and three or more pairs that meet in bf16 or fp16, need buffers"
+            )
+        return "; ".join(filter(None, found)) or None
 
     def rank_at(self, place: int) -> int:
         """The rank that this rank reaches at a place of the schedule."""

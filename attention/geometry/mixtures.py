@@ -57,11 +57,14 @@ class Component:
 @dataclass(frozen=True)
 class Mixture(Schedule):
     """A schedule without steps of its own: its components have them. `sequences`: the cumulative lengths without padding.
-    `pairs`: segment lengths with their rates."""
+    `pairs`: segment lengths with their rates. `asked`: the same before segments longer than any sequence were cut to it.
+    `by_default`: nobody named the pairs."""
 
     sequences: CuSeqlens
     pairs: tuple[tuple[int, int], ...]
     mixing: str
+    asked: tuple[tuple[int, int], ...] = ()
+    by_default: bool = False
 
     def count(self, problem: Problem) -> int:
         return 0
@@ -85,13 +88,28 @@ class Mixture(Schedule):
 
     @property
     def note(self) -> str | None:
-        """Which segments are shorter than the others of their pair."""
+        """The pairs where nobody named them, which segments were cut to the sequence, and which are shorter than the others of
+        their pair."""
         found = []
+        if self.by_default:
+            segments, rates = map(_listed, zip(*self.asked, strict=True))
+            found.append(f"segments=null are {segments} with rates {rates}")
+        if cut := sorted({a for (a, _), (b, _) in zip(self.asked, self.pairs, strict=False) if a > b}):
+            found.append(
+                f"no sequence is longer than {max(dict(self.pairs))} tokens, so segments of {_listed(cut)} are as long"
+            )
+        short = []
         for segment in dict(self.pairs):
-            short = [length % segment for a, b in pairwise(self.sequences) if (length := b - a) > segment]
-            if any(short):
-                found.append(f"{segment} (to {min(filter(None, short))} tokens)")
-        return f"the last segment of a sequence is shorter: of {', '.join(found)}" if found else None
+            lengths = [length % segment for a, b in pairwise(self.sequences) if (length := b - a) > segment]
+            if any(lengths):
+                short.append(f"{segment} (to {min(filter(None, lengths))} tokens)")
+        if short:
+            found.append(f"the last segment of a sequence is shorter: of {', '.join(short)}")
+        return "; ".join(found) or None
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def components(problem: Problem, heads: int, kv_heads: int) -> tuple[Component, ...]:

@@ -181,7 +181,8 @@ def mixture_problem(
     border.check(cu_seqlens, world)
     longest = max(b - a for a, b in pairwise(sequences))
     within = tuple((min(segment, max(longest, 1)), rate) for segment, rate in pairs)
-    return Problem(cu_seqlens, world, found, border, border, Mixture(sequences, within, options.mixing))
+    mixture = Mixture(sequences, within, options.mixing, pairs, options.segments is None)
+    return Problem(cu_seqlens, world, found, border, border, mixture)
 
 
 def _within(mask: Band | Mask, cu_seqlens: CuSeqlens) -> tuple[CuSeqlens, Band | Mask]:

@@ -40,6 +40,7 @@ EXAMPLES = {
 # keys that a user may expect, and why there are none
 LEFT_OUT = {
     "dropout": "not supported by any variant; leave it out",
+    "feature": "is a switch of dilated attention; give attention.pattern_cache=true,false or attention.memory_pool=true,false, as +experiment=dilated_features does",
     "graphs": "is now replay; give replay=graphs for graphs=true, replay=none for false, replay=auto for auto",
 }
 MOST_CHARACTERS = 10_000  # of an override
@@ -267,7 +268,7 @@ def _unknown(name: str, cfg: Any, paths: list[str], known: Iterable[str]) -> str
             )
     if name in LEFT_OUT:
         return f"{name}: {LEFT_OUT[name]}"
-    keys = [*paths, *known]
+    keys = list(dict.fromkeys([*paths, *known]))
     if difflib.get_close_matches(shown(name), keys, cutoff=0.5):
         return f"{shown(name)}: not a key; {nearest(shown(name), keys)}"
     close = ", ".join(difflib.get_close_matches(shown(name), keys, cutoff=0.0))

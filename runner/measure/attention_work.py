@@ -242,12 +242,11 @@ class AttentionWork:
     def report(self) -> dict[str, Any]:
         """kernel, transport and a note on them; with kernel=auto why preferred kernels were passed over."""
         kernel, chosen = self.plan.kernel.name, self.fn.variant
-        notes = [self.transport.note, *(getattr(about, "note", None) for about in (self.plan.kernel, self.plan))]
+        own = chosen.served(kernel) if isinstance(chosen, External) else getattr(self.plan.kernel, "note", None)
+        notes = [None if isinstance(chosen, External) else self.transport.note, own, self.plan.note(self.q.dtype)]
         found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name}
         found["note"] = "; ".join(filter(None, notes)) or None
-        if isinstance(chosen, External):
-            found["note"] = chosen.served(kernel)
-        elif self.experiment.kernel == "auto":
+        if not isinstance(chosen, External) and self.experiment.kernel == "auto":
             shape = Shape.of(self.q, self.k, self.v, self.backward, self.spec.softcap is not None)
             if self.plan.problem.is_cut:  # into packed calls
                 shape = replace(shape, packed=True)

@@ -174,12 +174,33 @@ def test_the_default_dilates_and_has_all_tokens_in_long_sequences():
     assert fn.options.pairs(65536) == ((2048, 1), (4096, 2), (8192, 4), (65536, 8))
 
 
-def test_a_shorter_last_segment_is_noted():
-    def note(tokens):
-        return MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, {"segments": [8, 32], "rates": [1, 2]}).schedule.note
+def test_what_was_made_of_segments_is_noted():
+    def note(tokens, **given):
+        return MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, given).schedule.note
 
-    assert note(64) is None and note(4) is None
-    assert note(20) == "the last segment of a sequence is shorter: of 8 (to 4 tokens)"
+    pairs = {"segments": [8, 32], "rates": [1, 2]}
+    assert note(64, **pairs) is None
+    assert note(20, **pairs) == (
+        "no sequence is longer than 20 tokens, so segments of 32 are as long; "
+        "the last segment of a sequence is shorter: of 8 (to 4 tokens)"
+    )
+    assert note(4, **pairs) == "no sequence is longer than 4 tokens, so segments of 8, 32 are as long"
+    assert note(4096) == "segments=null are 1024, 2048, 4096 with rates 1, 2, 4"
+    assert note(65536) == "segments=null are 2048, 4096, 8192, 65536 with rates 1, 2, 4, 8"
+    assert note(512).endswith(
+        "rates 1, 2, 4; no sequence is longer than 512 tokens, so segments of 1024, 2048, 4096 are as long"
+    )
+
+
+@pytest.mark.parametrize("name", ["dilated", "dilated_improved"])
+@pytest.mark.parametrize("mixing", ["head_groups", "longnet"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_memory_pool_that_keeps_nothing_is_noted(name, mixing, dtype):
+    fn = attention.make(name, segments=SEGMENTS, rates=RATES, mixing=mixing, memory_pool=True)
+    q, k, v = (torch.randn(1, 64, 4, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    fn(q, k, v).sum().backward()
+    plan = fn.plan(q, k, v)
+    assert ("memory_pool=true keeps nothing" in (plan.note(dtype) or "")) == (not plan.pool)
 
 
 OPTIONS = {"segments": [8, 16], "rates": [1, 2]}

@@ -37,6 +37,8 @@ def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeyp
     value = app.run(configured(f"+experiment={name}", *TINY, *RUNS[name], *world), tmp_path, seed=1)
     assert value["status"] == "ok", value["reason"]
     assert value["correctness"]["passed"]
+    if name == "dilated_features":
+        assert "memory_pool=true keeps nothing" in value["chosen"]["note"]
     if name == "tree_profile":
         text = (tmp_path / "phases.csv").read_text()
         assert all(f",comm_{what}," in text for what in ("max_lse", "sum_den", "sum_num")), text[:300]

@@ -16,6 +16,8 @@ from tests.support.composing import python
 BAD = [
     (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
     (["graphs=true"], "graphs: is now replay; give replay=graphs for graphs=true, replay=none for false"),
+    (["feature=pattern_cache"], "feature: is a switch", "attention.pattern_cache=true,false", "+experiment=dilated_features"),
+    (["kernl.x=1"], "did you mean kernel?"),
     (["dropout=0.1"], "dropout: not supported"),
     (["trnsport=nccl"], "trnsport: not a key; did you mean transport?"),
     (["frobnicate=1"], "frobnicate: not a key; the nearest are category, scale, batch", "python -m runner --help lists all"),
