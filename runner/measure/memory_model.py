@@ -62,12 +62,12 @@ def _of_model(spec: Experiment, kernel: str) -> int:
     beside = _peak(spec, kernel, spec.backward) if is_known(spec) else 0  # a lower bound elsewhere
     heads = config.heads * config.head_dim, config.key_heads * config.head_dim
     values, keys_values = config.heads * config.value_dim, config.key_heads * config.value_dim
-    if not spec.backward:
-        layer = (
-            rows * e * max(2 * config.hidden + 4 * config.mlp_dim, 3 * config.hidden + sum(heads) + keys_values)
-            + beside
-        )
-        return parameters + text + max(layer, rows * e * (config.hidden + config.vocabulary))
+    if not spec.backward:  # a layer's input and the encoder's output, beside what attention or the MLP holds at once
+        held = config.hidden * (2 if config.encoder_layers else 1)
+        attended = rows * e * (held + config.hidden + sum(heads) + keys_values) + beside
+        late = heads[1] + keys_values if spec.world_size > 1 else 0  # KV whose transfer to others has not ended yet
+        mlp = rows * e * (held + 3 * config.hidden + 3 * config.mlp_dim + late)
+        return parameters + text + max(attended, mlp, rows * e * (config.hidden + config.vocabulary))
     attended = (
         sum(heads) + keys_values + values
     ) * e + 4 * config.head_dim * wide  # the last: sines of the rotary embedding
