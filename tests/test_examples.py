@@ -10,7 +10,11 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
 from conftest import ROOT
+
+import attention
+from examples.inner_attention import InnerAttention
 
 
 def run(*command):
@@ -121,5 +125,21 @@ def test_fsdp_has_the_same_loss_with_context_parallel_ranks_as_with_data_paralle
 
 
 @pytest.mark.slow
-def test_an_inner_attention_has_the_out_and_gradients_of_one_rank(printed):
-    assert max(numbers(r"(\d\.\de-\d+)", printed["inner attention"])) < 2e-6
+def test_an_inner_attention_has_the_out_and_gradients_of_one_rank_also_on_packed_documents(printed):
+    found = re.findall(r"2 ranks, (\w+): .* (\d\.\de-\d+), .* (\d\.\de-\d+)", printed["inner attention"])
+    assert [name for name, *_ in found] == ["batch", "packed"]
+    assert max(float(x) for _, *errors in found for x in errors) < 2e-6
+
+
+def test_an_inner_attention_refuses_what_does_not_go_together():
+    inner = InnerAttention(attention.make("dense"))
+    q, k = torch.zeros(1, 8, 4, 16), torch.zeros(1, 8, 2, 16)
+    assert inner(q, k, k, enable_gqa=True).shape == q.shape
+    for given, message in (
+        ((q, k, k), "4 heads of q, 2 of k: give enable_gqa=True"),
+        ((q[0], q[0], q[0]), r"\[T, H, D\] needs them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inner(*given)
+    with pytest.raises(ValueError, match="attention_masks is a Tensor"):
+        inner(q, q, q, attention_masks=q)
