@@ -24,6 +24,8 @@ COUNTERS = {  # our name: ncu's name, and bytes per unit
     "memory_written_bytes": ("dram__bytes_write.sum", 1),
     "l2_read_bytes": ("lts__t_sectors_op_read.sum", SECTOR),
     "l2_written_bytes": ("lts__t_sectors_op_write.sum", SECTOR),
+    "l2_hit_bytes": ("lts__t_sectors_lookup_hit.sum", SECTOR),  # over hits and misses: the hit rate
+    "l2_missed_bytes": ("lts__t_sectors_lookup_miss.sum", SECTOR),
 }
 PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 OPTIONS = "--profile-from-start off --csv --print-units base --metrics"

@@ -8,7 +8,7 @@ HEADER = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Va
 
 
 def lines(*kernels):
-    """A kernel's lines as ncu prints them: reads from memory, writes, and sectors read and written in L2."""
+    """A kernel's lines as ncu prints them: reads from memory, writes, and sectors read, written, hit and missed in L2."""
     found = ["==PROF== Connected to process 636 (/usr/bin/python3.12)", HEADER]
     for number, (name, *values) in enumerate(kernels):
         for (metric, _), value in zip(ncu.COUNTERS.values(), values, strict=True):
@@ -18,16 +18,17 @@ def lines(*kernels):
 
 def test_kernels_belong_to_the_pass_that_was_marked_before_them():
     text = lines(
-        ("spin_kernel(long)", 9, 9, 9, 9),
-        ("flash", 1000, 20, 3, 4),
-        ("spin_kernel(long)", 9, 9, 9, 9),
-        ("back, one", 5000, 60, 7, 8),
-        ("back, two", 1, 2, 3, 4),
+        ("spin_kernel(long)", 9, 9, 9, 9, 9, 9),
+        ("flash", 1000, 20, 3, 4, 5, 6),
+        ("spin_kernel(long)", 9, 9, 9, 9, 9, 9),
+        ("back, one", 5000, 60, 7, 8, 9, 1),
+        ("back, two", 1, 2, 3, 4, 5, 6),
     )
     found = ncu.parse(text, "forward_backward")
     assert list(found) == ["forward", "backward"]
     assert {k: v for k, v in found["forward"].items() if k != "kernels"} == {
         "memory_read_bytes": 1000, "memory_written_bytes": 20, "l2_read_bytes": 96, "l2_written_bytes": 128,
+        "l2_hit_bytes": 160, "l2_missed_bytes": 192,
     }  # fmt: skip
     assert found["backward"]["memory_read_bytes"] == 5001
     assert [x["kernel"] for x in found["backward"]["kernels"]] == ["back, one", "back, two"]
