@@ -1,15 +1,15 @@
-"""The agreement: when a rank makes a plan, it compares what it asks for with what all other ranks ask for, before they
-communicate. Ranks that disagree all raise the same error, which names the field, its values and their ranks.
+"""The agreement: when a rank makes a plan, the ranks compare their descriptions of it before they communicate. If they
+disagree, all of them raise the same error, which names the field, its values and their ranks.
 
-The plans made over one process group are numbered in the order in which they are made, whatever function they are of:
-ranks must call the functions over a group in the same order anyway. A rank that makes plan n writes its description
-to the group's store and is counted. The last rank compares all descriptions and writes the verdict, which all
-others await. Besides one description per rank, only the last verdict stays in the store, so a training that makes a plan at
-every step does not fill it. No GPU and no transport takes part.
+The plans over one process group are numbered in the order in which they are made, by whatever function: ranks must call
+the functions over a group in the same order anyway. For plan n, each rank writes its description to the group's store
+and increments a counter. The last rank compares all descriptions and writes the verdict, which the other ranks await.
+Only one description per rank and the last verdict stay in the store, so a training that makes a plan at every step does
+not fill it. No GPU and no transport is involved.
 
-A rank waits for a limited time. Then it writes the verdict itself: who did not come, and what the others asked for.
-`python -m benchmarks.agreement` measures the cost. On one host with two busy cores, the median is 0.3 ms for 2 ranks, and 0.9 ms for
-4 ranks, which share the cores. Besides, a rank waits for the slowest rank's plan."""
+A rank waits for a limited time. Then it writes the verdict itself: the ranks that did not arrive, and the descriptions
+of the others. `python -m benchmarks.agreement` measures the cost. On one host with two busy cores, the median is 0.3 ms
+for 2 ranks, and 0.9 ms for 4 ranks, which share the cores. In addition, a rank waits for the slowest rank's plan."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from attention.runtime import private
 
 TIMEOUT_S = 300.0  # a rank may be late for good reasons: it compiles, or loads a checkpoint
-REFUSAL_S = 1.0  # how long a rank that refused its call may take to make another, correct one
+REFUSAL_S = 1.0  # time for a rank whose call raised an error to make another, correct call
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 1e-4, 0.1
-MOST_RANKS = 8  # that a message lists
+MOST_RANKS = 8  # listed in a message
 MOST_TEXT = 500  # characters of another rank's error
 
 Asked = Mapping[str, str]
@@ -38,7 +38,7 @@ class Disagreement(ValueError):
 
 
 def seconds(agreement: Any) -> float:
-    """How long a rank waits for the others, by the option `agreement` of `make`; 0: ranks are not compared. Raises
+    """The seconds that a rank waits for the others, from the option `agreement` of `make`; 0: no comparison. Raises
     ValueError."""
     if isinstance(agreement, bool):
         return TIMEOUT_S if agreement else 0.0
@@ -49,8 +49,8 @@ def seconds(agreement: Any) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the ranks agreed on one plan. message: why they did not, or empty. without: ranks that were not waited for; these
-    take part in the next plan instead."""
+    """The outcome for one plan. message: why the ranks do not agree, or empty. without: ranks that the others gave up waiting
+    for; these take part in the next plan instead."""
 
     message: str = ""
     without: Sequence[int] = ()
@@ -58,8 +58,8 @@ class Verdict:
 
 @dataclass
 class Rounds:
-    """This rank's part in the agreements of one group. store: the group's, with a prefix. Other threads use it too, so no
-    operation on it may block."""
+    """This rank's part in the agreements of one group. store: the group's store, with a prefix. Other threads use the store,
+    too, so no operation on it may block."""
 
     store: dist.Store
     rank: int
@@ -68,7 +68,7 @@ class Rounds:
     refused: bool = False  # this rank's last call raised an error before the next plan was made
 
     def check(self, asked: Asked, timeout_s: float) -> None:
-        """Raises Disagreement unless all ranks ask for the same."""
+        """Raises Disagreement unless all ranks have the same description `asked`."""
         missed = ""
         self._leave_refused()
         while self.rank in (verdict := self._round(asked, timeout_s)).without:
@@ -77,14 +77,14 @@ class Rounds:
             raise Disagreement(verdict.message + missed)
 
     def refuse(self, error: Exception) -> None:
-        """Tells ranks that make the next plan why this one does not."""
+        """Tells the ranks that make the next plan why this rank does not."""
         self._leave_refused()
         note = {"plan": self.number + 1, "error": str(error)[:MOST_TEXT]}
         self.store.set(_refused(self.rank), json.dumps(note))
         self.refused = True
 
     def _leave_refused(self) -> None:
-        """Takes back that the last call was refused. If the others gave up waiting for it, that plan is over."""
+        """Withdraws the note that the last call raised an error. If the others gave up waiting for it, skips that plan."""
         if not self.refused:
             return
         self.store.delete_key(_refused(self.rank))
@@ -121,7 +121,7 @@ class Rounds:
         return Verdict(**json.loads(self.store.get(key)))
 
     def _decide(self, verdict: Verdict) -> Verdict:
-        """Writes the verdict, unless another rank did. Returns the one that holds."""
+        """Writes the verdict, unless another rank has written one. Returns the verdict in the store."""
         holds = self.store.compare_set(f"verdict/{self.number}", "", json.dumps(asdict(verdict)))
         return Verdict(**json.loads(holds))
 
@@ -134,14 +134,14 @@ class Rounds:
                     errors[rank] = note["error"]
         if not errors:
             return None
-        said = "; ".join(
+        message = "; ".join(
             f"{_ranks(ranks)} refused {'its' if len(ranks) == 1 else 'their'} call, which other ranks made: {error}"
             for error, ranks in _by_value(errors).items()
         )
-        return Verdict(said, list(errors))
+        return Verdict(message, list(errors))
 
     def _absence(self, timeout_s: float) -> Verdict | None:
-        """Which ranks did not come, and what those asked for that did; None if the last one has just come."""
+        """A verdict that names the ranks that did not arrive, with the descriptions of the others; None if all have arrived."""
         came: dict[int, str] = {}
         for rank in range(self.world):
             if self.store.check([_key(rank)]):
@@ -161,7 +161,7 @@ class Rounds:
 
 
 def check(group: dist.ProcessGroup | None, asked: Asked, timeout_s: float) -> None:
-    """Compares what the ranks of the group ask for. asked: this rank's description of its plan, readable, by field.
+    """Compares the descriptions of a plan by the ranks of the group. asked: this rank's description, as text by field.
     Raises Disagreement on every rank that made a plan."""
     rounds = _rounds_of(group)
     if rounds is not None:
@@ -169,13 +169,13 @@ def check(group: dist.ProcessGroup | None, asked: Asked, timeout_s: float) -> No
 
 
 def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
-    """To be called when a call raised an error before or after its agreement: ranks that wait for this one then learn
-    why it does not come. Does not wait, and raises nothing."""
+    """To be called when a call raised an error before or after its agreement. Ranks that wait for this rank then learn why
+    it does not arrive. Does not wait, and raises nothing."""
     try:
         rounds = _rounds_of(group)
         if rounds is not None:
             rounds.refuse(error)
-    except (RuntimeError, ValueError):  # the store or the group is gone; the caller raises its own error
+    except (RuntimeError, ValueError):  # the store or the group is gone; the caller raises the call's error
         pass
 
 

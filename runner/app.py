@@ -1,4 +1,4 @@
-"""The main job: from a composed configuration to a recorded result. No torch in this process."""
+"""The main process's part of a run: from a composed configuration to a recorded result. No torch in this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def begin() -> None:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run that lacks rounds: its number in the sweep, its folder, and its result so far."""
+    """A run with rounds still to do: its number in the sweep, its folder, and its result so far."""
 
     number: int
     folder: Path
@@ -54,9 +54,9 @@ class Unfinished:
 
 
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
-    """Does one of Hydra's jobs: a whole run, or its first round if it takes turns with others. A run that fails is
-    recorded as a result and raises nothing. compared: the number of runs that a sweep compares, this one included.
-    Returns the run if it lacks rounds."""
+    """Does one of Hydra's jobs: a whole run, or the first round of a run that takes turns with others. A run that fails is
+    recorded as a result and raises nothing. compared: the number of runs that a sweep compares, including this one.
+    Returns the run if it has rounds still to do."""
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
@@ -102,8 +102,8 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
 
 
 def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | str:
-    """An interrupted run, ready for its missing rounds with the `launch` and `timing` options of this command. If it
-    cannot continue, the reason: samples are missing, or new ones would not be comparable. Raises InvalidConfig and
+    """An interrupted run, ready for its missing rounds with the `launch` and `timing` options of this command; or the
+    reason why it cannot continue: samples are missing, or new samples would not be comparable. Raises InvalidConfig and
     UnsupportedHere."""
     if _taken(folder, earlier) is None:
         return "samples of its earlier rounds are missing"
@@ -115,7 +115,7 @@ def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int
 
 
 def _surroundings(spec: Experiment) -> dict[str, Any]:
-    """The environment for a run's result, as far as it is known before the run."""
+    """The part of a result's environment that is known before the run."""
     found = dict(environment.host())
     found["variables"] = found["variables"] | _variables(spec)
     if spec.device == "cuda":
@@ -124,8 +124,8 @@ def _surroundings(spec: Experiment) -> dict[str, Any]:
 
 
 def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
-    """The samples of a result: for each rank, a list for each pass. None if the file lacks some of them. The file is
-    written before the result, so it may hold one more round, which is left out."""
+    """The samples of a result: for each rank, a list for each pass. None if some are missing in the file. The file is written
+    before the result, so it may contain one round more, which is left out."""
     try:
         return rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
     except (OSError, ValueError, KeyError):  # ValueError: no parquet file
@@ -133,7 +133,7 @@ def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
 
 
 def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
-    """Writes the result of a sweep's run and prints a line. Returns the run if it lacks rounds."""
+    """Writes the result of a run of a sweep and prints a line. Returns the run if it has rounds still to do."""
     more = rounds.unfinished(value)
     if value["config"].get("until_limit"):
         sweep.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
@@ -151,15 +151,15 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
 
 
 def _track(value: dict[str, Any], folder: Path) -> None:
-    from runner import trackers  # of use to few runs
+    from runner import trackers  # few runs need it
 
     if reason := trackers.track(value, folder):
         display.err.print(escape(reason), soft_wrap=True)
 
 
 def further(earlier: Unfinished) -> Unfinished | None:
-    """Does the next round of a run. Returns None if this was the last round, or if it failed. An unexpected error is
-    recorded as a crash of this run, and the sweep goes on."""
+    """Does the next round of a run. Returns None if it was the last round, or if it failed. An unexpected error is recorded
+    as a crash of this run, and the sweep goes on."""
     try:
         return _next_round(earlier)
     except Exception as error:
@@ -223,9 +223,9 @@ def _note_sweep(folder: Path) -> None:
 
 
 def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> dict[str, Any]:
-    """Runs the experiment, or its first round if it takes turns with others, and returns the result, whatever the
-    outcome. Writes the run's other files. seed: used if the configuration has none. place: the run's place in its
-    sweep, for messages. compared: the number of runs that the sweep compares, this one included."""
+    """Runs the experiment, or the first round of a run that takes turns with others, and returns the result, whatever the
+    outcome. Writes the run's other files. seed: used if the configuration has none. place: the run's place in its sweep,
+    for messages. compared: the number of runs that the sweep compares, including this one."""
     started = time.time()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
@@ -249,7 +249,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
         about["environment"]["gpus_after"] = environment.gpu_state()
     if outcome.status != "ok":
         return _failed(outcome, folder, about)
-    taken = outcome.result.pop("experiment", about["experiment"])  # what attention=auto became
+    taken = outcome.result.pop("experiment", about["experiment"])  # with attention=auto, the experiment that was chosen
     about["experiment"] = {**taken, "timing": asdict(spec.timing)}
     if outcome.result.get("timing"):
         outcome.result["timing"]["rounds"] = rounds.begun(outcome.result, of, started)

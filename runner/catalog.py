@@ -110,8 +110,8 @@ def cost(arguments: list[str]) -> Table:
                 table.add_row(name, *[""] * 6, str(error))
                 continue
             *cells, parts = _cost_cells(spec, v)
-            if spec.workload.seqlens and cfg.seqlens is None:  # other work than that of the rows around it
-                parts = "; ".join(filter(None, [f"a pack of {len(spec.workload.seqlens)} sequences", parts]))
+            if spec.workload.seqlens and cfg.seqlens is None:  # another workload than the rows around it
+                parts = "; ".join(filter(None, [f"a packed batch of {len(spec.workload.seqlens)} sequences", parts]))
             table.add_row(name, *cells, parts)
     return table
 

@@ -7,20 +7,20 @@ and each turn takes a third of a run's samples.
 
 - A turn is a job in the warm world: inputs from the same seed, the correctness check, a warm-up, then this round's share of
   `timing_runs`. So every number is checked, and only one run's inputs are in memory.
-- The first turn also does phases, profile, baseline, memory, energy, do_bench and counters, once. `attention=auto` chooses there, and
-  later turns run its choice.
+- The first turn also does phases, profile, baseline, memory, energy, do_bench and counters, once. In it `attention=auto`
+  chooses a variant, which later turns run.
 - After each turn `result.json` and `samples.parquet` are rewritten. The statistics cover all samples so far; `timing.rounds`
   has the rounds done and planned, each round's medians and their drift. An interrupted sweep leaves valid results with fewer
   samples, and `resume=true` does the missing rounds.
 - A run that fails in a later turn is a failed run, without times. Its other turns are skipped. The other runs continue, in a
   new world if the old one was lost.
 
-`order=auto` interleaves if a sweep compares runs and each turn gets at least `LEAST_SAMPLES` samples. There is one round with
-`timing=simple` (a single mean), with `launch.fresh=true` (each turn would start a world), and on a CPU where the samples have
-less than `LEAST_CPU_FLOP`: they take about a second, in which a machine does not drift, and less than a turn's check and
-warm-up. `order=interleaved` also makes turns of single samples; `order=sequential` runs job after job.
+`order=auto` interleaves if a sweep compares runs and each turn gets at least `LEAST_SAMPLES` samples. It does not with
+`timing=simple` (a single mean), with `launch.fresh=true` (each turn would start a world), and on a CPU for samples of less
+than `LEAST_CPU_FLOP` in all. These take about a second, in which a machine does not drift and which is shorter than a turn's
+check and warm-up. `order=interleaved` allows turns of a single sample; `order=sequential` runs job after job.
 
-This module divides samples and joins rounds; it needs no world and no torch. `runner.interleave` gives Hydra's jobs in that
+This module divides samples and joins rounds; it needs no world and no torch. `runner.interleave` passes Hydra's jobs in this
 order, and `runner.app` does a turn."""
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ COMPARED = ("attention", "kernel", "transport", "replay", "launch.fault")
 
 
 def groups(jobs: Sequence[Sequence[str]], compared: Sequence[str] = COMPARED) -> list[list[int]]:
-    """Groups of compared jobs: the indices of jobs (each a list of overrides) that differ only in the keys `compared`, in
-    the order of each group's first job."""
+    """Groups of compared jobs: the indices of the jobs whose overrides differ only in the keys `compared`. jobs: the overrides
+    of each. The groups are in the order of their first jobs."""
     found: dict[tuple[str, ...], list[int]] = {}
     for index, overrides in enumerate(jobs):
         found.setdefault(tuple(text for text in overrides if not _of(text, compared)), []).append(index)
@@ -77,14 +77,14 @@ def _short(spec: Experiment) -> bool:
 
 
 def turns(runs: int, this: int, rounds: int) -> list[int]:
-    """The order of `runs` compared runs in round `this` of `rounds`, counted from 0: each round starts further on."""
+    """The order of `runs` compared runs in round `this` of `rounds`, counted from 0: each round starts with a later run."""
     start = this * runs // rounds
     return [*range(start, runs), *range(start)]
 
 
 def part(spec: Experiment, this: int, rounds: int) -> Experiment:
-    """The run's turn in round `this` of `rounds`, counted from 0: its share of the samples. Adaptive timing needs sqrt(rounds)
-    times less precision in a round than in all."""
+    """The experiment of the run's turn in round `this` of `rounds`, counted from 0, with this round's share of the samples. With
+    adaptive timing, the interval of a single round may be sqrt(rounds) times as wide."""
     timing = spec.timing
     if rounds > 1:
         every, more = divmod(timing.timing_runs, rounds)
@@ -102,7 +102,7 @@ def part(spec: Experiment, this: int, rounds: int) -> Experiment:
 
 
 def begun(found: Mapping[str, Any], rounds: int, started_at: float) -> dict[str, Any]:
-    """`timing.rounds` of a run's first round, from what its job returned; `started_at` in seconds since the epoch."""
+    """`timing.rounds` after a run's first round, from the result of its job; `started_at` in seconds since the epoch."""
     return _rounds([_one(found, started_at)], rounds)
 
 
@@ -125,16 +125,16 @@ def _rounds(by_round: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
 
 
 def unfinished(value: Mapping[str, Any]) -> bool:
-    """Whether a result is one of fewer rounds than its run has."""
-    rounds = (value.get("timing") or {}).get("rounds")  # none in results of earlier versions
+    """Whether a result has fewer rounds than its run should have."""
+    rounds = (value.get("timing") or {}).get("rounds")  # missing in results of earlier versions
     return value["status"] == "ok" and rounds is not None and rounds["done"] < rounds["of"]
 
 
 def joined(
     value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], period: Mapping[str, float]
 ) -> dict[str, Any]:
-    """A result with one more round. samples: all ranks' of all rounds. later: what that round's job returned. period: when it
-    began and how long it took, as `environment.period`."""
+    """A result with one more round. samples: of all ranks and rounds. later: the new round's result. period: when the round
+    began and how long it took, as from `environment.period`."""
     spec = Experiment.from_plain(value["experiment"])
     before = value["timing"]
     found = statistics.of_ranks(samples)
@@ -165,7 +165,7 @@ def joined(
 
 
 def _all_during(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The clocks of all rounds: for each device the least, the most, the median of the rounds' medians, and all throttle
+    """The clocks of all rounds: for each device the minimum, the maximum, the median of the rounds' medians, and all throttle
     reasons seen."""
     by_device: dict[str, list[Mapping[str, Any]]] = {}
     for during in rounds:
@@ -188,12 +188,12 @@ def _one_device(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_samples(value: Mapping[str, Any]) -> list[int]:
-    """How many samples each round of a result has."""
+    """The number of samples of each round of a result."""
     return [one["samples"] for one in value["timing"]["rounds"]["by_round"]]
 
 
 def first(samples: Sequence[Samples], number: int) -> list[Samples] | None:
-    """The first `number` samples of each rank and pass; None where one has fewer."""
+    """The first `number` samples of each rank and pass; None if any of them has fewer."""
     if any(len(ms) < number for rank in samples for ms in rank.values()):
         return None
     return [{which: ms[:number] for which, ms in rank.items()} for rank in samples]

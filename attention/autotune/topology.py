@@ -47,7 +47,7 @@ class Topology:
             return inside.seconds(transfer.bytes)
         if transfer.pattern in COLLECTIVE:
             return self._through_all(inside, nodes).seconds(transfer.bytes)
-        far = [(peer, size) for peer, size in transfer.peers if self.apart(rank, peer)]
+        far = [(remote, size) for remote, size in transfer.sources if self.apart(rank, remote)]
         if not far:
             return inside.seconds(transfer.bytes)
         size = sum(size for _, size in far)
@@ -59,9 +59,9 @@ class Topology:
         """GPUs of a node that receive from other nodes while `rank` does. In a ring all ranks receive from as far away, so that of
         neighbours only those at the node's ends do."""
         assert self.gpus is not None
-        if len(transfer.peers) > 1:
+        if len(transfer.sources) > 1:
             return self.gpus
-        distance = (rank - transfer.peers[0][0]) % world
+        distance = (rank - transfer.sources[0][0]) % world
         return min(self.gpus, distance, world - distance)
 
     def _shared(self, active: int) -> Link:

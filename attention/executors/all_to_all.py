@@ -60,7 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
-    """(dq, dk, dv) of this rank's shards, and with sinks theirs: zero but for the heads that this rank computed."""
+    """(dq, dk, dv) of this rank's shards, and with sinks also theirs, which are 0 for heads that other ranks computed."""
     if plan.problem.ulysses == 1:
         return ring.backward(dout, saved, plan)
     each = SAVED + plan.sinks
@@ -90,7 +90,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
 
 def shares(heads: int, plan: Plan, n: int = 1) -> Heads:
     """The heads that each rank of the group computes, in `n` parts: an equal share, or with fewer heads than ranks one
-    head, which several ranks have."""
+    head, which several ranks compute."""
     ranks = plan.problem.ulysses
     if heads % ranks:
         return [[slice(i * heads // ranks, i * heads // ranks + 1) for i in range(ranks)]]
@@ -117,7 +117,7 @@ class _ToHeads:
         self.xs, self.heads, self.plan = xs, heads, plan
         self.s = tokens(xs[0])
         me, ranks = plan.head, range(plan.problem.ulysses)
-        # for each part and rank, that rank's heads of each tensor; empty for this rank itself
+        # for each part and receiving rank, the rank's heads of each tensor; empty for this rank itself
         published = [
             empty_tokens(_cut(x, share[part][i]), 0) if i == me else _cut(x, share[part][i])
             for part in range(len(heads[0]))
@@ -145,7 +145,7 @@ class _ToHeads:
 @lru_cache(maxsize=1024)
 def _to_heads(group: tuple[int, ...], me: int, s: int, n: int, part: int) -> Messages:
     """The messages of one part: s tokens of n tensors from each other rank of the group. A rank publishes its tensors
-    by part, then by the rank that they are for."""
+    ordered by part, then by receiving rank."""
     whole: Intervals = ((0, s),)
     first = part * len(group) * n
     others = [(i, rank, ((i * s, (i + 1) * s),)) for i, rank in enumerate(group) if i != me]
@@ -202,9 +202,9 @@ def _to_tokens(group: tuple[int, ...], me: int, s: int, n: int) -> Messages:
 
 
 def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor]]]:
-    """(the result, pieces). `pieces[part][i]` takes the heads that rank i of the group computed. The pieces are views
-    of the result. But if several ranks computed the same head, they are separate tensors, which `_summed` adds up, and
-    the result is None."""
+    """(the result, pieces). The heads that rank i of the group computed go to `pieces[part][i]`. The pieces are views of
+    the result. If several ranks computed the same head, the pieces are separate tensors instead, which `_summed` adds
+    up, and the result is None."""
     every = [each for by_rank in heads for each in by_rank]
     shape = like.shape[:-2]
     if sum(each.stop - each.start for each in every) > every[-1].stop:
@@ -214,8 +214,7 @@ def _places(like: Tensor, heads: Heads) -> tuple[Tensor | None, list[list[Tensor
 
 
 def _summed(pieces: list[list[Tensor]], heads: list[slice]) -> list[Tensor]:
-    """For each tensor, each head summed over the ranks that computed it. pieces[tensor][rank] is one head, whose number
-    is `heads[rank]`."""
+    """For each tensor, each head summed over the ranks that computed it. pieces[tensor][rank] is the head `heads[rank]`."""
     first = pieces[0][0]
     totals = [x.new_empty((*x.shape[:-2], heads[-1].stop, x.shape[-1])) for x, *_ in pieces]
     everything: Intervals = ((0, tokens(first)),)

@@ -75,5 +75,5 @@ class AllToAllCosts(Costs[RingOptions]):
         """From the other ranks of the group, as much from each."""
         ranks = self.problem.ulysses
         first = rank // ranks * ranks
-        peers = tuple((peer, size / (ranks - 1)) for peer in range(first, first + ranks) if peer != rank)
-        return Transfer("all", size, peers)
+        sources = tuple((remote, size / (ranks - 1)) for remote in range(first, first + ranks) if remote != rank)
+        return Transfer("all", size, sources)

@@ -43,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
-    """(dq, dk, dv) of this rank's shards, and with sinks theirs."""
+    """(dq, dk, dv) of this rank's shards, and with sinks also theirs."""
     q, k, v, out, lse = saved[:5]
     dout = relayout(dout, plan, to_compute=True)
     dq, dk, dv = _backward(dout, q, k, v, out, lse, plan)
@@ -66,7 +66,7 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(out, lse) for q; all three are in the layout for computing."""
+    """(out, lse) of the queries. q, out and lse are in the layout for computing."""
     *first, step = plan.steps
     groups = _groups(q, k, plan)
     with closing(_publish(k, v, plan, groups)) as local:
@@ -154,15 +154,15 @@ def _finish(returning: list[_GroupBackward]) -> None:
 
 
 def _groups(q: Tensor, k: Tensor, plan: Plan, backward: bool = False) -> list[HeadGroup]:
-    # a smaller first group helps only if ranks pull, and if there is no local step to compute while its keys travel
+    # a smaller first group pays only if ranks pull, and if no local step hides the transfer of its keys
     pulls, first = plan.transport.pulls, len(plan.steps) == 1
     stride, most = plan.options.heads_k_stride, plan.steps[-1].most
     return head_groups(q.shape[-2], k.shape[-2], stride, pulls and first, pulls and backward, most)
 
 
 def _local_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
-    """First the heads whose local step comes before the calls on remote keys, then, if any, the heads whose local step
-    comes after all of them."""
+    """The heads whose local step runs before the calls on remote keys, then, if any, the heads whose local step runs
+    after all of these calls."""
     last = groups[-1]
     if apart or len(groups) == 1:
         return [HeadGroup(0, last.k_stop, 0, last.q_stop)]
@@ -170,19 +170,19 @@ def _local_groups(groups: list[HeadGroup], apart: bool) -> list[HeadGroup]:
 
 
 def _each_once(calls: list[Intervals], n: int) -> bool:
-    """Whether the calls together have all queries of `[0, n)`. No two calls share a query."""
+    """Whether the calls together cover all n queries. No two calls share a query."""
     return sum(b - a for intervals in calls for a, b in intervals) == n
 
 
 def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> LocalKeys:
-    """Publishes the keys if each rank is to get only those that it needs: if ranks pull, or if the mask makes many keys
-    unnecessary. Otherwise nothing is published, and an all-gather for each head group sends all keys."""
+    """Publishes the keys, so that each rank gets only the keys that it needs, if ranks pull or if the mask makes many keys
+    unnecessary. Otherwise publishes nothing: an all-gather for each head group sends all keys."""
     one_by_one = plan.problem.world == 1 or plan.problem.keys_differ or plan.transport.pulls
     return LocalKeys(k, v, plan, groups, one_by_one)
 
 
 def _gathered(local: LocalKeys, i: int) -> Arriving[KeyPair]:
-    """The keys that this rank needs, for head group i, in the order of `keys` of the last step."""
+    """Starts the gather of the keys that this rank needs, for head group i, in the order of the last step's `keys`."""
     plan = local.plan
     if local.published is None:
         return _all_gathered(local, i)
@@ -224,8 +224,9 @@ class _GroupBackward:
     """One head group's dq, dk and dv, computed on the gathered keys. dk and dv are sent to the keys' owners and summed
     there in fp32.
 
-    A local step writes its gradients to `grads`, and the others are added to them. dq is added at the end if the local
-    step may still run (`apart`: it is on the background stream) or comes later (`local_last`)."""
+    If there is a local step, it writes its gradients to `grads`, and the gradients of the remote keys are added to them.
+    dq is added at the end if the local step may still be running (`apart`: on the background stream) or comes later
+    (`local_last`)."""
 
     def __init__(
         self,
@@ -243,16 +244,16 @@ class _GroupBackward:
         self.number = i + len(first)
         self.dout, self.q, self.out, self.lse = (group.queries(x) for x in inputs)
         self.dq, self.dk, self.dv = group.of(grads)
-        self.late_dq: list[tuple[Tensor, Tensor]] = []  # rows of dq, and what is to be added to them
+        self.late_dq: list[tuple[Tensor, Tensor]] = []  # rows of dq, and the parts to add to them
         self.moving = plan.gathering
-        assert not (apart and self.moving.local), "`computed` is read at the end, after its memory was used again"
+        assert not (apart and self.moving.local), "`computed` would be read at the end, after its memory was reused"
         like, n_keys, most = local.by_group[i], self.step.n_keys, self.step.most
         self.home = GradReturn(plan, self.moving.route, like, n_keys, most, self.number, early=apart)
 
     def compute(self, keys: Tensor, values: Tensor) -> None:
-        """All calls of the step: dq of this rank's queries, and their dk and dv of all gathered keys."""
+        """All kernel calls of the step: dq of this rank's queries, and their contribution to dk and dv of all gathered keys."""
         everything = ((0, tokens(keys)),)
-        # a call that covers all keys comes first and writes to the memory that is published; the others are added to it
+        # a call that covers all keys runs first and writes to the published memory; the other parts are added there
         calls = sorted(self.step.calls, key=lambda each: each.k != everything)
         parts: list[tuple[Sequence[Tensor], Intervals]] = []
         for each in calls:
@@ -296,7 +297,7 @@ class _GroupBackward:
         self.late_dq = []
 
     def finish(self) -> None:
-        """Wait for the remote ranks' dk and dv of this rank's keys, and add up all parts."""
+        """Wait for the dk and dv that remote ranks computed for this rank's keys, and add up all parts."""
         if self.late_dq:
             self._add_dq()
         arrived = self.home.arrived()

@@ -12,7 +12,7 @@ from attention.executors.timeline import (
     Timeline,
     Transfer,
     Work,
-    from_peers,
+    from_ranks,
     heads_of,
     place_work,
     received,
@@ -127,7 +127,7 @@ class GatherCosts(Costs[GatherOptions]):
             x.shards(self.problem.cu_seqlens, self.problem.world) for x in (self.problem.layout, self.problem.q_layout)
         )
         moved = received(move(border, inner, rank).route)
-        return from_peers("all", moved, size / 2 / sum(n for _, n in moved)) * 2
+        return from_ranks("all", moved, size / 2 / sum(n for _, n in moved)) * 2
 
     def _packed_calls(self, rest: Work, backward: bool, local: bool) -> bool:
         """Whether one call has all query chunks, packed side by side (`grouping=packed`)."""
@@ -146,8 +146,8 @@ class GatherCosts(Costs[GatherOptions]):
             size = received_bytes["kv"] * share
             incoming: tuple[Transfer, ...] = (Transfer("gather", size),) if size else ()
         else:
-            incoming = from_peers("all", received(moved), token)
-        outgoing = from_peers("all", returned(moved), token) if backward else ()
+            incoming = from_ranks("all", received(moved), token)
+        outgoing = from_ranks("all", returned(moved), token) if backward else ()
         return replace(step, incoming=incoming, outgoing=outgoing)
 
     def _merged(self, rest: Work, groups: int, home: int, backward: bool, local: bool) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""How gradients of keys and values travel home: to the ranks that own the keys."""
+"""How gradients of remote keys and values return to the ranks that own these keys."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from attention.transports import Handle, Publication
 
 
 class GradReturn:
-    """This rank computes dk and dv of keys that it pulled, and remote ranks compute those of its own keys.
+    """Exchanges gradients: this rank computed dk and dv of keys that it had pulled, and remote ranks computed dk and dv of
+    this rank's keys.
 
-    Fill `computed`, then `start`: the gradients are published, and remote ranks' gradients of this rank's keys are
-    pulled. `arrived` gives these. All ranks do both, in the same order.
+    Fill `computed`, then call `start`: it publishes these gradients, and pulls the remote ranks' gradients of this rank's
+    keys. `arrived` returns the latter. All ranks call both, in the same order.
 
-    route: the one that brought the keys; the gradients go the other way. like: keys and values with their heads and dtype.
-    tokens: the number of keys that this rank pulled; most: the largest number that any rank did. number: of this
-    transfer, in the recorded phases. early: remote ranks' gradients may come while this rank still computes, so their
-    buffers are allocated at once, else at `start`."""
+    route: the route that brought the keys; the gradients go the other way. like: keys and values, for their heads and
+    dtype. tokens: the number of keys that this rank pulled; most: the largest number that any rank pulled. number: the step
+    of this transfer in the recorded phases. early: whether remote ranks' gradients may arrive while this rank still
+    computes; then their buffers are allocated at once, else in `start`."""
 
     def __init__(self, plan: Plan, route: Route, like: KeyPair, tokens: int, most: int, number: int, early: bool):
         self.plan, self.route, self.like = plan, route.reversed(), like
         self.most, self.number, self.early = most, number, early
         self.buffers = self._buffers() if early else list[KeyPair]()
         shapes = [(*x.shape[:-3], tokens, *x.shape[-2:]) for x in like]
-        # where the transport can read them, without a copy
+        # in memory that the transport can read without a copy
         self.computed = plan.transport.buffers("dkv", shapes, like[0], most)
         self.published: Publication | None = None  # kept: `computed` may be its memory
         self.transfer: Handle | None = None

@@ -1,4 +1,4 @@
-"""How keys and values come to a rank: each rank publishes its own by head group, and pulls the ones that it needs."""
+"""How keys and values reach a rank: each rank publishes its local KV by head group, and pulls the remote KV that it needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Arriving(Generic[T]):
-    """Tensors that a transfer writes; `wait` gives them. unpack: what is left to do when the transfer is done."""
+    """Tensors that a transfer is writing; `wait` returns them. unpack: called once the transfer is done."""
 
     def __init__(self, tensors: T, transfer: Handle | None, unpack: Callable[[], None] | None = None):
         self.tensors, self.transfer, self.unpack = tensors, transfer, unpack
@@ -33,7 +33,7 @@ class Arriving(Generic[T]):
 
 
 class LocalKeys:
-    """This rank's keys and values by head group. With `publish` remote ranks can pull them, until `close`.
+    """This rank's keys and values (the local KV) by head group. With `publish` remote ranks can pull them, until `close`.
 
     most: the largest number of tokens that any rank publishes, by default this rank's."""
 
@@ -47,9 +47,9 @@ class LocalKeys:
             self.published = plan.transport.publish("kv", [x for pair in self.by_group for x in pair], most)
 
     def pull(self, route: Route, group: int, number: int, tokens: int | None) -> Arriving[KeyPair]:
-        """The keys that a route brings for one head group, in buffers for so many tokens. tokens=None: this rank pulls
-        nothing, and gets its own keys; remote ranks may pull from it. number: of this transfer, in the recorded
-        phases."""
+        """Starts to pull one head group's keys by a route, into new buffers of `tokens` tokens. tokens=None: this rank
+        pulls nothing and gets its local KV; remote ranks may still pull from it. number: the step of this transfer in the
+        recorded phases."""
         local = self.by_group[group]
         keys = local if tokens is None else empty_pair(local, tokens)
         assert self.published is not None

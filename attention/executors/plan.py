@@ -1,4 +1,4 @@
-"""A schedule for one rank and device: its blocks as kernel calls, and the messages of its steps."""
+"""The plan of a call: its schedule bound to one rank and device, with blocks as kernel calls and the messages of each step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from attention.variants.base import Variant
 
 INLINE = Inline()
-KeyLengths = tuple[int, ...] | Tensor | None  # a tensor where they are known on the device alone
+KeyLengths = tuple[int, ...] | Tensor | None  # a tensor if only the device knows them
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class LocalCall:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """keys: the owner's tokens that the step needs, n_keys: their number. The step on the local KV uses the shard in
-    place. most: the largest number of keys that any rank pulls or gathers for its step of this number."""
+    """keys: the owner's tokens that the step needs; n_keys: their number. The step on the local KV uses the shard in
+    place. most: the largest number of keys that any rank pulls or gathers for its step with this index."""
 
     owner: int
     keys: Intervals
@@ -70,7 +70,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A component of a mixture with its own plan, which is packed or has sinks in no case."""
+    """A component of a mixture with its own plan, which is never packed and never has sinks."""
 
     component: Component
     plan: Plan
@@ -79,8 +79,8 @@ class Part:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head`
-    is this rank's number among them. options: of the class that the executor reads. parts: makes or gives the plans of a
-    mixture's components. lengths: of a decode's batch elements with different numbers of keys."""
+    is this rank's number among them. options: an instance of the class that the executor reads. parts: returns the plans
+    of a mixture's components. lengths: in a decode whose batch elements have different numbers of keys, these numbers."""
 
     variant: Variant[Any]
     problem: Problem
@@ -102,12 +102,12 @@ class Plan:
 
     @cached_property
     def pool(self) -> dict[Hashable, torch.Tensor]:
-        """Buffers that passes of this plan write first and read then, kept for the next pass."""
+        """Scratch buffers, reused by every forward and backward of this plan. Each writes a buffer before it reads it."""
         return {}
 
     @cached_property
     def meetings(self) -> dict[bool, Meeting]:
-        """How a mixture's components meet in results over query heads (False) and over KV heads (True)."""
+        """How a mixture's components combine in results over query heads (False) and over KV heads (True)."""
         problem = self.problem
         tokens = problem.cu_seqlens[-1] // (1 if problem.layout.replicated else problem.world)
         found = components(problem, self.heads, self.kv_heads)
@@ -118,7 +118,7 @@ class Plan:
         return self.meetings[keys].most > 2 and accumulation_dtype(dtype) != dtype
 
     def note(self, dtype: torch.dtype) -> str | None:
-        """What a result should say of how the problem was divided, and of options that did nothing for inputs of this dtype; or
+        """A remark for the result on how the problem was divided, and on options without effect for inputs of this dtype; or
         None."""
         found = [self.problem.schedule.note]
         pools = getattr(self.options, "memory_pool", False)
@@ -142,13 +142,13 @@ class Plan:
 
     @cached_property
     def to_compute(self) -> Move:
-        """Queries from the layout of the shards to the layout that they are computed in."""
+        """Moves queries from the shards' layout to the layout for computing (`q_layout`)."""
         border, inner = self._layouts
         return move(border, inner, self.rank)
 
     @cached_property
     def to_border(self) -> Move:
-        """Queries back to the layout of the shards."""
+        """Moves queries back to the shards' layout."""
         border, inner = self._layouts
         return move(inner, border, self.rank)
 
@@ -159,25 +159,25 @@ class Plan:
         return border, inner
 
     def priority_stream(self, parts: int = 1) -> PriorityStream:
-        """The streams of a backward that takes the heads in so many parts, one after another."""
+        """The streams of a backward that computes the heads in `parts` groups, one after another."""
         return self.transport.priority_stream if parts == 1 and self.local_kv_apart else INLINE
 
     @cached_property
     def _messages(self) -> dict[tuple[int, int, int, bool], tuple[Route, Messages]]:
-        """By the identity of the route, which is kept with its messages."""
+        """Cached by the id of the route, which is kept alive with its messages."""
         return {}
 
     def messages(self, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Messages:
-        """The messages of a route: its pieces for each of the n published tensors from number `first` on. They are
-        pulled into n tensors; with `apart`, into n tensors for each remote rank, side by side."""
+        """The messages of a route: its pieces for each of the n published tensors from number `first` on. All ranks' pieces
+        are pulled into the same n tensors; with `apart`, each remote rank's pieces into n tensors of their own, side by side."""
         key = id(route), first, n, apart
         if key not in self._messages:
             sends = [
-                Message(self.rank_at(x.peer), first + i, x.source, x.target) for x in route.sends for i in range(n)
+                Message(self.rank_at(x.remote), first + i, x.source, x.target) for x in route.sends for i in range(n)
             ]
             receives = [
                 Message(
-                    self.rank_at(x.peer),
+                    self.rank_at(x.remote),
                     first + i,
                     x.source,
                     side_by_side(x.target) if apart else x.target,
@@ -191,8 +191,8 @@ class Plan:
 
 
 def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: torch.device) -> tuple[PlannedStep, ...]:
-    """The steps of one rank, from its own steps and those of the ranks that read its keys. like: a call with what all calls
-    have."""
+    """The steps of one rank, from its own steps and those of the ranks that read its keys. like: a call with the settings
+    that all calls share."""
     planned = []
     most, routes = most_keys(problem), step_routes(problem, rank)
     known: dict[tuple[int, bool, Intervals], tuple[LocalCall, ...]] = {}  # most steps of a ring share their blocks
@@ -206,8 +206,8 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
 
 
 def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call, lengths: KeyLengths, device: torch.device) -> Plan:
-    """A decode's plan for another number of keys: what `plan_steps` would make of its schedule, without building it. like:
-    as there. lengths: of batch elements with different numbers of keys."""
+    """A decode's plan for another number of keys: the steps that `plan_steps` would give, without building the schedule.
+    like: as in `plan_steps`. lengths: as in `Plan`."""
     problem, ends = replace(plan.problem, cu_seqlens=cu_seqlens), _ends(lengths, cu_seqlens[-1])
     world, most = problem.world, decodes.most_seen(problem, ends) if len(plan.steps) > 1 else 0
     mine, changed = decodes.block(problem, plan.rank, ends), []
@@ -235,7 +235,7 @@ def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call, lengths: KeyLengths, 
 def _ends(lengths: KeyLengths, total: int) -> decodes.Ends | None:
     if lengths is None:
         return None
-    if isinstance(lengths, Tensor):  # known on the device alone
+    if isinstance(lengths, Tensor):  # only the device knows them
         return 0, total
     some = [n for n in lengths if n]
     return (min(some), max(some)) if some else (0, 0)
@@ -249,13 +249,13 @@ def _tensor(lengths: KeyLengths, device: torch.device) -> Tensor | None:
 
 @lru_cache(maxsize=16)
 def _uploaded(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached, since all layers of a model pass the same lengths."""
+    """Cached, because all layers of a model pass the same lengths."""
     return uploaded(np.array(lengths, np.int32), device)
 
 
 def _calls(step: Step, place: Place, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:
-    """Under a pattern, or dense: one call for each block. Packed: one call for all blocks with the same mask and group,
-    over all sequences."""
+    """Under a pattern, or in a dense batch: one call for each block. In a packed batch: one call over all sequences for all
+    blocks with the same mask and group."""
     alike: dict[tuple[Band, int], list[tuple[Block, Intervals]]] = {}
     for block, k in _tiles(step.blocks, place):
         if isinstance(block.mask, Pattern) or not packed:
@@ -270,7 +270,8 @@ def _calls(step: Step, place: Place, like: Call, packed: bool, device: torch.dev
 
 
 def _tiles(blocks: Iterable[Block], place: Place) -> list[tuple[Block, Intervals]]:
-    """The blocks and where their keys lie. Whole blocks of the same queries are one, over the keys of them all."""
+    """The blocks and where their keys lie. Blocks without a mask over the same queries are joined to one block over all their
+    keys."""
     found: list[tuple[Block, Intervals]] = []
     for block in blocks:
         k = place(block.k)

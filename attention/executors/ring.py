@@ -4,7 +4,7 @@ each step's dk and dv go straight back to the owner and are summed there in fp32
 call.
 
 The number of partial results of each token is known in advance, so that only tokens with three or more need an fp32
-buffer. The backward of a long shard computes one half of the heads after the other. Its buffers are half as large, and
+buffer. The backward of a long shard computes one half of the heads after the other. So its buffers are half as large, and
 the second half's keys travel while the first half computes. In the second half the step on the local KV comes last, so
 that the other steps' gradients travel while it computes."""
 
@@ -91,7 +91,7 @@ def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> Local
 
 
 def _step_keys(local: LocalKeys, number: tuple[int, int]) -> Arriving[KeyPair]:
-    """The keys of one step for one head group; number: (index of the head group, index of the step)."""
+    """Starts the transfer of one step's keys for one head group. number: (index of the head group, index of the step)."""
     group, i = number
     step = local.plan.steps[i]
     if not step.most:  # no rank pulls keys in this step
@@ -101,12 +101,12 @@ def _step_keys(local: LocalKeys, number: tuple[int, int]) -> Arriving[KeyPair]:
 
 
 def _covers(each: LocalCall, q: Tensor, k: Tensor) -> bool:
-    """Whether a call takes all queries and all keys."""
+    """Whether a call computes all queries against all keys."""
     return each.q == ((0, tokens(q)),) and each.k == ((0, tokens(k)),)
 
 
 def _step_order(plan: Plan, local_last: bool) -> list[int]:
-    """The numbers of the steps in the order in which they are computed."""
+    """The indices of the steps in the order of their computation."""
     return sorted(range(len(plan.steps)), key=lambda i: local_last and plan.steps[i].owner == plan.rank)
 
 
@@ -117,8 +117,8 @@ def _local_last(group: int, groups: int) -> bool:
 
 
 def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
-    """`head_parts` groups, by default two for a long shard. Within an all-to-all one, since the all-to-all divides the
-    heads."""
+    """`head_parts` head groups, by default two for a long shard. Within an all-to-all one group, because the
+    all-to-all already divides the heads."""
     kv_heads, parts = k.shape[-2], 1
     if plan.problem.ulysses == 1:
         parts = ring_parts(plan.options.head_parts, kv_heads, tokens(k))
@@ -126,8 +126,8 @@ def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
 
 
 class _RingBackward:
-    """The rounds of a backward: one step for one head group each. While a round computes, the keys of the next one
-    come, and the gradients of the one before travel home."""
+    """The rounds of a backward; a round is one step for one head group. While a round computes, the keys of the next
+    round arrive, and the gradients of the previous round travel to their owners."""
 
     def __init__(
         self,
@@ -147,10 +147,10 @@ class _RingBackward:
             into,
         )
         self.sums: list[_GroupSums] = []  # of the head groups begun so far
-        self.returning: _StepReturn | None = None  # of the round before
+        self.returning: _StepReturn | None = None  # of the previous round
 
     def compute(self, group: int, i: int, keys: Tensor, values: Tensor) -> None:
-        """The round of step i for one head group."""
+        """Computes step i for one head group, and starts the return of its dk and dv."""
         first = group == len(self.sums)
         if first:
             self.sums.append(self._sums_of(group))
@@ -204,15 +204,16 @@ class _RingBackward:
                     home.add(dk, dv)
 
     def _add_arrived(self) -> None:
-        """Add what the round before has brought home."""
+        """Add the gradients that arrived in the previous round."""
         if self.returning is not None:
             self.returning.add_arrived()
             self.returning = None
 
 
 class _GroupSums:
-    """The sums of one head group's dq, dk and dv. Their parts are declared here and must be added in that order. With
-    `local_last`, the parts of the step on the local KV come last. The sums are written to `into` if it is given."""
+    """The sums of one head group's dq, dk and dv. The order of their parts is declared here, and they must be added in
+    this order. With `local_last`, the parts of the step on the local KV come last. The sums are written to `into` if it
+    is given."""
 
     def __init__(
         self, q: Tensor, local: KeyPair, plan: Plan, priority: PriorityStream, local_last: bool, into: Triple | None
@@ -225,11 +226,12 @@ class _GroupSums:
         self.dkv = Sum(local, _key_parts(plan, local_last), into and into[1:])
 
     def buffers_of_local(self, each: LocalCall) -> Triple | None:
-        """Where a call on the local KV writes its gradients; None: to new tensors.
+        """The tensors that a call on the local KV writes its gradients to; None: new ones.
 
-        A call that covers all tokens and is added last writes to the results, and the sum of the other parts is added
-        to them. In fp32 and fp64 the results already hold that sum, so they cannot be used. For a call on the
-        background stream, tensors are allocated here, so that they belong to the high-priority stream."""
+        A call that covers all tokens and is added last writes to the result tensors, to which the sum of the other
+        parts is then added. In fp32 and fp64 that sum itself is kept in the result tensors, so the call cannot write
+        there. For a call on the background stream, tensors are allocated here, so that they belong to the high-priority
+        stream."""
         rounded = self.q.dtype != accumulation_dtype(self.q.dtype)
         if self.local_last and rounded and _covers(each, self.q, self.k):
             return self.into
@@ -240,7 +242,7 @@ class _GroupSums:
 
     def add_local(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients of a call on the local KV, or keep them for later."""
-        if self.priority.apart:  # the background stream may still compute them
+        if self.priority.apart:  # the background stream may still write them
             self.late_dq.append(dq)
         else:
             self.dq.add(dq)
@@ -292,7 +294,7 @@ class _StepReturn:
             self.total = Sum(self.home.computed, [each.k for each in step.calls], into=self.home.computed)
 
     def buffers_of(self, each: LocalCall) -> Triple | None:
-        """Where a call on remote keys should write; None: to new tensors."""
+        """The tensors that a call on remote keys writes to; None: new ones."""
         if not self.direct:
             return None
         dk, dv = self.home.computed

@@ -10,7 +10,7 @@ from attention.executors.timeline import (
     Costs,
     TimedStep,
     Timeline,
-    from_peers,
+    from_ranks,
     heads_of,
     merged_bytes,
     place_work,
@@ -87,8 +87,8 @@ class RingCosts(Costs[RingOptions]):
         shapes = heads_of(self.shapes, self.shapes.kv_heads // parts)
         each: list[TimedStep] = []
         for work, route in zip(works, routes, strict=True):
-            incoming = from_peers("one", received(route), shapes.kv_token, problem.ulysses, within)
-            outgoing = from_peers("one", returned(route), shapes.kv_token, problem.ulysses, within) if backward else ()
+            incoming = from_ranks("one", received(route), shapes.kv_token, problem.ulysses, within)
+            outgoing = from_ranks("one", returned(route), shapes.kv_token, problem.ulysses, within) if backward else ()
             step = timed(work, shapes, backward, self.packed)
             each.append(replace(step, incoming=incoming, outgoing=outgoing))
         # of several parts the last has local KV at the end, while gradients travel

@@ -21,11 +21,11 @@ Pattern = Literal["one", "all", "gather", "reduce", "slots"]
 @dataclass(frozen=True)
 class Transfer:
     """Bytes that the rank receives: from `one` rank, from `all` at once, by an all-`gather`, in a `reduce` operation, or written by all
-    into `slots` of its memory within a kernel. peers: (rank, bytes from it) of `one` and `all`."""
+    into `slots` of its memory within a kernel. sources: (rank, bytes from it) of `one` and `all`."""
 
     pattern: Pattern
     bytes: float
-    peers: tuple[tuple[int, float], ...] = ()
+    sources: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,23 +175,23 @@ Tokens = tuple[tuple[int, int], ...]  # (place of the sender, tokens)
 
 def received(route: Route) -> Tokens:
     """Tokens that come before a step."""
-    return tuple((piece.peer, length(piece.target)) for piece in route.receives)
+    return tuple((piece.remote, length(piece.target)) for piece in route.receives)
 
 
 def returned(route: Route) -> Tokens:
     """Tokens whose gradients come home after a step."""
-    return tuple((piece.peer, length(piece.source)) for piece in route.sends)
+    return tuple((piece.remote, length(piece.source)) for piece in route.sends)
 
 
-def from_peers(
+def from_ranks(
     pattern: Pattern, tokens: Tokens, token: float, ulysses: int = 1, within: int = 0
 ) -> tuple[Transfer, ...]:
     """The transfer of these tokens, of `token` bytes each; none where there are none. ulysses, within: a place is that of so many
     ranks, and the rank at the same position in the sender's place sends."""
     if not any(n for _, n in tokens):
         return ()
-    peers = tuple((place * ulysses + within, n * token) for place, n in tokens)
-    return (Transfer(pattern, sum(size for _, size in peers), peers),)
+    sources = tuple((place * ulysses + within, n * token) for place, n in tokens)
+    return (Transfer(pattern, sum(size for _, size in sources), sources),)
 
 
 def heads_of(shapes: Shapes, kv_heads: int) -> Shapes:

@@ -1,9 +1,9 @@
-"""The tree executor (decode): every rank attends its own keys, and the partial results are reduced over the ranks.
+"""The tree executor (decode): every rank attends its local KV, and the partial results are reduced over the ranks.
 Forward only. A rank whose keys no query sees contributes out 0 and lse -inf.
 
 Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse,
-comm_sum_den, comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*; fused: only
-wait_partials."""
+comm_sum_den, comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*;
+`reduce=fused` has only wait_partials."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Saved = tuple[Tensor, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
-    """(out, lse, nothing saved). q: `[B, Sq, H, D]`, the same on every rank; k `[B, N, Hk, D]`, v `[B, N, Hk, Dv]`: this rank's.
-    sinks: `[H]`, applied once, after the reduction."""
+    """(out, lse, an empty tuple). q: `[B, Sq, H, D]`, the same on every rank; k `[B, N, Hk, D]`, v `[B, N, Hk, Dv]`: this rank's
+    shards. sinks: `[H]`, applied once, after the reduction."""
     like = result_like(q, v)
     if not q.numel():
         return *empty_result(like), ()
@@ -55,14 +55,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
 
 
 def _partial(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out of the shape of `like`, lse) for a partial result, in the accumulation dtype, since it is merged
-    before it is rounded."""
+    """Uninitialised (out, lse) for a partial result; out has the shape of `like` and the accumulation dtype, because it is
+    merged before it is rounded."""
     out = torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
     return out, empty_lse(like)
 
 
 def _local_call(plan: Plan) -> LocalCall | None:
-    """The queries that see some of this rank's keys, with the keys that they see; None where there are none."""
+    """The queries that see some of this rank's keys, and these keys; None if there are none."""
     return plan.steps[0].calls[0] if plan.steps and plan.steps[0].calls else None
 
 
@@ -71,7 +71,7 @@ def _all_queries(call: LocalCall, q: Tensor) -> bool:
 
 
 def _some_queries(q: Tensor, k: Tensor, v: Tensor, call: LocalCall, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the accumulation dtype, where some queries see none of the keys."""
+    """(out, lse) in the accumulation dtype, for a call in which some queries see no key."""
     out, lse = empty_result(result_like(q, v))
     kernel.forward(take(q, call.q), k, v, call.call, into=(take(out, call.q), take(lse, call.q, -1)))
     return out, lse
@@ -79,7 +79,7 @@ def _some_queries(q: Tensor, k: Tensor, v: Tensor, call: LocalCall, kernel: Kern
 
 def _splits(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """This rank's partial results `[n, B, Sq, H, Dv]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys,
-    or one if it has none; n = 0 without keys."""
+    or one if the kernel does not split; n = 0 without keys."""
     if call is None:
         out, lse = _partial(result_like(q, v))
         return out[None][:0], lse[None][:0]
@@ -151,7 +151,7 @@ def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """`packed` within each node, then across the nodes, among the ranks with the same place in their node."""
+    """`packed` within each node, then across nodes among ranks with the same place in their node."""
     node = plan.options.ranks_of_node(plan.problem.world)
     first, place = plan.rank // node * node, plan.rank % node
     within = [rank for rank in range(first, first + node) if rank != plan.rank]
@@ -182,8 +182,8 @@ def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for
-    theirs and merges them. All of it is recorded as waiting, which is most of its few microseconds. like: of the shape and
-    dtype of out."""
+    theirs and merges them. The whole kernel is recorded as `wait_partials`: most of its few microseconds are waiting.
+    like: has the shape and dtype of out."""
     from attention.ops.tree import exchange
 
     rows, head_dim, world = like.shape[:3].numel(), like.shape[3], plan.problem.world

@@ -45,13 +45,15 @@ class Layout:
             self._divides(lengths[0], self.chunks * world, "seq_len", self._times("world_size"))
             return
         for length in lengths:
-            what = "seq_len" if single else "a sequence of the pack has length"
+            what = "seq_len" if single else "a sequence of the packed batch has length"
             if not single and not self.per_sequence:
-                what = "the pack's total"
+                what = "the packed batch's total"
             times = "world_size" if self.inner == 1 else f"(world_size / {self.inner})"
             self._divides(length, self.chunks * groups, what, self._times(times))
         if self.inner > 1:  # the pieces of a group's shard
-            self._divides(cu_seqlens[-1], world, "the pack's total", "world_size", lcm(world, self.chunks * groups))
+            self._divides(
+                cu_seqlens[-1], world, "the packed batch's total", "world_size", lcm(world, self.chunks * groups)
+            )
 
     def padding(self, cu_seqlens: CuSeqlens, world: int) -> int:
         """The tokens to add at the end, 0 where every sequence divides. With them the whole is split like one sequence."""

@@ -1,7 +1,8 @@
 """The plan of merging partial results ("parts") that arrive one by one and cover different tokens, declared in advance.
 
-The first part of a token is kept as it is. A later one is merged into a running result in the accumulation dtype. The
-last is merged and rounded straight into the final result. So most tokens need one sweep over memory. Pure Python."""
+A token's first part is kept as it is. Each further part is merged into a running result in the accumulation dtype, but
+the last part is merged and rounded into the final result at once. So most tokens need one sweep over memory. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from attention.geometry.transfers import Intervals
 from attention.masks.band import Interval
 from attention.memo import memo
 
-FEW = 8  # up to so many sweeps of one kind are cheaper one by one, without copies
+FEW = 8  # up to this number, sweeps of one kind are cheaper one by one, without copies
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Sweep:
     """One sweep over the tokens `[start, stop)` of the result.
 
     at: where these tokens start in the current part.
-    first, last: whether the current part is the first or the last of these tokens.
-    kept: where the only earlier part is still kept, its number and where these tokens start in it."""
+    first, last: whether the current part is the first or the last one of these tokens.
+    kept: (number of the kept part, start of these tokens in it), if these tokens have one earlier part, which was kept."""
 
     start: int
     stop: int
@@ -34,7 +35,7 @@ class Sweep:
     kept: tuple[int, int] | None = None
 
     def continues(self, before: Sweep) -> bool:
-        """Whether one sweep can do both; `before` is that of the preceding tokens."""
+        """Whether one sweep can do both this sweep and `before`, the sweep of the preceding tokens."""
         n = before.stop - before.start
         kept = before.kept and (before.kept[0], before.kept[1] + n)
         return (self.start, self.at, self.first, self.last, self.kept) == (
@@ -44,8 +45,8 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sweeps of one kind, done together: the tokens of the result (`rows`), where they lie in the current part (`at`),
-    and the number of the kept part with where they lie in it (`kept`)."""
+    """Sweeps of one kind, done together. rows: the tokens of the result. at: their places in the current part. kept: (number
+    of the kept part, their places in it)."""
 
     rows: Intervals
     at: Intervals
@@ -67,8 +68,8 @@ class Bundle:
 @dataclass(frozen=True)
 class MergePlan:
     """of: the sweeps of each part.
-    until: for each part, the number of the part whose sweeps read it last.
-    running: the span of the tokens with three parts or more. bare: the tokens of no part."""
+    until: for each part, the number of the last part whose sweeps read it.
+    running: the span of all tokens with three parts or more. bare: the tokens without a part."""
 
     of: tuple[tuple[Sweep, ...], ...]
     until: tuple[int, ...]

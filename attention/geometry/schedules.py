@@ -4,8 +4,8 @@ key slice in the owner's shard. After a gather the owner is `SEQUENCE`, and key 
 Executors, costs and transfers are derived from these steps. A test of each schedule checks that the blocks of all ranks
 cover every pair of the mask exactly once.
 
-A schedule builds any one step of any rank by itself and says who reads whose keys. So a rank plans with its own W steps and those of
-the ranks that read its shard, and never builds the W x W steps of the world. Pure Python."""
+A schedule builds any one step of any rank by itself and says who reads whose keys. So a rank builds its own W steps and the steps
+of the ranks that read its shard, but never all W x W steps of the world. Pure Python."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ class Block:
 
 
 class Step:
-    """The blocks of one step, and the keys that it needs. The blocks are built at first use, because of another rank's
-    step usually only the keys are asked for. `order`: the keys, in the order in which they arrive. By default they are
-    the sorted union of the blocks' keys; `order` is given if it is another one, or if it is known without building the
-    blocks."""
+    """The blocks of one step, and the keys that it needs. The blocks are built at first use: of a remote rank's
+    step usually only the keys are needed. `order`: the keys, in the order in which they arrive. By default they are the
+    sorted union of the blocks' keys; give `order` if the order differs, or if the keys are known without the blocks."""
 
     def __init__(self, owner: int, make: Callable[[], Iterable[Block]] = tuple, order: Intervals | None = None):
         self.owner, self.make, self.order = owner, make, order
@@ -64,7 +63,7 @@ class Step:
     @property
     def keys(self) -> Intervals:
         """The owner's keys that the step needs: disjoint intervals, in the order in which they lie for this rank. They
-        include the keys of all blocks, and may include more."""
+        contain the keys of all blocks, and may contain more."""
         if self.order is None:
             self.order = union(b.k for b in self.blocks)
         return self.order
@@ -79,7 +78,7 @@ class Schedule(ABC):
 
     @property
     def note(self) -> str | None:
-        """What a result should say of how the problem was divided, or None."""
+        """A remark for the result on how the problem was divided, or None."""
         return None
 
     def count(self, problem: Problem) -> int:
@@ -91,18 +90,18 @@ class Schedule(ABC):
         """Step `i` of a rank."""
 
     def readers(self, problem: Problem, rank: int, i: int) -> Sequence[int]:
-        """The other ranks that use this rank's keys in their step `i`."""
+        """The remote ranks that use this rank's keys in their step `i`."""
         return ()
 
     def received(self, problem: Problem, rank: int, i: int) -> Intervals:
-        """The keys that a rank receives before step `i`, as intervals of the owner's shard, or after a gather those
-        that it gathered, as intervals of the sequence. Empty if the step uses the rank's own keys."""
+        """The keys that a rank receives before step `i`, as intervals of the owner's shard; for a gather, the gathered
+        keys as intervals of the sequence. Empty if the step uses the local KV."""
         step = self.step(problem, rank, i)
         return () if step.owner == rank else step.keys
 
     def examples(self, problem: Problem) -> Sequence[int]:
-        """Some ranks that stand for all: their blocks have every mask that occurs, and in each step one of them
-        receives as many keys as any rank does."""
+        """Representative ranks: their blocks have every mask that occurs, and in each step one of them receives as many
+        keys as any rank does."""
         return range(problem.world)
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
@@ -121,7 +120,7 @@ class Schedule(ABC):
 class Problem:
     """The attention problem that a schedule divides among ranks. `layout`: of the keys and values. `q_layout`: of the
     queries during the computation. `cu_seqlens`: the global ones, (0, S) for a dense batch. `form`: the
-    mask. A band holds within every sequence, and each schedule has its own blocks for it. Any other mask is over all
+    mask. A band applies within every sequence, and each schedule builds its blocks. Any other mask is defined over all
     positions, and `geometry.cuts` cuts it into blocks."""
 
     cu_seqlens: CuSeqlens
@@ -131,7 +130,7 @@ class Problem:
     q_layout: Layout
     schedule: Schedule
     q_tokens: int | None = None  # the number of a decode's queries; None: each key has a query
-    ulysses: int = 1  # ranks that share one place in the schedule, each with its part of the heads
+    ulysses: int = 1  # ranks that share one place in the schedule, each with a share of the heads
 
     @property
     def ranks(self) -> int:
@@ -139,18 +138,18 @@ class Problem:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the mask is cut into patterns: it is not one band in every sequence."""
+        """Whether the mask is cut into patterns, because it is not one band in every sequence."""
         return not isinstance(self.form, Band)
 
     @property
     def band(self) -> Band:
         """The one band within every sequence."""
-        assert isinstance(self.form, Band), "the mask is no band: it is cut"
+        assert isinstance(self.form, Band), "the mask is not one band in every sequence"
         return self.form
 
     @property
     def mask(self) -> Mask:
-        """What attends what, over all positions."""
+        """The mask over all positions."""
         return self.form if isinstance(self.form, Mask) else of_sequences(self.form, self.cu_seqlens)
 
     @property
@@ -161,7 +160,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class LocalSchedule(Schedule):
-    """One step, against the rank's own keys."""
+    """One step, against the local KV."""
 
     blocks: Callable[[Problem, int], Iterable[Block]]
 
@@ -171,15 +170,15 @@ class LocalSchedule(Schedule):
         return Step(rank, partial(self.blocks, problem, rank))
 
     def examples(self, problem: Problem) -> Sequence[int]:
-        """One rank: none receives keys, and blocks of whole sequences have the problem's own mask."""
+        """One rank: no rank receives keys, and the blocks of whole sequences have the problem's own mask."""
         return (0,)
 
 
 @dataclass(frozen=True)
 class RingSchedule(Schedule):
     """W steps, step i against the keys of rank r - i (mod W). `blocks(problem, rank, owner)`: the step's blocks.
-    `keys(problem, rank, owner)`: the owner's keys that the step needs; None if they have to be read off the blocks.
-    What kind of blocks a step has depends only on the difference rank - owner."""
+    `keys(problem, rank, owner)`: the owner's keys that the step needs; None if they must be derived from the blocks.
+    The kind of a step's blocks depends only on the difference rank - owner."""
 
     blocks: Callable[[Problem, int, int], Iterable[Block]]
     keys: Callable[[Problem, int, int], Intervals | None] | None = None
@@ -207,7 +206,7 @@ class RingSchedule(Schedule):
         return ((rank + i) % problem.world,) if i else ()
 
     def examples(self, problem: Problem) -> Sequence[int]:
-        """The first and the last rank: their steps have every difference rank - owner."""
+        """The first and the last rank: their steps together have every difference rank - owner."""
         return range(problem.world) if problem.is_cut else sorted({0, problem.world - 1})
 
 
@@ -230,8 +229,7 @@ class GatherSchedule(Schedule):
 
     def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]] | None:
         """The tokens of an owner's shard that a rank gathers: pairs (interval of the shard, interval of the rank's
-        gathered keys). None: the caller computes them, as the overlap of the shard with the keys that the rank
-        needs."""
+        gathered keys). None: the overlap of the shard with the keys that the rank needs, which the caller computes."""
         return None
 
 
@@ -295,7 +293,7 @@ def gathered(problem: Problem, rank: int) -> list[Block]:
 
 @memo(lambda found, *_: len(found))
 def by_owner(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Intervals:
-    """All keys, one rank's shard after another's. All ranks share the cached object."""
+    """All keys, shard by shard. All ranks share the cached object."""
     return tuple((r.start, r.stop) for shard in layout.shards(cu_seqlens, world) for r in shard if r)
 
 
@@ -352,9 +350,9 @@ def rank_pairs(problem: Problem, rank: int) -> int:
 
 
 def masks(problem: Problem) -> tuple[Band, ...]:
-    """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window,
-    each block is full or has the problem's own mask; those of a decode stand in its schedule. A mask that is cut becomes full and causal rectangles and,
-    where it has lower bounds, windows."""
+    """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window, each block is
+    full or has the problem's own mask. A decode's schedule lists its masks. A mask that is cut becomes full and causal
+    rectangles and, if it has lower bounds, windows."""
     if isinstance(problem.form, Mask):
         return (FULL, CAUSAL, *((Band(1, 1),) if problem.form.windowed(problem.cu_seqlens[-1]) else ()))
     if problem.q_tokens is None and not problem.band.windowed:
@@ -376,14 +374,14 @@ def equal_shards(problem: Problem) -> Intervals:
 
 @memo(lambda found, *_: len(found))
 def shard_blocks(problem: Problem, mask: Band) -> tuple[Block, ...]:
-    """Of every sequence under an equal split, a rank's tokens against the same tokens of an owner. All steps share one
-    tuple, from which a plan sees that their calls are alike."""
+    """For every sequence under an equal split, the block of a rank's tokens against an owner's tokens at the same local
+    positions. All steps share one tuple, by which a plan recognises that their calls are alike."""
     return tuple(Block((at, at + n), (at, at + n), mask) for at, n in equal_shards(problem) if n)
 
 
 def tiles(mask: Band, q: Interval, q_shift: int, k: Interval, k_shift: int, group: int = 0) -> list[Block]:
-    """The block, if any, that the mask leaves of queries `q` and keys `k`, which are sequence positions. The shifts
-    turn them into local slices."""
+    """The block of queries `q` and keys `k`, trimmed to the pairs that the mask allows; no block if there are none. q and k
+    are sequence positions; the shifts turn them into local slices."""
     found = tile(mask, q, k)
     if found is None:
         return []

@@ -1,6 +1,6 @@
-"""Which tokens each rank sends to which other rank, derived from layouts and schedules; without torch. Both ranks know
-the intervals of local tokens at both ends, so a message contains nothing but tokens, and a receiver can also pull them
-from the sender."""
+"""Which tokens each rank sends to which remote rank, derived from layouts and schedules; without torch. Both ranks know
+the intervals of local tokens at both ends. So a message contains only tokens, and a receiver can also pull them from
+the sender."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Piece:
     """The tokens that one rank sends to another: each interval of the sender's `source` goes to the same entry of the
     receiver's `target`."""
 
-    peer: int  # at the other end
+    remote: int  # the rank at the other end
     source: Intervals
     target: Intervals
 
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends and receives in one exchange, at most one piece for each other rank."""
+    """The pieces that one rank sends and receives in one exchange, at most one each way for each remote rank."""
 
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
 
     def reversed(self) -> Route:
-        """The way back: what was received is sent home."""
+        """The way back: received tokens return to their senders."""
         return self._back
 
     @cached_property
@@ -54,12 +54,12 @@ class Route:
 
     @cached_property
     def sent_tokens(self) -> int:
-        """Also the number of tokens that arrive on the way back."""
+        """The number of tokens sent, which is also the number that arrives on the way back."""
         return sum([length(piece.source) for piece in self.sends])
 
 
 def _turned(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    return tuple(Piece(piece.peer, piece.target, piece.source) for piece in pieces)
+    return tuple(Piece(piece.remote, piece.target, piece.source) for piece in pieces)
 
 
 def side_by_side(intervals: Intervals) -> Intervals:
@@ -75,7 +75,7 @@ def side_by_side(intervals: Intervals) -> Intervals:
 @memo(lambda found, *_: len(found))
 def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:
     """What moves before each step. This rank receives the keys that its step needs from their owner, placed one
-    interval after another. It sends its own keys to every rank whose step needs them. The keys of a gather are not
+    interval after another. It sends its keys to every rank whose step needs them. The keys of a gather are not
     included: see `gather_move`."""
     routes = []
     placed = lru_cache(side_by_side)  # most steps need the same keys
@@ -103,15 +103,15 @@ def overlaps(source: Shard, target: Shard) -> list[tuple[Interval, Interval]]:
 
 
 def _placed(shards: Sequence[Shard]) -> tuple[Rows, NDArray[np.int64]]:
-    """The ranges of all shards, sorted by shard, then start; and the number of each one's shard `[n]`."""
+    """The ranges of all shards, sorted by shard, then by start; and for each range the index of its shard `[n]`."""
     of = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
     ranges = [(r.start, r.stop) for shard in shards for r in shard]
     return _rows(np.array(ranges, np.int64).reshape(-1, 2), of)
 
 
 def _rows(x: NDArray[np.int64], of: NDArray[np.int64]) -> tuple[Rows, NDArray[np.int64]]:
-    """Intervals `[n, 2]` of shards that hold them in this order, as `_placed` gives them. of: the number of each one's
-    shard, ascending."""
+    """As `_placed`, from intervals `[n, 2]` in the order in which the shards hold them. of: for each interval the index of
+    its shard, ascending."""
     lengths = x[:, 1] - x[:, 0]
     before = np.cumsum(lengths) - lengths
     at = before - before[np.searchsorted(of, of)]
@@ -121,8 +121,8 @@ def _rows(x: NDArray[np.int64], of: NDArray[np.int64]) -> tuple[Rows, NDArray[np
 
 
 def _shared(mine: Rows, theirs: Rows, of: NDArray[np.int64], n: int) -> list[tuple[Intervals, Intervals]]:
-    """The tokens that a shard shares with each of `n` others: slices of it, and of the other one. of: the number of each
-    row's shard."""
+    """The tokens that a shard shares with each of `n` other shards: slices of this shard, and of the other one. of: for each
+    row of `theirs` the index of its shard."""
     first = np.searchsorted(mine[:, 1], theirs[:, 0], "right")
     many = np.maximum(np.searchsorted(mine[:, 0], theirs[:, 1], "left") - first, 0)
     theirs, of = np.repeat(theirs, many, 0), np.repeat(of, many)
@@ -141,7 +141,7 @@ def _shared(mine: Rows, theirs: Rows, of: NDArray[np.int64], n: int) -> list[tup
 
 @dataclass(frozen=True)
 class Move:
-    """A redistribution of one rank's tokens: what it sends and receives, and what it only copies locally."""
+    """A redistribution of one rank's tokens: the pieces that it sends and receives, and its local copies."""
 
     route: Route
     local: tuple[tuple[Interval, Interval], ...]
@@ -158,14 +158,14 @@ def _move(
     mine, wanted = (x[slice(*np.searchsorted(of, (rank, rank + 1)))] for x, of in (sources, targets))
     sent = _shared(mine, *targets, world)
     received = _shared(wanted, *sources, world)
-    others = [peer for peer in range(world) if peer != rank]
-    sends = tuple(Piece(peer, *sent[peer]) for peer in others if sent[peer][0])
-    receives = tuple(Piece(peer, *reversed(received[peer])) for peer in others if received[peer][0])
+    others = [remote for remote in range(world) if remote != rank]
+    sends = tuple(Piece(remote, *sent[remote]) for remote in others if sent[remote][0])
+    receives = tuple(Piece(remote, *reversed(received[remote])) for remote in others if received[remote][0])
     return Move(Route(sends, receives), tuple(zip(*sent[rank], strict=True)))
 
 
 def needed_keys(problem: Problem, rank: int) -> Shard:
-    """The global positions of the keys that a rank gathers: ranges, in the order in which the gathered keys lie."""
+    """The global positions of the keys that a rank gathers: ranges, in the order of the gathered keys."""
     step = steps(problem, rank)[-1]
     assert step.owner == SEQUENCE
     return _ranges(step.keys)
@@ -204,7 +204,7 @@ def gather_move(problem: Problem, rank: int) -> Move:
 
 
 def within(keys: Intervals) -> Place:
-    """A function that says where an interval of the owner's tokens lies after the intervals `keys` were put side by
+    """A function from an interval of the owner's tokens to its place in a buffer that holds the intervals `keys` side by
     side."""
     if len(keys) == 1:
         ((first, end),) = keys
@@ -234,8 +234,8 @@ def within(keys: Intervals) -> Place:
 
 
 def where(step: Step, rank: int) -> Place:
-    """A function that says where the keys of a step's blocks lie for this rank. Its own keys are used in place, remote
-    ones arrive side by side. A pattern already numbers its keys as they lie."""
+    """A function from an interval of a step's keys to its place in the tensor that this rank computes on. Local keys are used
+    in place, remote keys arrive side by side. A pattern already numbers its keys by place."""
     if step.owner == rank or any(isinstance(block.mask, Pattern) for block in step.blocks):
         return lambda interval: (interval,)
     return within(step.keys)

@@ -22,7 +22,7 @@ MOST_DENSE = 16384  # tokens of the largest boolean matrix
 
 @dataclass(frozen=True)
 class Mask(ABC):
-    """Which keys each query sees, both given by their position in the sequence (in a packed batch, in the whole pack).
+    """Which keys each query sees, both given by their position in the sequence (in a packed batch, in the whole batch).
 
     A subclass is a frozen dataclass whose fields are the parameters, checks them in `__post_init__` (ValueError), and
     builds its rectangles."""

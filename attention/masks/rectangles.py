@@ -1,8 +1,8 @@
-"""Rectangles with a band: the one form that every mask has. Cutting, counting and joining of many at once, by numpy.
+"""Rectangles with a band: the common form of all masks. Many are cut, counted and joined at once, by numpy.
 
 `Rectangles` is an int64 array `[n, 6]`, a row for each rectangle: queries `[q0, q1)` see those keys of `[k0, k1)` with
 `lo <= k - q <= hi`. A bound that cuts nothing is -UNBOUNDED or UNBOUNDED. Positions are global, or local to a shard; no
-pair is in two rectangles. Linear in the number of rectangles, whatever the tokens."""
+pair is in two rectangles. The cost is linear in the number of rectangles and does not depend on the number of tokens."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Rectangles = NDArray[np.int64]
 Column = NDArray[np.int64]
 Q0, Q1, K0, K1, LO, HI = range(6)
 UNBOUNDED = 1 << 40
-MOST_JOINED = 4096  # with more rectangles only whole ones beside each other are joined
+MOST_JOINED = 4096  # above this number, only adjacent rectangles without a band are joined
 
 
 def rectangles(rows: Iterable[Sequence[int]]) -> Rectangles:
-    """The rows (q0, q1, k0, k1, lo, hi), trimmed; those without a pair are left out."""
+    """The rectangles of these rows (q0, q1, k0, k1, lo, hi), trimmed; rectangles without a pair are left out."""
     return trimmed(np.array(list(rows), np.int64).reshape(-1, 6))
 
 
 def from_columns(
     q0: ArrayLike, q1: ArrayLike, k0: ArrayLike, k1: ArrayLike, lo: ArrayLike = -UNBOUNDED, hi: ArrayLike = UNBOUNDED
 ) -> Rectangles:
-    """The rectangles of these columns, trimmed. Columns are arrays, or one number for all; they are broadcast."""
+    """The rectangles of these columns, trimmed. A column is an array, or one number for all rows."""
     columns = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (q0, q1, k0, k1, lo, hi)))
     return _trimmed(*(column.reshape(-1) for column in columns))
 
@@ -50,7 +50,7 @@ def band_of(row: Sequence[int]) -> Band:
 
 
 def trimmed(x: Rectangles) -> Rectangles:
-    """Without the rows and columns that have no pair; bounds that cut nothing become unbounded."""
+    """The rectangles without the queries and keys that have no pair; bounds that cut nothing become unbounded."""
     return _trimmed(*x.T)
 
 
@@ -76,7 +76,7 @@ def _within_band(x: Rectangles) -> NDArray[np.int64]:
     n, m = x[:, Q1] - x[:, Q0], x[:, K1] - x[:, K0]
 
     def upto(bound: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Pairs with k - q <= bound: the sum over rows i < n of clamp(first + i, 0, m)."""
+        """The number of pairs with k - q <= bound: the sum over queries i < n of clamp(first + i, 0, m)."""
         first = np.clip(bound + x[:, Q0] - x[:, K0] + 1, -n, m)
         return _ramp(first + n - 1, m) - _ramp(first - 1, m)
 
@@ -92,9 +92,9 @@ def _ramp(upto: NDArray[np.int64], m: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def placed(x: Rectangles, places: ArrayLike, keys: bool) -> tuple[Rectangles, NDArray[np.int64]]:
-    """The parts of the rectangles in each place, at the positions where they lie there, and the number of each part's
-    place. places: (start, stop, where it lies) of disjoint intervals of the queries, or with `keys` of the keys, sorted
-    by start."""
+    """Moves intervals of the queries (with `keys`: of the keys) to other positions. Returns the parts of the rectangles in
+    these intervals at their new positions, and for each part the index of its interval. places: (start, stop, new start)
+    of disjoint intervals, sorted by start."""
     starts, stops, at = np.asarray(places, np.int64).reshape(-1, 3).T
     low, high = (K0, K1) if keys else (Q0, Q1)
     first, last = np.searchsorted(stops, x[:, low], "right"), np.searchsorted(starts, x[:, high], "left")
@@ -120,7 +120,7 @@ def has_pairs(x: Rectangles) -> NDArray[np.bool_]:
 
 
 def joined_keys(x: Rectangles) -> NDArray[np.int64]:
-    """All keys that some query sees: disjoint, sorted intervals `[n, 2]`."""
+    """All keys that any query sees: disjoint, sorted intervals `[n, 2]`."""
     if not len(x):
         return np.zeros((0, 2), np.int64)
     order = np.argsort(x[:, K0], kind="stable")
@@ -135,7 +135,7 @@ def intervals_of(x: NDArray[np.int64]) -> Intervals:
 
 
 def both(a: Rectangles, b: Rectangles) -> Rectangles:
-    """The pairs that are in a and in b: every two rectangles that meet, cut to each other."""
+    """The intersection: the pairs that are in a and in b. Each two overlapping rectangles give their intersection."""
     if len(a) > len(b):
         a, b = b, a
     b = b[np.argsort(b[:, Q0], kind="stable")]
@@ -157,7 +157,7 @@ def in_order(x: Rectangles) -> Rectangles:
 
 
 def joined(x: Rectangles) -> Rectangles:
-    """Neighbours as one, where one rectangle with one band has exactly their pairs; sorted."""
+    """Joins neighbours if one rectangle with one band has exactly the same pairs; sorted."""
     x = _whole_beside(in_order(x))
     if len(x) > MOST_JOINED:
         return x
@@ -177,7 +177,7 @@ def joined(x: Rectangles) -> Rectangles:
 
 
 def _whole_beside(x: Rectangles) -> Rectangles:
-    """Rectangles without a band, of the same queries, whose keys are beside each other, as one; `x` is sorted."""
+    """Joins rectangles without a band that have the same queries and adjacent keys; `x` is sorted."""
     if len(x) < 2:
         return x
     whole = (x[:, LO] <= -UNBOUNDED) & (x[:, HI] >= UNBOUNDED)
@@ -189,7 +189,7 @@ def _whole_beside(x: Rectangles) -> Rectangles:
 
 
 def _one(a: list[int], b: list[int]) -> list[int] | None:
-    """The rectangle that has exactly the pairs of both, or None."""
+    """The one rectangle that has exactly the pairs of a and b, or None."""
     beside = (a[Q0], a[Q1]) == (b[Q0], b[Q1]) and (a[K1] == b[K0] or b[K1] == a[K0])
     above = a[Q1] == b[Q0] or b[Q1] == a[Q0]
     if not beside and not above:

@@ -1,5 +1,5 @@
-"""Sums of partial gradients that cover different tokens, in fp32 (fp64 for fp64), rounded once. `sum_parts` takes parts
-that are all there, `Sum` parts that arrive one by one. On CUDA one Triton kernel reads every part once and writes the
+"""Sums of partial gradients that cover different tokens, in fp32 (fp64 for fp64), rounded once. `sum_parts` takes all parts
+at once, `Sum` takes parts that arrive one by one. On CUDA one Triton kernel reads every part once and writes the
 sum once."""
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from attention.runtime.submit import outside_recording
 from attention.runtime.uploads import held, uploaded
 from attention.tensors import add_, empty_tokens, token_dim, token_indices, tokens, tokens_contiguous, tokens_of
 
-MANY = 2 * MOST  # intervals; above that, tokens are added by index
-MOST_PROGRAMS = 65535  # the limit of a grid's last dimension, in which the kernel has sums and heads
+MANY = 2 * MOST  # intervals; with more, tokens are added by index
+MOST_PROGRAMS = 65535  # the limit of a grid's last dimension, which enumerates sums and heads
 
 Parts = Sequence[tuple[Tensor, Intervals]]
 PartsOfAll = Sequence[tuple[Sequence[Tensor], Intervals]]
 
 
 def sum_parts(out: Tensor, parts: Parts) -> None:
-    """Write to every token of `out` the sum over the parts that have it, or 0.
+    """Write to every token of `out` the sum over the parts that contain it, or 0.
 
     out: `[B, S, H, D]` or `[T, H, D]`; a part `(x, intervals)`: x has the tokens `intervals` of out, side by side, in
-    any dtype. Any strides, but a contiguous last dim. A part may lie in out itself, at the place of its tokens.
+    any dtype. Strides are arbitrary, except that the last dim is contiguous. A part may be a view of out at its own tokens.
 
     Raises ValueError for a part whose number of tokens is not that of its intervals, and for a strided last dim."""
     for part, intervals in parts:
@@ -50,9 +50,8 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
 
 
 def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
-    """`sum_parts` for each of outs; a part has one tensor for each of them, all over the same tokens. No out is read
-    for another out. On CUDA one launch does all of them if their shapes, strides and dtypes are equal, as those of dk
-    and dv are."""
+    """`sum_parts` for each of outs; a part has one tensor for each out, all over the same tokens. No out may be a part of
+    another out. On CUDA one launch computes all sums if their shapes, strides and dtypes are equal, as for dk and dv."""
     first = outs[0]
     if len(outs) > 1 and first.is_cuda and _few(parts) and alike(outs, parts):
         from attention.ops.sum import sum_triton

@@ -18,7 +18,7 @@ from attention.tensors import empty_lse, empty_tokens, token_dim, tokens
 def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
     """Write the merge of the parts `(a, lse_a)` and `(b, lse_b)` to `(out, lse)`, which may be either of them.
 
-    out, a, b: `[B, S, H, D]` or `[T, H, D]`, in any dtypes and any strides, but a contiguous last dim.
+    out, a, b: `[B, S, H, D]` or `[T, H, D]`, in any dtypes and with any strides, except that the last dim is contiguous.
     lse, lse_a, lse_b: `[B, H, S]` or `[H, T]`, fp32 (fp64 for fp64)."""
     if out.is_cuda:
         from attention.ops.merge import merge_triton
@@ -31,7 +31,7 @@ def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: 
 def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
     """`merge` in eager PyTorch, on any device."""
     total = torch.logaddexp(lse_a, lse_b)
-    # where both are empty the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
+    # if both are empty, the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
     safe = total.masked_fill(total == -torch.inf, 0)
     share_a, share_b = ((x - safe).exp().transpose(-1, -2).unsqueeze(-1) for x in (lse_a, lse_b))
     out.copy_(a * share_a + b * share_b)
@@ -39,8 +39,8 @@ def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, l
 
 
 class Accumulator(Stepwise):
-    """The merge of parts (out, lse) that arrive one by one. like: a tensor of the whole out's shape and dtype. parts: the
-    query intervals of each."""
+    """The merge of parts (out, lse) that arrive one by one. like: a tensor with the shape and dtype of the whole out. parts:
+    the query intervals of each part."""
 
     def __init__(self, like: Tensor, parts: Sequence[Intervals]):
         super().__init__([like], parts, (token_dim(like), -1))
@@ -77,7 +77,7 @@ def merge_n(
     parts: `[n, B, S, H, D]`; lses: `[n, B, H, S]`, fp32 (fp64 for fp64 parts), natural log.
     Returns (out `[B, S, H, D]`, lse `[B, H, S]` in the dtype of `lses`). dtype: of a new out, by default that of the
     parts. A given `out` or `lse` is written to instead, and may be `parts[0]` or `lses[0]`.
-    Raises ValueError for shapes that do not belong together."""
+    Raises ValueError for shapes that do not match."""
     out, lse = result_tensors(parts, lses, dtype, out, lse)
     if parts.is_cuda and parts.dtype != torch.float64:
         from attention.ops.merge_n import merge_n_triton
@@ -91,7 +91,7 @@ def merge_n(
 def merge_n_eager(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Writes `merge_n` to `(out, lse)` in eager PyTorch, on any device."""
     total = torch.logsumexp(lses, 0)
-    # where every part is empty the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
+    # if every part is empty, the weights are exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN
     safe = total.masked_fill(total == -torch.inf, 0)
     weights = (lses - safe).exp().transpose(-1, -2).unsqueeze(-1)
     out.copy_((parts.to(accumulation_dtype(parts.dtype)) * weights).sum(0))

@@ -1,7 +1,7 @@
-"""Attention sinks: a learned logit a head that joins the softmax's denominator alone. Applied once, after all merging:
-`lse' = logaddexp(lse, s)`, `out' = out * exp(lse - lse')`. The backward of attention takes out' and lse' as its final ones and
-stays as it is; `ds = -sum_i exp(s - lse'_i) (dout_i . out'_i)` over this rank's queries. A sink of -inf is none: where its queries
-see no key, lse' is -inf, and they add 0.
+"""Attention sinks: a learned logit per head that enters only the softmax's denominator. Applied once, after all merging:
+`lse' = logaddexp(lse, s)`, `out' = out * exp(lse - lse')`. The backward of attention takes out' and lse' as the final out and
+lse, and is otherwise unchanged; `ds = -sum_i exp(s - lse'_i) (dout_i . out'_i)` over this rank's queries. A sink of -inf means
+no sink: a query that sees no key has lse' = -inf, and adds 0.
 
 Source: Efficient Streaming Language Models with Attention Sinks (Xiao et al., 2023); a learned logit as in gpt-oss (OpenAI,
 2025)."""
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 
-SAVED = 5  # tensors that an executor saves for its backward beside sinks: q, k, v, out, lse
+SAVED = 5  # tensors that an executor saves for its backward, sinks not counted: q, k, v, out, lse
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out', lse'), in place. out: `[B, S, H, D]` or `[T, H, D]`; lse: `[B, H, S]` or `[H, T]`; sinks: `[H]`, or None for none.
-    A query that sees no key has out' 0 and lse' its sink."""
+    For a query that sees no key, out' is 0 and lse' is its sink."""
     if sinks is None or not out.numel():
         return out, lse
     if out.is_cuda:
@@ -49,7 +49,7 @@ def sinks_gradients(dout: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
         from attention.ops.sinks import sinks_gradient
 
         return [sinks_gradient(dout, out, lse, sinks)]
-    wide = accumulation_dtype(out.dtype)
+    dtype = accumulation_dtype(out.dtype)
     share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp().masked_fill(lse == -torch.inf, 0)
-    found = -(share * (dout.to(wide) * out.to(wide)).sum(-1).transpose(-1, -2)).sum(-1)
+    found = -(share * (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(-1, -2)).sum(-1)
     return [(found.sum(0) if found.dim() == 2 else found).to(sinks.dtype)]

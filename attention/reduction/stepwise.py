@@ -1,4 +1,4 @@
-"""Results that are combined from parts which arrive one by one and cover different tokens."""
+"""Results combined from partial results ("parts") that arrive one by one and cover different tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from attention.tensors import FEW, put_, take, tokens
 class Stepwise:
     """The parts' intervals are declared in advance. Takes ownership of the parts.
 
-    A token's first part is kept as it is, and its last part is combined by the kernel that rounds the result. Only tokens
-    with three parts or more need a buffer in the accumulation dtype. If the first part covers all tokens, its tensors
-    become the result. So one part costs nothing; two parts cost one kernel, which reads two and writes one.
+    A token's first part is kept as it is; the kernel that combines its last part also rounds the result. Only tokens with
+    three parts or more need a buffer in the accumulation dtype. If the first part covers all tokens, its tensors become
+    the result. So one part costs nothing, and two parts cost one kernel, which reads two tensors and writes one.
 
     like: tensors of the shape and dtype of the results. parts: the intervals of each part, in the order in which they will
     be added. dims: the token dimension of each tensor of a part. outs: the tensors to write to, by default new ones."""
@@ -31,8 +31,8 @@ class Stepwise:
     ):
         self.like, self.parts, self.dims, self.outs = like, tuple(parts), dims, outs
         self.plan = merge_plan(tokens(like[0]), self.parts)
-        self.buffers: dict[int, Tensor] = {}  # by tensor, partial results of the tokens with three parts or more
-        self.kept: dict[int, Sequence[Tensor]] = {}  # by number, the parts that a later part will be combined with
+        self.buffers: dict[int, Tensor] = {}  # by result: the running result of tokens with three parts or more
+        self.kept: dict[int, Sequence[Tensor]] = {}  # by number: earlier parts that a later part will be combined with
         self.number = 0  # of the next part
 
     def new(self) -> Sequence[Tensor]:
@@ -40,7 +40,7 @@ class Stepwise:
         raise NotImplementedError
 
     def clear(self, *outs: Tensor) -> None:
-        """Writes the result of no parts."""
+        """Writes the result of tokens without a part."""
         raise NotImplementedError
 
     def combine(self, into: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
@@ -64,8 +64,7 @@ class Stepwise:
         self.number += 1
 
     def _may_be_result(self, part: Tensor, like: Tensor) -> bool:
-        """Whether the first part can be completed in place: it has all tokens and, if later parts will read it, it is
-        contiguous."""
+        """Whether the first part can become the result: it has all tokens and, if parts follow, it is contiguous."""
         whole = self.parts[0] == ((0, tokens(like)),) and part.dtype == like.dtype
         return whole and (len(self.parts) == 1 or part.is_contiguous())
 
@@ -83,8 +82,8 @@ class Stepwise:
                 put_(*place)
 
     def _partial(self, number: int, out: Tensor, rows: Intervals) -> tuple[Tensor, Intervals]:
-        """The tensor and the intervals in it that hold the partial results of the tokens `rows` of out: in the
-        accumulation dtype, which may be out's."""
+        """The tensor that holds the running result of the tokens `rows` of out, and their intervals in it. It has the
+        accumulation dtype; if that is out's dtype, it is out itself."""
         dtype = accumulation_dtype(out.dtype)
         if out.dtype == dtype:
             return out, rows

@@ -72,8 +72,8 @@ class _Sent:
         if not messages.sends and not messages.receives:
             return Done()
         transport, what = self.transport, self.what
-        outgoing = [(m.peer, take(self.tensors[m.tensor], m.source).contiguous()) for m in messages.sends]
-        incoming = [(m.peer, _landing(m, into[m.into])) for m in messages.receives]
+        outgoing = [(m.remote, take(self.tensors[m.tensor], m.source).contiguous()) for m in messages.sends]
+        incoming = [(m.remote, _landing(m, into[m.into])) for m in messages.receives]
         transport.counted(what, sum(x.nbytes for _, x in incoming))
 
         def run() -> None:
@@ -108,13 +108,13 @@ def _exchange(
     outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None
 ) -> None:
     if any(x.is_cuda for _, x in (*outgoing, *incoming)):
-        operations = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in incoming]
-        operations += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in outgoing]
+        operations = [dist.P2POp(dist.irecv, x, group=group, group_peer=remote) for remote, x in incoming]
+        operations += [dist.P2POp(dist.isend, x, group=group, group_peer=remote) for remote, x in outgoing]
         for issued in dist.batch_isend_irecv(operations):
             issued.wait()
         return
-    pending = [dist.irecv(_bytes(x), group=group, group_src=peer) for peer, x in incoming]
-    pending += [dist.isend(_bytes(x), group=group, group_dst=peer) for peer, x in outgoing]
+    pending = [dist.irecv(_bytes(x), group=group, group_src=remote) for remote, x in incoming]
+    pending += [dist.isend(_bytes(x), group=group, group_dst=remote) for remote, x in outgoing]
     for work in pending:
         if work is not None:
             work.wait()

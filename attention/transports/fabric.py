@@ -27,9 +27,9 @@ from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 MEMORY_FILE = "attention"  # in /proc: "/memfd:attention"
-WORDS = 2  # int32 words of a flag: the flag, and the mark of who waits for it
+WORDS = 2  # int32 words per flag: the flag, and the mark of a wait for it
 POLL_S = 20e-6  # between two reads of a flag on a CPU
-LOOK_S = 0.1  # between two checks whether the flag can still be set
+LOOK_S = 0.1  # between two checks whether the remote rank can still set the flag
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Shared:
 
 
 class Fabric:
-    """The group is referenced weakly: what is cached for a group must not keep it alive."""
+    """Shared memory and signals of a group. The group is referenced weakly, because a cached fabric must not keep it alive."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device, self.remote = weakref.ref(group), device, Remote(group, device)
@@ -63,27 +63,27 @@ class Fabric:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Returns when every rank has finished all work that it has started. Collective."""
+        """Waits until every rank has finished all work that it has started. Collective."""
         raise NotImplementedError
 
     def copy(
         self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
     ) -> None:
         """Copies, on the current stream, from a rank's memory to the tokens `[start, start + n)` of each tensor of
-        `into`: `[S, h, D]`, or batch element `element` of `[B, S, h, D]`. at: the byte at which each source begins,
-        token by token. All of `into` have one shape, and the heads of a token are contiguous."""
+        `into`: `[S, h, D]`, or batch element `element` of `[B, S, h, D]`. at: for each tensor, the byte at which its source
+        begins; source tokens are contiguous. All of `into` have one shape, and the heads of a token are contiguous."""
         raise NotImplementedError
 
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
         """An operation that sets int32 flags to 1 after all earlier work of the current stream."""
         raise NotImplementedError
 
-    def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
+    def awaiting(self, flags: Mapping[int, Tensor], action: str) -> Callable[[], None]:
         """An operation that makes the current stream (on a CPU, the calling thread) wait until this rank's int32 flags
         are 1, then resets them to 0.
 
-        flags: by the rank that sets each; each is followed by a word for the mark of who waits.
-        deed: what these ranks signal, for messages, as in "to publish its kv".
+        flags: by the rank that sets each; the word after each flag is the mark of a wait.
+        action: what the flag signals, for messages, as in "to publish its kv".
         The wait ends with the process group's timeout (`waits`); on a CPU it raises RuntimeError."""
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ def symmetric_buffer(
 
 
 def agreed(group: dist.ProcessGroup, mine: str | None) -> str | None:
-    """The reason of the first rank that has one, on every rank. Collective."""
+    """The first rank's reason that is not None, on every rank; None if all are. mine: this rank's reason. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return next((reason for reason in everyone if reason), None)
@@ -125,12 +125,12 @@ def together(group: dist.ProcessGroup) -> Iterator[None]:
         raise RuntimeError(reason)
 
 
-WAIT, WRITE, WRITE_TWO = 1, 2, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_32, _WRITE_VALUE_32, _WRITE_VALUE_64: of two words
+WAIT, WRITE, WRITE_TWO = 1, 2, 5  # CU_STREAM_MEM_OP_WAIT_VALUE_32, _WRITE_VALUE_32, _WRITE_VALUE_64 (two words)
 _POINTER, _ADDRESS, _SIZE, _UINT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint
 
 
 class _StreamOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams of a wait or a write."""
+    """CUstreamBatchMemOpParams for a wait or a write."""
 
     _fields_ = (
         ("operation", _UINT), ("address", _ADDRESS), ("value", ctypes.c_uint64), ("flags", _UINT),
@@ -181,8 +181,8 @@ class CudaFabric(Fabric):
     def copy(
         self, into: Sequence[Tensor], element: int, start: int, n: int, shared: Shared, rank: int, at: Sequence[int]
     ) -> None:
-        # By the driver: PyTorch's views and copies cost the CPU several times as much, and it would copy strided rows
-        # with a kernel, not with a copy engine.
+        # Calls the driver: PyTorch's views and copies take several times as much CPU time, and PyTorch would copy strided
+        # rows with a kernel, not with a copy engine.
         stream = private.raw_stream(self.device.index)
         size, width = into[0].element_size(), into[0].shape[-2] * into[0].shape[-1] * into[0].element_size()
         if n * width == 0:
@@ -194,7 +194,7 @@ class CudaFabric(Fabric):
             targets.append(x.data_ptr() + (start * pitch + (element * batch[0] if batch else 0)) * size)
         sources = [shared.addresses[rank] + each for each in at]
         whole = n == 1 or all(row == width for row in rows)
-        if whole and len(into) == 2 and _together(*into):  # a row each
+        if whole and len(into) == 2 and _together(*into):  # both as the two rows of one 2D copy
             apart = targets[1] - targets[0], sources[1] - sources[0]
             if n * width <= min(apart) and max(apart) <= MOST_PITCH:
                 _submit(self._rows, targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
@@ -226,12 +226,12 @@ class CudaFabric(Fabric):
     def signalling(self, flags: Sequence[Tensor]) -> Callable[[], None]:
         return self._batch([(WRITE, flag.data_ptr(), 1) for flag in flags])
 
-    def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
+    def awaiting(self, flags: Mapping[int, Tensor], action: str) -> Callable[[], None]:
         places = {rank: flag.data_ptr() for rank, flag in flags.items()}
         first, *others = places.values()
         mark = first + 4
         words = {rank: self._word(place) for rank, place in places.items()}
-        self.waits.every.append(Wait(self._word(mark), words, deed))
+        self.waits.every.append(Wait(self._word(mark), words, action))
         return self._batch([
             (WRITE, mark, WAITING),
             *((WAIT, place, 1) for place in places.values()),
@@ -250,7 +250,7 @@ class CudaFabric(Fabric):
         watchdog.add(self.watched)
 
     def _batch(self, operations: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
-        # flags 0: a wait ends at values of at least `value`; a write follows all earlier memory operations
+        # flags 0: a wait ends once the word is >= `value`; a write comes after all earlier memory operations
         every = [_StreamOperation(operation, address, value, 0) for operation, address, value in operations]
         batch = (_StreamOperation * len(every))(*every)
 
@@ -277,7 +277,7 @@ def _together(a: Tensor, b: Tensor) -> bool:
 
 
 class HostFabric(Fabric):
-    """Shared memory by files without a name, so that a killed rank leaves nothing behind."""
+    """Shared memory in anonymous files, so that a killed rank leaves nothing behind."""
 
     def allocate(self, size: int) -> Shared:
         number: int | None = None
@@ -287,7 +287,7 @@ class HostFabric(Fabric):
                 os.posix_fallocate(number, 0, size)  # without reserved memory, a later write could raise SIGBUS
             places: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(places, f"/proc/{os.getpid()}/fd/{number}", group=self.group)
-            with together(self.group):  # afterwards every rank has mapped it
+            with together(self.group):  # at its end every rank has mapped the files
                 mapped = [torch.from_file(place, shared=True, size=size, dtype=torch.uint8) for place in places]
         finally:
             if number is not None:
@@ -313,7 +313,7 @@ class HostFabric(Fabric):
 
         return signal
 
-    def taking(self, flags: Mapping[int, Tensor], deed: str) -> Callable[[], None]:
+    def awaiting(self, flags: Mapping[int, Tensor], action: str) -> Callable[[], None]:
         def take() -> None:
             self.remote.check()
             start = time.monotonic()
@@ -325,7 +325,7 @@ class HostFabric(Fabric):
                 if now < look:
                     continue
                 look = now + LOOK_S
-                why = self.remote.overdue(missing, deed, now - start)
+                why = self.remote.overdue(missing, action, now - start)
                 if why is not None and any(int(flags[rank]) != 1 for rank in missing):
                     raise self.remote.fail(why)
             for flag in flags.values():
@@ -347,8 +347,8 @@ def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return agreed(group, found)
 
 
-def _reads(device: torch.device, peer: int) -> bool:
+def _reads(device: torch.device, other: int) -> bool:
     try:
-        return torch.cuda.can_device_access_peer(device, peer)
+        return torch.cuda.can_device_access_peer(device, other)
     except (AssertionError, RuntimeError):  # this rank does not see that GPU
         return False

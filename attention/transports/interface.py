@@ -18,11 +18,11 @@ from attention.runtime.priority_stream import Inline, PriorityStream
 
 @dataclass(frozen=True)
 class Message:
-    """Tokens that move between this rank and the remote rank `peer`: the intervals `source` of the published tensor
+    """Tokens that move between this rank and the rank `remote`: the intervals `source` of the published tensor
     number `tensor` go to the intervals `target`, one to one, of the receiver's tensor number `into`. A sender need not
     know `into`."""
 
-    peer: int
+    remote: int
     tensor: int
     source: Intervals
     target: Intervals

@@ -31,7 +31,7 @@ class Transfer(Protocol):
 
 
 class Queue:
-    """A child class says how work is started. On CUDA, `settle` and `join` matter only while a CUDA graph is captured."""
+    """A subclass says how work is started. On CUDA, `settle` and `join` have an effect only while a CUDA graph is captured."""
 
     def issue(
         self,
@@ -42,8 +42,8 @@ class Queue:
         after: Work | None = None,
         since: Moment | None = None,
     ) -> Handle:
-        """Starts `run`, which uses `tensors`, after all work of the caller so far (or until the moment `since`).
-        Whoever waits for the handle then calls `after`."""
+        """Starts `run`, which uses `tensors`, after all earlier work of the caller (with `since`: after its work before that
+        moment). `after` is called at the end of the handle's `wait`."""
         return _Handle(self.start(run, tensors, since), what, step, after)
 
     def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> Transfer:
@@ -51,21 +51,21 @@ class Queue:
         raise NotImplementedError
 
     def moment(self) -> Moment | None:
-        """The current point in the caller's work; None on a CPU."""
+        """The current point in the caller's work, for `since`; None on a CPU."""
 
     def then(self, run: Work) -> None:
-        """Starts `run` after what was issued; it waits for nothing else. If it raises, the next `issue`, `join` or wait
+        """Starts `run` after all issued work; it waits for nothing else. If it raises, the next `issue`, `join` or wait
         for a handle raises."""
 
     def aside(self, run: Work) -> None:
-        """Starts a small `run` after the caller's work so far; nothing has to wait for it."""
+        """Starts a small `run` after all earlier work of the caller; later work need not wait for it."""
         run()
 
     def settle(self) -> None:
-        """The caller's next work follows what `aside` started."""
+        """The caller's next work waits for the work that `aside` started."""
 
     def join(self) -> None:
-        """The graph includes all that was started here."""
+        """The captured graph includes all work that was started here."""
 
 
 class _Handle:
@@ -118,8 +118,8 @@ class _HostTransfer:
 
 
 class CudaQueue(Queue):
-    """A stream that first waits for the caller's stream, where the data is written. In captures a second stream takes
-    what `aside` starts."""
+    """A background stream that first waits for the caller's stream, which writes the data. In captures, work by `aside` runs
+    on a second stream."""
 
     def __init__(self, device: torch.device, captures: Captures | None = None):
         self.stream, self.device = torch.cuda.Stream(device), device
@@ -150,8 +150,8 @@ class CudaQueue(Queue):
             run()
 
     def aside(self, run: Work) -> None:
-        # Eagerly on the caller's stream: another stream would cost two more driver calls to save microseconds of the
-        # GPU. In a CUDA graph only the GPU's time counts.
+        # Eager calls use the caller's stream: another stream would take two more driver calls, to save microseconds of GPU
+        # time. In a CUDA graph, driver calls cost nothing.
         if not capturing(self.device):
             run()
             return
@@ -171,7 +171,7 @@ class CudaQueue(Queue):
 
 
 class _CudaTransfer:
-    """Keeps the tensors until the wait: PyTorch's allocator knows only the caller's stream."""
+    """Keeps the tensors alive until the wait, because PyTorch's allocator knows only the caller's stream."""
 
     def __init__(self, queue: CudaQueue, done: torch.cuda.Event, tensors: list[Tensor]):
         self.queue, self.tensors = queue, tensors
@@ -180,20 +180,20 @@ class _CudaTransfer:
     def wait(self) -> None:
         if self.done is not None:
             wait(current(self.queue.device), self.done)
-            self.queue.spare.append(self.done)  # the wait has recorded the event; it may be reused
+            self.queue.spare.append(self.done)  # the wait is enqueued, so the event may be reused
             self.done = None
 
     def finish(self) -> None:
         self.tensors = []
 
     def __del__(self) -> None:
-        if self.tensors:  # an exception prevented the wait, and their memory will be reused
+        if self.tensors:  # an exception prevented the wait, and their memory is about to be reused
             self.wait()
 
 
 class Captures:
-    """Whether a CUDA graph contains transfers of a group. Its replays run on the caller's stream and use the flags of eager
-    calls. So from then on the transport's streams and the caller's follow each other."""
+    """Whether a CUDA graph contains transfers of a group. Replays of the graph run on the caller's stream and use the same
+    flags as eager calls. So after the first capture, the transport's streams and the caller's stream wait for each other."""
 
     def __init__(self) -> None:
         self.some = False

@@ -2,9 +2,9 @@
 what it needs, when it needs it, with copy engines on a separate stream. So the multiprocessors stay free for compute,
 and a rank waits only for ranks whose data it needs.
 
-Publications of one kind use a ring of slots. A rank signals "ready" to the others when its publication is written, and "done" when
-it has read theirs, by flags in their memory. The rank that waited for a flag resets it. No counter grows, so a call can
-be captured in a CUDA graph and replayed."""
+Publications of one kind use a ring of buffers ("slots"). By flags in the remote ranks' memory, a rank signals "ready" when its
+publication is written, and "done" when it has read theirs. The rank that awaits a flag resets it. There are no growing
+counters, so a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from attention.transports.interface import Done, Handle, Message, Messages, Publ
 from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
 from attention.transports.queues import Captures, CudaQueue, HostQueue, Moment, Queue
 
-LANES = 32  # the most kinds of publications: kv, dkv, ...
-# slots of the kinds that a call publishes again before remote ranks have read the last ones; other kinds have 1
+MOST_RINGS = 32  # kinds of publications: kv, dkv, ...
+# the number of slots, for kinds that a call publishes again before remote ranks have read the last one; others have 1
 DEPTHS = {"dkv": 2, "out": 2, "dqkv": 2}
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
-MOST_ARRANGEMENTS = 64  # cached per lane
-MOST_KNOWN = 8  # per `Messages`: arrangements whose pulls are cached
+MOST_ARRANGEMENTS = 64  # cached per ring
+MOST_KNOWN = 8  # arrangements per `Messages` whose pulls are cached
 
 Operation = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the tensors of a publication lie in a slot. shapes: this rank's. padded: the same with space for the most tokens of
-    any rank. starts: the byte at which each tensor starts. size: bytes in all."""
+    """How the tensors of a publication lie in a slot. shapes: this rank's. padded: the shapes with space for as many tokens as
+    any rank has. starts: the byte at which each tensor starts. size: bytes in all."""
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
@@ -67,18 +67,18 @@ def arrange(shapes: tuple[tuple[int, ...], ...], tokens: int, dtype: torch.dtype
 
 @dataclass
 class Flags:
-    """The operations on the flags of one slot. A rank has two flags per remote rank: its publication is ready; it is done
-    with this rank's publication (initially set)."""
+    """The operations on the flags of one slot. A rank has two flags per remote rank, which the remote rank sets: "ready", its
+    publication is written; "done", it has read this rank's publication (initially set)."""
 
-    tell_ready: Operation  # signal all remote ranks
-    take_ready: dict[int, Operation]  # await and reset, by remote rank
-    tell_done: Operation
-    take_done: Operation  # await and reset those of all remote ranks
+    signal_ready: Operation  # signal all remote ranks
+    await_ready: dict[int, Operation]  # await and reset, by remote rank
+    signal_done: Operation
+    await_done: Operation  # await and reset the flags of all remote ranks
 
 
-class Lane:
-    """The ring of slots of one kind of publication. All ranks use the slots in the same order and at the same offsets, so all
-    ranks must make the same publications in the same order."""
+class BufferRing:
+    """The slots of one kind of publication, used in turn. All ranks use the slots in the same order and at the same offsets, so
+    all ranks must make the same publications in the same order."""
 
     def __init__(self, flags: list[Flags]):
         self.flags = flags  # by slot
@@ -86,7 +86,7 @@ class Lane:
         self.capacity = 0
         self.shared = Shared([])
         self.mine: dict[tuple[int, Arrangement], list[Tensor]] = {}  # this rank's tensors in a slot, for reuse
-        self.filling: _SlotPublication | None = None  # has a slot, but is not published yet
+        self.filling: _SlotPublication | None = None  # a publication that has a slot but is not published yet
 
     def forget(self) -> None:
         self.shared, self.capacity = Shared([]), 0
@@ -94,15 +94,15 @@ class Lane:
 
 
 class Pool:
-    """The lanes of a group and device, shared by all functions over the group. For one thread at a time. No flag
-    guards a rank's reads of its own publications, so calls that it makes on several streams run one after another."""
+    """The buffer rings of a group and device, shared by all functions over the group. For one thread at a time. No flag
+    guards a rank's reads of its own publications. So its calls run one after another, even on several streams."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.on_cuda = device.type == "cuda"
         self.device, self.captures = device, Captures()
         self.caller: torch.cuda.Stream | None = None  # of the last call
-        self.grown = 0  # changes when lanes get other memory
+        self.grown = 0  # increases when a ring gets other memory
         self.fabric: Fabric
         self.queue: Queue
         self.priority_stream: PriorityStream
@@ -114,62 +114,67 @@ class Pool:
             else:
                 self.fabric, self.queue = HostFabric(group, device), HostQueue()
                 self.priority_stream = Inline(apart=True)
-        # each rank starts with the next one, so no two pull from the same rank at first
-        self.peers = [(self.rank + i) % self.world for i in range(1, self.world)]
+        # each rank starts with the next rank, so at first no two ranks pull from the same one
+        self.remote_ranks = [(self.rank + i) % self.world for i in range(1, self.world)]
         with torch.inference_mode(False):  # used by calls of any mode, like all memory here
-            self.flags = self.fabric.allocate(LANES * MOST_SLOTS * 2 * self.world * WORDS * 4)
+            self.flags = self.fabric.allocate(MOST_RINGS * MOST_SLOTS * 2 * self.world * WORDS * 4)
         self._flags(self.rank)[:, :, 1].fill_(1)
         with together(group):
             self.fabric.watch(self.flags.by_rank[self.rank])
         self.fabric.settle()
-        self.lanes: dict[str, Lane] = {}
+        self.rings: dict[str, BufferRing] = {}
         self.captured: dict[int, Shared] = {}  # memory whose addresses CUDA graphs contain
 
     @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds, including those that only CUDA graphs still use."""
-        now = {id(lane.shared) for lane in self.lanes.values()}
+        now = {id(ring.shared) for ring in self.rings.values()}
         before = sum(x.by_rank[self.rank].numel() for key, x in self.captured.items() if key not in now)
-        return before + sum(lane.capacity * len(lane.flags) for lane in self.lanes.values())
+        return before + sum(ring.capacity * len(ring.flags) for ring in self.rings.values())
 
     @torch.inference_mode(False)
     def _flags(self, rank: int) -> Tensor:
-        """A rank's flags by lane, slot, kind (0 ready, 1 done) and remote rank. The word after each flag, the
+        """A rank's flags by ring, slot, kind (0 ready, 1 done) and remote rank. The word after each flag, the
         mark of a wait for it, is left out."""
         words = self.flags.by_rank[rank].view(torch.int32)
-        return words.view(LANES, MOST_SLOTS, 2, self.world, WORDS)[..., 0]
+        return words.view(MOST_RINGS, MOST_SLOTS, 2, self.world, WORDS)[..., 0]
 
-    def _slot_flags(self, what: str, lane: int, slot: int) -> Flags:
-        every = [self._flags(rank)[lane][slot] for rank in range(self.world)]
+    def _slot_flags(self, what: str, ring: int, slot: int) -> Flags:
+        every = [self._flags(rank)[ring][slot] for rank in range(self.world)]
         mine, fabric = every[self.rank], self.fabric
         return Flags(
-            fabric.signalling([every[peer][0][self.rank] for peer in self.peers]),
-            {peer: fabric.taking({peer: mine[0][peer]}, f"to publish its {what}") for peer in self.peers},
-            fabric.signalling([every[peer][1][self.rank] for peer in self.peers]),
-            fabric.taking({peer: mine[1][peer] for peer in self.peers}, f"to be done with this rank's {what}"),
+            fabric.signalling([every[remote][0][self.rank] for remote in self.remote_ranks]),
+            {
+                remote: fabric.awaiting({remote: mine[0][remote]}, f"to publish its {what}")
+                for remote in self.remote_ranks
+            },
+            fabric.signalling([every[remote][1][self.rank] for remote in self.remote_ranks]),
+            fabric.awaiting(
+                {remote: mine[1][remote] for remote in self.remote_ranks}, f"to be done with this rank's {what}"
+            ),
         )
 
-    def lane(self, what: str, size: int) -> Lane:
-        """The lane of that kind, with slots of at least `size` bytes. If it must grow, all ranks must call this. Raises
+    def ring(self, what: str, size: int) -> BufferRing:
+        """The buffer ring of a kind, with slots of at least `size` bytes. If it must grow, all ranks must call this. Raises
         RuntimeError if they ask for different sizes."""
-        if what not in self.lanes:
-            n = len(self.lanes)
-            self.lanes[what] = Lane([self._slot_flags(what, n, slot) for slot in range(DEPTHS.get(what, 1))])
-        lane = self.lanes[what]
-        if size > lane.capacity:
+        if what not in self.rings:
+            n = len(self.rings)
+            self.rings[what] = BufferRing([self._slot_flags(what, n, slot) for slot in range(DEPTHS.get(what, 1))])
+        ring = self.rings[what]
+        if size > ring.capacity:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
-            size = max(size, lane.capacity * 5 // 4)  # so that a decode, whose keys grow slowly, seldom grows it
+            size = max(size, ring.capacity * 5 // 4)  # a decode's KV cache grows slowly: reallocate seldom
             refuse_recording("symmetric memory grew")
             size = -(-size // ALIGNMENT) * ALIGNMENT
             self.fabric.settle()
             self.fabric.remote.alike(f"{size:,} bytes for {what}")
-            lane.forget()  # free it before the larger one is allocated
+            ring.forget()  # free it before the larger one is allocated
             self.grown += 1
             with torch.inference_mode(False):
-                lane.shared = self.fabric.allocate(size * len(lane.flags))
-            lane.capacity = size
-        return lane
+                ring.shared = self.fabric.allocate(size * len(ring.flags))
+            ring.capacity = size
+        return ring
 
     def state(self) -> Hashable:
         """As `Transport.state`; None on a CPU."""
@@ -180,39 +185,40 @@ class Pool:
         return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def filling(self, what: str) -> _SlotPublication | None:
-        lane = self.lanes.get(what)
-        return lane.filling if lane else None
+        ring = self.rings.get(what)
+        return ring.filling if ring else None
 
-    def acquire(self, what: str, lane: Lane) -> int:
-        """The slot of the next publication, after remote ranks are done with its last content."""
-        lane.turn = (lane.turn + 1) % len(lane.flags)
+    def acquire(self, what: str, ring: BufferRing) -> int:
+        """The slot of the next publication, free once remote ranks have read its last content."""
+        ring.turn = (ring.turn + 1) % len(ring.flags)
         if self.capturing():
-            self.captured[id(lane.shared)] = lane.shared
-            self.queue.settle()  # a graph runs its branches in any order: the wait below must follow this rank's signals
+            self.captured[id(ring.shared)] = ring.shared
+            self.queue.settle()  # a graph runs branches in any order: the wait below must follow this rank's signals
         with phase(f"wait_room_{what}"):
-            lane.flags[lane.turn].take_done()
-        return lane.turn
+            ring.flags[ring.turn].await_done()
+        return ring.turn
 
     def begin(self) -> None:
-        """Begins a forward or backward. Every one starts with the same slots, so that all ranks agree, and runs after the
-        one before it, even on another stream. If an exception left something unpublished, that is published now, so that
-        remote ranks do not deadlock. Raises RuntimeError if a wait has failed before, with that wait's message."""
+        """Begins a forward or backward. It starts with the first slots, so that all ranks use the same, and runs after the
+        previous call, even if that ran on another stream. If an exception left a publication unpublished, it is published
+        now, so that remote ranks do not deadlock. Raises RuntimeError if a wait has failed before, with that wait's
+        message."""
         self.fabric.remote.check()
-        for lane in self.lanes.values():
-            lane.turn = 0
+        for ring in self.rings.values():
+            ring.turn = 0
         if self.on_cuda and not self.capturing():
             now = current(self.device)
             if self.caller is not None and self.caller.stream_id != now.stream_id:
                 now.wait_stream(self.caller)
             self.caller = now
-        left = [lane.filling for lane in self.lanes.values() if lane.filling is not None]
+        left = [ring.filling for ring in self.rings.values() if ring.filling is not None]
         if not left:
             return
         if self.capturing():
-            raise RuntimeError("a call ended by an exception: call once more before a capture")
-        for lane in self.lanes.values():
-            lane.filling = None
-        done = [each for each in left if not each.captured]  # a broken capture did nothing
+            raise RuntimeError("an earlier call raised an exception: call once more before a capture")
+        for ring in self.rings.values():
+            ring.filling = None
+        done = [each for each in left if not each.captured]  # a failed capture enqueued nothing
         for each in done:
             self.publish(each.flags)
         for each in done:
@@ -220,25 +226,25 @@ class Pool:
 
     def publish(self, flags: Flags) -> None:
         """Signals "ready" to remote ranks, after the caller's stream has written the publication."""
-        self.queue.aside(flags.tell_ready)
+        self.queue.aside(flags.signal_ready)
 
     def finish(self, flags: Flags, unseen: Sequence[int]) -> None:
-        """Signals "done" to remote ranks, after the pulls so far. First awaits and resets the flags of the `unseen`
+        """Signals "done" to remote ranks, after the pulls so far. First awaits and resets the "ready" flags of the `unseen`
         ranks, from which nothing was pulled."""
 
         def run() -> None:
-            for peer in unseen:
-                flags.take_ready[peer]()
-            flags.tell_done()
+            for remote in unseen:
+                flags.await_ready[remote]()
+            flags.signal_done()
 
         self.queue.then(run)
 
     def release(self) -> None:
-        for lane in self.lanes.values():
-            lane.forget()
+        for ring in self.rings.values():
+            ring.forget()
         self.grown += 1
         self.captured.clear()
-        self.captures.some = False  # the memory in the graphs is gone
+        self.captures.some = False  # the memory that the graphs use is gone
 
 
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()
@@ -280,7 +286,7 @@ def release() -> None:
 
 @contextmanager
 def captures_undone() -> Iterator[None]:
-    """At the end of the context the pools forget all captures made in it."""
+    """At its end, the pools forget all captures that were made within this context."""
     before = {id(pool): (pool.captures.some, dict(pool.captured)) for pool in _all_pools()}
     try:
         yield
@@ -322,14 +328,14 @@ class Symmetric(Collective):
             published = _SlotPublication(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
                 copy_all(zip(published.mine, tensors, strict=True))
-        published.lane.filling = None
+        published.ring.filling = None
         self.pool.publish(published.flags)
         return published
 
 
 class _SlotPublication:
-    """A publication in its slot: its tensors one after another, each with space for `tokens` tokens, so that they lie at the
-    same offsets on every rank. `mine`: this rank's tensors, to be filled before publishing."""
+    """A publication in its slot: tensors one after another, each with space for `tokens` tokens, so that they have the same
+    offsets on every rank. `mine`: this rank's tensors, to be filled before publishing."""
 
     def __init__(
         self, transport: Symmetric, what: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype, tokens: int
@@ -337,19 +343,19 @@ class _SlotPublication:
         self.transport, self.what = transport, what
         self.arranged = arrange(tuple(map(tuple, shapes)), tokens, dtype)
         pool = transport.pool
-        self.lane = lane = pool.lane(what, self.arranged.size)
-        slot = pool.acquire(what, lane)
-        self.flags, self.shared, self.at = lane.flags[slot], lane.shared, slot * lane.capacity
+        self.ring = ring = pool.ring(what, self.arranged.size)
+        slot = pool.acquire(what, ring)
+        self.flags, self.shared, self.at = ring.flags[slot], ring.shared, slot * ring.capacity
         self.seen: set[int] = set()  # remote ranks whose "ready" was awaited
         self.taken: Moment | None = None
         self.captured = pool.capturing()
-        lane.filling = self
+        ring.filling = self
         kept = slot, self.arranged
-        if kept not in lane.mine:
-            if len(lane.mine) >= MOST_ARRANGEMENTS:
-                lane.mine.clear()
-            lane.mine[kept] = self._mine()
-        self.mine = lane.mine[kept]
+        if kept not in ring.mine:
+            if len(ring.mine) >= MOST_ARRANGEMENTS:
+                ring.mine.clear()
+            ring.mine[kept] = self._mine()
+        self.mine = ring.mine[kept]
 
     @torch.inference_mode(False)
     def _mine(self) -> list[Tensor]:
@@ -366,31 +372,31 @@ class _SlotPublication:
             return Done()
         pool, transport, shared = self.transport.pool, self.transport, self.shared
         wanted = [(*each, each[0] not in self.seen) for each in self._pulls(messages)]
-        self.seen.update(peer for peer, *_ in wanted)
+        self.seen.update(remote for remote, *_ in wanted)
 
         def run() -> None:
-            for peer, pulls, first in wanted:
+            for remote, pulls, first in wanted:
                 if first:
-                    self.flags.take_ready[peer]()
+                    self.flags.await_ready[remote]()
                 with phase(f"comm_{self.what}", step):
                     for pull in pulls:
                         targets = [into[number] for number in pull.into]
                         for element, start, n, starts in pull.copies:
-                            pool.fabric.copy(targets, element, start, n, shared, peer, [self.at + x for x in starts])
+                            pool.fabric.copy(targets, element, start, n, shared, remote, [self.at + x for x in starts])
                         transport.counted(self.what, pull.nbytes)
 
         return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
     def _pulls(self, messages: Messages) -> list[tuple[int, list[_Pull]]]:
-        """The pulls from each remote rank, in the order of `Pool.peers`."""
+        """The pulls from each remote rank, in the order of `Pool.remote_ranks`."""
         known: _Known | None = messages.known.get(id(self.arranged))
         if known is None:
-            by_peer: dict[int, list[Message]] = {peer: [] for peer in self.transport.pool.peers}
+            by_remote: dict[int, list[Message]] = {remote: [] for remote in self.transport.pool.remote_ranks}
             for message in messages.receives:
-                by_peer[message.peer].append(message)
+                by_remote[message.remote].append(message)
             pulls = [
-                (peer, [_pull(alike, self.arranged) for alike in _alike(found, self.arranged)])
-                for peer, found in by_peer.items()
+                (remote, [_pull(alike, self.arranged) for alike in _alike(found, self.arranged)])
+                for remote, found in by_remote.items()
                 if found
             ]
             if len(messages.known) >= MOST_KNOWN:
@@ -400,15 +406,15 @@ class _SlotPublication:
 
     def close(self) -> None:
         pool = self.transport.pool
-        pool.finish(self.flags, [peer for peer in pool.peers if peer not in self.seen])
+        pool.finish(self.flags, [remote for remote in pool.remote_ranks if remote not in self.seen])
 
 
 @dataclass(frozen=True)
 class _Pull:
     """A pull of the same tokens from several published tensors of one shape.
 
-    into: for each of them, the index of the receiver's tensor. copies: (batch element, first token in the target, number
-    of tokens, for each tensor the byte of the slot at which its source starts)."""
+    into: for each published tensor, the index of the receiver's tensor. copies: (batch element, first token in the target,
+    number of tokens, and for each published tensor the byte of the slot at which its source starts)."""
 
     into: tuple[int, ...]
     copies: tuple[tuple[int, int, int, tuple[int, ...]], ...]
@@ -417,15 +423,15 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Known:
-    """The pulls of some messages, for publications of one arrangement. It keeps the arrangement alive, since the
-    cache's key is its `id`."""
+    """The pulls of some messages, for publications of one arrangement. It keeps the arrangement alive, because the cache
+    is keyed by its `id`."""
 
     arranged: Arrangement
     pulls: list[tuple[int, list[_Pull]]]
 
 
 def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
-    """messages: of one remote rank, of the same tokens."""
+    """messages: from one remote rank, all of the same tokens."""
     shape = arranged.padded[messages[0].tensor]
     each = shape[-2] * shape[-1] * arranged.dtype.itemsize  # bytes of a token
     copies = []
@@ -438,7 +444,7 @@ def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
 
 
 def _alike(messages: list[Message], arranged: Arrangement) -> list[list[Message]]:
-    """Runs of consecutive messages of the same tokens and shape."""
+    """Groups of consecutive messages with the same tokens and shape."""
 
     def form(message: Message) -> object:
         return message.source, message.target, arranged.shapes[message.tensor][-2:]

@@ -1,6 +1,6 @@
 """Timeouts of waits for remote ranks. Where ranks read each other's memory, one waits for a flag that another sets. A
 rank that raised, exited or made another call never sets it. So a wait ends with the process group's timeout, or at once
-if the other process is gone. On a CPU the waiting call raises. A waiting CUDA stream cannot be stopped: a watchdog ends
+if the remote process is gone. On a CPU the waiting call raises. A waiting CUDA stream cannot be stopped: a watchdog ends
 the process, as NCCL's does."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attention.runtime.cuda_driver import function
 from attention.runtime.private import timeout_s
 
 INTERVAL_S = 1.0  # between two checks of the watchdog
-IDLE, WAITING, SEEN = 0, 1, 0x0101  # a mark: the watchdog sets its second byte, the waiting stream the whole word
+IDLE, WAITING, SEEN = 0, 1, 0x0101  # values of a mark: the stream writes the word, the watchdog only its second byte
 CHUNK = 1 << 16  # bytes that the watchdog copies at once
 
 
@@ -47,7 +47,7 @@ class Process:
         return None if found is None else Process(pid, found)
 
     def gone(self) -> bool:
-        """Whether it has ended; False where that is unknown, as without a free file descriptor."""
+        """Whether it has ended; False if that is unknown, for instance without a free file descriptor."""
         try:
             return _stat(self.pid) != self.started
         except OSError:
@@ -66,8 +66,8 @@ def _stat(pid: int) -> int | None:
 
 
 class Remote:
-    """The other ranks of a group, for waiting on them. Ranks are numbered within the group; messages give global ranks.
-    Creating one is collective. `failed`: why data that goes through their memory can no longer be trusted."""
+    """The remote ranks of a group, as seen by waits for them. Ranks are numbered within the group; messages give global
+    ranks. Construction is collective. `failed`: the first failure, after which data in shared memory cannot be trusted."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device = weakref.ref(group), device
@@ -76,7 +76,7 @@ class Remote:
         self.names = [dist.get_global_rank(group, rank) for rank in range(world)]
         found: list[Any] = [None] * world
         dist.all_gather_object(found, Process.of(os.getpid()), group=group)
-        # only processes visible from here: containers have their own pids
+        # only the processes that this rank can see: containers have their own pids
         self.processes = {rank: p for rank, p in enumerate(found) if p is not None and Process.of(p.pid) == p}
         self.failed: str | None = None
 
@@ -100,14 +100,14 @@ class Remote:
                 "calls in the same order; start all ranks again"
             )
 
-    def overdue(self, ranks: Sequence[int], deed: str, waited_s: float) -> str | None:
-        """Why this rank should stop waiting for `ranks` to have done `deed`, or None."""
+    def overdue(self, ranks: Sequence[int], action: str, waited_s: float) -> str | None:
+        """Why this rank should stop waiting for `ranks` (`action`: what they should do), or None."""
         me = f"transport=symm: rank {self.names[self.rank]}"
         for rank in ranks:
             process = self.processes.get(rank)
             if process is not None and process.gone():
                 return (
-                    f"{me} waited for rank {self.names[rank]} {deed}, but its process {process.pid} is gone; "
+                    f"{me} waited for rank {self.names[rank]} {action}, but its process {process.pid} is gone; "
                     "its own output says why; start all ranks again"
                 )
         group = self._group()
@@ -116,20 +116,20 @@ class Remote:
             return None
         names = ", ".join(str(self.names[rank]) for rank in ranks)
         return (
-            f"{me} waited {limit_s:g} s, the process group's timeout, for rank {names} {deed}: it raised, hangs, is late or "
+            f"{me} waited {limit_s:g} s, the process group's timeout, for rank {names} {action}: it raised, hangs, is late or "
             "made another call; start all ranks again, with a longer timeout where a call takes that long"
         )
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A wait in progress on a stream: the number and value of its mark, the ranks that have not signalled, and what
-    they should do."""
+    """A wait in progress on a stream: the word and the value of its mark, the ranks that have not signalled, and the action
+    that they should signal."""
 
     mark: int
     state: int
     missing: tuple[int, ...]
-    deed: str
+    action: str
 
 
 class Memory(Protocol):
@@ -143,16 +143,16 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Wait:
-    """A possible wait of a stream: the words of its mark, and of the flag of each rank. The stream sets the mark to
+    """A wait that a stream may make: the word of its mark, and the word of each rank's flag. The stream sets the mark to
     WAITING before the wait and to IDLE after it."""
 
     mark: int
     flags: dict[int, int]
-    deed: str
+    action: str
 
 
 class Waits:
-    """The waits on a pool of flags of `words` words."""
+    """All waits for flags in a memory of `words` words."""
 
     def __init__(self, memory: Memory, words: int):
         self.memory, self.words = memory, words
@@ -161,15 +161,15 @@ class Waits:
     def pending(self) -> list[Pending]:
         words = self.memory.read(0, self.words)
         return [
-            Pending(x.mark, words[x.mark], tuple(rank for rank, at in x.flags.items() if words[at] != 1), x.deed)
+            Pending(x.mark, words[x.mark], tuple(rank for rank, at in x.flags.items() if words[at] != 1), x.action)
             for x in list(self.every)
             if words[x.mark] & 0xFF == WAITING
         ]
 
 
 class Watch:
-    """Follows one source of waits from check to check. If a mark still has the byte set at the last check, it is still
-    the same wait: a new wait writes the whole word."""
+    """Checks one source of waits repeatedly. A mark in which the byte set at the last check is still set belongs to the same
+    wait, because a new wait writes the whole word."""
 
     def __init__(self, pending: Callable[[], list[Pending]], memory: Memory, remote: Remote):
         self.pending, self.memory, self.remote = pending, memory, remote
@@ -185,7 +185,7 @@ class Watch:
                 self.since[each.mark] = now
                 continue
             self.since[each.mark] = since[each.mark]
-            why = self.remote.overdue(each.missing, each.deed, now - since[each.mark]) if each.missing else None
+            why = self.remote.overdue(each.missing, each.action, now - since[each.mark]) if each.missing else None
             if why is not None and each in self.pending():
                 return why
         return None
@@ -201,7 +201,7 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device, address: int, keep: Any):
         self.device, self.address, self.keep = device, address, keep
-        self.side = _side(device.index)  # now: to make it later could block behind a wait that never ends
+        self.side = _side(device.index)  # created now: later it could block on a wait that never ends
 
     def read(self, first: int, n: int) -> Sequence[int]:
         found = array("i")
@@ -214,13 +214,13 @@ class DeviceMemory:
 
 
 class _Side:
-    """A stream and pinned memory of a device, from the driver: PyTorch's streams come from a pool and may be shared."""
+    """A stream and pinned memory of a device, created by the driver, because PyTorch's pooled streams may be shared."""
 
     def __init__(self, index: int):
         address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         self.index = index
         self._copy = function("cuMemcpyDtoHAsync_v2", pointer, address, size, pointer)
-        # a copy, as a kernel may have to wait for a multiprocessor
+        # a copy, because a kernel may have to wait for a multiprocessor
         self._set = function("cuMemcpyHtoDAsync_v2", address, pointer, size, pointer)
         self._wait = function("cuStreamSynchronize", pointer)
         self.stream, self.host = pointer(), pointer()
@@ -242,7 +242,7 @@ class _Side:
         return ctypes.string_at(self.host, size)
 
     def set_byte(self, address: int) -> None:
-        """To 1."""
+        """Sets the byte to 1."""
         self._run(self._set, address, self.one, 1)
 
 
@@ -300,11 +300,11 @@ class Watchdog:
             return
         try:
             why = watch.look(time.monotonic())
-        except Exception as error:  # whatever fails, the other watches go on
+        except Exception as error:  # the other watches must go on
             self.failed[reference] = self.failed.get(reference, 0) + 1
             if self.failed[reference] >= FAILURES:
                 del self.failed[reference]
-                with contextlib.suppress(OSError, ValueError):  # nobody listens
+                with contextlib.suppress(OSError, ValueError):  # stderr is closed
                     sys.stderr.write(
                         f"transport=symm: waits are no longer watched ({error}); one that does not end will hang\n"
                     )

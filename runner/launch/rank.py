@@ -26,13 +26,13 @@ from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.processes import cores, die_with_parent
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
-SETTLE_S = 1.0  # a rank that only noticed a failure waits so long, so that the failed rank is seen first
-PROVOKED_GIB = 0.3  # memory left to a CPU rank when launch.fault makes it run out
+SETTLE_S = 1.0  # delay of a rank that only noticed another rank's failure, so that the failed rank is reported first
+PROVOKED_GIB = 0.3  # memory left to a CPU rank that launch.fault makes run out of memory
 
 
 @dataclass
 class Rank:
-    """The argument of every job: its place in the world, and functions to announce what it does."""
+    """The first argument of every job: the rank's place in the world, and functions to announce its progress."""
 
     rank: int
     world: int
@@ -43,14 +43,14 @@ class Rank:
     phase: str = "start"
     fault: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)  # announced once, repeated with every state of the job
-    stages: dict[str, float] = field(default_factory=dict)  # seconds of the job that each phase took
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of the job by phase
     entered: float = 0.0
 
     def say(
         self, phase: str, expected_s: float = 0.0, note: str | None = None, waiting: bool = False, **facts: Any
     ) -> None:
-        """Announce the phase that begins, by which the launcher shows progress and recognises a hang. `expected_s`: how
-        long it should take. `waiting`: this rank only waits for others in it."""
+        """Announce that a phase begins. The launcher uses this to show progress and to detect hangs. `expected_s`: how long
+        the phase should take. `waiting`: in this phase the rank only waits for others."""
         self.facts |= facts
         now = time.perf_counter()
         self.stages[self.phase] = self.stages.get(self.phase, 0.0) + now - self.entered
@@ -86,7 +86,7 @@ class Rank:
 def live(folder: str, device_type: str, share_gpu: bool, first_local: int = 0) -> None:
     """The entry point of a rank process."""
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # which end a rank at once
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # these end a rank at once
         signal.signal(number, signal.SIG_DFL)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = first_local + int(os.environ["LOCAL_RANK"])
@@ -98,14 +98,14 @@ def live(folder: str, device_type: str, share_gpu: bool, first_local: int = 0) -
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         _live(rank, world, local, Path(folder), device_type, share_gpu)
-    except BaseException as error:  # else the elastic launch leaves a file
+    except BaseException as error:  # otherwise the elastic launch leaves a file behind
         try:
             if _remote_rank_gone(str(error)):
                 time.sleep(SETTLE_S)
-            traceback.print_exc()  # which raises on a full disk
+            traceback.print_exc()  # raises on a full disk
         finally:
             _end(1)
-    # the agent waits for this function's return; after it, tearing NCCL down in order takes seconds for nothing
+    # the agent waits for this function's return; after that, an orderly teardown of NCCL would take seconds for nothing
     atexit.register(_end)
 
 
@@ -123,7 +123,7 @@ def _live(rank: int, world: int, local: int, folder: Path, device_type: str, sha
     me = Rank(rank, world, device, folder, control=dist.new_group(backend="gloo", timeout=FOREVER))
     me.say("idle")
     _work(me)
-    me.barrier()  # a rank that left would break the connections of the others
+    me.barrier()  # a rank that leaves early breaks the connections of the others
 
 
 def _end(status: int = 0) -> None:
@@ -188,7 +188,7 @@ def _give_up(me: Rank, error: BaseException) -> None:
         kind = "oom" if out_of_memory else "raise"
         me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.time()})
         traceback.print_exception(error)
-    finally:  # a full disk takes neither the state nor the log
+    finally:  # on a full disk neither state nor log can be written
         _end(1)
 
 
@@ -207,7 +207,7 @@ def _remote_rank_gone(text: str) -> bool:
 
 @contextlib.contextmanager
 def memory_limit(me: Rank, gigabytes: float | None) -> Iterator[None]:
-    """Limit this rank's memory: to so many GiB of the GPU or, on a CPU, of the process's data beyond what it holds
+    """Limit this rank's memory to `gigabytes` GiB: on a GPU in all, on a CPU in addition to what the process holds
     already."""
     if gigabytes is None:
         yield
@@ -247,9 +247,9 @@ def _provoke(me: Rank, fault: str) -> None:
         while True:
             time.sleep(1)
     if kind == "oom":
-        on_cpu = me.device.type == "cpu"  # where without a limit other programs would be killed first
+        on_cpu = me.device.type == "cpu"  # without a limit, other programs would be killed first
         unlimited = on_cpu and resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
         held = []
         with memory_limit(me, PROVOKED_GIB if unlimited else None):
-            while True:  # as any rank would: ask for more than there is
-                held.append(torch.empty(1 << 26, device=me.device))  # not written, which would start threads
+            while True:  # as any rank would: ask for more memory than there is
+                held.append(torch.empty(1 << 26, device=me.device))  # not written: writing would start threads

@@ -31,7 +31,7 @@ POLL_S = 0.02
 STOP_S = 3.0
 AGENT_S = 10.0  # time for an agent to report how a dead rank ended
 Progress = Callable[[list[State]], None]
-Job = Callable[..., Any] | str  # a module's function, or "module:function" where this process must not import it
+Job = Callable[..., Any] | str  # a module's function, or "module:function" if this process must not import it
 
 
 class World:
@@ -73,7 +73,7 @@ class World:
         return [state["pid"] for state in self.files.states() if state["pid"]]
 
     def ended(self) -> int | None:
-        """The exit status of the first agent that ended, None while all live."""
+        """The exit status of the first agent that ended; None while all are alive."""
         if self.head is not None:
             self.head.poll()
             others = self.head.ended(self.number)
@@ -89,9 +89,9 @@ class World:
         log: Path | None = None,
         progress: Progress | None = None,
     ) -> Outcome:
-        """Call `job` on every rank with the rank and the arguments. Rank 0's return value, plain data, comes back once
-        all ranks have ended the job. `timeout_s` is the longest silence of a rank; a phase with an expected duration
-        gets ten times that. `log`: where the ranks' output of this job goes."""
+        """Call `job` on every rank with the `Rank` and the arguments. Returns rank 0's return value, plain data, once all
+        ranks have ended the job. `timeout_s`: how long a rank may be silent; in a phase with an expected duration, ten
+        times that duration. `log`: the file for the ranks' output of this job."""
         assert self.alive, "this world is gone"
         target, offsets = job_name(job), self.files.log_sizes()
         self.jobs += 1
@@ -113,7 +113,7 @@ class World:
             ended = self.ended()
             joined = self.head.joined(self.number) if self.head else 1
             why_lost = Diagnosis(self.spec, self.files, self.jobs, joined)
-            reply = self._read_reply()  # after the look at the agent: a reply may come just before its end
+            reply = self._read_reply()  # after `ended`: a reply may come just before the agent's end
             if reply is not None:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
             if ended is not None:
@@ -122,7 +122,7 @@ class World:
             if progress is not None:
                 progress(states)
             dead = next((state for state in states if state["pid"] and not lives(state["pid"])), None)
-            if dead is not None:  # its agent will soon report how it ended
+            if dead is not None:  # the agent will soon report how this rank ended
                 died = died or time.monotonic()
                 if time.monotonic() - died > AGENT_S:
                     return why_lost.died(dead, AGENT_S)
@@ -134,7 +134,7 @@ class World:
                 return why_lost.timed_out(late)
 
     def _send(self) -> None:
-        """As much of the job as the pipe takes: a long one is more than it holds, and rank 0 may never read it."""
+        """Write as much of the job as the pipe takes. A long job exceeds the pipe's capacity, and rank 0 may never read it."""
         if self.unsent:
             with contextlib.suppress(BlockingIOError):
                 self.unsent = self.unsent[os.write(self.pipe, self.unsent) :]
@@ -152,7 +152,7 @@ class World:
         return None
 
     def ask_to_stop(self) -> None:
-        """Idle ranks end by themselves; several worlds can do so at once."""
+        """Ask idle ranks to end by themselves. Does not wait, so several worlds can end at once."""
         if self.alive:
             with contextlib.suppress(OSError):
                 os.write(self.pipe, b'{"job": 0, "target": "stop"}\n')
@@ -164,12 +164,12 @@ class World:
         pids = self.pids()
         try:
             self.ask_to_stop()
-            states = self.files.states()  # ranks that are starting do not listen yet
+            states = self.files.states()  # starting ranks do not listen yet
             if len(states) == self.spec.world_size and all(state["phase"] == "idle" for state in states):
                 self.agent.wait(STOP_S)
         except subprocess.TimeoutExpired:
             pass
-        finally:  # also when Ctrl-C comes in here, or in there
+        finally:  # even if Ctrl-C comes during the wait
             self.alive = False
             if self.head is not None:
                 self.head.close(self.number)
@@ -209,8 +209,8 @@ class World:
 def start_node(
     spec: WorldSpec, plain: dict[str, Any], folder: Path, log: IO[bytes], descriptors: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `runner.launch.node` with the spec as it is and as `plain` data, in a session of its own: Ctrl-C is for
-    this process."""
+    """Start `runner.launch.node`. `plain`: the spec as plain data, with additions. The node has its own session, so that
+    Ctrl-C reaches only this process."""
     command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(plain)]
     environment, null = node_environment(spec, folder), subprocess.DEVNULL
     return subprocess.Popen(
@@ -219,21 +219,21 @@ def start_node(
 
 
 def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:
-    """What the ranks of a node inherit."""
+    """The environment variables of a node's ranks."""
     environment = dict(os.environ)
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(max(1, cores() // -(-spec.world_size // spec.nodes)))
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if spec.share_gpu:
         environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    if spec.nodes == 1:  # no connection from other machines
+    if spec.nodes == 1:  # refuse connections from other machines
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")
     environment |= dict(spec.env)
     environment["ATTENTION_LAUNCHER"] = str(os.getpid())
     environment["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    # what FlashAttention-4 compiled serves later worlds too
+    # later worlds reuse what FlashAttention-4 compiled
     environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     environment["PYTHONPATH"] = search_path()
     return environment

@@ -144,15 +144,15 @@ class AttentionWork:
         self.autograd_thread: bool = experiment.timing.autograd_thread
         self.backward = experiment.backward
         self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
-        self.packs = work.cu_seqlens if work.seqlens else None
+        self.cu_seqlens = work.cu_seqlens if work.seqlens else None
         self.inputs: list[Tensor] = []
         for which in NAMES if self.backward else NAMES[:3]:
-            shard = fn.shard(self.whole_input(which), self.packs, role="kv" if which in ("k", "v") else "q")
+            shard = fn.shard(self.whole_input(which), self.cu_seqlens, role="kv" if which in ("k", "v") else "q")
             self.inputs.append(self.drawn(shard.detach()).requires_grad_(self.backward and which != "dout"))
         self.q, self.k, self.v = self.inputs[:3]
         self.dout = self.inputs[3] if self.backward else None
         self.wanted = [self.q, self.k, self.v]  # whose gradients a backward gives
-        self.options: dict[str, Any] = {"causal": work.causal, "window": work.window, "cu_seqlens": self.packs}
+        self.options: dict[str, Any] = {"causal": work.causal, "window": work.window, "cu_seqlens": self.cu_seqlens}
         self.options |= {"scale": work.scale, "softcap": work.softcap}
         if (sinks := global_sinks(work, experiment.seed, me.device)) is not None:
             self.wanted.append(sinks.requires_grad_(self.backward))
@@ -282,20 +282,20 @@ class AttentionWork:
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`, which has the rows of the output `name`."""
-        return whole if ROLES[name] == "all" else self.fn.shard(whole, self.packs, role=ROLES[name])
+        return whole if ROLES[name] == "all" else self.fn.shard(whole, self.cu_seqlens, role=ROLES[name])
 
     def rows(self, name: str) -> Tensor:
         if ROLES[name] == "all":
             return torch.zeros(1, dtype=torch.int64)
         tokens = torch.arange(self.spec.seq_len if ROLES[name] == "kv" else self.spec.queries)
-        shape = (-1, 1, 1) if self.packs is not None else (1, -1, 1, 1)
+        shape = (-1, 1, 1) if self.cu_seqlens is not None else (1, -1, 1, 1)
         return self.shard(name, tokens.view(shape)).flatten()
 
     def layered(self, layers: int, new_packs: bool) -> Layers:
         lengths = self.spec.seqlens
-        assert lengths or not new_packs, "new packs of a batch that is not packed"
-        packs = other_orders(lengths, NEW_PACKS, self.experiment.seed) if lengths and new_packs else ()
-        return Layers(self, layers, packs)
+        assert lengths or not new_packs, "new_packs for a batch that is not packed"
+        batches = other_orders(lengths, NEW_PACKS, self.experiment.seed) if lengths and new_packs else ()
+        return Layers(self, layers, batches)
 
     def more(self) -> dict[str, Any]:
         return {}
@@ -303,10 +303,10 @@ class AttentionWork:
     def whole(self, name: str, mine: Tensor) -> Tensor:
         """An output of all ranks, from this rank's. Collective."""
         if ROLES[name] != "all":
-            return self.fn.unshard(mine, self.packs)
+            return self.fn.unshard(mine, self.cu_seqlens)
         if self.fn.layout.replicated or self.me.world == 1:
             return mine
-        total = mine.double()  # a parameter's gradient: each rank has that of its queries
+        total = mine.double()  # a parameter's gradient: each rank has its queries' part
         dist.all_reduce(total)
         return total
 
@@ -318,30 +318,30 @@ def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:
     given = tuple(accumulate(lengths, initial=0))
     while len(found) < n:
         draw.shuffle(order)
-        pack = tuple(accumulate(order, initial=0))
-        if pack != given:
-            found[pack] = None
+        one = tuple(accumulate(order, initial=0))
+        if one != given:
+            found[one] = None
     return list(found)
 
 
 class Layers:
-    """The passes of a model with so many layers, all with the same inputs: every layer's forward, then every layer's backward,
-    the last layer first. packs: the packed batches of the iterations, in turn; default: always the work's own."""
+    """The passes of a model with `layers` layers, all with the same inputs: every layer's forward, then every layer's backward,
+    the last layer first. batches: the cu_seqlens of the iterations, in turn; by default always those of `work`."""
 
-    def __init__(self, work: AttentionWork, layers: int, packs: Sequence[CuSeqlens] = ()):
+    def __init__(self, work: AttentionWork, layers: int, batches: Sequence[CuSeqlens] = ()):
         self.work, self.layers, self.passes = work, layers, work.passes
-        self.packs = cycle(packs or [work.packs])
+        self.batches = cycle(batches or [work.cu_seqlens])
         self.outs: list[Tensor | None] = []
 
     def run(self, which: str) -> None:
         work = self.work
         if which == "forward":
-            work.options["cu_seqlens"] = next(self.packs)
+            work.options["cu_seqlens"] = next(self.batches)
             for _ in range(self.layers):
                 work.run("forward")
                 if work.backward:
                     self.outs.append(work.out)
-            work.options["cu_seqlens"] = work.packs
+            work.options["cu_seqlens"] = work.cu_seqlens
         else:
             while self.outs:
                 work.out = self.outs.pop()

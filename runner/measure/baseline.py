@@ -80,7 +80,7 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
             memory.empty_caches(me.device)
             length //= 2
         if spec.workload.seqlens:
-            return {"unsupported": "the pack does not fit one device"}
+            return {"unsupported": "the packed batch does not fit one device"}
     extrapolated = length != spec.workload.seq_len
     scale = metrics.flops(spec)["forward"] / metrics.flops(here)["forward"] if extrapolated else 1.0
     passes = {which: ms * scale for which, ms in medians.items()}

@@ -2,8 +2,9 @@
 are checked again.
 
 Before the checked call, a call with negated inputs runs, so that stale buffers cannot pass the check. The checked outputs
-are kept. After the timing, the outputs of the last timed iteration must agree with them, and one more iteration in the same
-mode with negated inputs must give the negated outputs (a sink's gradient: the same), both within the tolerances."""
+are kept. After the timing, the outputs of the last timed iteration must agree with them. Then one more iteration in the same
+mode runs with negated inputs: it must give the negated outputs (for a sink's gradient, the same one). Both comparisons use
+the tolerances of the check."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Checked:
-    """found: the fields of the result. kept: what the timed outputs are compared with; None where memory is limited."""
+    """found: the fields of the result. kept: the outputs to compare timed outputs with; None if memory is limited."""
 
     found: dict[str, Any]
     kept: Kept | None
@@ -58,9 +59,9 @@ def check(me: Rank, experiment: Experiment, work: Workload) -> Checked:
 
 
 def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes, kept: Kept | None) -> dict[str, Any]:
-    """Compares outputs after the timing with the checked ones: those of the last `timed` iteration, unless it had another packed
-    batch, and those of one more iteration with negated inputs. The result has the errors of each, `passed` and, if it
-    failed, `why`."""
+    """After the timing, compares two more outputs with the checked ones: those of the last `timed` iteration, unless it had
+    another packed batch, and those of one more iteration with negated inputs. The result has the errors of each, `passed`
+    and, if it failed, `why`."""
     me.say("check_timed")
     if kept is None:
         return {"passed": None, "why": "launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in"}
@@ -92,7 +93,7 @@ def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes,
 
 
 def _errors(me: Rank, work: Workload, outputs: dict[str, Tensor], kept: Kept, sign: int) -> dict[str, Error]:
-    """The errors of the outputs against `sign` times the kept ones (of `EVEN` against themselves), over all ranks."""
+    """The errors of the outputs against `sign` times the kept outputs, over all ranks; for the outputs in `EVEN` sign is 1."""
     errors = {name: Error() for name in outputs}
     for name, x in outputs.items():
         tokens, atol = work.rows(name), kept.limits[name].absolute

@@ -1,4 +1,5 @@
-"""The timing methods, on the clock of `stopwatch`. All ranks do the same number of iterations. Samples are in ms, and none is dropped."""
+"""The timing methods, with the clocks of `stopwatch`. All ranks do the same number of iterations. Samples are in ms, and
+none is dropped."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from runner.measure.statistics import Samples
 from runner.measure.stopwatch import CudaStopwatch, Stopwatch, between_marks
 from runner.measure.workload import Passes, Workload
 
-LEAD_MS = 0.1  # how far the CPU gets ahead of the GPU before a sample, where it does
-WINDOW = 12  # the newest iterations of a warm-up, in which a trend is looked for
+LEAD_MS = 0.1  # the CPU's lead over the GPU before a sample, if it needs one
+WINDOW = 12  # the latest iterations of a warm-up, which are tested for a trend
 WINDOW_CHANCE = 0.05  # the significance of that trend
 BATCH = 10  # samples between two checks of `adaptive`
 
@@ -30,8 +31,8 @@ Agree = Callable[[int], int]  # rank 0's number
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """One garbage collection before the body and none within it; nested contexts do nothing. Warm-up and samples belong
-    in one context, because a collection between them would be a pause."""
+    """Collects garbage before the body and disables collection within it; nested contexts do nothing. Warm-up and samples
+    belong in one context, because a collection between them would be a pause."""
     was = gc.isenabled()
     if was:
         gc.collect()
@@ -50,9 +51,9 @@ def iterate(work: Passes) -> None:
 
 @dataclass(frozen=True)
 class Warmed:
-    """A warm-up of `iterations`. back_to_back_ms: ms per iteration in its longest group of consecutive iterations, as a
-    model's layers follow each other. The first group may compile and allocate, so it does not count; None if there was
-    no other."""
+    """The outcome of a warm-up. back_to_back_ms: ms per iteration in its longest group of consecutive iterations, which run
+    back to back like a model's layers. The first group may compile and allocate, so it does not count; None if there was
+    no other group."""
 
     iterations: int
     back_to_back_ms: float | None
@@ -66,9 +67,9 @@ def warm(
     agree: Agree = int,
     beat: Callable[[], None] = lambda: None,
 ) -> Warmed:
-    """Iterates until both limits are reached, equally on all ranks. The clock is read only after groups of iterations, each
-    at most as long as all before it, so that the GPU is as busy as during sampling. After a pause a GPU at its power limit
-    is faster for some 80 ms. beat: called after each iteration."""
+    """Iterates until both limits are reached, equally on all ranks. The clock is read only after groups of iterations, so that
+    the GPU is as busy as during sampling; a group is at most as long as all earlier ones together. (After a pause, a GPU at
+    its power limit is faster for some 80 ms.) beat: called after each iteration."""
     done = longest = 0
     more = max(runs, 1 if at_least_ms > 0 else 0)
     each_ms: float | None = None
@@ -91,7 +92,7 @@ def warm(
 
 @dataclass(frozen=True)
 class Settling:
-    """The additional iterations of a warm-up. settled: whether the newest showed no trend; None if there were too few."""
+    """The additional iterations of a warm-up. settled: whether the latest ones show no trend; None if there were too few."""
 
     iterations: int
     settled: bool | None
@@ -107,9 +108,9 @@ def settle(
     flush: Tensor | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> Settling:
-    """Continues a warm-up, with iterations as in `sample`, until the newest `WINDOW` show no trend in any pass of the slowest
-    rank, or until `cap_ms` is over; equally on all ranks. each_ms: the time of an iteration so far; None if unknown: then a
-    single one is timed first."""
+    """Continues a warm-up, with iterations as in `sample`, until the latest `WINDOW` iterations show no trend in any pass of the
+    slowest rank, or until `cap_ms` is over; equally on all ranks. each_ms: the time of an iteration so far; None if unknown:
+    then a single iteration is timed first."""
     so_far: Samples = {}
     done = 0
     start = time.perf_counter()
@@ -176,7 +177,7 @@ def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads:
 def leads_ms(
     work: Passes, watch: Stopwatch, observed: Callable[[], AbstractContextManager[object]]
 ) -> dict[str, float]:
-    """How far the CPU must be ahead of the GPU in each pass, in ms, so that the cost of recording (within `observed`) does not
+    """The lead in ms that the CPU needs over the GPU in each pass, so that the cost of recording (within `observed`) does not
     appear as idle time of the GPU. Empty on a CPU."""
     if not isinstance(watch, CudaStopwatch):
         return {}
@@ -187,7 +188,7 @@ def leads_ms(
 
 
 def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
-    """How long the CPU takes to launch each pass, the second time, in ms."""
+    """The CPU launch overhead of each pass in ms, at its second run."""
     found = {}
     for which in (*work.passes, *work.passes):
         watch.settle()
@@ -219,8 +220,8 @@ def adaptive(
     flush: Tensor | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[Samples, bool]:
-    """(samples, whether the precision was met), in batches until `decide(samples so far, seconds)` gives a verdict, the same
-    on every rank."""
+    """(samples, whether the precision was met). Samples in batches, until `decide(samples so far, seconds)` returns a verdict,
+    which is the same on every rank."""
     samples: Samples = {which: [] for which in work.passes}
     start = time.perf_counter()
     met = None
@@ -240,7 +241,7 @@ def verdict(slowest: Samples, least: int, precision: float, seconds: float, time
 
 
 def overhead_ms(watch: Stopwatch) -> float:
-    """The time that an empty region measures, in ms: the least of five."""
+    """The measured time of an empty region, in ms: the minimum of five."""
     pairs = [between_marks(watch, lambda: None) for _ in range(5)]
     watch.settle()
     return min(watch.elapsed(a, b) for a, b in pairs)

@@ -71,5 +71,5 @@ def test_schedules_of_ever_new_packs_are_let_go_of():
         seen.append(weakref.ref(found[0]))
         del found
     gc.collect()
-    assert 8 * 8 * 8 * 512 > steps.most >= steps.held  # packs, ranks, steps, sequences
+    assert 8 * 8 * 8 * 512 > steps.most >= steps.held  # packed batches, ranks, steps, sequences
     assert [ref() is None for ref in seen] == [True] * 4 + [False] * 4

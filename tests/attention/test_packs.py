@@ -1,4 +1,4 @@
-"""The lengths of a pack as callers give them."""
+"""The lengths of a packed batch as callers give them."""
 
 import numpy
 import pytest

@@ -25,7 +25,7 @@ def test_a_shard_keeps_nothing_of_the_whole(name, shape):
     x = torch.randn(shape)
     packs = [0, 32, 64] if len(shape) == 3 else None
     if packs and VARIANTS[name].decode:
-        pytest.skip("a decode takes no packs")
+        pytest.skip("a decode takes no packed batches")
     for rank in range(WORLD):
         mine = of_rank(name, rank).shard(x, packs, role="kv")
         assert mine.numel() * WORLD == x.numel()

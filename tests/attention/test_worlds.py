@@ -80,7 +80,7 @@ def test_variant_matches_fp64(in_world, name, world):
             assert found["lse"] < 1e-5, found
 
 
-# of a pack's sequences in a world of eight: of one token, or with chunks of one; 16 for the others
+# lengths of a packed batch's sequences in a world of eight: of one token, or with chunks of one token; 16 for the others
 SHORTEST = {"dense": 1, "llama3": 1, "ulysses": 1, "usp": 4, "ring": 8, "ring_varlen": 8, "stripe": 8}
 
 
@@ -244,7 +244,7 @@ MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (9, 0)), (False, (3, 11)))
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_transports_move_the_bytes_that_the_costs_say(in_world, name):
     assert_bytes(in_world, name, 1, {}, True, (-1, -1))
-    for world, transport in ((3, "gloo"), (4, "symm")):  # of packs; test_symmetric.py has single sequences
+    for world, transport in ((3, "gloo"), (4, "symm")):  # packed batches; test_symmetric.py has single sequences
         packs = [[0, 2 * world, 8 * world]]
         if name in ANY_LENGTHS:
             packs.append([0, 1, 5, 5 * world + 1, 8 * world])

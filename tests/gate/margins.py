@@ -3,7 +3,7 @@
 One line a kernel and dtype: over all cases the worst row in units of its scale, the worst gain and the worst LSE, each over
 the tolerance of that dtype. The tolerances are made so that they stay below a half.
 
-On a CPU, head dims 8 to 256, GQA, windows, packs and large scores: of the row tolerance math uses 0.33 in fp32 and 0.25 in
+On a CPU, head dims 8 to 256, GQA, windows, packed batches and large scores: of the row tolerance math uses 0.33 in fp32 and 0.25 in
 bf16 up to 4,096 tokens, sdpa_flash 0.33 in fp32 up to there, and in bf16 and fp16 below a half up to 512 tokens, 0.32 for its
 bf16 dk at 4,096; of the gain at most 0.05, of the LSE 0.06. On one H200 of the row tolerance flash4 uses 0.22 in
 bf16, sdpa_cudnn and sdpa_flash 0.31, triton 0.22 (0.07 in fp32), all of them at most 0.19 in fp16; of gain and LSE at most 0.01."""

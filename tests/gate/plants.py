@@ -340,7 +340,7 @@ def _kv_heads_swapped() -> AbstractContextManager[object]:
     return changed(all_to_all._ToHeads, "__init__", make)
 
 
-def _pack_leaks() -> AbstractContextManager[object]:
+def _packed_batch_leaks() -> AbstractContextManager[object]:
     """The first two sequences are one."""
 
     def make(original: Any) -> Any:
@@ -610,7 +610,7 @@ PLANTS = [
     Plant("sums kept in bf16", _sums_in_bf16, "causal ring"),
     Plant("a step's gradients twice", kernel(change=_twice)),
     Plant("KV heads exchanged wrongly", _kv_heads_swapped, "ulysses"),
-    Plant("a pack leaks", _pack_leaks, "packed"),
+    Plant("a packed batch leaks", _packed_batch_leaks, "packed"),
     Plant("a rank of a tree left out", kernel(change=_rank_left_out), "tree"),
     Plant("batch elements exchanged", _batch_exchanged, "batch"),
     Plant("tile off by one", _tile_wider, "ring window"),

@@ -8,7 +8,10 @@ from tests.gate.plants import PLANTS, RUNS
 from tests.support.composing import resolved
 
 NAMES = [plant.name for plant in PLANTS]
-LENGTHS = {512: [200, 100, 212], 2048: [800, 400, 848]}  # of the tokens in all, those of a pack's sequences
+LENGTHS = {
+    512: [200, 100, 212],
+    2048: [800, 400, 848],
+}  # by the number of tokens: the lengths of a packed batch's sequences
 FEW = 512
 
 # The sum of two parts, rounded to bf16, is the same number whether it is kept in bf16 or fp32. In a world of 4, at 512 tokens,

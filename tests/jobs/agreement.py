@@ -138,7 +138,7 @@ def refused_by_all(me: Rank) -> list[str]:
 
 
 def keys_in_store(me: Rank, packs: int) -> list[int]:
-    """The keys in the group's store after 3 plans, and after `packs` more of packed batches."""
+    """The keys in the group's store after 3 plans, and after `packs` more plans of packed batches."""
     group = dist.new_group(list(range(me.world)))
     fn = _function("llama3", group=group)
     found = []

@@ -118,7 +118,7 @@ def _held(
     pools = [pool for by_device in symmetric._pools.values() for pool in by_device.values()]
     pools = [pool for pool in pools if isinstance(pool, symmetric.Pool)]
     mapped = chain.from_iterable(
-        (pool.flags.by_rank, *(lane.shared.by_rank for lane in pool.lanes.values())) for pool in pools
+        (pool.flags.by_rank, *(ring.shared.by_rank for ring in pool.rings.values())) for pool in pools
     )
     outside = {x.untyped_storage().data_ptr() for x in (*inputs, dout, *chain.from_iterable(mapped))}
     live = Live(outside)

@@ -31,7 +31,7 @@ def _traces(fn: Any) -> tuple[list[bool], list[Any]]:
 def launch_replay(
     me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool, kv_heads: int
 ) -> dict[str, Any]:
-    """Training and calls without gradients, of two shapes (or packs, one of many sequences), of contiguous tensors and
+    """Training and calls without gradients, of two shapes (or packed batches, one of many sequences), of contiguous tensors and
     of parts of one, on two streams, by a function that replays launches (but on the rank `running`) and by an eager
     one, in turn, with NaN in all memory that is free: the largest difference of an out, of a gradient, and the launch
     traces of each rank."""
@@ -166,12 +166,12 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
             assert "half-way in a capture" in str(error)
         else:
             raise AssertionError("the backward was to be captured")
-        left = [lane.filling for lane in launched._transport(me.device).pool.lanes.values() if lane.filling]
+        left = [ring.filling for ring in launched._transport(me.device).pool.rings.values() if ring.filling]
         assert left and all(each.captured for each in left), "no offer's room was taken"
         for _ in range(3):
             found = passes(launched)
             differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
-        assert not any(lane.filling for lane in launched._transport(me.device).pool.lanes.values())
+        assert not any(ring.filling for ring in launched._transport(me.device).pool.rings.values())
         captured = attention.make(name, kernel="flash2", transport="symm", replay="graphs")
     return max(me.gather(max(differences)))
 

@@ -87,10 +87,10 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
     errors = []
     if before is not None:
         other = attention.make(before, transport=transport)
-        lanes = other._transport(me.device).pool.lanes.values()
-        assert any(lane.filling for lane in lanes)
+        rings = other._transport(me.device).pool.rings.values()
+        assert any(ring.filling for ring in rings)
         errors.append(rel(other.unshard(other(*(other.shard(x) for x in (q, k, v)), causal=True)), exact))
-        assert not any(lane.filling for lane in lanes)
+        assert not any(ring.filling for ring in rings)
     errors.append(rel(fn.unshard(fn(*local, causal=True)), exact))
     return max(me.gather(max(errors)))
 

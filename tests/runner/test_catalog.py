@@ -27,12 +27,12 @@ def test_the_costs_are_of_every_variant_and_worked_out_by_hand(capsys):
     # 4 B H D pairs, of which the ring's last rank has those of 256 queries on 768 keys, and its own causal ones
     pairs = 256 * 768 + 256 * 257 // 2
     assert f"{4 * 8 * 64 * pairs / 1e6:.3g} MFLOP" in found["ring"]
-    # three peers' 256 tokens of k and v in bf16: 3 * 256 * 2 * 64 * 2 * 2 bytes
+    # 256 tokens of three remote ranks, each of k and v in bf16: 3 * 256 * 2 * 64 * 2 * 2 bytes
     assert "kv 384 KiB" in found["ring"] and "kv 384 KiB" in found["zigzag_llama3"]
     # one query on all keys: three remote ranks' partial results of 8 heads, 64 numbers and an LSE each, in fp32
     assert f"partials {3 * 8 * 65 * 4 / 1024:.0f} KiB" in found["tree"]
-    # what has a pack by default is other work than the rows around it
-    packed = {name for name in VARIANTS if "a pack of 4 sequences" in found[name]}
+    # a packed batch by default is another workload than the rows around it
+    packed = {name for name in VARIANTS if "a packed batch of 4 sequences" in found[name]}
     assert packed == {name for name, v in VARIANTS.items() if v.packed}
 
 

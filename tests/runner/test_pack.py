@@ -48,7 +48,7 @@ def read_back(text: str) -> object:
 
 
 def assert_same(run: Path, packed: Path) -> None:
-    """Every value of the run's files stands in the pack; the files are read here by other means than the pack's."""
+    """Every value of the run's files stands in the packed sweep; the files are read here by other means than the program's."""
     frames = {
         kind: pq.read_table(packed / f"{kind}.parquet")
         for kind in ("results", *TABLES)

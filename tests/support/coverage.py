@@ -70,7 +70,7 @@ def does(variant: Variant, mask: Band, options: Mapping[str, Any] | None = None)
 
 
 def packs(variant: Variant, world: int, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """cu_seqlens that the variant takes: one sequence, and packs of different lengths, an empty one among them."""
+    """cu_seqlens that the variant takes: one sequence, and packed batches of different lengths, with an empty sequence among them."""
     if variant.decode:  # as many keys as ranks, fewer, and last shards that are short or empty
         return [(0, n) for n in sorted({1, 2, world, world + 1, 2 * world + 1, SHARD * world - 1, SHARD * world})]
     chunks = options.get("n_groups", world)
@@ -82,7 +82,7 @@ def packs(variant: Variant, world: int, options: Mapping[str, Any]) -> list[tupl
 
 
 def _any(world: int) -> list[tuple[int, ...]]:
-    """Two packs of a total that divides, cut at random places: sequences of any lengths across the ranks' borders."""
+    """Two packed batches whose total divides, cut at random places: sequences of any lengths across the ranks' borders."""
     draw = random.Random(world)
     total = SHARD * world
     cuts = [sorted(draw.sample(range(1, total), n)) for n in (1, 4)]

@@ -90,7 +90,7 @@ def inputs(
     device: str = "cpu",
     v_head_dim: int | None = None,
 ):
-    """(q, k, v, dout, call). sizes are (Sq, Sk) of a batch of two, or two lists of lengths of a pack."""
+    """(q, k, v, dout, call). sizes are (Sq, Sk) of a batch of two, or two lists of the lengths of a packed batch."""
     n_q, n_k = sizes
     if isinstance(n_q, int):
         leading, call = (2,), call_of()

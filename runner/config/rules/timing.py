@@ -60,12 +60,12 @@ def check_nvtx(run: Experiment, cfg: DictConfig) -> None:
 def _check_new_packs(run: Experiment) -> None:
     lengths = run.workload.seqlens
     if lengths is None:
-        raise InvalidConfig("timing.new_packs=true: this is no pack; give seqlens=random or a list of lengths")
+        raise InvalidConfig("timing.new_packs=true: this batch is not packed; give seqlens=random or a list of lengths")
     if run.baseline == "dense":
         raise InvalidConfig("timing.new_packs=true baseline=dense: dense attention has one sequence; use baseline=none")
     if run.workload.named_mask is not None:
         raise InvalidConfig(
-            f"timing.new_packs=true mask={run.workload.named_mask.name}: a mask by name is of one pack's lengths; use mask=none"
+            f"timing.new_packs=true mask={run.workload.named_mask.name}: a mask by name is for the lengths of one packed batch; use mask=none"
         )
     if run.graphs:
         raise InvalidConfig(

@@ -190,7 +190,7 @@ def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) ->
         eighth = seq_len // 8
         if seq_len % 8:
             raise InvalidConfig(
-                f"seq_len={seq_len}: the default pack S/8, S/4, S/2, S/8 needs a multiple of 8; "
+                f"seq_len={seq_len}: the default packed batch S/8, S/4, S/2, S/8 needs a multiple of 8; "
                 f"{max(8, round(seq_len / 8) * 8)} would work"
             )
         _check_sequences(f"batch={batch}", 4 * batch)

@@ -14,7 +14,19 @@ def panels(runs: Sequence[Run], which: str = "total") -> list[Panel]:
     """The panels of these runs; empty where nothing was measured that a panel shows, and of times back to back, which
     have no samples. A panel is a module with a function `draw(runs, which) -> list[Panel]`, empty where the runs do not
     call for it."""
-    from runner.report.panels import density, errors, kernels, loss, memory, phases, predicted, roofline, scaling, timeline, times
+    from runner.report.panels import (
+        density,
+        errors,
+        kernels,
+        loss,
+        memory,
+        phases,
+        predicted,
+        roofline,
+        scaling,
+        timeline,
+        times,
+    )
 
     if which == BACK_TO_BACK:
         return []

@@ -59,8 +59,8 @@ def test_a_transfer_names_the_ranks_that_all_its_bytes_come_from(name, mask):
             moved = [t for step in made.steps for t in (*step.incoming, *step.outgoing)] + list(made.exposed)
             moves += len(moved)
             for each in moved:
-                assert sum(size for _, size in each.peers) == pytest.approx(each.bytes)
-                assert all(0 <= peer < 4 and peer != rank for peer, _ in each.peers)
+                assert sum(size for _, size in each.sources) == pytest.approx(each.bytes)
+                assert all(0 <= other < 4 and other != rank for other, _ in each.sources)
     assert moves > 4
 
 
@@ -70,5 +70,5 @@ def test_ulysses_within_a_node_keeps_its_exchange_there_and_its_ring_between_nod
     steps = costs.of(usp, problem, SHAPES, {"ulysses_size": 4}, pulls=True).timeline(5, False).steps
     exchanged = [t for step in steps for t in (*step.incoming, *step.outgoing) if t.pattern == "all"]
     ring = [t for step in steps for t in step.incoming if t.pattern == "one"]
-    assert {peer for t in exchanged for peer, _ in t.peers} == {4, 6, 7}
-    assert {peer for t in ring for peer, _ in t.peers} == {1}
+    assert {other for t in exchanged for other, _ in t.sources} == {4, 6, 7}
+    assert {other for t in ring for other, _ in t.sources} == {1}

@@ -1,4 +1,4 @@
-"""The peers: what runs without a GPU really runs, over gloo; the rest says why it can't."""
+"""External packages: what runs without a GPU really runs, over gloo; the rest says why it can't."""
 
 import importlib.util
 import subprocess
@@ -123,7 +123,7 @@ def test_the_list_of_peers_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("name", [name for name, peer in EXTERNAL.items() if peer.needs])
+@pytest.mark.parametrize("name", [name for name, package in EXTERNAL.items() if package.needs])
 def test_a_peer_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp_path, monkeypatch):
     needs, found = EXTERNAL[name].needs, importlib.util.find_spec
     hidden = lambda package, *rest: None if package == needs else found(package, *rest)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The peers on real GPUs over NCCL, in bf16 against fp32, at all GPUs there and alone."""
+"""External packages on real GPUs over NCCL, in bf16 against fp32, at all GPUs there and alone."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.support.composing import resolved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
 WORLDS = sorted({1, gpu_count() or 1})
-FLASH_CALLERS = [name for name, peer in EXTERNAL.items() if peer.needs in ("ring_flash_attn", "yunchang")]
+FLASH_CALLERS = [name for name, package in EXTERNAL.items() if package.needs in ("ring_flash_attn", "yunchang")]
 SAME_KERNELS = ["flash2", "sdpa_cudnn", *(["flash4"] if "flash4" in KERNELS else [])]
 
 

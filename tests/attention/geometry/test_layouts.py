@@ -67,7 +67,7 @@ def cumulated(lengths) -> tuple[int, ...]:
 
 
 def packs(layout: Layout, world: int) -> list[tuple[int, ...]]:
-    """Lengths that divide: single sequences and packs, also of single chunks, of nothing, and across borders."""
+    """Lengths that divide: single sequences and packed batches, also of single chunks, of nothing, and across ranks' borders."""
     _, chunks = EXPECTED[layout.name]
     unit = world * (chunks or 1)
     found = [(unit,), (5 * unit,), (unit, 4 * unit, 3 * unit), (2 * unit, 0, unit)]
@@ -128,7 +128,7 @@ def test_a_length_that_does_not_divide_is_refused_with_one_that_does(name, world
 )
 def test_the_sequence_of_a_pack_that_does_not_divide_is_named(name):
     layout, world = LAYOUTS[name], 4
-    with pytest.raises(ValueError, match=r"a sequence of the pack has length=17: .* 16 would work"):
+    with pytest.raises(ValueError, match=r"a sequence of the packed batch has length=17: .* 16 would work"):
         layout.check(cumulated((16, 32, 17, 16)), world)
     layout.check(cumulated((16, 32, 16, 16)), world)
 
@@ -183,7 +183,7 @@ every_inner = pytest.mark.parametrize(
 def test_a_group_holds_its_shard_in_consecutive_pieces_of_equal_size(layout, world, inner):
     chunks = EXPECTED[layout.name][1]
     unit, least = chunks * world, chunks * (world // inner)
-    # single sequences, packs, and packs whose sequences are too short for each rank to have a piece of each
+    # single sequences, packed batches, and packed batches whose sequences are too short for each rank to have a piece of each
     for lengths in ((unit,), (5 * unit,), (unit, 4 * unit, 3 * unit), (2 * unit, 0, unit), (least,) * inner):
         cu = cumulated(lengths)
         held = [positions(shard) for shard in replace(layout, inner=inner).shards(cu, world)]
@@ -237,12 +237,14 @@ def test_what_does_not_divide_in_a_grouped_pack_is_named_with_what_would(layout,
         cu = cumulated((least * inner, least + 1, least * inner))
         with pytest.raises(ValueError) as error:
             grouped.check(cu, world)
-        assert_explains(str(error.value), f"a sequence of the pack has length={least + 1}", layout, world, least + 1)
+        assert_explains(
+            str(error.value), f"a sequence of the packed batch has length={least + 1}", layout, world, least + 1
+        )
         assert "would work" in str(error.value)
     total = least * (inner + 1)
     if inner > 1 and total % world:
         with pytest.raises(ValueError) as error:
             grouped.check(cumulated((least * inner, least)), world)
-        assert_explains(str(error.value), f"the pack's total={total}", layout, world, total)
+        assert_explains(str(error.value), f"the packed batch's total={total}", layout, world, total)
         offer = int(re.findall(r"(\d+) would work", str(error.value))[0])
-        grouped.check(cumulated((offer, 0)), world)  # some pack of this total
+        grouped.check(cumulated((offer, 0)), world)  # some packed batch of this total

@@ -1,4 +1,4 @@
-"""Transfers, played through with plain lists of positions: senders and receivers agree and nothing moves in vain."""
+"""Transfers carried out on plain lists of positions: senders and receivers agree, and no token moves needlessly."""
 
 from itertools import product
 
@@ -34,12 +34,12 @@ def assert_agreed(routes: list[Route]) -> None:
     """Whoever sends is waited for, whoever waits is sent to, once each, and both ends say the same."""
     for rank, route in enumerate(routes):
         for piece in route.sends:
-            (waited,) = [x for x in routes[piece.peer].receives if x.peer == rank]
+            (waited,) = [x for x in routes[piece.remote].receives if x.remote == rank]
             assert (waited.source, waited.target) == (piece.source, piece.target)
             assert [b - a for a, b in piece.source] == [b - a for a, b in piece.target]
         for piece in route.receives:
-            assert piece.peer != rank and [x.peer for x in routes[piece.peer].sends].count(rank) == 1
-        assert len({piece.peer for piece in route.receives}) == len(route.receives)
+            assert piece.remote != rank and [x.remote for x in routes[piece.remote].sends].count(rank) == 1
+        assert len({piece.remote for piece in route.receives}) == len(route.receives)
 
 
 def taken(held: list[int], intervals) -> list[int]:
@@ -62,7 +62,7 @@ def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, wor
             assert_agreed(routes)
             for rank, route in enumerate(routes):
                 step = steps(problem, rank)[i]
-                sent = [taken(shards[step.owner], x.source) for x in routes[step.owner].sends if x.peer == rank]
+                sent = [taken(shards[step.owner], x.source) for x in routes[step.owner].sends if x.remote == rank]
                 wanted = needed(problem, rank, key_positions(problem, step))
                 assert sent == ([wanted] if wanted and step.owner != rank else []), (problem, rank, i)
                 assert route.received_tokens == sum(len(message) for message in sent)
@@ -80,14 +80,14 @@ def test_the_way_back_brings_every_gradient_to_the_key_it_belongs_to(name, world
             assert_agreed(back)
             for rank, route in enumerate(back):
                 for piece in route.receives:
-                    step = steps(problem, piece.peer)[i]
+                    step = steps(problem, piece.remote)[i]
                     assert step.owner == rank
-                    wanted = needed(problem, piece.peer, key_positions(problem, step))
+                    wanted = needed(problem, piece.remote, key_positions(problem, step))
                     assert taken(shards[rank], piece.target) == wanted
                     assert taken(wanted, piece.source) == wanted
 
 
-def played(sources: tuple[Shard, ...], moves: list[Move], sizes: list[int]) -> list[list[int]]:
+def carried_out(sources: tuple[Shard, ...], moves: list[Move], sizes: list[int]) -> list[list[int]]:
     """What every rank holds after its moves; each place must be written once."""
     held = [positions(shard) for shard in sources]
     result = []
@@ -103,7 +103,7 @@ def played(sources: tuple[Shard, ...], moves: list[Move], sizes: list[int]) -> l
         for here, there in mine.local:
             put((there,), taken(held[rank], (here,)))
         for piece in mine.route.receives:
-            put(piece.target, taken(held[piece.peer], piece.source))
+            put(piece.target, taken(held[piece.remote], piece.source))
         result.append(local)
     return result
 
@@ -116,7 +116,7 @@ def test_a_move_redistributes_between_any_two_layouts(source, target):
         sources, targets = source.shards(cu, world), target.shards(cu, world)
         moves = [move(sources, targets, rank) for rank in range(world)]
         assert_agreed([m.route for m in moves])
-        assert played(sources, moves, [size(t) for t in targets]) == [positions(t) for t in targets]
+        assert carried_out(sources, moves, [size(t) for t in targets]) == [positions(t) for t in targets]
         if source is target:
             assert all(m.route == Route((), ()) for m in moves)
 
@@ -152,7 +152,7 @@ def test_a_gather_brings_exactly_the_needed_keys_in_sequence_order(name, world):
             wanted = [positions(needed_keys(problem, rank)) for rank in range(world)]  # as they come
             assert [sorted(keys) for keys in wanted] == others
         assert [positions(needed_keys(problem, rank)) for rank in range(world)] == wanted, problem
-        assert played(sources, moves, [len(keys) for keys in wanted]) == wanted, problem
+        assert carried_out(sources, moves, [len(keys) for keys in wanted]) == wanted, problem
 
 
 @pytest.mark.parametrize("left", [0, 1, SHARD - 1, SHARD, SHARD + 1, 3 * SHARD, 100])

@@ -29,7 +29,7 @@ def case(mask, sizes):
 
 
 def lying(x, how):
-    """x, which may be a pack's LSE, as it lies in the form `how`."""
+    """x, which may be the LSE of a packed batch, as it lies in the form `how`."""
     return STRIDES[how](x[None])[0] if x.dim() == 2 else STRIDES[how](x)
 
 

@@ -101,7 +101,7 @@ def test_what_rows_are(x, so):
     ("shape", "heads", "so"),
     [
         ((1, 100_000), 4, True),
-        ((100_000,), 4, True),  # a pack, however long
+        ((100_000,), 4, True),  # a packed batch of any length
         ((4095, 2), 4, True),
         ((4096, 2), 4, False),  # a grid has no room for so large a batch
         ((1, 100_000), 8, False),  # all heads: contiguous

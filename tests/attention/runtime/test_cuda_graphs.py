@@ -66,7 +66,7 @@ def captured(replays: graphs.GraphReplay) -> list[bool]:
     return [graph is not None for graph in replays.graphs.values()]
 
 
-def test_a_pass_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
+def test_a_stage_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
     replays, calls = graphs.GraphReplay(), []
 
     def run(x, y):

@@ -1,4 +1,4 @@
-"""Which passes are run, recorded and played, on CPU tensors in place of a GPU's, of which there is one stream."""
+"""Which calls are run, recorded and replayed, on CPU tensors, as on a GPU with a single stream."""
 
 import gc
 import sys
@@ -30,7 +30,7 @@ OWNER = Owner()
 
 
 class Pass:
-    """Copies its input, by what a tape knows of or not."""
+    """Copies its input; with `known=False` in a way that cannot be recorded."""
 
     def __init__(self, known=True):
         self.known, self.runs = known, 0
@@ -48,7 +48,7 @@ def call(passes, run, *inputs, name="forward", state=0, owner=OWNER):
         assert torch.equal(x, y) and x.data_ptr() != y.data_ptr()
 
 
-def test_a_pass_is_run_then_recorded_then_played():
+def test_a_stage_is_run_then_recorded_then_replayed():
     passes, run = LaunchReplay(), Pass()
     for expected in (1, 2, 2, 2):
         call(passes, run, torch.randn(3, 4))
@@ -68,7 +68,7 @@ def test_a_pass_is_run_then_recorded_then_played():
     ],
     ids=("name", "state", "shape", "strides", "dtype", "address"),
 )
-def test_what_a_pass_depends_on_has_a_tape_of_its_own(other):
+def test_each_thing_that_a_stage_depends_on_has_a_trace_of_its_own(other):
     other, passes, run = dict(other), LaunchReplay(), Pass()
     x = other.pop("x", None)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_what_a_pass_depends_on_has_a_tape_of_its_own(other):
         assert run.runs == expected
 
 
-def test_what_another_plan_of_the_function_has_a_trace_of_is_recorded_at_once():
+def test_a_stage_that_another_plan_of_the_function_has_traced_is_recorded_at_once():
     passes, run = LaunchReplay(), Pass()
     plans = [Owner() for _ in range(5)]
     for expected, plan in zip((2, 3, 4), plans, strict=False):
@@ -88,7 +88,7 @@ def test_what_another_plan_of_the_function_has_a_trace_of_is_recorded_at_once():
         assert run.runs == expected
     for plan in plans[:2]:
         call(passes, run, torch.randn(4, 3), owner=plan)
-    assert run.runs == 6  # of which there is none yet
+    assert run.runs == 6  # no trace of this shape yet
     run.known = False  # as where something is compiled for this plan alone
     call(passes, run, torch.randn(3, 4), owner=plans[3])
     run.known = True
@@ -106,14 +106,14 @@ def test_functions_do_not_share_traces():
     assert first.replay.launches is not second.replay.launches
 
 
-def test_what_depends_on_more_is_run():
+def test_a_stage_with_unknown_state_is_run():
     passes, run = LaunchReplay(), Pass()
     for _ in range(4):
         call(passes, run, torch.randn(3), state=None)
     assert run.runs == 4 and not passes.traces
 
 
-def test_a_pass_whose_phases_are_recorded_is_run():
+def test_a_stage_whose_phases_are_recorded_is_run():
     passes, run = LaunchReplay(), Pass()
     for _ in range(3):
         call(passes, run, torch.randn(3))
@@ -122,7 +122,7 @@ def test_a_pass_whose_phases_are_recorded_is_run():
     assert run.runs == 3
 
 
-def test_what_cannot_be_played_is_tried_a_few_times():
+def test_a_stage_that_cannot_be_replayed_is_tried_a_few_times():
     passes, run = LaunchReplay(), Pass(known=False)
     for _ in range(TRIES):
         call(passes, run, torch.randn(3))
@@ -130,13 +130,13 @@ def test_what_cannot_be_played_is_tried_a_few_times():
         call(passes, run, torch.randn(3))
     (why,) = passes.traces[OWNER].values()
     assert why == ["not known"] * TRIES
-    run.known = True  # which nobody looks at any more
+    run.known = True  # too late: it is not tried again
     for _ in range(2):
         call(passes, run, torch.randn(3))
     assert run.runs == TRIES + 3
 
 
-def test_what_cannot_be_played_at_first_is_played_later():
+def test_a_stage_that_cannot_be_replayed_at_first_is_replayed_later():
     passes, run = LaunchReplay(), Pass(known=False)
     for _ in range(2):
         call(passes, run, torch.randn(3))
@@ -146,7 +146,7 @@ def test_what_cannot_be_played_at_first_is_played_later():
         assert run.runs == expected
 
 
-def test_one_tensor_for_two_inputs_is_run_and_two_are_played():
+def test_one_tensor_for_two_inputs_is_run_and_two_tensors_are_replayed():
     passes, run, x = LaunchReplay(), Pass(), torch.randn(3)
     for _ in range(5):
         call(passes, run, x, x)

@@ -1,4 +1,4 @@
-"""What a tape does again, and what it refuses: of passes that call nothing but copies of memory."""
+"""What a launch trace repeats and what the recorder refuses, for calls that only copy memory."""
 
 import ctypes
 import gc
@@ -49,7 +49,7 @@ def numbers(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
 
-def test_a_tape_does_with_the_inputs_of_the_day_what_the_pass_did():
+def test_a_trace_repeats_the_recorded_call_on_the_inputs_of_this_call():
     calls = []
 
     def run(x, y):
@@ -74,7 +74,7 @@ def test_a_tape_does_with_the_inputs_of_the_day_what_the_pass_did():
     assert made.replay((x, y))[0] is not out
 
 
-def test_tokens_that_are_joined_taken_and_put_by_number():
+def test_tokens_are_joined_taken_and_put_by_index():
     number, third = torch.tensor([3, 0]), numbers(1, 3)
 
     def run(x, y):
@@ -92,7 +92,7 @@ def test_tokens_that_are_joined_taken_and_put_by_number():
     assert torch.equal(first[0], run(numbers(4, 3), numbers(4, 3, start=50))[0])
 
 
-def test_of_what_is_empty_nothing_is_held():
+def test_an_empty_view_holds_no_memory():
     memory = numbers(4, 3).numpy().copy()
     x, seen = torch.from_numpy(memory), weakref.ref(memory)
     del memory
@@ -108,7 +108,7 @@ def test_of_what_is_empty_nothing_is_held():
     assert seen() is None
 
 
-def test_memory_from_outside_is_what_it_was():
+def test_memory_from_outside_the_call_keeps_its_address():
     outside = [numbers(3, start=20)]
     address = outside[0].data_ptr()
 
@@ -120,7 +120,7 @@ def test_memory_from_outside_is_what_it_was():
 
     made, _ = recorded(run, numbers(3))
     outside.clear()
-    again = [numbers(3, start=90 + i) for i in range(50)]  # where it would lie now, had the tape not kept it
+    again = [numbers(3, start=90 + i) for i in range(50)]  # would reuse its memory, had the trace not kept it
     (out,) = made.replay((again[0],))
     assert out.tolist() == [[-20, -21, -22], [90, 91, 92]]
 
@@ -157,13 +157,13 @@ def test_inputs_that_are_one_tensor_are_ambiguous():
         (lambda x: (torch.empty(2, dtype=torch.int32).view(torch.float32).copy_(x[:2]),), "memory of torch.int32"),
     ],
 )
-def test_what_is_not_known_is_not_played(run, why):
+def test_an_unknown_launch_gives_no_trace(run, why):
     made, results = recorded(run, numbers(4))
     assert isinstance(made, str) and why in made
     assert len(results) == 1
 
 
-def test_memory_is_free_behind_its_last_use_unless_another_stream_had_it():
+def test_memory_is_freed_after_its_last_use_unless_another_stream_used_it():
     stream = 0
 
     def run(x):
@@ -192,7 +192,7 @@ def test_memory_is_free_behind_its_last_use_unless_another_stream_had_it():
     assert max(alive) == 3
 
 
-def test_what_nothing_uses_is_not_allocated():
+def test_an_unused_tensor_is_not_allocated():
     def run(x):
         torch.empty_like(x)
         out = torch.empty_like(x)
@@ -207,7 +207,7 @@ def test_what_nothing_uses_is_not_allocated():
     assert sum(y is not None for y in tensors) == 3  # the input, and the results
 
 
-def test_views_of_what_is_free_are_let_go_of():
+def test_views_of_freed_memory_are_dropped():
     def run(x):
         held = torch.empty_like(x)
         negate(held[:2], x[:2])
@@ -223,7 +223,7 @@ def test_views_of_what_is_free_are_let_go_of():
     assert sum(y is not None for y in tensors) == 3  # the input, its view, the result
 
 
-def test_a_tape_holds_nothing_of_the_day():
+def test_a_trace_holds_no_tensor_of_a_call():
     made_in_it = []
 
     def run(x):
@@ -247,7 +247,7 @@ def test_a_tape_holds_nothing_of_the_day():
         gc.enable()
 
 
-def test_a_recording_holds_no_memory_for_longer_than_the_pass():
+def test_a_recording_holds_no_memory_for_longer_than_the_call():
     alive, places = [], []
 
     def run(x):
@@ -268,7 +268,7 @@ def test_a_recording_holds_no_memory_for_longer_than_the_pass():
     assert torch.equal(made.replay((x + 1,))[0], x + 1)
 
 
-def test_behind_an_exception_what_others_wait_for_is_done():
+def test_after_an_exception_the_launches_that_others_wait_for_are_done():
     told = []
 
     def fail(x: torch.Tensor) -> None:
@@ -291,7 +291,7 @@ def test_behind_an_exception_what_others_wait_for_is_done():
     assert told[2:] == ["ready", "called", "done"]
 
 
-def test_nothing_is_recorded_behind_a_recording_that_broke():
+def test_nothing_is_recorded_after_a_broken_recording():
     def run(x):
         raise RuntimeError("broke")
 
@@ -302,7 +302,7 @@ def test_nothing_is_recorded_behind_a_recording_that_broke():
     assert isinstance(made, LaunchTrace)
 
 
-def test_streams_are_switched_to_only_for_what_depends_on_the_current_one():
+def test_a_stream_is_made_current_only_for_launches_that_depend_on_it():
     current = "caller"
     switches: list[str] = []
     seen: list[tuple[str, str]] = []
@@ -358,7 +358,7 @@ def test_streams_are_switched_to_only_for_what_depends_on_the_current_one():
     assert current == "caller"
 
 
-def test_the_current_stream_is_restored_though_nothing_is_done_behind_it():
+def test_the_current_stream_is_restored_even_if_no_launch_follows():
     current = "caller"
 
     def switch(name: str) -> None:
@@ -377,7 +377,7 @@ def test_the_current_stream_is_restored_though_nothing_is_done_behind_it():
     assert current == "caller" and len([x for x in made.cleanup if x]) == 2
 
 
-def test_the_same_steps_are_written_once_whatever_their_addresses_and_numbers():
+def test_equal_steps_are_written_once_whatever_their_addresses_and_numbers():
     outside = [numbers(3, start=20), numbers(3, start=30)]
 
     def run(at: int):
@@ -402,7 +402,7 @@ def test_the_same_steps_are_written_once_whatever_their_addresses_and_numbers():
         assert out[:, 0].tolist() == [30, 8]
 
 
-def test_what_is_kept_for_all_passes_is_not_the_tapes():
+def test_a_table_kept_for_all_calls_is_not_part_of_the_trace():
     tables = []
     told = []
 
@@ -425,8 +425,8 @@ def test_what_is_kept_for_all_passes_is_not_the_tapes():
         assert not recording()
 
 
-def test_a_table_that_is_kept_is_no_part_of_a_pass_and_one_that_is_made_in_each_is_not_played(monkeypatch):
-    def sent(x, device):  # as to a GPU, by what a tape does not know
+def test_a_cached_table_is_not_recorded_and_one_made_in_each_call_prevents_a_trace(monkeypatch):
+    def sent(x, device):  # as to a GPU, by an operator that the recorder does not know
         return torch.from_numpy(x).clone()
 
     for module in (tensors, grad_sum, interface):

@@ -83,20 +83,20 @@ def test_own_keys_apart_give_what_they_give_in_turn_whatever_is_late(in_world, n
     assert found < 1e-2
 
 
-PLAYED = [
+REPLAYED = [
     *(pytest.param(name, {}, False, 4, id=name) for name in ("ring", "zigzag", "stripe", "ring_allgather", "zigzag_llama3", "ulysses", "usp")),
     pytest.param("zigzag", {"head_parts": 2}, False, 4, id="zigzag_in_halves"),
     pytest.param("zigzag_llama3", {"own_first": True, "heads_k_stride": 2}, False, 4, id="zigzag_llama3_in_groups"),
     pytest.param("zigzag", {"deterministic": True}, False, 4, id="zigzag_deterministic"),
     pytest.param("ulysses", {}, False, 1, id="ulysses_of_one_kv_head"),
-    *(pytest.param(name, {}, True, 4, id=f"{name}_packs") for name in ("ring_varlen", "zigzag_varlen", "llama3", "zigzag_llama3", "ulysses", "usp")),
+    *(pytest.param(name, {}, True, 4, id=f"{name}_packed") for name in ("ring_varlen", "zigzag_varlen", "llama3", "zigzag_llama3", "ulysses", "usp")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("running", (None, 1), ids=("all_play", "one_runs"))
-@pytest.mark.parametrize("name, options, packed, kv_heads", PLAYED)
-def test_played_passes_give_what_passes_give(in_world, name, options, packed, kv_heads, running, world):
+@pytest.mark.parametrize("running", (None, 1), ids=("all_replay", "one_runs"))
+@pytest.mark.parametrize("name, options, packed, kv_heads", REPLAYED)
+def test_launch_replay_gives_what_eager_calls_give(in_world, name, options, packed, kv_heads, running, world):
     if reason := KERNELS["flash4"].missing("cuda"):
         pytest.skip(reason)
     given = {"name": name, "options": options, "running": running, "packed": packed, "kv_heads": kv_heads}
@@ -109,7 +109,7 @@ def test_played_passes_give_what_passes_give(in_world, name, options, packed, kv
 
 
 @pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
-def test_a_thousand_calls_of_changing_shapes_that_are_played_too(in_world, name):
+def test_a_thousand_calls_of_changing_shapes_some_replayed(in_world, name):
     if reason := KERNELS["flash4"].missing("cuda"):
         pytest.skip(reason)
     given = {"name": name, "calls": 200 if shared(2) else 1000, "transport": "symm", "kernel": "flash4"}
@@ -120,7 +120,7 @@ def test_a_thousand_calls_of_changing_shapes_that_are_played_too(in_world, name)
 
 
 @pytest.mark.parametrize("name", ("ring", "zigzag", "zigzag_llama3", "ulysses"))
-def test_a_played_pass_that_ends_half_way_leaves_the_next_one_right(in_world, name):
+def test_a_replay_that_ends_half_way_leaves_the_next_call_right(in_world, name):
     if reason := KERNELS["flash4"].missing("cuda"):
         pytest.skip(reason)
     assert in_world(replay.launch_replay_after_an_exception, 2, "cuda", name=name, timeout_s=60) < 1e-2

@@ -120,7 +120,7 @@ INVALID = [
     (["attention=tree", "mask=chunked", "mask.chunk=64"], "mask=chunked: ", "tree, a decode", "causal and window only"),
     (["attention=tree", "seqlens=[512,512]"], "seqlens=[512,512]", "tree", "seqlens=null"),
     (["attention=ring_decode", "seqlens=random"], "seqlens=random", "ring_decode", "seqlens=null"),
-    # packs
+    # packed batches
     (["attention=llama3", "seqlens=[]"], "seqlens=[]", "list of lengths", "seqlens=[512,1024]"),
     (["attention=llama3", "seqlens=[512,0]"], "seqlens=[512,0]", "list of lengths", "seqlens=[512,1024]"),
     (["attention=llama3", "seqlens=[512,-2]"], "seqlens=[512,-2]", "list of lengths", "seqlens=[512,1024]"),
@@ -133,7 +133,7 @@ INVALID = [
     (["attention=llama3", "seqlens=random", "seqlens_multiple=4"], "seqlens_multiple=4", "seqlens=random", "seqlens=real"),
     (["attention=llama3", "seqlens=real", "seqlens_multiple=0"], "seqlens_multiple=0", "whole number of at least 1"),
     (["attention=llama3", "seqlens=real", "seq_len=100", "seqlens_multiple=64"], "multiple of 64 and at least 256", "seq_len"),
-    (["attention=llama3", "seqlens=[3,4]"], "the pack's total=7", "multiple of world_size = 2", "would work"),
+    (["attention=llama3", "seqlens=[3,4]"], "the packed batch's total=7", "multiple of world_size = 2", "would work"),
     (["attention=ring_varlen", "seqlens=[4,5,6]"], "length=5", "multiple of world_size = 2", "4 would work"),
     (["attention=zigzag_varlen", "seqlens=[4,6]"], "length=6", "multiple of 2 * world_size = 4", "8 would work"),
     (["attention=llama3", "seq_len=1001"], "seq_len=1001", "multiple of 8", "1000 would work"),
@@ -208,7 +208,7 @@ INVALID = [
     (["timing.layers=0"], "timing.layers=0", "at least 1"),
     (["timing.layers=2", "timing=simple"], "timing.layers=2 timing=simple", "one call", "timing=warmup"),
     (["timing.layers=2", "timing.do_bench=true"], "timing.do_bench=true", "one call", "use one of the two"),
-    (["timing.new_packs=true"], "timing.new_packs=true", "no pack", "seqlens=random"),
+    (["timing.new_packs=true"], "timing.new_packs=true", "not packed", "seqlens=random"),
     (["timing.new_packs=true", "attention=llama3", "seqlens=[64,128,192,256,64,64,256]"], "420 orders", "more sequences"),
 ]  # fmt: skip
 

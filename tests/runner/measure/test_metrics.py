@@ -236,7 +236,7 @@ def test_the_options_of_a_run_are_those_of_its_bytes():
 
 
 def test_a_pack_counts_the_pairs_of_its_sequences():
-    # 3 pairs of the sequence of two, 21 of that of six; a pack has batch 1, which halves the FLOP of a pair
+    # 3 pairs of the sequence of two, 21 of that of six; a packed batch has batch 1, which halves the FLOP of a pair
     spec = resolved("attention=llama3", *SIZES, "world_size=2", "seqlens=[2,6]")
     assert metrics.flops(spec)["forward"] == FLOP // 2 * 24
     found = metrics.compute(spec, {"forward": 2.0, "backward": 5.0, "total": 8.0}, None)

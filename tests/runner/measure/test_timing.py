@@ -431,14 +431,14 @@ def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets():
 
 
 class Attention:
-    """A pass takes 20 ms; a backward is of the forward that is set."""
+    """A pass takes 20 ms; a backward belongs to the forward whose out is set."""
 
     passes = ("forward", "backward")
     backward = True
-    packs = (0, 3, 4)
+    cu_seqlens = (0, 3, 4)
 
     def __init__(self):
-        self.options = {"cu_seqlens": self.packs}
+        self.options = {"cu_seqlens": self.cu_seqlens}
         self.log: list[tuple] = []
         self.out = None
 
@@ -452,7 +452,7 @@ class Attention:
         time.sleep(0.02)
 
 
-def test_a_models_layers_follow_each_other_each_model_with_the_next_pack():
+def test_a_models_layers_follow_each_other_each_model_with_the_next_packed_batch():
     work = Attention()
     model = Layers(work, 2, [(0, 1, 4), (0, 2, 4)])
     for _ in range(2):
@@ -460,20 +460,20 @@ def test_a_models_layers_follow_each_other_each_model_with_the_next_pack():
             model.run(which)
     assert [which for which, *_ in work.log] == ["forward", "forward", "backward", "backward"] * 2
     assert [out for _, out, _ in work.log] == [0, 1, 1, 0, 4, 5, 5, 4]
-    assert [pack for which, _, pack in work.log if which == "forward"] == [(0, 1, 4)] * 2 + [(0, 2, 4)] * 2
-    assert work.options == {"cu_seqlens": work.packs}
+    assert [cu_seqlens for which, _, cu_seqlens in work.log if which == "forward"] == [(0, 1, 4)] * 2 + [(0, 2, 4)] * 2
+    assert work.options == {"cu_seqlens": work.cu_seqlens}
     model.run("forward")
     assert work.log[-1][2] == (0, 1, 4)
     plain = Attention()
     Layers(plain, 1).run("forward")
-    assert plain.log == [("forward", 0, plain.packs)]
+    assert plain.log == [("forward", 0, plain.cu_seqlens)]
 
 
-def test_other_orders_are_new_packs_of_the_same_lengths():
+def test_other_orders_are_new_packed_batches_of_the_same_lengths():
     lengths = (3, 1, 2, 2)
     found = other_orders(lengths, 11, seed=4)
     assert len(set(found)) == 11 and (0, 3, 4, 6, 8) not in found
-    assert {tuple(sorted(b - a for a, b in pairwise(pack))) for pack in found} == {(1, 2, 2, 3)}
+    assert {tuple(sorted(b - a for a, b in pairwise(batch))) for batch in found} == {(1, 2, 2, 3)}
     assert found == other_orders(lengths, 11, seed=4) != other_orders(lengths, 11, seed=5)
 
 

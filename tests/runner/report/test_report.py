@@ -28,7 +28,7 @@ needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(chart
 
 
 def speed(folder: Path) -> Path:
-    """Two of ours and two peers at two lengths; a peer runs out of memory at one, another is not installed."""
+    """Two of ours and two external packages at two lengths; a package runs out of memory at one, another is not installed."""
     values = []
     for seq_len in (8192, 131072):
         unit = (seq_len / 8192) ** 2
