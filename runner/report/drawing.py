@@ -161,9 +161,12 @@ def lines(
 
 def bars(rows: Sequence[Row], height: Height, tooltip: Sequence[Any], best_is_low: bool) -> Any:
     """A bar for each label, the best on top, with its number and a thin line over the spread; a panel for each `panel`."""
-    rows = height.filled(rows)
-    order = alt.EncodingSortField(height.field, op="min", order="ascending" if best_is_low else "descending")
-    y = alt.Y("label:N", title=None, sort=order)
+    panels = list(dict.fromkeys(row["panel"] for row in rows))
+    rows = sorted(height.filled(rows), key=lambda row: row[height.field] * (1 if best_is_low else -1))
+    # each panel has an order of its own, so a bar's place is named by its panel, too
+    rows = [row | {"bar": f"{row['panel']}\t{row['label']}"} for row in rows]
+    axis = alt.Axis(labelExpr=r"split(datum.label, '\t')[1]")
+    y = alt.Y("bar:N", title=None, sort=list(dict.fromkeys(row["bar"] for row in rows)), axis=axis)
     base = alt.Chart(alt.Data(values=rows)).encode(y=y, tooltip=list(tooltip))
 
     one = len({row["panel"] for row in rows}) == 1
@@ -182,9 +185,9 @@ def bars(rows: Sequence[Row], height: Height, tooltip: Sequence[Any], best_is_lo
     labels = {row["label"] for row in rows}
     drawn = alt.layer(drawn, ends, text)
     alone, each = {"width": 480, "height": STEP * len(labels)}, {"width": 380, "height": alt.Step(STEP)}
-    drawn = facets(drawn, rows, alone, each, alike=False, beside=width(labels))
+    drawn = facets(drawn, rows, alone, each, alike=False, beside=width(labels), order=panels)
     most = [max(row[height.field] for row in rows if row["panel"] == panel) for panel in {row["panel"] for row in rows}]
-    return drawn.resolve_scale(x="independent") if max(most) > UNLIKE * min(most) else drawn
+    return drawn.resolve_scale(x="independent", y="independent") if max(most) > UNLIKE * min(most) else drawn
 
 
 def width(labels: Iterable[str]) -> int:
@@ -217,10 +220,12 @@ def facets(
         alt.Facet(f"{by}:N", title=None, sort=panels, header=alt.Header(labelExpr=TITLE)), columns=2
     )
     drawn = drawn.resolve_axis(x="independent", y="independent")
+    scales = {"y": "shared" if alike else "independent"}
     if len(names) > len(COLORS):
-        drawn = drawn.resolve_scale(color="independent").resolve_legend(color="independent")
+        drawn = drawn.resolve_legend(color="independent")
+        scales["color"] = "independent"
         beside, right = beside + right, 0
-    drawn = drawn.resolve_scale(y="shared" if alike else "independent")
+    drawn = drawn.resolve_scale(**scales)  # a second call would replace the first
     return drawn.properties(usermeta={"beside": beside, "legend": right})
 
 

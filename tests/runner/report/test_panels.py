@@ -99,6 +99,10 @@ def test_lines_and_bars_show_their_spread(stored):
     assert len(values(lines)) == sum(run.ok for run in stored["h200-x4/context_parallel"])
     bars = times.draw(stored["h200-x2/same_kernel"])
     assert all(any("x2" in layer["encoding"] for layer in panel.spec["layer"]) for panel in bars)
+    for panel, turn in zip(bars, (1, -1), strict=True):  # the best on top, in each panel
+        field = panel.name
+        shown = [row[field] * turn for row in values(panel)]
+        assert shown == sorted(shown)
     assert "p10 to p90" in bars[0].note and "p90" in bars[1].note
 
 
