@@ -86,3 +86,12 @@ def test_our_timing_agrees_with_do_bench(tmp_path):
     assert value["correctness"]["timed"]["last"].keys() == {"out", "dq", "dk", "dv"}  # before do_bench's own calls
     for found in value["timing"]["do_bench"].values():
         assert found["ratio"] == pytest.approx(1, rel=0.01), found
+
+
+def test_a_model_of_transformers_passes_its_gate_and_is_timed(tmp_path):
+    pytest.importorskip("transformers")
+    sizes = ["model.layers=2", "model.hidden=256", "model.mlp=512", "model.vocabulary=256", "heads=4", "kv_heads=2"]
+    done, (value,) = run(tmp_path, "model=hf", "model.type=mistral", *sizes, "head_dim=64", "seq_len=1024")
+    assert done.returncode == 0, done.stderr
+    assert (value["status"], value["correctness"]["passed"]) == ("ok", True), value["reason"]
+    assert value["experiment"]["device"] == "cuda" and value["model"]["loss_curve"]
