@@ -60,7 +60,7 @@ def test_threads_may_ask_for_the_same():
     assert not wrong and double.held == len(double.found) == 3
 
 
-def test_schedules_of_ever_new_packs_are_let_go_of():
+def test_schedules_of_ever_new_packed_batches_are_let_go_of():
     order, seen = random.Random(0), []
     for _ in range(8):
         lengths = [16 * order.randint(1, 4) for _ in range(512)]

@@ -56,7 +56,7 @@ def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
 
 
 @pytest.mark.slow
-def test_a_packs_stretches_are_copied_kind_by_kind_and_let_go_of_between(pool, monkeypatch):
+def test_a_packed_batchs_stretches_are_copied_kind_by_kind_and_let_go_of_between(pool, monkeypatch):
     packs, options = tuple(range(0, TOKENS + 1, TOKENS // 16)), {"head_parts": 1}
     arguments = {"cases": [("zigzag", options)], "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
     outcome = pool.get(WorldSpec(4, "cpu")).call(memory.held, arguments | {"packs": packs, "apart": 0}, 60.0)

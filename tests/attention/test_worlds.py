@@ -114,7 +114,7 @@ OF_PACKS = [
 
 
 @pytest.mark.parametrize(("name", "options"), OF_PACKS, ids=str)
-def test_packs_of_many_sequences_match_fp64(in_world, name, options):
+def test_packed_batches_of_many_sequences_match_fp64(in_world, name, options):
     case = {"tokens": MANY[-1], "heads": 8, "kv_heads": 4, "head_dim": 16, "causal": True, "batch": 1, "packs": MANY}
     windowed = [case | {"window": (9, 0)}] if does(name, case | {"window": (9, 0)}, options) else []
     sent = ["gloo"] if name.startswith("zigzag") and not options else []

@@ -73,7 +73,7 @@ def sweep(tmp_path) -> Path:
     return swept(tmp_path / "sweep")
 
 
-def test_every_number_is_in_the_pack(sweep, tmp_path, capsys):
+def test_every_number_is_in_the_packed_sweep(sweep, tmp_path, capsys):
     assert pack.main([str(sweep), "--into", str(tmp_path / "packed")]) == 0
     assert "4 runs packed, read back and the same" in capsys.readouterr().out
     packed = tmp_path / "packed" / "sweep"
@@ -85,7 +85,7 @@ def test_every_number_is_in_the_pack(sweep, tmp_path, capsys):
     assert pq.read_table(packed / "results.parquet").column("total_ms").to_pylist().count(None) == 1
 
 
-def test_a_pack_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_path, capsys):
+def test_a_packed_sweep_is_reported_compared_and_resumed_as_its_folders_are(sweep, tmp_path, capsys):
     def tables() -> list[str]:
         runs = report_runs.read([sweep])
         return [
@@ -143,7 +143,7 @@ def test_samples_of_an_earlier_version_without_rounds_are_packed_beside_those_of
     assert set(table["run"].to_pylist()) == {first.name, second.name} and set(table["round"].to_pylist()) == {0}
 
 
-def test_a_table_that_cannot_be_packed_leaves_the_pack_as_it_was(sweep, capsys):
+def test_a_table_that_cannot_be_packed_leaves_the_packed_sweep_as_it_was(sweep, capsys):
     assert pack.main([str(sweep)]) == 0
     before = {path: path.read_bytes() for path in sweep.glob("*.parquet")}
     folder = min(sweep.glob("*/result.json")).parent
@@ -154,7 +154,7 @@ def test_a_table_that_cannot_be_packed_leaves_the_pack_as_it_was(sweep, capsys):
     assert {path: path.read_bytes() for path in sweep.glob("*.parquet")} == before
 
 
-def test_a_pack_that_is_damaged_is_named_and_what_lies_beside_it_is_read(sweep, tmp_path, capsys):
+def test_a_packed_sweep_that_is_damaged_is_named_and_what_lies_beside_it_is_read(sweep, tmp_path, capsys):
     assert pack.main([str(sweep), "--into", str(tmp_path / "packs")]) == 0
     written(tmp_path / "packs" / "other", result("zigzag", 2.0))
     path = tmp_path / "packs" / "sweep" / "results.parquet"
@@ -189,7 +189,7 @@ def test_what_cannot_be_packed_is_one_clear_line_and_nothing_is_removed(tmp_path
 
 
 @pytest.mark.parametrize("folder", PACKS, ids=lambda path: str(path.relative_to(ROOT / "results")))
-def test_the_packs_of_the_results_are_whole(folder):
+def test_the_packed_sweeps_of_the_results_are_whole(folder):
     """Each run is a result, and the medians of the samples packed beside it are those that it states."""
     from runner.measure.statistics import quantile
 

@@ -381,7 +381,7 @@ def test_a_link_goes_through_the_two_messages_it_was_measured_with():
 
 def test_the_packages_links_are_those_measured():
     """GB/s of 128 MB and 16 MB a rank in a world of four."""
-    for pattern, transport, peers, large, small in (
+    for pattern, transport, ranks, large, small in (
         ("pull", "symm", 1, 359, 280),
         ("pull_all", "symm", 3, 367, 262),
         ("p2p", "nccl", 1, 152, 70),
@@ -389,7 +389,7 @@ def test_the_packages_links_are_those_measured():
     ):
         link = find(links.table(), H200, 4, transport, pattern)
         for mb, gb_s in ((128, large), (16, small)):
-            size = peers * mb * 2**20
+            size = ranks * mb * 2**20
             assert size / link.seconds(size) / 1e9 == pytest.approx(gb_s, rel=0.02)
     assert find(links.table(), H200, 2, "symm", "pull") == find(links.table(), H200, 4, "symm", "pull")
     assert find(links.table(), "another", 4, "symm", "pull") is None

@@ -45,7 +45,7 @@ def test_the_flops_of_the_ranks_sum_to_the_whole(name, world):
         assert sum(by_rank) == times * counts.forward_flops(shapes, counts.problem_pairs(problem)), problem
 
 
-def test_the_pairs_of_packs_and_decodes_by_hand():
+def test_the_pairs_of_packed_batches_and_decodes_by_hand():
     assert counts.problem_pairs(made("llama3", (2, 3, 1), 1)) == 3 + 6 + 1
     assert counts.problem_pairs(made("llama3", (2, 3, 1), 1, mask=FULL)) == 4 + 9 + 1
     assert counts.problem_pairs(made("tree", 10, 4, mask=FULL, q_tokens=3)) == 30
@@ -72,7 +72,7 @@ def test_ulysses_with_enough_kv_heads_moves_each_once():
     assert received("ulysses", 16, 2) == [{"qkv": 8 * (4 + 2) * HEAD, "out": 8 * 4 * HEAD, "kv": 0}] * 2
 
 
-def test_ulysses_bytes_do_not_depend_on_the_mask_or_the_pack():
+def test_ulysses_bytes_do_not_depend_on_the_mask_or_the_packed_batch():
     single = received("ulysses", 16, 4)
     assert received("ulysses", 16, 4, mask=FULL) == single
     assert received("ulysses", (4, 12), 4) == received("ulysses", (1, 14, 1), 4) == single

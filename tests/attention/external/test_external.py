@@ -51,7 +51,7 @@ def options(name, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", INSTALLED)
-def test_a_peers_error_stays_near_that_of_one_local_call(in_world, name, world):
+def test_a_packages_error_stays_near_that_of_one_local_call(in_world, name, world):
     for chosen in options(name, world):
         for found in in_world(
             external.compare, world, name=name, options=chosen, cases=cases(name, world), dtype="bf16"
@@ -96,7 +96,7 @@ def test_lengths_are_read_from_the_device_once(in_world):
 
 
 @pytest.mark.parametrize("adapter", sorted({EXTERNAL[name].adapter for name in INSTALLED}))
-def test_importing_a_peer_leaves_no_flash_attn_behind(adapter):
+def test_importing_a_package_leaves_no_flash_attn_behind(adapter):
     code = (
         "import sys, importlib, importlib.util\n"
         "before = importlib.util.find_spec('flash_attn')\n"
@@ -108,7 +108,7 @@ def test_importing_a_peer_leaves_no_flash_attn_behind(adapter):
     assert found.returncode == 0, found.stderr
 
 
-def test_no_peer_is_imported_before_it_is_called():
+def test_no_package_is_imported_before_it_is_called():
     code = (
         "import sys, attention.api, attention.external\n"
         "assert not {'ring_flash_attn', 'yunchang', 'transformer_engine'} & set(sys.modules)\n"
@@ -118,13 +118,13 @@ def test_no_peer_is_imported_before_it_is_called():
     assert found.returncode == 0, found.stderr
 
 
-def test_the_list_of_peers_needs_no_torch():
+def test_the_list_of_packages_needs_no_torch():
     code = "import sys, attention.external; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("name", [name for name, package in EXTERNAL.items() if package.needs])
-def test_a_peer_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp_path, monkeypatch):
+def test_a_package_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp_path, monkeypatch):
     needs, found = EXTERNAL[name].needs, importlib.util.find_spec
     hidden = lambda package, *rest: None if package == needs else found(package, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
@@ -135,7 +135,7 @@ def test_a_peer_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp
 
 
 @pytest.mark.parametrize("name", EXTERNAL)
-def test_the_catalog_says_whether_a_peer_works_here(name):
+def test_the_catalog_says_whether_a_package_works_here(name):
     with display.out.capture() as shown:
         width, display.out.width = display.out.width, 1000
         display.out.print(catalog.attention())
@@ -164,7 +164,7 @@ def test_refusals_name_the_rule_and_the_way_out(in_world):
     assert "rfa_zigzag has no sliding window" in text["window"]
 
 
-def test_without_a_process_group_a_peer_says_what_it_needs():
+def test_without_a_process_group_a_package_says_what_it_needs():
     if "rfa_zigzag" in INSTALLED:
         assert "init_process_group first" in refusal("rfa_zigzag")
 
@@ -179,7 +179,7 @@ def test_ulysses_ranks_share_the_kv_heads_evenly():
         usp.check_options({"ulysses_size": 4}, 8, 2, 4)
 
 
-def test_what_a_peer_moves_is_null_in_its_metrics():
+def test_the_bytes_of_a_package_are_null_in_its_metrics():
     for name in EXTERNAL:
         size = ["seq_len=1024", "batch=1", "hardware=cuda"]
         spec = resolved(f"attention={name}", *size, "world_size=2", gpus=2)

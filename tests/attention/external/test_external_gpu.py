@@ -56,7 +56,7 @@ def test_pytorchs_context_parallel(in_world, rotate, kernel, world):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", SAME_KERNELS)
 @pytest.mark.parametrize("name", FLASH_CALLERS)
-def test_a_peer_over_each_local_kernel(in_world, name, kernel, world):
+def test_a_package_over_each_local_kernel(in_world, name, kernel, world):
     able(name, kernel)
     cases = [base(world), base(world, kv_heads=16)]
     if not EXTERNAL[name].causal_only:
@@ -70,7 +70,7 @@ def test_a_peer_over_each_local_kernel(in_world, name, kernel, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", FLASH_CALLERS)
-def test_a_peers_own_kernel_is_flash_attention_2(in_world, name, world):
+def test_a_packages_own_kernel_is_flash_attention_2(in_world, name, world):
     able(name)
     near(in_world(external.compare, world, name=name, options={}, cases=[base(world)], dtype="bf16"), "flash2")
 

@@ -126,7 +126,7 @@ def test_a_length_that_does_not_divide_is_refused_with_one_that_does(name, world
 @pytest.mark.parametrize(
     "name", [name for name, (_, chunks) in EXPECTED.items() if chunks and LAYOUTS[name].per_sequence]
 )
-def test_the_sequence_of_a_pack_that_does_not_divide_is_named(name):
+def test_the_sequence_of_a_packed_batch_that_does_not_divide_is_named(name):
     layout, world = LAYOUTS[name], 4
     with pytest.raises(ValueError, match=r"a sequence of the packed batch has length=17: .* 16 would work"):
         layout.check(cumulated((16, 32, 17, 16)), world)
@@ -230,7 +230,7 @@ def assert_explains(text: str, value: str, layout: Layout, world: int, number: i
 
 
 @every_inner
-def test_what_does_not_divide_in_a_grouped_pack_is_named_with_what_would(layout, world, inner):
+def test_what_does_not_divide_in_a_grouped_packed_batch_is_named_with_what_would(layout, world, inner):
     grouped, chunks = replace(layout, inner=inner), EXPECTED[layout.name][1]
     least = chunks * world // inner
     if least > 1:

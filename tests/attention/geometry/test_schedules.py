@@ -111,7 +111,7 @@ def test_masks_are_those_of_all_blocks_and_full_or_the_problems_own(name, world)
 @pytest.mark.parametrize("empty", [0, 1, 2])
 @pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "zigzag_llama3", "llama3", "ulysses"])
 @pytest.mark.parametrize("n", [2, 12])
-def test_every_rank_plans_a_pack_with_an_empty_sequence(name, empty, n):
+def test_every_rank_plans_a_packed_batch_with_an_empty_sequence(name, empty, n):
     world = 4
     lengths = [32] * n
     lengths.insert((0, 1, n)[empty], 0)
@@ -127,7 +127,7 @@ def test_every_rank_plans_a_pack_with_an_empty_sequence(name, empty, n):
 
 
 @pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "zigzag_llama3"])
-def test_of_a_large_pack_peers_blocks_are_not_made(name):
+def test_remote_ranks_blocks_of_a_large_packed_batch_are_not_built(name):
     world, cu = 4, cumulated([64, 128, 32] * 40)
     problem = VARIANTS[name].problem(cu, world, CAUSAL)
     assert masks(problem) == (FULL, CAUSAL)
@@ -453,7 +453,7 @@ def test_variants_that_balance_the_causal_mask_refuse_others(name):
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in DECODES | {"grouped"}])
 @every_world
-def test_every_variant_takes_packs_and_those_made_for_them_say_so(name, world):
+def test_every_variant_takes_packed_batches_and_those_made_for_them_say_so(name, world):
     chosen = VARIANTS[name]
     if chosen.packed:
         assert re.search(r"\bpack(s|ed)?\b", f"{chosen.summary} {chosen.use}"), name

@@ -69,7 +69,7 @@ def test_xformers_gets_a_bias_class_for_every_dense_band():
     assert xformers.band_bias(Band(5, -1), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 12))
 
 
-def test_xformers_takes_packs_whole_where_it_has_a_bias_for_them():
+def test_xformers_takes_packed_batches_whole_where_it_has_a_bias_for_them():
     assert xformers.pack_bias(packed(FULL, *PACK)) == ("BlockDiagonalMask", 0)
     long_keys = ((3, 0, 8), (3, 5, 9))
     assert xformers.pack_bias(packed(CAUSAL, *long_keys)) == ("BlockDiagonalCausalFromBottomRightMask", 0)
@@ -103,7 +103,7 @@ def test_flex_attentions_bounds_are_the_band(mask, sizes):
 
 
 @every_mask
-def test_flex_attentions_bounds_keep_the_sequences_of_a_pack_apart(mask):
+def test_flex_attentions_bounds_keep_the_sequences_of_a_packed_batch_apart(mask):
     first, stop = flex.bounds(mask, *PACK)
     key = torch.arange(sum(PACK[1]))
     expected = torch.block_diag(*(kept(mask, sq, sk).int() for sq, sk in zip(*PACK, strict=True))).bool()
@@ -184,7 +184,7 @@ def with_lse(q, k, v, keep):
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
 
 
-def test_packs_and_windows_are_no_reason_for_the_new_kernels_to_refuse():
+def test_packed_batches_and_windows_are_no_reason_for_the_new_kernels_to_refuse():
     for name in ("flash3", "flash4", "xformers", "flex"):
         for mask in MASKS:
             for is_packed in (False, True):

@@ -45,7 +45,7 @@ def test_a_kernel_matches_plain_attention(name, dtype, heads, mask):
 @every_kernel
 @every_dtype
 @every_mask
-def test_a_kernel_keeps_the_sequences_of_a_pack_apart(name, dtype, mask):
+def test_a_kernel_keeps_the_sequences_of_a_packed_batch_apart(name, dtype, mask):
     assert_matches(KERNELS[name], *inputs(call_of(mask, 0.2), PACK, 6, 2, 64, dtype))
 
 

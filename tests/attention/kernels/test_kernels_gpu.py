@@ -73,7 +73,7 @@ def test_a_kernel_matches_plain_attention(name, dtype, mask, head_dim):
 @every_dtype
 @every_mask
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_a_kernel_keeps_the_sequences_of_a_pack_apart(name, dtype, mask, head_dim):
+def test_a_kernel_keeps_the_sequences_of_a_packed_batch_apart(name, dtype, mask, head_dim):
     q, k, v, dout, call = case(mask, PACK, dtype, head_dim)
     assert_matches(able(name, q, k, mask), q, k, v, dout, call)
 
@@ -103,7 +103,7 @@ def test_rows_without_keys_have_no_output_and_no_gradient(name, dtype, mask):
 @every_kernel
 @every_dtype
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(50, 0)], ids=Band.describe)
-def test_sequences_of_a_pack_without_queries_or_keys_match_plain_attention(name, dtype, mask):
+def test_sequences_of_a_packed_batch_without_queries_or_keys_match_plain_attention(name, dtype, mask):
     q, k, v, dout, call = case(mask, ((0, 40, 200, 3), (5, 0, 128, 7)), dtype)
     assert_matches(able(name, q, k, mask), q, k, v, dout, call)
 

@@ -183,7 +183,7 @@ def test_an_exception_while_recording_leaves_it_to_the_next_call():
         assert run.runs == expected
 
 
-def test_plans_of_the_packs_used_last_are_kept():
+def test_plans_of_the_packed_batches_used_last_are_kept():
     fn = attention.make("ulysses", kernel="math")
     x = torch.zeros(96, 2, 8)
     used = {}

@@ -346,7 +346,7 @@ def test_passes_are_not_replayed_within_replays_of_whole_calls():
             resolved(f"replay={replay}", gpus=2)
 
 
-def test_a_new_pack_each_time_is_not_replayed():
+def test_a_new_packed_batch_each_time_is_not_replayed():
     pack = ("attention=llama3", "seq_len=4096", "seqlens=random", "seqlens_mean=128", "timing.new_packs=true")
     assert resolved(*pack, "timing.layers=4", gpus=2).timing.layers == 4
     with pytest.raises(InvalidConfig, match=r"replay=graphs: a graph has fixed lengths"):
@@ -400,7 +400,7 @@ def test_where_there_is_a_backward_it_runs_by_default_and_queries_are_as_many_as
 
 
 @pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.packed])
-def test_the_default_pack_is_an_eighth_a_quarter_a_half_and_an_eighth_of_every_batch_element(name):
+def test_the_default_packed_batch_is_an_eighth_a_quarter_a_half_and_an_eighth_of_every_batch_element(name):
     work = resolved(f"attention={name}", "batch=2", "seq_len=64").workload
     assert work.seqlens == (8, 16, 32, 8) * 2
     assert (work.batch, work.seq_len) == (1, 128)
@@ -410,7 +410,7 @@ def test_the_default_pack_is_an_eighth_a_quarter_a_half_and_an_eighth_of_every_b
 
 
 @pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if not v.packed and not v.decode])
-def test_other_variants_take_packs_only_when_asked(name):
+def test_other_variants_take_packed_batches_only_when_asked(name):
     assert resolved(f"attention={name}", "world_size=1").workload.seqlens is None
     work = resolved(f"attention={name}", "world_size=1", "seqlens=[32,8,24]").workload
     assert (work.seqlens, work.batch, work.seq_len, work.cu_seqlens) == ((32, 8, 24), 1, 64, (0, 32, 40, 64))
@@ -422,12 +422,12 @@ def drawn(*overrides: str, seed: int = 7) -> tuple[int, ...]:
     return work.seqlens
 
 
-def test_a_random_pack_follows_the_seed():
+def test_a_random_packed_batch_follows_the_seed():
     assert drawn(seed=7) == drawn(seed=7) == drawn("seed=7", seed=99)
     assert drawn(seed=7) != drawn(seed=8)
 
 
-def test_a_random_pack_has_the_asked_mean_and_spread_in_multiples_of_64():
+def test_a_random_packed_batch_has_the_asked_mean_and_spread_in_multiples_of_64():
     # some 512 lengths: their mean is within 5% and their spread within 15% of what is asked
     found = drawn("seqlens_mean=2048", "seqlens_std=512")
     assert all(n > 0 and n % 64 == 0 for n in found)
@@ -437,7 +437,7 @@ def test_a_random_pack_has_the_asked_mean_and_spread_in_multiples_of_64():
 
 
 @pytest.mark.parametrize(("mean", "unit"), [(3, 1), (32, 16), (100, 32), (127, 32), (128, 64), (200, 64)])
-def test_short_sequences_of_a_random_pack_have_a_spread_too(mean, unit):
+def test_short_sequences_of_a_random_packed_batch_have_a_spread_too(mean, unit):
     found = drawn(f"seqlens_mean={mean}", f"seqlens_std={max(1, mean // 4)}")[:-1]
     assert all(n > 0 and n % unit == 0 for n in found) and any(n % (2 * unit) for n in found)
     assert statistics.mean(found) == pytest.approx(mean, rel=0.02)
@@ -453,13 +453,13 @@ def test_drawn_lengths_that_do_not_divide_say_which_mean_does():
     assert resolved(*short, "seqlens_mean=128", "world_size=32").workload.seqlens
 
 
-def test_a_random_pack_has_sequences_of_an_eighth_unless_told():
+def test_a_random_packed_batch_has_sequences_of_an_eighth_unless_told():
     lengths = [n for seed in range(20) for n in drawn(seed=seed)[:-1]]
     assert statistics.mean(lengths) == pytest.approx(524_288 / 8, rel=0.1)
 
 
 @pytest.mark.parametrize("seq_len", [10, 63, 64, 1000, 1001])
-def test_a_random_pack_of_any_size_sums_to_it(seq_len):
+def test_a_random_packed_batch_of_any_size_sums_to_it(seq_len):
     work = resolved("attention=llama3", "world_size=1", "seqlens=random", f"seq_len={seq_len}", "batch=1").workload
     assert sum(work.seqlens) == work.seq_len == seq_len and min(work.seqlens) > 0
 

@@ -46,7 +46,7 @@ def test_queries_of_a_decode_are_shared_from_many_on(in_world):
 @pytest.mark.parametrize(
     "size", [["attention=ring", "seq_len=96"], ["attention=ring_varlen", "seq_len=1024", "seqlens=[1000,24]"]]
 )
-def test_short_sequences_and_packs_are_not_shared(size):
+def test_short_sequences_and_packed_batches_are_not_shared(size):
     spec = resolved(*size, "batch=1", "heads=2", "kv_heads=1", "head_dim=16", "world_size=2")
     found = [pieces_of(spec, 2, rank, float("inf")) for rank in range(2)]
     assert [(len(mine), share, shared) for mine, share, shared in found] == [(1, 1.0, 0), (0, 1.0, 0)]

@@ -181,7 +181,7 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
             assert by_rank == expected, (spec.variant, spec.workload.seqlens, which)
 
 
-def test_a_pack_whose_ranks_need_nothing_of_each_other_receives_nothing_over_a_transport_that_pulls():
+def test_a_packed_batch_whose_ranks_need_nothing_of_each_other_receives_nothing_over_a_transport_that_pulls():
     spec = resolved("attention=llama3", *SIZES, "world_size=2", "seqlens=[100,28,128]")
     sent, pulled = (
         metrics.compute(spec, {"forward": 1.0}, None, pulls)["passes"]["forward"] for pulls in (False, True)
@@ -235,7 +235,7 @@ def test_the_options_of_a_run_are_those_of_its_bytes():
     assert set(found) == {"max_lse", "sum_den", "sum_num"}
 
 
-def test_a_pack_counts_the_pairs_of_its_sequences():
+def test_a_packed_batch_counts_the_pairs_of_its_sequences():
     # 3 pairs of the sequence of two, 21 of that of six; a packed batch has batch 1, which halves the FLOP of a pair
     spec = resolved("attention=llama3", *SIZES, "world_size=2", "seqlens=[2,6]")
     assert metrics.flops(spec)["forward"] == FLOP // 2 * 24
@@ -247,7 +247,7 @@ def test_a_pack_counts_the_pairs_of_its_sequences():
 
 
 @pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "llama3"])
-def test_a_default_pack_has_as_many_tokens_as_the_batch_it_stands_for(name):
+def test_a_default_packed_batch_has_as_many_tokens_as_the_batch_it_stands_for(name):
     # 4, 8, 16 and 4 tokens for each of two batch elements: 10 + 36 + 136 + 10 pairs
     spec = resolved(f"attention={name}", *SIZES, "seq_len=32", "world_size=2")
     assert metrics.flops(spec)["forward"] == FLOP // 2 * 2 * 192

@@ -193,7 +193,7 @@ def test_what_auto_took_and_what_a_resumed_sweep_kept_do_not_hide_or_add_setting
     assert [row["settings"] for row in rows] == [None, "kernel=auto", "kernel=sdpa_flash"]
 
 
-def test_packs_beside_single_sequences_are_said_to_be_other_work(capsys):
+def test_packed_batches_beside_single_sequences_are_said_to_be_other_work(capsys):
     rows = [summary.row(Result.of(measured(name))) for name in "ab"]
     rows[1]["seqlens"] = "512,512"
     assert "of packed batches" in summary.markdown(rows) and "| sequences |" in summary.markdown(rows)

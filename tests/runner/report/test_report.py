@@ -150,7 +150,7 @@ def test_runs_that_are_not_ok_stay_visible_with_their_reason(tmp_path):
     assert '<td class="failed">oom</td>' in compared.html()
 
 
-def test_a_comparison_has_a_row_a_workload_the_best_marked_and_ours_against_the_peers(tmp_path):
+def test_a_comparison_has_a_row_a_workload_the_best_marked_and_ours_against_the_external_packages(tmp_path):
     table = comparison_table(read([speed(tmp_path)]))
     assert table.titles == [
         "S", "zigzag flash4", "ulysses flash4", "torch_cp sdpa_cudnn", "rfa_zigzag flash4", "transformer_engine",
