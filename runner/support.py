@@ -116,7 +116,7 @@ def _problem(variant: Variant[Any], setting: Setting) -> Problem:
     cu = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))) if setting.packed else (0, TOKENS)
     if variant.decode and setting.packed:
         raise ValueError("cu_seqlens: a decode takes a batch of single sequences")
-    world = 1 if variant.name == "grouped" else WORLD
+    world = 1 if variant.one_rank else WORLD
     options = {"mask": mask} if "mask" in variant.options.from_call() else {}
     return variant.problem(cu, world, mask_of(FULL, cu, mask), options, 1 if variant.decode else None)
 
@@ -228,7 +228,7 @@ default options, every package installed and the transport symm.
 
 - `yes`: honoured; `padded`: honoured with values of {VALUE_DIM} filled up to {HEAD_DIM} (column v_head_dim). A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
 - The first table of a section has the masks, the second has other properties of a causal call. A decode has one query.
-- Kernels that answer alike share a section. `grouped` is for one GPU.
+- Kernels that answer alike share a section. {" ".join(f"`{v.name}` is for one GPU." for v in VARIANTS.values() if v.one_rank)}
 """
 
 

@@ -21,12 +21,7 @@ from attention.external.flash_functions import (
 from attention.geometry.layouts import CuSeqlens
 from attention.runtime.private import let_gloo_send_to_itself
 from attention.runtime.uploads import uploaded
-
-FUNCTIONS = {
-    "rfa_ring": "ring_flash_attn_func",
-    "rfa_zigzag": "zigzag_ring_flash_attn_func",
-    "rfa_stripe": "stripe_flash_attn_func",
-}
+from attention.variants.external import External
 
 
 @cache
@@ -60,13 +55,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         "deterministic": plan.deterministic,
         "group": group,
     }
-    if plan.variant.name != "rfa_llama3":
-        return serve_backward(getattr(package, FUNCTIONS[plan.variant.name])(q, k, v, **common), plan.kernel)
+    assert isinstance(plan.variant, External) and plan.variant.function
+    function = getattr(package, plan.variant.function)
+    if not plan.variant.one_sequence:
+        return serve_backward(function(q, k, v, **common), plan.kernel)
     problem = plan.problem
     cu_q, cu_k, max_q, max_k, needed = _slices(
         problem.cu_seqlens, problem.band.causal, plan.rank, problem.world, q.device
     )
-    out = package.llama3_flash_attn_varlen_func(
+    out = function(
         *(x if plan.packed else x.squeeze(0) for x in (q, k, v)),
         cu_q,
         cu_k,

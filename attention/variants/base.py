@@ -42,6 +42,8 @@ class Variant(Generic[Chosen]):
     decode: bool = False  # few replicated queries against sharded keys; forward only
     mixes: bool = False  # computes a mixture of strided attentions instead of attention under the call's mask
     module: bool = False  # made for a module: a benchmark of it has the projections and the LayerNorm around it
+    one_rank: bool = False  # one rank's share of a larger world: takes no other world
+    on_one_device: bool = False  # what others of its kind (decodes, mixtures, the rest) compute, on one device
     benchmark_only: str | None = None  # why `auto` never takes it
 
     def missing(self, device: str) -> str | None:

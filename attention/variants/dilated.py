@@ -218,6 +218,7 @@ register(
     replace(
         DILATED,
         name="dilated_improved",
+        on_one_device=True,
         summary="dilated on strided views: equal segments as one batch, results merged in place",
         use="dilated attention where one GPU holds the sequence",
         options=DilatedOptions,

@@ -28,6 +28,7 @@ class External(Variant[Chosen]):
     others are refused, with `own_kernel` all are, and they are but what a local call is compared with."""
 
     adapter: str
+    function: str | None = None  # the package's, where an adapter has several
     kernels: tuple[str, ...]
     needs: str | None = None  # the package to import
     install: str | None = None  # how to get it
@@ -121,6 +122,7 @@ register(
 
 _RFA = External(
     name="rfa_ring",
+    function="ring_flash_attn_func",
     summary="ring-flash-attn's ring: contiguous shards, causal it is imbalanced; its dq is rounded to bf16 whatever the dtype",
     source="ring-flash-attn 0.1.8 (Zhu, 2024)",
     use=USE,
@@ -141,6 +143,7 @@ register(
     replace(
         _RFA,
         name="rfa_zigzag",
+        function="zigzag_ring_flash_attn_func",
         summary="ring-flash-attn's zigzag ring",
         layout=zigzag.ZIGZAG,
         schedule=zigzag.SCHEDULE,
@@ -151,6 +154,7 @@ register(
     replace(
         _RFA,
         name="rfa_stripe",
+        function="stripe_flash_attn_func",
         summary="ring-flash-attn's striped ring",
         layout=stripe.STRIPE,
         schedule=stripe.SCHEDULE,
@@ -161,6 +165,7 @@ register(
     replace(
         _RFA,
         name="rfa_llama3",
+        function="llama3_flash_attn_varlen_func",
         summary="ring-flash-attn's llama3: an equal slice of the packed stream on each rank, keys gathered; a pack, or a "
         "batch of 1",
         layout=PACKED,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.variants.registry import variant
+from attention.variants.registry import everything
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import comparison, model_check, module_work
@@ -30,11 +30,11 @@ class Kind:
 
 def _single_attention(me: Rank, experiment: Experiment) -> Workload:
     """By the variant that computes the same on one device."""
-    name, options = "tree" if experiment.workload.q_len is not None else "dense", {}
-    if experiment.dilation is not None:
-        name, known = "dilated_improved", variant("dilated_improved").options.names()
-        options = {option: value for option, value in experiment.options.items() if option in known}
-    dense = replace(experiment, variant=name, options=options, world_size=1)
+    kind = experiment.workload.q_len is not None, experiment.dilation is not None
+    found = next(v for v in everything().values() if v.on_one_device and (v.decode, v.mixes) == kind)
+    known = found.options.names() if found.mixes else ()
+    options = {option: value for option, value in experiment.options.items() if option in known}
+    dense = replace(experiment, variant=found.name, options=options, world_size=1)
     return AttentionWork(me, dense, alone(dense))
 
 

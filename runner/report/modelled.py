@@ -22,7 +22,7 @@ def known(run: Run) -> bool:
     """Whether the model describes the run: one of our variants under a band, on plain attention."""
     if not (run.ok and run.attention in VARIANTS) or run.result.asked.model:
         return False
-    return run.attention != "grouped" and run.result.asked.named_mask is None and run.features is None
+    return not VARIANTS[run.attention].one_rank and run.result.asked.named_mask is None and run.features is None
 
 
 def task(run: Run) -> Task:

@@ -27,7 +27,7 @@ def groups() -> Iterator[list[Run]]:
     """Runs of several ranks that differ in nothing but variant, options and transport."""
     found: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in runs.read([RESULTS]):
-        if run.ok and run.attention in VARIANTS and run.attention != "grouped" and run.world_size != 1:
+        if run.ok and run.attention in VARIANTS and run.world_size != 1:
             git = run.environment.git
             commit = git.commit if git else None
             found[run.environment.host, commit, run.workload, run.kernel, run.timing, run.graphs].append(run)
