@@ -30,6 +30,7 @@ from attention.replay import graphs_obstacle, launches_obstacle
 from attention.variants.base import Variant
 from attention.variants.external import External
 from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS
+from runner.config.rules.attention import module_lacks
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 TOKENS, WORLD, HEADS, HEAD_DIM, VALUE_DIM = 1024, 4, 8, 128, 64
@@ -99,7 +100,8 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
         shape = replace(shape, value_dim=setting.v_head_dim, softcap=setting.softcap)
         kernel = made_for(kernel.name, shape)
         refused = (
-            _external(variant, kernel, problem, setting)
+            _module(variant, setting)
+            or _external(variant, kernel, problem, setting)
             or _kernel_refuses(kernel, shape, problem, setting)
             or _replay_refuses(variant, kernel, problem, setting)
         )
@@ -141,6 +143,13 @@ def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Set
         for pattern in (b.mask for step in steps(problem, rank) for b in step.blocks if isinstance(b.mask, Pattern)):
             ForPatterns(kernel, shape).check(Call(1.0, deterministic=setting.deterministic, pattern=pattern))
     return None
+
+
+def _module(variant: Variant[Any], setting: Setting) -> str | None:
+    """Of a run; the function that `attention.make` gives is that of dilated_improved."""
+    asked = {"sinks": setting.sinks, "softcap": setting.softcap, "values of another size": setting.v_head_dim}
+    found = [name for name, given in (asked | {"a packed batch": setting.packed}).items() if given]
+    return module_lacks(variant.name, found) if variant.module and found else None
 
 
 def _external(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:

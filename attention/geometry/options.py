@@ -71,7 +71,7 @@ class Options:
         """Raises ValueError for a value that is unknown, or does not go with these heads in this world."""
         for each in fields(self):
             value, known = getattr(self, each.name), each.metadata.get("values")
-            if known and value not in (*known, each.default):
+            if known and not any(type(value) is type(x) and value == x for x in (*known, each.default)):
                 raise ValueError(f"{each.name}={value}: {nearest(str(value), map(str, known))}")
 
     def resolved(self, writable: bool) -> Options:

@@ -142,7 +142,7 @@ class CopiedOptions(DilatedOptions):
 
 
 def _shown(x: object) -> str:
-    return str(list(x) if isinstance(x, tuple) else x)
+    return "null" if x is None else str(list(x) if isinstance(x, tuple) else x)
 
 
 class Dilated(Variant[DilatedOptions]):

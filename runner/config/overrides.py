@@ -284,8 +284,11 @@ def _kind(name: str) -> Any:
 
 
 def _has_form(name: str, value: Any) -> bool:
-    """Whether a value is a dict, a list or neither, as its key needs it. OmegaConf accepts others and fails later."""
+    """Whether a value is a dict, a list, a truth value or another, as its key needs it. OmegaConf accepts others and fails
+    later, or takes any whole number for true."""
     kind = _kind(name)
+    if kind is bool and type(value) is int:
+        return False
     if is_dataclass(kind):
         return isinstance(value, dict)
     if kind == list[int] and isinstance(value, list):

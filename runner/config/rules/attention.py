@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from omegaconf import DictConfig
@@ -65,12 +66,16 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
 def _check_module(run: Experiment) -> None:
     """Raises ValueError for what the module does not take."""
     call = run.workload
-    asked = [*call.features, *(["a packed batch"] if call.seqlens else [])]
-    if asked:
-        raise ValueError(
-            f"attention={run.variant}: its module has causal and full attention of head_dim ** -0.5, not {', '.join(asked)}; "
-            "use attention=dilated_improved"
-        )
+    if asked := [*call.features, *(["a packed batch"] if call.seqlens else [])]:
+        raise ValueError(module_lacks(run.variant, asked))
+
+
+def module_lacks(variant: str, asked: list[str]) -> str:
+    """Why the module of a variant refuses these features."""
+    return (
+        f"attention={variant}: its module has causal and full attention of head_dim ** -0.5, not {', '.join(asked)}; "
+        "use attention=dilated_improved"
+    )
 
 
 def _about_drawn(seqlens: Any, world: int) -> str:
@@ -97,8 +102,10 @@ def _by_keys(message: str, run: Experiment) -> str:
         named |= {f"{key}={text}": f"attention.{key}={shown(value)}" for text in (str(value), repr(value))}
     for argument, key in named.items():
         if message.startswith(f"{argument}:"):
-            return key + message.removeprefix(argument)
-    return message
+            message = key + message.removeprefix(argument)
+            break
+    options = "|".join(map(re.escape, run.options))
+    return re.sub(rf"(?<![\w.])({options})=", r"attention.\1=", message) if options else message
 
 
 def _check_automatic(run: Experiment) -> None:
