@@ -148,6 +148,8 @@ class Head:
             process = int(said["process"])
             if said["job"] != self.place.job or process in self.connections or not 0 < process < self.place.processes:
                 raise ValueError(said)
+            if connection.poll():  # it said nothing more, so it is gone: it had no answer in time, and asks again
+                raise EOFError
             send(connection, {"job": self.place.job})
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             connection.close()  # no process of ours

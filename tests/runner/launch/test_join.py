@@ -137,26 +137,28 @@ def end(started, timeout=150):
 
 
 @pytest.mark.slow
-def test_two_torchruns_are_one_world_also_where_one_is_late_and_a_rank_that_dies_elsewhere_ends_its_own_run(tmp_path):
-    port, faults = free_port(), "null,3:timing:kill,2:timing:raise"
-    given = [
-        "-m",
-        f"output={tmp_path}",
-        *QUICK,
-        f"launch.fault={faults}",
-        "order=sequential",
-        "launch.start_timeout_s=120",
-    ]
-    with programs(*[(torchrun(port, node), given, {}) for node in (1, 0)], apart_s=3.0) as started:
-        statuses, said = end(started)
-    assert statuses == [0, 0], said
-    ok, killed, raised = results(tmp_path)
+@pytest.mark.parametrize(
+    ("order", "late_s", "fault", "said"),
+    [
+        ((1, 0), 3.0, "3:timing:kill", "rank 3 was killed by SIGKILL"),
+        ((0, 1), 1.0, "2:timing:raise", "provoked by launch.fault"),
+    ],
+    ids=["the second first", "the first first"],
+)
+def test_two_torchruns_are_one_world_in_either_order_and_a_rank_that_dies_elsewhere_ends_its_own_run(
+    tmp_path, order, late_s, fault, said
+):
+    port = free_port()
+    given = ["-m", f"output={tmp_path}", *QUICK, f"launch.fault=null,{fault}", "order=sequential"]
+    given += ["launch.start_timeout_s=120"]
+    with programs(*[(torchrun(port, node), given, {}) for node in order], apart_s=late_s) as started:
+        statuses, printed = end(started)
+    assert statuses == [0, 0], printed
+    ok, died = results(tmp_path)
     assert ok["status"] == "ok", ok["reason"]
     assert (ok["experiment"]["world_size"], ok["experiment"]["launch"]["nodes"]) == (4, 2)
-    assert (killed["status"], killed["failure"]["rank"], killed["failure"]["phase"]) == ("crash", 3, "timing")
-    assert "rank 3 was killed by SIGKILL" in killed["reason"]
-    assert (raised["status"], raised["failure"]["rank"]) == ("crash", 2)
-    assert "provoked by launch.fault" in raised["reason"]
+    assert (died["status"], died["failure"]["rank"]) == ("crash", int(fault[0])) and said in died["reason"]
+    assert died["failure"]["phase"] == "timing"
     assert list(tmp_path.glob("multirun/*/summary.csv"))
 
 
