@@ -44,8 +44,8 @@ def run(given: Sequence[str] = (), quiet: bool = True) -> Result:
 
     Raises InvalidConfig (a ValueError) with one line for overrides that break a rule, and OSError where nothing can be
     written."""
-    with _hydra(given, False, quiet) as hydra:
-        done = hydra.run("config", app.execute, [*given], with_log_configuration=False)
+    with _hydra(given, False, quiet) as (hydra, texts):
+        done = hydra.run("config", app.execute, texts, with_log_configuration=False)
         found = _result(done)
     if found.status == "invalid":
         raise InvalidConfig(found.reason or "")
@@ -57,9 +57,8 @@ def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
     An impossible combination is a result with the status `invalid`. The runs' folders lie in one folder, with the summary.
 
     Raises as `run`."""
-    with _hydra(given, True, quiet) as hydra:
-        arguments = [*overrides.for_each_run([*given]), MULTIRUN]
-        batches = hydra.multirun("config", app.execute, arguments, with_log_configuration=False)
+    with _hydra(given, True, quiet) as (hydra, texts):
+        batches = hydra.multirun("config", app.execute, [*texts, MULTIRUN], with_log_configuration=False)
         return [_result(done) for done in (one for batch in batches for one in batch)]
 
 
@@ -108,8 +107,9 @@ def _result(done: Any) -> Result:
 
 
 @contextmanager
-def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[Any]:
-    """Hydra for one call, whose errors become InvalidConfig and OSError. Whatever else ends the call ends the worlds, too."""
+def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[Any, list[str]]]:
+    """Hydra for one call, with the overrides as it needs them. Its errors become InvalidConfig and OSError. Whatever else ends
+    the call ends the worlds, too."""
     if isinstance(given, str):
         raise InvalidConfig(f"{given!r}: give a list of overrides, as [{given!r}]")
     with _undone(quiet):
@@ -121,6 +121,7 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[Any]:
             raise InvalidConfig(
                 "dry_run=true: prints a plan; it is for the command line, python -m runner dry_run=true ..."
             )
+        texts = overrides.for_each_run([*given]) if multirun else [*given]
         app.begin()
         folders.begin()
         atexit.register(close)
@@ -128,7 +129,7 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[Any]:
             # Hydra only warns of a searchpath that does not exist
             warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
             with initialize_config_module("runner.conf", version_base="1.3"):
-                yield GlobalHydra.instance().hydra
+                yield GlobalHydra.instance().hydra, texts
         except (HydraException, OmegaConfBaseException, UserWarning, Refused) as error:
             raise InvalidConfig(message(error)) from None
         except SystemExit as error:  # nothing can be written

@@ -116,6 +116,8 @@ def for_each_run(arguments: list[str]) -> list[str]:
     """Good overrides as Hydra needs them. It applies a key of one value to the defaults, too, whose choice of a group may lack
     the key. So where the group is swept, the key becomes a sweep of one value, which Hydra applies to each run alone."""
     parsed = [parse(text) for text in arguments]
+    if not any("." in each.key_or_group and not each.is_hydra_override() for each in parsed):
+        return arguments
     last = {each.key_or_group: each for each in [*_of_experiment(parsed), *parsed]}
     swept = {name for name, each in last.items() if each.is_sweep_override()}
     return [_for_each_run(text, each, swept) for text, each in zip(arguments, parsed, strict=True)]

@@ -51,6 +51,13 @@ def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, caps
     assert again.experiment.seed == result.experiment.seed
 
 
+def test_a_sweep_sets_an_option_that_an_experiments_default_lacks(here):
+    given = ["+experiment=dilated", "attention=dilated,ring_dilated", "seq_len=64", "attention.mixing=sum"]
+    found = runner.multirun(given)
+    assert [(r.asked.attention, r.status) for r in found] == [("dilated", "invalid"), ("ring_dilated", "invalid")]
+    assert all("attention.mixing=sum: must be head_groups or longnet" in r.reason for r in found)
+
+
 @pytest.mark.slow
 def test_runs_of_a_sweep_are_results_and_load_has_their_rows_and_samples(here):
     found = runner.multirun(["attention=ring,zigzag", "world_size=2", *TINY, "seq_len=256,510"])
