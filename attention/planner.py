@@ -56,7 +56,7 @@ Connect = Callable[[torch.device], Transport]
 
 MOST_PLANS = 256
 MOST_LENGTHS = 9  # of cu_seqlens that an error message shows
-MOST_PACKS = 64  # plans of packed batches: index tables and launch traces make them large
+MOST_PACKED_PLANS = 64  # plans of packed batches: index tables and launch traces make them large
 
 
 class Settings(Protocol):
@@ -76,7 +76,7 @@ class Settings(Protocol):
 
 
 class CallSpec(NamedTuple):
-    """What a plan depends on beside the function's settings."""
+    """The arguments that determine a plan, in addition to the function's settings."""
 
     shape: Shape
     batch: int  # 1, except for external packages, some of which only take a batch of 1
@@ -147,7 +147,7 @@ def call_spec(
 
 
 class Plans(dict[Hashable, Plan]):
-    """The plans of one function, by call. Beyond `MOST_PLANS` the oldest plan is dropped. Beyond `MOST_PACKS` plans of
+    """The plans of one function, by call. Beyond `MOST_PLANS` the oldest plan is dropped. Beyond `MOST_PACKED_PLANS` plans of
     packed batches, the least recently used of these is dropped."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Plans(dict[Hashable, Plan]):
     def use_packed(self, key: Hashable) -> None:
         self.packed[key] = None
         self.packed.move_to_end(key)
-        if len(self.packed) > MOST_PACKS:
+        if len(self.packed) > MOST_PACKED_PLANS:
             self.pop(self.packed.popitem(last=False)[0], None)
 
 
@@ -292,7 +292,7 @@ def _parts(
 
 
 def _like(spec: CallSpec, settings: Settings) -> Call:
-    """What all kernel calls of a plan have."""
+    """The settings shared by all kernel calls of a plan."""
     return Call(spec.scale, deterministic=settings.deterministic, softcap=spec.softcap)
 
 
@@ -302,7 +302,7 @@ def _divided(spec: CallSpec) -> CuSeqlens:
 
 
 def _whole_mask(spec: CallSpec, settings: Settings) -> Band | Mask:
-    """What attends what. Padding comes last: without a later key no query sees it, and the band stays as it is."""
+    """The mask of the call. Padding comes last, so no causal query sees it, and the band is unchanged."""
     variant = settings.variant
     given = variant.mask_of(settings.options) if spec.mask is None else spec.mask
     mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)

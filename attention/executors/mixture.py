@@ -199,9 +199,9 @@ class _Total:
         self.like, self.plan, self.parts, self.of_keys = like, plan, parts, of_keys
         self.copies = plan.options.copies
         self.how = plan.meetings[of_keys]
-        self.wide = plan.accumulates(of_keys, like.dtype)
-        dtype = accumulation_dtype(like.dtype) if self.wide else like.dtype
-        self.total = self.scratch(name, dtype) if self.wide else like.new_empty(like.shape)
+        self.upcast = plan.accumulates(of_keys, like.dtype)
+        dtype = accumulation_dtype(like.dtype) if self.upcast else like.dtype
+        self.total = self.scratch(name, dtype) if self.upcast else like.new_empty(like.shape)
         self.cleared = self.copies or not self.how.covered or not all(map(_computes, parts))
         if self.cleared:
             self.total.zero_()
@@ -226,7 +226,7 @@ class _Total:
     def target(self, i: int) -> Tensor | None:
         """Where the kernel of component i may write, as it computes: a view; None where there is none."""
         part = self.parts[i]
-        if self.wide or not self.fresh(i) or not part.component.local:
+        if self.upcast or not self.fresh(i) or not part.component.local:
             return None
         place = folded(self.of(self.total, i), part.component)
         return place if place.untyped_storage().data_ptr() == self.total.untyped_storage().data_ptr() else None

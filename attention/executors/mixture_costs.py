@@ -49,21 +49,21 @@ class MixtureCosts(Costs[MixtureOptions]):
                 found[what] += size
         return found
 
-    def _wide(self, of_keys: bool) -> bool:
+    def _upcast(self, of_keys: bool) -> bool:
         """Whether a sum or merge has an fp32 accumulator beside its result."""
         return self._meeting(of_keys).most > 2 and self.shapes.itemsize < 4
 
     def _direct(self, i: int, of_keys: bool) -> bool:
         """Whether the kernel of component i writes its part of a result in place."""
-        return self._meeting(of_keys).fresh[i] and not self._wide(of_keys) and not self.options.copies
+        return self._meeting(of_keys).fresh[i] and not self._upcast(of_keys) and not self.options.copies
 
     def pass_peak(self, rank: int, backward: bool) -> int:
         return self._backward_peak(rank) if backward else self._forward_peak(rank)
 
     def _forward_peak(self, rank: int) -> int:
         out, lse = self.tokens * self.shapes.out_token, self.tokens * self.shapes.batch * self.shapes.heads * 4
-        wide = self._wide(False)
-        result = (out * 4 // self.shapes.itemsize if wide else out) + lse
+        upcast = self._upcast(False)
+        result = (out * 4 // self.shapes.itemsize if upcast else out) + lse
         kept = peak = 0
         for i, (c, of) in enumerate(self._components):
             here = self._costs(c, of).pass_peak(c.place(rank), False)
@@ -73,7 +73,7 @@ class MixtureCosts(Costs[MixtureOptions]):
                 here += max(self._copied(c, of, of.q_token + of.kv_token), out + lse)
             peak = max(peak, kept + here)
             kept += _own(c, of) if self._detached else 0
-        return result + max(peak, kept + (out if wide or self._groups > 1 else 0))
+        return result + max(peak, kept + (out if upcast or self._groups > 1 else 0))
 
     def _backward_peak(self, rank: int) -> int:
         n, shapes = self.tokens, self.shapes
@@ -81,9 +81,9 @@ class MixtureCosts(Costs[MixtureOptions]):
         saved += sum(_own(c, of) for c, of in self._components) if self._detached else 0
         sums = rounded = 0
         for token, of_keys in ((shapes.q_token, False), (shapes.kv_token, True)):
-            wide = self._wide(of_keys)
-            sums += n * token * 4 // shapes.itemsize if wide else n * token
-            rounded += n * token if wide else 0
+            upcast = self._upcast(of_keys)
+            sums += n * token * 4 // shapes.itemsize if upcast else n * token
+            rounded += n * token if upcast else 0
         parts = (self._backward_part(i, c, of, rank) for i, (c, of) in enumerate(self._components))
         return saved + sums + max(rounded, *parts)
 

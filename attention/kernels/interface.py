@@ -43,7 +43,7 @@ class Call:
     then aligned to each element's own end, at its place among the keys of all calls.
 
     The mask is aligned bottom-right in every sequence. With a `pattern` the call is dense, whatever the tensors' form: one sequence
-    of queries, one of keys, and the pattern says what attends what. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
+    of queries, one of keys, and the pattern is the mask. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
     for a scale that is not positive and finite."""
 
     scale: float

@@ -27,8 +27,8 @@ class Batch:
     def loss(self, logits: Tensor) -> Tensor:
         """This rank's part of the mean cross entropy, from its logits `[B, s, V]`: the sum over its tokens divided by
         the number of all. The loss and the parameters' gradients are summed over ranks."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = F.cross_entropy(wide.flatten(0, 1), self.labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(upcast.flatten(0, 1), self.labels.flatten(), reduction="sum", ignore_index=IGNORED)
         return total / max(self.counted, 1)
 
 

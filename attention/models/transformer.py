@@ -29,10 +29,10 @@ EPS = 1e-6  # of RMSNorm
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     """Rotary embedding of x `[B, s, H, D]` at the global positions `[B, s]`; at least fp32 within."""
-    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
-    frequencies = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angle = positions[..., None, None].to(wide) * frequencies  # [B, s, 1, D / 2]
-    a, b = x.to(wide).split(half, -1)
+    half, compute_dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
+    frequencies = base ** (-torch.arange(half, device=x.device, dtype=compute_dtype) / half)
+    angle = positions[..., None, None].to(compute_dtype) * frequencies  # [B, s, 1, D / 2]
+    a, b = x.to(compute_dtype).split(half, -1)
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(x.dtype)
 
 

@@ -155,7 +155,7 @@ class LaunchRecorder(TorchDispatchMode):
         return x if found is None else Place(self._number(x, found))
 
     def _number(self, x: Tensor, allocation: Allocation) -> int:
-        """Of the tensor itself, or of a view of it."""
+        """The number of the tensor, or of the view that equals x."""
         layout, offset = Layout.of(x), (x.data_ptr() - allocation.first) // x.element_size()
         if layout.dtype != allocation.layout.dtype:
             self.refuse(f"{layout.dtype} in memory of {allocation.layout.dtype}")

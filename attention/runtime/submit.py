@@ -27,7 +27,7 @@ class Recorder(Protocol):
     def keep(self, tensors: Kept) -> None: ...
 
     def refuse(self, why: str) -> None:
-        """There will be no trace, for this reason."""
+        """Ends the recording without a trace. why: the reason."""
 
 
 class _Local(threading.local):

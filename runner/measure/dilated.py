@@ -191,16 +191,18 @@ def local(
     """out, dq, dk, dv and dsinks `[S, ., .]` of the kernel `name` on one device: a call for each head and pair, merged and summed
     in fp32. q has the sign of the scale."""
     q = inputs["q"]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    grads = {f"d{x}": torch.zeros_like(inputs[x], dtype=wide) for x in ("q", "k", "v")} if "dout" in inputs else {}
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    grads = (
+        {f"d{x}": torch.zeros_like(inputs[x], dtype=compute_dtype) for x in ("q", "k", "v")} if "dout" in inputs else {}
+    )
     outs, dsinks = [], []
     for g in range(q.shape[1]):
         pairs = dilation.pairs_of(first_head + g, spec.heads)
         parts = [_Calls(Selected.of(spec.cu_seqlens, *pair), spec, q.device, name, call) for pair in pairs]
         rows = {x: y[:, g : g + 1] if x in ("q", "dout") else y for x, y in inputs.items() if x != "sinks"}
         own = [part.forward(rows) for part in parts]
-        out = torch.zeros_like(inputs["v"], dtype=wide)
-        lse = torch.full((1, len(q)), -torch.inf, dtype=wide, device=q.device)
+        out = torch.zeros_like(inputs["v"], dtype=compute_dtype)
+        lse = torch.full((1, len(q)), -torch.inf, dtype=compute_dtype, device=q.device)
         for part, (x, x_lse) in zip(parts, own, strict=True):
             here, here_lse = out[part.at], lse[:, part.at]
             merge(here, here_lse, here, here_lse, x, x_lse)
@@ -219,7 +221,7 @@ def local(
             else:
                 found = part.backward(dout[part.at], rows, out[part.at], lse[:, part.at])
             for total, grad in zip((grads["dq"][:, g : g + 1], grads["dk"], grads["dv"]), found, strict=True):
-                total.index_add_(0, part.at, grad.to(wide))
+                total.index_add_(0, part.at, grad.to(compute_dtype))
     result = {"out": torch.cat(outs, 1), **{key: (x / dilation.divisor).to(q.dtype) for key, x in grads.items()}}
     return result | ({"dsinks": torch.cat(dsinks) / dilation.divisor} if dsinks else {})
 

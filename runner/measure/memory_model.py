@@ -11,7 +11,7 @@ from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes
 
 TEXT_BYTES = 16 * 2 * 8  # of a token: ids and labels of the batches that training reads in turn
-WIDE = 4  # bytes of what is computed in fp32 at least: rotary embedding and loss
+FP32 = 4  # bytes per element of rotary embedding and loss, which are computed in at least fp32
 
 
 def is_known(spec: Experiment) -> bool:
@@ -55,7 +55,7 @@ def _of_model(spec: Experiment, kernel: str) -> int:
     the rest again."""
     assert spec.model is not None
     call, config, e = spec.workload, spec.model.config(spec.workload), ITEMSIZE[spec.workload.dtype]
-    wide = max(e, WIDE)
+    upcast = max(e, FP32)
     replicated = spec.chosen is not None and spec.chosen.layout.replicated
     rows = call.batch * -(-call.seq_len // (1 if replicated else spec.world_size))
     parameters, text = config.matrices * e, rows * TEXT_BYTES
@@ -70,13 +70,13 @@ def _of_model(spec: Experiment, kernel: str) -> int:
         return parameters + text + max(attended, mlp, rows * e * (config.hidden + config.vocabulary))
     attended = (
         sum(heads) + keys_values + values
-    ) * e + 4 * config.head_dim * wide  # the last: sines of the rotary embedding
+    ) * e + 4 * config.head_dim * upcast  # the last: sines of the rotary embedding
     mlp = 4 * config.mlp_dim * e
     layer = rows * (attended + mlp + 4 * config.hidden * e)
     kept = _layers(config) * layer
     if spec.model.recompute:
         kept = _layers(config) * rows * config.hidden * e
-    loss = rows * config.vocabulary * 3 * wide
+    loss = rows * config.vocabulary * 3 * upcast
     again = layer if spec.model.recompute else 0
     gradients = again + max(rows * (config.hidden + 2 * config.mlp_dim) * e, beside - rows * mlp)
     step = 3 * parameters + text + rows * config.hidden * e + kept + max(loss, gradients)

@@ -122,8 +122,8 @@ def one_device(me: Rank, experiment: Experiment, dtype: torch.dtype | None) -> T
 
 def _losses(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     logits = model.logits(hidden)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(upcast.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
 
 def verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors, Tensors]) -> dict[str, Any]:

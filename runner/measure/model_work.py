@@ -155,8 +155,8 @@ class ModelWork:
         return found | {name: by_rows(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _token_losses(self, logits: Tensor) -> Tensor:
-        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        return self.less_guess(F.cross_entropy(wide, self.batches[0].labels.flatten(), reduction="none"))
+        upcast = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        return self.less_guess(F.cross_entropy(upcast, self.batches[0].labels.flatten(), reduction="none"))
 
     def less_guess(self, losses: Tensor) -> Tensor:
         """Losses of tokens as `[tokens, 1, 1]`, less that of a uniform guess."""

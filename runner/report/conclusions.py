@@ -152,7 +152,7 @@ def bound(runs: Iterable[Run]) -> list[str]:
             lines.append(f"{_of_all(len(of), len(known))} {kind}: {what} {_percents(of)} of the recorded time.")
     if left:
         lines.append(
-            f"{_of_all(left, len(known))} bound by no one thing: none takes more than half of the recorded time."
+            f"{_of_all(left, len(known))} without a single bottleneck: none takes more than half of the recorded time."
         )
     return lines
 
@@ -167,7 +167,7 @@ def limit(best: Iterable[Run]) -> list[str]:
     lines = []
     for what, found in by.items():
         who = "The fastest run works" if len(found) == 1 else f"The {len(found)} fastest runs work"
-        above = " Above 100%: the kept rate is too low." if max(found) > 1.05 else ""
+        above = " Above 100%: the measured rate is too low." if max(found) > 1.05 else ""
         rate = {"compute": "compute", "memory": "memory", "communication": "link"}.get(what, what)
         lines.append(f"{who} at {_percents(found)} of the {rate} rate that was measured on this machine.{above}")
     return lines
@@ -228,7 +228,7 @@ def _reason(run: Run) -> str:
 def _at(where: Sequence[Case], found: Sequence[Case]) -> str:
     """In which of the cases, by the facts of the workload in which all cases differ."""
     if len(found) == 1:
-        return "in the only comparison"
+        return "in this comparison"
     if len(where) == len(found):
         return f"in all {len(found)} comparisons"
     varying = [key for key in COMPARED if len({getattr(case.best, key) for case in found}) > 1]

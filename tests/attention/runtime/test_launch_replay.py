@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attention
-from attention.planner import MOST_PACKS
+from attention.planner import MOST_PACKED_PLANS
 from attention.profiling import Recorder, recording
 from attention.runtime import launch_replay, private
 from attention.runtime.launch_replay import MOST, TRIES, LaunchReplay
@@ -198,11 +198,11 @@ def test_plans_of_the_packed_batches_used_last_are_kept():
 
     use()
     for _ in range(2):
-        for i in range(1, MOST_PACKS + 5):
+        for i in range(1, MOST_PACKED_PLANS + 5):
             use(0, 80, 96)
             use(0, i, 96)
-        assert len(fn.plans) == MOST_PACKS + 1
-        assert set(kept()) == {(0, 96), (0, 80, 96), *((0, i, 96) for i in range(6, MOST_PACKS + 5))}
+        assert len(fn.plans) == MOST_PACKED_PLANS + 1
+        assert set(kept()) == {(0, 96), (0, 80, 96), *((0, i, 96) for i in range(6, MOST_PACKED_PLANS + 5))}
 
 
 @pytest.mark.parametrize("name, options", [("dense", {}), ("zigzag", {}), ("zigzag_llama3", {"own_first": False})])

@@ -70,8 +70,8 @@ def test_who_is_fastest_may_change_with_the_length(tmp_path):
 def test_medians_whose_spreads_overlap_are_not_told_apart(tmp_path, share):
     values = [spreading(result(name, ms), share) for name, ms in (("ring", 2.2), ("zigzag", 2.0), ("ulysses", 9.0))]
     (text,) = texts(runs(tmp_path, *values), "fastest")
-    even = "ring and zigzag cannot be told apart in the only comparison: the spreads of their medians overlap."
-    ahead = "zigzag is the fastest in the only comparison: the next takes 1.10 times as long."
+    even = "ring and zigzag cannot be told apart in this comparison: the spreads of their medians overlap."
+    ahead = "zigzag is the fastest in this comparison: the next takes 1.10 times as long."
     assert text == (even if share == 0.2 else ahead)
 
 
@@ -103,7 +103,7 @@ def test_of_a_run_done_twice_the_later_one_counts(tmp_path):
 def test_the_fastest_external_package_against_the_fastest_of_ours(tmp_path):
     values = [result("ring", 2), result("zigzag", 1.5), result("rfa_zigzag", 3), result("torch_cp", 4)]
     assert against_external(cases(runs(tmp_path / "a", *values), "total")) == [
-        "The fastest external package takes 2.00 times as long as the fastest of ours in the only comparison."
+        "The fastest external package takes 2.00 times as long as the fastest of ours in this comparison."
     ]
     assert against_external(cases(runs(tmp_path / "b", *values[:2]), "total")) == []
     near = [spreading(result(name, ms), 0.1) for name, ms in (("ring", 2), ("rfa_zigzag", 2.1))]
@@ -118,7 +118,7 @@ def test_what_binds_a_run_by_its_phases(tmp_path):
         "2 of 5 runs with phases are compute-bound: compute takes 80% to 90% of the recorded time.",
         "1 of 5 runs with phases is communication-bound: compute waits for communication 60% of the recorded time.",
         "1 of 5 runs with phases is bound by CPU launch overhead and gaps: neither computes nor waits 70% of the recorded time.",
-        "1 of 5 runs with phases is bound by no one thing: none takes more than half of the recorded time.",
+        "1 of 5 runs with phases is without a single bottleneck: none takes more than half of the recorded time.",
     ]
     assert bound(runs(tmp_path / "without", result("ring", 2))) == []
 
@@ -134,7 +134,7 @@ def test_what_holds_a_run_back_is_its_largest_wait_not_a_transfer(tmp_path):
     assert held_back([fine], labels(found)) == []
 
 
-@pytest.mark.parametrize("sol, said", [(0.75, ""), (1.2, " Above 100%: the kept rate is too low.")])
+@pytest.mark.parametrize("sol, said", [(0.75, ""), (1.2, " Above 100%: the measured rate is too low.")])
 def test_how_near_the_fastest_comes_to_the_measured_rate(tmp_path, sol, said):
     values = [result("ring", 2), result("zigzag", 1)]
     for value, share in zip(values, (0.1, sol), strict=True):
