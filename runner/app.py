@@ -186,7 +186,7 @@ def _about(value: dict[str, Any]) -> dict[str, Any]:
 def _ended(earlier: Unfinished, failed: dict[str, Any]) -> None:
     """Record a run whose next round failed."""
     with results.writing(earlier.folder):
-        for name in ("samples.parquet", "phases.csv", "kernels.csv"):  # a failed run has no times
+        for name in ("samples.parquet", "phases.csv", "kernels.csv", "kernel_times.csv"):  # a failed run has no times
             (earlier.folder / name).unlink(missing_ok=True)
     failed["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {failed['reason']}"
     _recorded(failed, earlier.folder, earlier.number)

@@ -175,6 +175,7 @@ class _Run:
             runs = self.spec.timing.profile_runs
             everyone = self.me.gather(profile.profile(self.me, self.work, self._watch(), runs, self.folder))
             self.result["profile"] = [found for found, _ in everyone]
+            self.result["kernel_times"] = profile.together([found.pop("kernel_times") for found, _ in everyone])
             self.result["traces"] = [name for _, names in everyone for name in names]
 
     def compare_with_baseline(self) -> None:

@@ -1,5 +1,6 @@
 """The profiler method: an additional pass under torch.profiler, with a trace and a kernel table for each rank. From the
-trace's intervals: the busy time of compute and of communication, their overlap, and how much communication is exposed.
+trace's intervals: the busy time of compute and of communication, their overlap, and how much communication is exposed. Of
+the last iteration also when each kernel ran, on one clock for all ranks.
 
 On a CPU the intervals are the executors' phases, which the recorder writes into the trace. On CUDA a trace shows nothing
 while a stream waits for a remote rank's flag, so these waits come from the recorder's events. There the CPU also gets ahead
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import platform
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,9 +21,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from attention.profiling import Recorder, recording
+from attention.profiling import WHOLE, Recorder, recording
 from attention.runtime import private
+from runner.environment import boot_id
 from runner.launch.rank import Rank
+from runner.measure.phases import Row, on_one_clock
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.timing import leads_ms, record
 from runner.measure.workload import Passes
@@ -31,6 +35,8 @@ LEAD = re.compile("spin_kernel")  # of `CudaStopwatch`, as is the next: no varia
 ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")  # NCCL has several names for a minimum
 COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
 SHOWN = 40  # kernels in the table
+MOST_TIMES = 400  # intervals of a rank's kernels that are kept, the longest
+PASS = "pass "  # with the pass: the range around it in a trace
 IN_MS = ("stretch_ms", "compute_ms", "communication_ms", "overlapped_ms", "exposed_communication_ms", "idle_ms")
 
 
@@ -67,6 +73,11 @@ def _kind(event: dict[str, Any], device: str) -> str | None:
     return by_prefix.get(name[:5]) or ("other" if category == "cpu_op" else None)
 
 
+def _span(event: dict[str, Any]) -> Span:
+    start = float(event["ts"])
+    return start, start + float(event.get("dur", 0))
+
+
 def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[Span]] = ()) -> dict[str, Any]:
     """ms of one rank's trace events (Chrome format, us). waits: for each pass, when its compute stream waited for a transfer,
     in ms since the pass was aligned."""
@@ -75,10 +86,9 @@ def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[
     for event in events:
         kind = _kind(event, device) if event.get("ph") == "X" else None
         if kind is not None:
-            start, length = float(event["ts"]), float(event.get("dur", 0))
-            spans[kind].append((start, start + length))
+            spans[kind].append(_span(event))
             if kind not in ("alignment", "lead"):
-                kernels[event["name"]].append(length)
+                kernels[event["name"]].append(float(event.get("dur", 0)))
     compute, communication = spans["compute"], spans["communication"]
     busy, moving, both = covered(compute), covered(communication), overlap(compute, communication)
     waiting: list[Span] = []
@@ -103,6 +113,69 @@ def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[
     }
 
 
+def kernel_times(trace: dict[str, Any], device: str, order: Sequence[str]) -> tuple[list[Row], int, int]:
+    """When each kernel of a rank's last iteration ran, as rows without `rank`, in ms since that iteration began; on a CPU the
+    executors' phases. In each pass (`order`: of an iteration) the first row is `pass`, the whole. Also how many kernels
+    were left out, the shortest, and when the iteration began, in ns of the host's clock.
+
+    A pass begins on CUDA where the all-reduce that aligns the ranks ends, on a CPU where its range does. Without these
+    there are no rows."""
+    begins: list[Span] = []  # of passes; on a CPU with their ends
+    kernels: list[tuple[float, float, str, str]] = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") != "X":
+            continue
+        span, kind = _span(event), _kind(event, device)
+        if kind == "alignment":
+            begins.append((span[1], span[1]))
+        elif device == "cpu" and event.get("cat") == "user_annotation" and event["name"].startswith(PASS):
+            begins.append(span)
+        elif kind in ("compute", "communication"):
+            kernels.append((*span, event["name"], kind))
+    begins = sorted(begins)[-len(order) :]
+    if len(begins) < len(order):
+        return [], 0, 0
+    zero = begins[0][0]
+    kernels = [each for each in kernels if each[0] >= zero]
+    kept = sorted(sorted(kernels, key=lambda each: each[0] - each[1])[:MOST_TIMES])
+    rows: list[Row] = []
+    ends = [start for start, _ in begins[1:]] + [float("inf")]
+    for which, (start, stop), end in zip(order, begins, ends, strict=True):
+        stop = max([stop, *(each[1] for each in kernels if start <= each[0] < end)])
+        for a, b, name, kind in [(start, stop, WHOLE, WHOLE), *(each for each in kept if start <= each[0] < end)]:
+            times = {"start_ms": (a - zero) / 1e3, "stop_ms": (b - zero) / 1e3}
+            rows.append({"pass": which, "kernel": name, "kind": kind, **times})
+    # a float holds no time since 1970 in ns
+    return rows, len(kernels) - len(kept), int(trace.get("baseTimeNanoseconds", 0)) + round(zero * 1e3)
+
+
+def together(everyone: Sequence[tuple[list[Row], int, Any]]) -> list[Row]:
+    """The rows of all ranks on one clock, in ms since the first rank began. everyone: by rank, its rows, when they begin in
+    ns of its host's clock, and which clock that is. The clocks of several hosts are aligned as those of phases are."""
+    if not all(rows for rows, *_ in everyone):
+        return []
+    zero = min(begin for _, begin, _ in everyone)
+    found = [
+        {"iteration": 0, "rank": rank, **row, "phase": row["kernel"]}
+        | {key: row[key] + (begin - zero) / 1e6 for key in ("start_ms", "stop_ms")}
+        for rank, (rows, begin, _) in enumerate(everyone)
+        for row in rows
+    ]
+    on_one_clock(found, [clock for *_, clock in everyone])
+    return found
+
+
+class _Ranged:
+    """Passes of which each is a range in the trace."""
+
+    def __init__(self, work: Passes):
+        self.work, self.passes = work, work.passes
+
+    def run(self, which: str) -> None:
+        with torch.profiler.record_function(f"{PASS}{which}"):
+            self.work.run(which)
+
+
 def _write(path: Path, text: str) -> None:
     """Writes a trace, whole or not at all. Raises OSError when the disk is full."""
     part = path.with_name(f".{path.name}")
@@ -118,8 +191,8 @@ def _write(path: Path, text: str) -> None:
 def profile(
     me: Rank, work: Passes, watch: Stopwatch, runs: int, folder: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Profile `runs` iterations on every rank. Returns this rank's analysis, by iteration, and the trace's file name
-    (written into `folder`, on this rank's node)."""
+    """Profile `runs` iterations on every rank. Returns this rank's analysis, by iteration, with `kernel_times` as `together`
+    takes them, and the trace's file name (written into `folder`, on this rank's node)."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if me.device.type == "cuda" else [])
     # on a CPU the transport has its own thread
     extra: dict[str, Any] = private.profile_all_threads() if me.device.type == "cpu" else {}
@@ -130,16 +203,20 @@ def profile(
         with torch.profiler.profile(activities=activities, **extra) as profiler, recording(recorder):
             yield profiler
 
-    leads = leads_ms(work, watch, observed)
+    ranged = _Ranged(work)
+    leads = leads_ms(ranged, watch, observed)
     recorder.spans.clear()
     with observed() as profiler:
-        passes = record(work, watch, runs, recorder, leads)
+        passes = record(ranged, watch, runs, recorder, leads)
     waits = [[s.since(each.start) for s in each.spans if s.name.startswith("wait_")] for each in passes]
     scratch = me.folder / f"trace{me.rank}.json"
     profiler.export_chrome_trace(str(scratch))
     text = scratch.read_text()
     scratch.unlink()
-    found = analyse(json.loads(text)["traceEvents"], me.device.type, waits)
+    trace = json.loads(text)
+    found = analyse(trace["traceEvents"], me.device.type, waits)
+    rows, left_out, begin = kernel_times(trace, me.device.type, work.passes)
+    found |= {"kernel_times": (rows, begin, boot_id() or platform.node()), "kernels_left_out": left_out}
     found |= {key: found[key] / runs for key in IN_MS} | {"runs": runs, "kernels": found["kernels"][:SHOWN]}
     if folder is None:
         return found, []

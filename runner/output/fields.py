@@ -349,3 +349,4 @@ class RankProfile(Part):
     communication_ms: float
     exposed_communication_ms: float
     idle_ms: float
+    kernels_left_out: int = 0  # of kernel_times.csv

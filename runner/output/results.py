@@ -22,6 +22,7 @@ FIELDS = (
 )  # fmt: skip
 
 PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"]
+KERNEL_TIME_COLUMNS = ["rank", "pass", "kernel", "kind", "start_ms", "stop_ms"]
 
 
 @contextmanager
@@ -131,6 +132,9 @@ def write_tables(folder: Path, measured: dict[str, Any]) -> dict[str, str]:
         artifacts["kernels"] = "kernels.csv"
         kernels = [{"rank": rank, **k} for rank, found in enumerate(measured["profile"]) for k in found.pop("kernels")]
         write_csv(folder / artifacts["kernels"], kernels, ["rank", "kernel", "calls", "total_ms", "mean_us"])
+    if rows := measured.pop("kernel_times", None):
+        artifacts["kernel_times"] = "kernel_times.csv"
+        write_csv(folder / artifacts["kernel_times"], rows, KERNEL_TIME_COLUMNS)
     return artifacts | {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
 
 

@@ -1,4 +1,4 @@
-"""Read the tables of a run (samples, phases, kernels) from its folder or from its packed sweep."""
+"""Read the tables of a run (samples, phases, kernels and when they ran) from its folder or from its packed sweep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from runner.output.reader import RESULT
 from runner.output.record import Result
 
 # the file in a run's folder; a packed sweep has NAME.parquet, where the column `run` comes before the others
-TABLES = {"phases": "phases.csv", "samples": "samples.parquet", "kernels": "kernels.csv"}
+TABLES = {
+    "phases": "phases.csv", "samples": "samples.parquet", "kernels": "kernels.csv", "kernel_times": "kernel_times.csv",
+}  # fmt: skip
 WHOLE = ("iteration", "round", "rank", "step", "calls")  # columns of whole numbers
 
 

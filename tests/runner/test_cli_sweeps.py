@@ -14,6 +14,7 @@ import pytest
 from runner.launch.processes import cores
 from runner.output import summary
 from runner.output.record import Result
+from runner.output.run_tables import read_table
 from runner.report import charts
 from tests.runner.test_cli import only, results_in, run, started_by
 
@@ -72,7 +73,12 @@ def test_every_timing_method_runs_on_a_cpu_forward_only_too(tmp_path):
         if value["timing"]["method"] == "simple":
             assert value["timing"]["passes"]["forward"]["n"] == 1
         if value["timing"]["method"] == "profiler":
-            assert {"trace_rank0.json.gz", "trace_rank1.json.gz", "kernels.csv"} <= {p.name for p in folder.iterdir()}
+            names = {"trace_rank0.json.gz", "trace_rank1.json.gz", "kernels.csv", "kernel_times.csv"}
+            assert names <= {p.name for p in folder.iterdir()}
+            times = read_table(folder / "kernel_times.csv").to_pylist()
+            passes = {"forward"} if forward_only else {"forward", "backward"}
+            assert {(r["rank"], r["pass"]) for r in times if r["kind"] == "compute"} == set(product((0, 1), passes))
+            assert min(r["start_ms"] for r in times) == 0 and all(r["start_ms"] <= r["stop_ms"] for r in times)
             for profile in value["profile"]:
                 assert profile["compute_ms"] > 0
                 assert profile["communication_ms"] > 0

@@ -13,7 +13,7 @@ from runner.output.run_tables import TABLES, table_of
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
-from tests.support.recorded import result, written
+from tests.support.recorded import kernel_rows, result, written
 
 ROOT = Path(__file__).parents[2]
 PACKS = sorted(path.parent for path in ROOT.glob("results/*/*/results.parquet"))
@@ -35,6 +35,7 @@ def swept(folder: Path) -> Path:
         results.write_csv(path.parent / "phases.csv", rows, results.PHASE_COLUMNS)
     kernels = [{"rank": 0, "kernel": 'a, "b" <c>', "calls": 3, "total_ms": 0.1, "mean_us": 1e3 / 3}]
     results.write_csv(path.parent / "kernels.csv", kernels, KERNELS)
+    results.write_csv(path.parent / "kernel_times.csv", kernel_rows(world=2), results.KERNEL_TIME_COLUMNS)
     return folder
 
 
@@ -80,7 +81,8 @@ def test_every_number_is_in_the_packed_sweep(sweep, tmp_path, capsys):
     for path in sweep.glob("*/result.json"):
         assert_same(path.parent, packed)
     assert {path.name for path in packed.iterdir()} == {
-        "results.parquet", "samples.parquet", "phases.parquet", "kernels.parquet", "summary.md",
+        "results.parquet", "samples.parquet", "phases.parquet", "kernels.parquet",
+        "kernel_times.parquet", "summary.md",
     }  # fmt: skip
     assert pq.read_table(packed / "results.parquet").column("total_ms").to_pylist().count(None) == 1
 

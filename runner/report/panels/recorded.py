@@ -1,15 +1,16 @@
-"""The recorded phases of a few runs: which runs are shown, what a phase is spent on, and when. The data of the panels
-`phases` and `timeline`."""
+"""The recorded phases and kernels of a few runs: which runs are shown, what a phase is spent on, and when. The data of the
+panels `phases` and `timeline`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
 
+from runner.output.record import Result
 from runner.output.run_tables import table_of
 from runner.report.comparison import by_workload, comparable
 from runner.report.labels import labels
@@ -20,10 +21,13 @@ WHOLE = "pass"  # the phase that is a rank's whole pass
 COMPUTE, MERGE, EXPOSED = "compute", "merge and copies", "exposed communication"
 RANKS, OTHER = "wait for other ranks", "other"
 TRANSFER, BLOCK = "transfer", "own block"  # these overlap the others
+OVERLAPPED = "overlapped communication"  # of kernels; drawn upon what computes meanwhile
+KERNELS = "kernels"
+BESIDE = (TRANSFER, BLOCK, OVERLAPPED)
 # light and dark pages have the same, of which exposed communication is the strongest
 COLORS = {
     COMPUTE: "#5b8fd9", MERGE: "#7cc0b5", EXPOSED: "#e5343d", RANKS: "#eda63c", OTHER: "#9aa0a6", TRANSFER: "#a78bda",
-    BLOCK: "#c98fae",
+    BLOCK: "#c98fae", OVERLAPPED: "#5b3f9b",
 }  # fmt: skip
 MERGES = ("comp_merge", "comp_place", "comp_stage_", "comp_shard_kv", "comp_num_den", "comp_final_output")
 MOST_RANKS = 8  # of a run
@@ -44,11 +48,13 @@ def group_of(phase: str) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """A run of a panel, with its label and its recorded phases."""
+    """A run of a panel, with its label, its recorded phases and when its kernels ran in one iteration; of one of the two
+    there may be none."""
 
     label: str
     run: Run
     rows: Rows
+    kernels: Rows = field(default_factory=list)
 
     @cached_property
     def by_iteration(self) -> list[Rows]:
@@ -68,14 +74,21 @@ class Shown:
 
     @property
     def usual(self) -> Rows:
-        """The iteration nearest to the median."""
+        """The iteration nearest to the median; none without phases."""
+        if not self.rows:
+            return []
         times = [sum(lengths(rows).values()) for rows in self.by_iteration]
         return min(zip(times, self.by_iteration, strict=True), key=lambda each: abs(each[0] - median(times)))[1]
 
     @property
+    def ms(self) -> float:
+        """The time of the iteration that is shown."""
+        return max(sum(lengths(rows).values()) for rows in (self.usual, self.kernels))
+
+    @property
     def ranks(self) -> list[int]:
         """The ranks that are shown: all or, of many, some at equal distances."""
-        world = 1 + max(row["rank"] for row in self.rows)
+        world = 1 + max(row["rank"] for row in (*self.rows, *self.kernels))
         few = min(world, MOST_RANKS)
         return [round(i * (world - 1) / max(1, few - 1)) for i in range(few)]
 
@@ -89,16 +102,26 @@ def lengths(rows: Rows) -> dict[str, float]:
     return found
 
 
+def _of_kernels(rows: Rows | None) -> Rows:
+    """A run's table of kernels, with the columns of phases."""
+    return [row | {"phase": row["kernel"], "ms": row["stop_ms"] - row["start_ms"]} for row in rows or ()]
+
+
 def alike(shown: Sequence[Shown]) -> bool:
     """Whether the runs' times are near enough to share an axis."""
-    times = [sum(lengths(each.usual).values()) for each in shown]
+    times = [each.ms for each in shown]
     return max(times) <= ALIKE * min(times)
 
 
 def chosen(runs: Sequence[Run], which: str, most: int, placed: bool) -> tuple[list[Shown], str]:
     """The runs that a panel shows, the fastest first, at most `most`, and in words how they were chosen; none without
-    phases of several ranks. placed: only those whose phases have a begin and an end."""
-    recorded = [r for r in comparable(runs) if r.ok and r.result.phases and (r.world_size or 1) > 1 and r.ms(which)]
+    phases of several ranks. placed: those whose phases have a begin and an end, and those with such kernels."""
+
+    def has_any(result: Result) -> bool:
+        return bool(result.phases or (placed and "kernel_times" in (result.plain.get("artifacts") or ())))
+
+    several_ranks = [run for run in comparable(runs) if run.ok and (run.world_size or 1) > 1 and run.ms(which)]
+    recorded = [run for run in several_ranks if has_any(run.result)]
     if not recorded:
         return [], ""
     groups = by_workload(recorded)
@@ -115,9 +138,14 @@ def chosen(runs: Sequence[Run], which: str, most: int, placed: bool) -> tuple[li
         fastest.setdefault(run.attention if by_variant else named[run], run)
     found: list[Shown] = []
     for run in fastest.values():
-        rows = table_of(run.result, "phases") if len(found) < most else None
-        if rows and (not placed or all(row.get("start_ms") is not None for row in rows)):
-            found.append(Shown(named[run], run, rows))
+        if len(found) == most:
+            break
+        rows = table_of(run.result, "phases") or []
+        kernels = _of_kernels(table_of(run.result, "kernel_times")) if placed else []
+        if placed and any(row.get("start_ms") is None for row in rows):
+            rows = []
+        if rows or kernels:
+            found.append(Shown(named[run], run, rows, kernels))
     each = "variant" if by_variant or len(settings) == len(variants) else "setting"
     rule = (
         f"the fastest run of each {each}" if len(fastest) <= most else f"the {most} fastest of {len(fastest)} {each}s"
@@ -151,7 +179,8 @@ def spent(shown: Shown) -> Rows:
 
 @dataclass(frozen=True)
 class Bar:
-    """A piece of a timeline, in ms since the iteration began. `lane`: of the rank's lanes for this kind of bar, from 0."""
+    """A piece of a timeline, in ms since the iteration began. `lane`: of the rank's lanes for this kind of bar, from 0.
+    `kernel`: a kernel, not a phase."""
 
     rank: int
     which: str  # the pass
@@ -161,41 +190,78 @@ class Bar:
     start: float
     stop: float
     lane: int = 0
+    kernel: bool = False
 
     @property
     def place(self) -> tuple[int, str, int]:
         """The rank, what its lane is for, and which of these lanes: no two bars of one place overlap."""
-        return self.rank, self.group if self.group in (TRANSFER, BLOCK) else COMPUTE, self.lane
+        return self.rank, self.group if self.group in BESIDE else KERNELS if self.kernel else COMPUTE, self.lane
 
     @property
     def ms(self) -> float:
         return self.stop - self.start
 
 
-def timeline(rows: Rows, ranks: Iterable[int]) -> tuple[list[Bar], dict[str, Span]]:
+def timeline(
+    rows: Rows, ranks: Sequence[int], kernels: Sequence[dict[str, Any]] = ()
+) -> tuple[list[Bar], dict[str, Span]]:
     """The bars of one iteration, and when each pass began and ended. The pause between two passes, in which the ranks
-    are aligned, is cut out. A rank that ends before the slowest waits for other ranks."""
+    are aligned, is cut out. A rank that ends before the slowest waits for other ranks. `kernels` may be of another
+    iteration: their passes begin with those of the phases, and the next pass begins after both."""
     bars: list[Bar] = []
     passes: dict[str, Span] = {}
     begin = 0.0
-    for which in dict.fromkeys(row["pass"] for row in rows):
-        of = [row for row in rows if row["pass"] == which]
-        whole = {row["rank"]: row for row in of if row["phase"] == WHOLE}
-        first = min(row["start_ms"] for row in whole.values())
-        end = begin + max(row["stop_ms"] for row in whole.values()) - first
-        for rank in ranks:
-            mine = [
-                Bar(rank, which, group_of(row["phase"]), row["phase"], row["step"], *(
-                    row[key] - first + begin for key in ("start_ms", "stop_ms")
-                ))
-                for row in of
-                if row["rank"] == rank and row["phase"] != WHOLE
-            ]  # fmt: skip
-            mine.append(Bar(rank, which, RANKS, "end of the pass", -1, whole[rank]["stop_ms"] - first + begin, end))
-            bars += _in_lanes(mine)
-        passes[which] = (begin, end)
-        begin = end
+    for which in dict.fromkeys(row["pass"] for row in (*rows, *kernels)):
+        ends = []
+        for table, bars_of in ((rows, _phases), (kernels, _kernels)):
+            of = [row for row in table if row["pass"] == which]
+            if whole := [row for row in of if row["phase"] == WHOLE]:
+                shift = begin - min(row["start_ms"] for row in whole)
+                ends.append(max(row["stop_ms"] for row in whole) + shift)
+                for rank in ranks:
+                    mine = [
+                        row | {key: row[key] + shift for key in ("start_ms", "stop_ms")}
+                        for row in of
+                        if row["rank"] == rank
+                    ]
+                    bars += bars_of(mine, ends[-1])
+        passes[which] = (begin, ends[0])
+        begin = max(ends)
     return bars, passes
+
+
+def _phases(rows: Rows, end: float) -> list[Bar]:
+    """The bars of a rank's phases in one pass, whose slowest rank ends at `end`."""
+    bars = []
+    for row in rows:
+        common = (row["rank"], row["pass"])
+        if row["phase"] == WHOLE:
+            bars.append(Bar(*common, RANKS, "end of the pass", -1, row["stop_ms"], end))
+        else:
+            group = group_of(row["phase"])
+            bars.append(Bar(*common, group, row["phase"], row["step"], row["start_ms"], row["stop_ms"]))
+    return _in_lanes(bars)
+
+
+def _kernels(rows: Rows, _: float) -> list[Bar]:
+    """The bars of a rank's kernels in one pass: communication is exposed where no compute runs."""
+    busy = [(row["start_ms"], row["stop_ms"]) for row in rows if row["kind"] == COMPUTE]
+    bars = []
+    for row in rows:
+        if row["kind"] == WHOLE:
+            continue
+        span = (row["start_ms"], row["stop_ms"])
+        name = row["phase"].removeprefix("void ").replace(", ", ",")  # names of joined bars are parted by ", "
+        pieces = {COMPUTE: [span]}
+        if row["kind"] != COMPUTE:
+            exposed = minus(span, busy)
+            pieces = {EXPOSED: exposed, OVERLAPPED: minus(span, exposed)}
+        bars += [
+            Bar(row["rank"], row["pass"], group, name, -1, *piece, kernel=True)
+            for group, found in pieces.items()
+            for piece in found
+        ]
+    return _in_lanes(bars)
 
 
 def _in_lanes(bars: Iterable[Bar]) -> list[Bar]:
@@ -216,7 +282,7 @@ def _in_lanes(bars: Iterable[Bar]) -> list[Bar]:
             if start < bar.stop:
                 lanes[lane : lane + 1] = [bar.stop]
                 drawn.append(replace(bar, start=start, lane=lane))
-        if bar.group not in (TRANSFER, BLOCK):
+        if bar.group not in BESIDE:
             busy.append((bar.start, bar.stop))
     return drawn
 

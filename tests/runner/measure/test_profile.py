@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from attention.profiling import phase
 from runner.launch.rank import Rank
-from runner.measure.profile import analyse, covered, merged, overlap, profile
+from runner.measure import profile as measured
+from runner.measure.profile import analyse, covered, kernel_times, merged, overlap, profile, together
 from runner.measure.stopwatch import CpuStopwatch
 
 
@@ -144,6 +145,61 @@ def test_a_cpu_trace_goes_by_the_phases():
     }  # fmt: skip
 
 
+ALIGN = "ncclDevKernel_AllReduce_MinMax_u8_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def two_iterations(late: float, base_ns: int) -> dict:
+    """A trace of a GPU whose passes begin `late` us after the 1000th, 50,000th and so on since 1970 in us, its times relative to
+    base_ns."""
+    events = []
+    for begin, name in zip((1000, 50_000, 100_000, 150_000), ("fwd", "bwd", "fwd", "bwd"), strict=True):
+        events += [
+            event("kernel", "spin_kernel", begin - 800, begin - 100),
+            event("kernel", ALIGN, begin - 100, begin + late),
+            event("kernel", f"flash_{name}", begin + late, begin + 10_000),
+            event("kernel", "ncclDevKernel_SendRecv(x)", begin + 5000, begin + 12_000),
+        ]
+    moved = [{**each, "ts": each["ts"] - base_ns / 1e3} for each in reversed(events)]
+    return {"baseTimeNanoseconds": base_ns, "traceEvents": [*moved, {"ph": "M", "name": "process_name"}]}
+
+
+def test_the_kernels_of_the_last_iteration_are_on_one_clock_whatever_the_traces_count_from():
+    """Rank 1 begins 40 us later."""
+    traces = [two_iterations(0, 0), two_iterations(40, 900_000)]
+    found = [(*kernel_times(trace, "cuda", ("forward", "backward")), "host") for trace in traces]
+    rows = together([(rows, begin, clock) for rows, _, begin, clock in found])
+    assert [left_out for _, left_out, *_ in found] == [0, 0]
+    assert [tuple(row[key] for key in ("rank", "pass", "kernel", "kind", "start_ms", "stop_ms")) for row in rows] == [
+        (0, "forward", "pass", "pass", 0, 12),
+        (0, "forward", "flash_fwd", "compute", 0, 10),
+        (0, "forward", "ncclDevKernel_SendRecv(x)", "communication", 5, 12),
+        (0, "backward", "pass", "pass", 50, 62),
+        (0, "backward", "flash_bwd", "compute", 50, 60),
+        (0, "backward", "ncclDevKernel_SendRecv(x)", "communication", 55, 62),
+        (1, "forward", "pass", "pass", 0.04, 12),
+        (1, "forward", "flash_fwd", "compute", 0.04, 10),
+        (1, "forward", "ncclDevKernel_SendRecv(x)", "communication", 5, 12),
+        (1, "backward", "pass", "pass", 50.04, 62),
+        (1, "backward", "flash_bwd", "compute", 50.04, 60),
+        (1, "backward", "ncclDevKernel_SendRecv(x)", "communication", 55, 62),
+    ]
+    # the clocks of two hosts are shifted so that the ranks begin together
+    apart = together([(rows, begin, rank) for rank, (rows, _, begin, _) in enumerate(found)])
+    assert [row["start_ms"] for row in apart if row["kernel"] == "pass"] == [0, 50, 0, 50]
+
+
+def test_of_many_kernels_the_longest_are_kept_and_without_an_alignment_there_are_none(monkeypatch):
+    monkeypatch.setattr(measured, "MOST_TIMES", 3)
+    trace = two_iterations(0, 0)
+    rows, left_out, _ = kernel_times(trace, "cuda", ("forward", "backward"))
+    assert left_out == 1
+    assert sorted(row["kind"] for row in rows) == ["communication", "compute", "compute", "pass", "pass"]
+    trace["traceEvents"] = [each for each in trace["traceEvents"] if each["name"] != ALIGN]
+    without = kernel_times(trace, "cuda", ("forward", "backward"))
+    assert without == ([], 0, 0)
+    assert together([(rows, 0, "host"), ([], 0, "host")]) == []
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_empty_trace_is_all_zeros(device):
     found = analyse([], device)
@@ -180,7 +236,14 @@ def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(alone, t
     assert found["compute_ms"] >= 20 and found["communication_ms"] >= 10
     assert found["compute_ms"] + found["communication_ms"] <= each_ms
     assert found["overlapped_ms"] == pytest.approx(0, abs=0.01)
-    assert found["runs"] == 4
+    assert found["runs"] == 4 and found["kernels_left_out"] == 0
+    rows = together([found["kernel_times"]])
+    assert [(row["pass"], row["kernel"], row["kind"]) for row in rows] == [
+        ("forward", "pass", "pass"), ("forward", "comp_block", "compute"), ("forward", "comm_kv", "communication"),
+    ]  # fmt: skip
+    whole, block, transfer = ((row["start_ms"], row["stop_ms"]) for row in rows)
+    assert whole[0] == 0 <= block[0] < block[1] <= transfer[0] < transfer[1] <= whole[1]
+    assert block[1] - block[0] >= 20 and transfer[1] - transfer[0] >= 10
     assert files == ["trace_rank0.json.gz"]
     with gzip.open(tmp_path / files[0], "rt") as trace:
         names = [e["name"] for e in json.load(trace)["traceEvents"]]

@@ -13,6 +13,7 @@ from runner.report.panels.recorded import (
     MERGE,
     MOST_RANKS,
     OTHER,
+    OVERLAPPED,
     RANKS,
     TRANSFER,
     Shown,
@@ -25,7 +26,7 @@ from runner.report.panels.recorded import (
     timeline,
 )
 from runner.report.runs import Run, read
-from tests.support.recorded import phase_rows, result, with_phases, written
+from tests.support.recorded import kernel_rows, phase_rows, result, with_kernels, with_phases, written
 
 RESULTS = Path(__file__).parents[3] / "results"
 needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
@@ -71,6 +72,21 @@ def test_passes_follow_each_other_without_the_pause_between_them():
     assert waits == [(0, 7, 10), (1, 7, 10), (0, 28, 31), (1, 28, 31)]
     # rank 1 ends 1 ms before rank 0
     assert [(bar.rank, bar.start, bar.stop) for bar in bars if bar.group == RANKS] == [(1, 20, 21), (1, 41, 42)]
+
+
+def test_kernels_begin_with_the_phases_of_their_pass_and_communication_is_exposed_or_overlapped():
+    kernels = [row | {"phase": row["kernel"]} for row in kernel_rows()]
+    bars, passes = timeline(shown(phase_rows()).usual, [0, 1], kernels)
+    assert passes == {"forward": (0, 21), "backward": (31, 52)}  # kernels take 31 ms, phases 21
+    assert [(bar.which, bar.group, bar.start, bar.stop) for bar in bars if bar.kernel and bar.rank == 1] == [
+        ("forward", COMPUTE, 1, 11), ("forward", OVERLAPPED, 6, 11), ("forward", COMPUTE, 16, 31), ("forward", EXPOSED, 11, 16),
+        ("backward", COMPUTE, 32, 42), ("backward", OVERLAPPED, 37, 42), ("backward", COMPUTE, 47, 62),
+        ("backward", EXPOSED, 42, 47),
+    ]  # fmt: skip
+    assert_apart(bars)
+    without = timeline(shown(phase_rows()).usual, [0, 1])[0]
+    ends = {(bar.which, bar.rank, bar.stop - passes[bar.which][0]) for bar in bars if bar.group == RANKS}
+    assert ends == {("forward", 1, 21), ("backward", 1, 21)} and len(without) == sum(not bar.kernel for bar in bars)
 
 
 def assert_apart(bars) -> None:
@@ -149,6 +165,31 @@ def test_results_without_starts_have_bars_and_no_timeline(tmp_path):
     assert timeline.draw(packed) == [] and len(phases.draw(packed)) == 1
     without = read([written(tmp_path / "none", result("ring", 2.0))])
     assert timeline.draw(without) == [] and phases.draw(without) == []
+
+
+@needs_charts
+def test_the_timeline_has_a_lane_of_kernels_below_the_phases_or_alone(tmp_path):
+    from runner.report.panels import phases, timeline
+
+    def drawn(folder: Path) -> tuple[set, dict, str]:
+        [panel] = timeline.draw(read([folder]))
+        rows = panel.spec["data"]["values"]
+        named = {(row["l"], row["p"]) for row in rows if row.get("g") == OVERLAPPED}
+        return {row["l"] for row in rows if "l" in row}, named, panel.note
+
+    value = result("ring", 2.0, world_size=2)
+    lanes, overlapped, note = drawn(with_kernels(tmp_path / "alone", value))
+    assert lanes == {"rank 0 kernels", "rank 1 kernels"}
+    assert overlapped == {(lane, "ncclDevKernel_SendRecv") for lane in lanes}
+    assert "within 1 ms" in note and "4 shortest kernels are left out" in note and "Grey" not in note
+    value["phases"] = None
+    assert phases.draw(read([with_kernels(tmp_path / "without", value)])) == []
+    both = with_phases(tmp_path / "both", result("ring", 2.0, world_size=2))
+    with_kernels(
+        both, value | {"phases": {"forward": {"exposed_communication_ms": 0.125}}, "name": next(both.iterdir()).name}
+    )
+    lanes, _, note = drawn(both)
+    assert lanes == {f"rank {r}{what}" for r in (0, 1) for what in ("", " kernels", " transfer")} and "Grey" in note
 
 
 @needs_charts
