@@ -244,18 +244,24 @@ def _phases(rows: Rows, end: float) -> list[Bar]:
 
 
 def _kernels(rows: Rows, _: float) -> list[Bar]:
-    """The bars of a rank's kernels in one pass: communication is exposed where no compute runs."""
+    """The bars of a rank's kernels in one pass: communication is exposed where no compute runs. Of transfers that run at
+    once the first is drawn."""
     busy = [(row["start_ms"], row["stop_ms"]) for row in rows if row["kind"] == COMPUTE]
+    moving: list[Span] = []
     bars = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["start_ms"]):
         if row["kind"] == WHOLE:
             continue
         span = (row["start_ms"], row["stop_ms"])
         name = row["phase"].removeprefix("void ").replace(", ", ",")  # names of joined bars are parted by ", "
         pieces = {COMPUTE: [span]}
         if row["kind"] != COMPUTE:
-            exposed = minus(span, busy)
-            pieces = {EXPOSED: exposed, OVERLAPPED: minus(span, exposed)}
+            alone, exposed = minus(span, moving), minus(span, busy)
+            pieces = {
+                EXPOSED: [piece for part in alone for piece in minus(part, busy)],
+                OVERLAPPED: [piece for part in alone for piece in minus(part, exposed)],
+            }
+            moving.append(span)
         bars += [
             Bar(row["rank"], row["pass"], group, name, -1, *piece, kernel=True)
             for group, found in pieces.items()

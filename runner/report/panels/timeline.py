@@ -50,7 +50,9 @@ def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
     colors = alt.Scale(domain=groups, range=[COLORS[group] + ("59" if group == OTHER else "") for group in groups])
     lanes = sorted({row["l"] for row in rows if "l" in row}, key=lambda name: (int(name.split()[1]), name))
     named = any(each.rows for each in shown)  # then each rank has a lane by its number alone
-    axis = alt.Axis(labelExpr=r"replace(datum.label, /^rank \d+ /, '')" if named else "datum.label")
+    axis = alt.Axis(
+        labelExpr=r"replace(datum.label, /^rank \d+ /, '')" if named else "replace(datum.label, / kernels$/, '')"
+    )
     x = alt.X(
         "a:Q",
         title="ms since the iteration began",
@@ -72,7 +74,7 @@ def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
     chart: Any = alt.layer(
         main.mark_bar(), thin.mark_bar(height={"band": 0.5}), begin, names, data=alt.Data(values=rows)
     )
-    chart = chart.properties(width=620, height=alt.Step(16))
+    chart = chart.properties(width=620 if named else 590, height=alt.Step(16))
     header = alt.Header(labelOrient="top", labelAngle=0, labelAnchor="start", labelPadding=2)
     chart = chart.facet(row=alt.Row("u:N", title=None, sort=[each.label for each in shown], header=header))
     if not alike(shown):
@@ -81,11 +83,11 @@ def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
         f"Of each run the iteration nearest to the median, all ranks on one clock{_clocks(shown)}; the pause "
         "before a pass, in which the ranks are aligned, is cut out. Grey is the rest of a pass: CPU launch overhead and gaps."
     )
-    note = " ".join(filter(None, [f"{rule}.", phases if named else "", _about_kernels(shown)]))
+    note = " ".join(filter(None, [f"{rule}.", phases if named else "", _about_kernels(shown, named)]))
     return [Panel("timeline", "Timeline of one iteration", note, chart.to_dict())]
 
 
-def _about_kernels(shown: Sequence[Shown]) -> str:
+def _about_kernels(shown: Sequence[Shown], beside_phases: bool) -> str:
     """What the lanes of kernels are; empty without any."""
     having = [each for each in shown if each.kernels]
     if not having:
@@ -98,8 +100,9 @@ def _about_kernels(shown: Sequence[Shown]) -> str:
     apart = max(max(of) - min(of) for of in starts.values())
     left_out = sum(profile.kernels_left_out for each in having for profile in each.run.result.profile)
     return (
-        "Kernels (on a CPU, phases) are from a trace of another iteration; each pass begins with that of the phases. "
-        f"There all ranks begin a pass within {apart:.3g} ms. Communication is overlapped while compute runs, "
+        "Kernels (on a CPU, phases) are from the trace of one iteration"
+        + (", another one than above; each pass begins with that of the phases. " if beside_phases else ". ")
+        + f"There all ranks begin a pass within {apart:.3g} ms. Communication is overlapped while compute runs, "
         "and drawn thin upon it; nothing is drawn where no kernel runs."
         + (f" The {left_out:,} shortest kernels are left out." if left_out else "")
     )

@@ -84,6 +84,10 @@ def test_kernels_begin_with_the_phases_of_their_pass_and_communication_is_expose
         ("backward", EXPOSED, 42, 47),
     ]  # fmt: skip
     assert_apart(bars)
+    second = [
+        row | {"start_ms": row["start_ms"] + 1, "phase": "Memcpy PtoP"} for row in kernels if "nccl" in row["kernel"]
+    ]
+    assert timeline(shown(phase_rows()).usual, [0, 1], kernels + second)[0] == bars  # of two at once the first is drawn
     without = timeline(shown(phase_rows()).usual, [0, 1])[0]
     ends = {(bar.which, bar.rank, bar.stop - passes[bar.which][0]) for bar in bars if bar.group == RANKS}
     assert ends == {("forward", 1, 21), ("backward", 1, 21)} and len(without) == sum(not bar.kernel for bar in bars)
