@@ -279,26 +279,12 @@ class ContextParallel:
 
     @_not_compiled
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        window: tuple[int, int] = (-1, -1),
-        cu_seqlens: Lengths = None,
-        mask: Mask | None = None,
-        kv_tokens: int | None = None,
-        kv_lengths: Lengths = None,
-        prefix: tuple[Tensor, Tensor] | None = None,
-        prefix_tokens: int | None = None,
-        padding: int = 0,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        return_lse: bool = False,
-    ) -> Any:
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+        window: tuple[int, int] = (-1, -1), cu_seqlens: Lengths = None, mask: Mask | None = None,
+        kv_tokens: int | None = None, kv_lengths: Lengths = None, prefix: tuple[Tensor, Tensor] | None = None,
+        prefix_tokens: int | None = None, padding: int = 0, sinks: Tensor | None = None, softcap: float | None = None,
+        dropout: float = 0.0, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
         """Attention of this rank's queries over the global keys.
 
         q: `[B, s, H, D]` or packed `[t, H, D]`, this rank's shard; k: `[B, s, Hk, D]` or `[t, Hk, D]`; v: like k, but its head
@@ -334,37 +320,38 @@ class ContextParallel:
         when the kernel can't."""
         if dropout:
             raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+        given = {
+            "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask,
+            "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "sinks": sinks, "softcap": softcap,
+        }  # fmt: skip
         if prefix is not None or prefix_tokens is not None:
-            own = {"causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask}
-            own |= {
-                "kv_tokens": kv_tokens,
-                "kv_lengths": kv_lengths,
-                "padding": padding,
-                "sinks": sinks,
-                "softcap": softcap,
-            }
-            out, lse = self._with_prefix(q, k, v, own, prefix, prefix_tokens)
-            return (out, lse) if return_lse else out
-        plan = self.plan(
-            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=cu_seqlens, mask=mask,
-            kv_tokens=kv_tokens, kv_lengths=kv_lengths, padding=padding, sinks=sinks, softcap=softcap, return_lse=return_lse,
-        )  # fmt: skip
-        q, k, v = fit((signed(q, scale), k, v), plan.kernel.align)
+            found = self._with_prefix(q, k, v, given, prefix, prefix_tokens)
+        else:
+            found = self._attend(q, k, v, given, return_lse)
+        return found if return_lse else found[0]
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, LSE), an LSE of use only with `return_lse`. given: what the call takes beside q, k and v."""
+        plan = self.plan(q, k, v, **given, return_lse=return_lse)
+        q, k, v = fit((signed(q, given["scale"]), k, v), plan.kernel.align)
+        lse: Tensor | None = None
         if isinstance(self.variant, External):
             out = calls.attend(q, k, v, plan, self.group)
         else:
-            sinks = None if sinks is None else sinks.contiguous()
+            sinks = None if given["sinks"] is None else given["sinks"].contiguous()
             out, lse = attend(q, k, v, sinks, plan, self.replay.strategy(plan, q.device))
-        if padding:  # under a band the queries of padding were computed like all others
+        if padding := given["padding"]:  # under a band the queries of padding were computed like all others
             real = plan.problem.cu_seqlens[-1] - padding
             at = token_indices(beyond(self._shards((0, real), padding)[self.rank], real), q.device)
             out = out.index_fill(token_dim(q), at, 0)
-            lse = lse.index_fill(-1, at, -torch.inf) if return_lse else lse
-        return (out, lse) if return_lse else out
+            lse = lse.index_fill(-1, at, -torch.inf) if return_lse and lse is not None else lse
+        return out, lse
 
     def _with_prefix(
         self, q: Tensor, k: Tensor, v: Tensor, own: dict[str, Any], prefix: object, tokens: int | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """(out, lse) over the keys of each element and those of the prefix. own: what the call on the former takes, sinks among
         it, which join one denominator only."""
         with self._told():

@@ -51,55 +51,52 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _keys(  # type: ignore[no-untyped-def]
+    length, n_keys, split, split_keys, first_key, all_keys, left, n_queries,
+    LENGTHS: tl.constexpr, LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The keys `[start, stop)` of a split, and where the last query lies, plus 1."""
+    end = n_keys
+    if LENGTHS:
+        end = tl.minimum(tl.maximum(tl.load(length).to(tl.int32), 0), all_keys) - first_key
+    first_seen = 0
+    if LEFT:
+        first_seen = tl.maximum(end - n_queries - left, 0)
+    stop = tl.minimum(n_keys, end)
+    if LENGTHS:  # each element has as many splits, of its own keys
+        share = tl.cdiv(tl.maximum(stop - first_seen, 0), tl.num_programs(1))
+        split_keys = tl.cdiv(share, BLOCK_N) * BLOCK_N
+    start = first_seen + split * split_keys
+    return start, tl.minimum(start + split_keys, stop), end
+
+
+@triton.jit
+def _seen(  # type: ignore[no-untyped-def]
+    s, key, stop, place, scale_log2, cap_log2, per_cap, left, right,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The scores in base 2, -inf for keys that a query does not see. place: of each query."""
+    if SOFTCAP:
+        s = _tanh(s * per_cap) * cap_log2
+    else:
+        s = s * scale_log2
+    seen = (key < stop)[None, :]
+    if LEFT:
+        seen = seen & (key[None, :] >= place[:, None] - left)
+    if RIGHT:
+        seen = seen & (key[None, :] <= place[:, None] + right)
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
 def _split(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    out,
-    lse,
-    lengths,
-    n_keys,
-    split_keys,
-    first_key,
-    all_keys,
-    scale_log2,
-    cap_log2,
-    per_cap,
-    left,
-    right,
-    lengths_b,
-    n_queries,
-    row_blocks,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    out_p,
-    out_b,
-    out_t,
-    out_h,
-    lse_p,
-    lse_b,
-    lse_h,
-    lse_t,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, k, v, out, lse, lengths, n_keys, split_keys, first_key, all_keys, scale_log2, cap_log2, per_cap, left, right,
+    lengths_b, n_queries, row_blocks, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_p, out_b, out_t, out_h,
+    lse_p, lse_b, lse_h, lse_t,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LENGTHS: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     # KV heads vary fastest: concurrent programs read neighbouring heads of the same keys
     kv_head = (tl.program_id(0) // row_blocks).to(tl.int64)
     split = tl.program_id(1)
@@ -113,18 +110,9 @@ def _split(  # type: ignore[no-untyped-def]
     q_at = q + b * q_b + t[:, None] * q_t + h[:, None] * q_h + d[None, :]
     q_ = tl.load(q_at, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
 
-    end = n_keys  # where the last query lies, plus 1
-    if LENGTHS:
-        end = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_b).to(tl.int32), 0), all_keys) - first_key
-    first_seen = 0
-    if LEFT:
-        first_seen = tl.maximum(end - n_queries - left, 0)
-    stop = tl.minimum(n_keys, end)
-    if LENGTHS:  # each element has as many splits, of its own keys
-        share = tl.cdiv(tl.maximum(stop - first_seen, 0), tl.num_programs(1))
-        split_keys = tl.cdiv(share, BLOCK_N) * BLOCK_N
-    start = first_seen + split * split_keys
-    stop = tl.minimum(start + split_keys, stop)
+    start, stop, end = _keys(
+        lengths + b * lengths_b, n_keys, split, split_keys, first_key, all_keys, left, n_queries, LENGTHS, LEFT, BLOCK_N
+    )
     place = end - n_queries + row // GROUP  # of each query
     key = tl.arange(0, BLOCK_N)
     first = start.to(tl.int64)
@@ -139,16 +127,7 @@ def _split(  # type: ignore[no-untyped-def]
         inside = at + key < stop
         k_ = tl.load(k_at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         s = tl.dot(q_, tl.trans(k_), input_precision=PRECISION)
-        if SOFTCAP:
-            s = _tanh(s * per_cap) * cap_log2
-        else:
-            s = s * scale_log2
-        seen = inside[None, :]
-        if LEFT:
-            seen = seen & (at + key[None, :] >= place[:, None] - left)
-        if RIGHT:
-            seen = seen & (at + key[None, :] <= place[:, None] + right)
-        s = tl.where(seen, s, float("-inf"))
+        s = _seen(s, at + key, stop, place, scale_log2, cap_log2, per_cap, left, right, LEFT, RIGHT, SOFTCAP)
         higher = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # a query may have seen no key yet
         p = tl.exp2(s - safe[:, None])

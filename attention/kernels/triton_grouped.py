@@ -198,38 +198,11 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _grouped(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    ends,
-    out,
-    lse,
-    scale_log2,
-    chunk,
-    n_keys,
-    heads,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    out_b,
-    out_t,
-    out_h,
-    GROUPS: tl.constexpr,
-    GQA: tl.constexpr,
-    PACK: tl.constexpr,
-    SETS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, ends, out, lse, scale_log2, chunk, n_keys, heads,
+    q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_b, out_t, out_h,
+    GROUPS: tl.constexpr, GQA: tl.constexpr, PACK: tl.constexpr, SETS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     PAD: tl.constexpr = SETS * PACK - GROUPS
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # causal: the longest rows first
     h = tl.program_id(1).to(tl.int64)

@@ -21,6 +21,59 @@ WARP = 32  # threads: each flag is read by one of them
 
 
 @triton.jit
+def _merge_splits(  # type: ignore[no-untyped-def]
+    parts, lses, n, parts_n, lses_n, live, PARTS: tl.constexpr, PIECE: tl.constexpr
+):
+    """(a piece of a row, merged over this rank's splits, and its LSE). parts, lses: where the first split's lie."""
+    d = tl.arange(0, PIECE)
+    top = tl.full((), float("-inf"), tl.float32)
+    den = tl.zeros((), tl.float32)
+    acc = tl.zeros((PIECE,), tl.float32)
+    for first in range(0, n, PARTS):
+        i = first + tl.arange(0, PARTS)
+        here = i < n
+        i = i.to(tl.int64)
+        x = tl.load(lses + i * lses_n, mask=here, other=float("-inf"))
+        y = tl.load(parts + i[:, None] * parts_n + d[None, :], mask=here[:, None] & live[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(x, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - safe)
+        w = tl.exp(x - safe)
+        acc = acc * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
+        den = den * kept + tl.sum(w, 0)
+        top = higher
+    norm = tl.where(den == 0.0, 1.0, den)
+    return acc / norm, tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
+
+
+@triton.jit
+def _merge_ranks(  # type: ignore[no-untyped-def]
+    values, lses, mine, mine_lse, turn, rank, capacity, piece, live, WORLD: tl.constexpr, PIECE: tl.constexpr
+):
+    """(the piece merged over all ranks, and its LSE), from this rank's memory, where the others have written theirs."""
+    d = tl.arange(0, PIECE)
+    top = tl.full((), float("-inf"), tl.float32)
+    den = tl.zeros((), tl.float32)
+    acc = tl.zeros((PIECE,), tl.float32)
+    for each in range(WORLD):  # in the same order on every rank, for identical bits
+        received = ((turn * WORLD + each) * capacity + piece).to(tl.int64)
+        # written by a remote rank: bypass this multiprocessor's cache
+        value = tl.load(values + received * PIECE + d, mask=live, other=0.0, cache_modifier=".cg")
+        value_lse = tl.load(values + lses + received, cache_modifier=".cg")
+        value = tl.where(rank == each, mine, value)
+        value_lse = tl.where(rank == each, mine_lse, value_lse)
+        higher = tl.maximum(top, value_lse)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp(top - safe)
+        w = tl.exp(value_lse - safe)
+        acc = acc * kept + value * w
+        den = den * kept + w
+        top = higher
+    norm = tl.where(den == 0.0, 1.0, den)
+    return acc / norm, tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
+
+
+@triton.jit
 def _exchange(  # type: ignore[no-untyped-def]
     parts, parts_lse, out, out_lse, table, n, rank, capacity, row_pieces, head_dim, queries, heads,
     lses, flags, turns, marks, parts_n, parts_b, parts_t, parts_h, lses_n, lses_b, lses_h, lses_t,
@@ -35,27 +88,9 @@ def _exchange(  # type: ignore[no-untyped-def]
     d = tl.arange(0, PIECE)
     live = at + d < head_dim
 
-    top = tl.full((), float("-inf"), tl.float32)
-    den = tl.zeros((), tl.float32)
-    acc = tl.zeros((PIECE,), tl.float32)
     parts_at = parts + b * parts_b + t * parts_t + h * parts_h + at
     lses_at = parts_lse + b * lses_b + h * lses_h + t * lses_t
-    for first in range(0, n, PARTS):
-        i = first + tl.arange(0, PARTS)
-        here = i < n
-        i = i.to(tl.int64)
-        x = tl.load(lses_at + i * lses_n, mask=here, other=float("-inf"))
-        y = tl.load(parts_at + i[:, None] * parts_n + d[None, :], mask=here[:, None] & live[None, :], other=0.0)
-        higher = tl.maximum(top, tl.max(x, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp(top - safe)
-        w = tl.exp(x - safe)
-        acc = acc * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
-        den = den * kept + tl.sum(w, 0)
-        top = higher
-    norm = tl.where(den == 0.0, 1.0, den)
-    mine = acc / norm
-    mine_lse = tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
+    mine, mine_lse = _merge_splits(parts_at, lses_at, n, parts_n, lses_n, live, PARTS, PIECE)
 
     boxes = table.to(tl.int64).to(tl.pointer_type(tl.uint64))  # Triton passes a low address as int32
     own = tl.load(boxes + rank)
@@ -85,26 +120,8 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.store(own_numbers + marks + piece, 0)
     tl.store(own_numbers + turns + piece, 1 - turn)
 
-    top = tl.full((), float("-inf"), tl.float32)
-    den = tl.zeros((), tl.float32)
-    acc = tl.zeros((PIECE,), tl.float32)
-    for each in range(WORLD):  # in the same order on every rank, for identical bits
-        received = ((turn * WORLD + each) * capacity + piece).to(tl.int64)
-        # written by a remote rank: bypass this multiprocessor's cache
-        value = tl.load(own_values + received * PIECE + d, mask=live, other=0.0, cache_modifier=".cg")
-        value_lse = tl.load(own_values + lses + received, cache_modifier=".cg")
-        value = tl.where(rank == each, mine, value)
-        value_lse = tl.where(rank == each, mine_lse, value_lse)
-        higher = tl.maximum(top, value_lse)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp(top - safe)
-        w = tl.exp(value_lse - safe)
-        acc = acc * kept + value * w
-        den = den * kept + w
-        top = higher
-    norm = tl.where(den == 0.0, 1.0, den)
-    tl.store(out + row.to(tl.int64) * head_dim + at + d, (acc / norm).to(out.dtype.element_ty), mask=live)
-    total = tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
+    value, total = _merge_ranks(own_values, lses, mine, mine_lse, turn, rank, capacity, piece, live, WORLD, PIECE)
+    tl.store(out + row.to(tl.int64) * head_dim + at + d, value.to(out.dtype.element_ty), mask=live)
     tl.store(out_lse + (b * heads + h) * queries + t, total, mask=at == 0)
 
 

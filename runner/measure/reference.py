@@ -235,13 +235,10 @@ def attend(
     once. rows: compute only these queries; out, dq and the LSE hold them side by side. softcap: scaled scores x become
     `softcap * tanh(x / softcap)`. sinks: `[H]`, a score of each head beside those of all keys, with the value 0. Raises ValueError
     for numbers of tokens or heads that do not fit."""
-    queries, kv_heads, value_dim = seen.queries, k.shape[1], v.shape[2]
-    if (len(q), len(k)) != (queries, seen.keys) or q.shape[1] % kv_heads:
-        must = f"must be [{queries}, H, D] and [{seen.keys}, Hk, D], H a multiple of Hk"
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: {must}")
+    _check(q, k, seen)
     # results in other dtypes are never that small
     least = torch.finfo(q.dtype).smallest_normal if q.dtype == torch.float16 else 0.0
-    group = q.shape[1] // kv_heads
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     sink = None if sinks is None else sinks.to(dtype).view(kv_heads, group)
     found = defaultdict(list)
     with exact_matmul():
@@ -250,7 +247,7 @@ def attend(
         of_keys = torch.stack([vv, vv * kk], -1)
         dk, dv, dkv2 = (torch.zeros_like(x) for x in (k_, v_, of_keys))
         dsinks = k_.new_zeros(2, kv_heads, group)  # and their squares
-        for chunk in (each for all_ in rows or [(0, queries)] for each in seen.chunks(all_, scores // q.shape[1])):
+        for chunk in (each for all_ in rows or [(0, seen.queries)] for each in seen.chunks(all_, scores // q.shape[1])):
             keys = seen.columns(chunk)
             hidden = seen.hidden(chunk, keys, q.device)
             keys = keys if isinstance(keys, slice) else keys.to(q.device)
@@ -267,29 +264,58 @@ def attend(
                 dkv2[:, keys] += p2.mT @ torch.cat([oo, oo * qq], -1)
                 del p2
                 dv[:, keys] += p.mT @ dout_
-                ds = dout_ @ v_[:, keys].mT
-                delta = (dout_ * out).sum(-1, keepdim=True)
-                ds.sub_(delta).mul_(p).mul_(scale)
-                if slope is not None:
-                    ds.mul_(slope)
+                ds, delta = _score_gradients(dout_, v_[:, keys], out, p, slope, scale)
                 dk[:, keys] += ds.mT @ q_
                 parts |= {"dq": ds @ k_[:, keys], "dq2": dq2 * oo}
                 if of_rows is not None:
-                    share = (of_rows - lse).exp()
-                    error = share.square() * oo * (out.square().sum(-1, keepdim=True) + out2) / value_dim
-                    dsinks += torch.stack([-share * delta, error]).view(2, kv_heads, group, -1).sum(-1)
+                    dsinks += _sink_gradients((of_rows - lse).exp(), delta, oo, out, out2, group)
             for name, x in parts.items():
                 found[name].append(_by_token(x, group))
-    whole = {name: torch.cat(parts) for name, parts in found.items()}
-    values, squares = {"out": whole["out"], "lse": whole["lse"].squeeze(-1)}, {"out": whole["out2"].squeeze(-1)}
-    if dout is not None:
-        unit = scale**2 / value_dim  # the rounding of dout.v is about |dout| |v| / sqrt(Dv)
-        values |= {"dq": whole["dq"], "dk": dk.transpose(0, 1), "dv": dv.transpose(0, 1)}
-        squares |= {"dq": whole["dq2"].squeeze(-1) * unit, "dk": (dkv2[..., 1] * vv * unit).T, "dv": dkv2[..., 0].T}
-        if sink is not None:
+    unit = scale**2 / v.shape[2]  # the rounding of dout.v is about |dout| |v| / sqrt(Dv)
+    sums = {} if dout is None else {"dk": (dk, dkv2[..., 1] * vv * unit), "dv": (dv, dkv2[..., 0])}
+    rows_of = {name: torch.cat(parts) for name, parts in found.items()}
+    return _named(rows_of, sums, None if sink is None else dsinks, unit, least)
+
+
+def _check(q: Tensor, k: Tensor, seen: Sees) -> None:
+    if (len(q), len(k)) != (seen.queries, seen.keys) or q.shape[1] % k.shape[1]:
+        must = f"must be [{seen.queries}, H, D] and [{seen.keys}, Hk, D], H a multiple of Hk"
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: {must}")
+
+
+def _named(
+    of_rows: dict[str, Tensor],
+    of_keys: dict[str, tuple[Tensor, Tensor]],
+    dsinks: Tensor | None,
+    unit: float,
+    least: float,
+) -> Reference:
+    """The reference of all rows; without a backward `of_keys` is empty. of_keys: gradients `[Hk, keys, .]` and their squares
+    `[Hk, keys]`. dsinks: and its squares, `[2, Hk, G]`. unit: of the squares of dq."""
+    values, squares = {"out": of_rows["out"], "lse": of_rows["lse"].squeeze(-1)}, {"out": of_rows["out2"].squeeze(-1)}
+    if of_keys:
+        values["dq"], squares["dq"] = of_rows["dq"], of_rows["dq2"].squeeze(-1) * unit
+        for name, (value, square) in of_keys.items():
+            values[name], squares[name] = value.transpose(0, 1), square.T
+        if dsinks is not None:
             values["dsinks"], squares["dsinks"] = dsinks[0].view(1, -1, 1), dsinks[1].view(1, -1)
     values, squares = ({name: x.contiguous() for name, x in kept.items()} for kept in (values, squares))
     return Reference(values, squares, least)
+
+
+def _score_gradients(
+    dout: Tensor, v: Tensor, out: Tensor, p: Tensor, slope: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of the scaled scores `[Hk, G * rows, keys]` times the scale, dout.out of each row)."""
+    delta = (dout * out).sum(-1, keepdim=True)
+    ds = (dout @ v.mT).sub_(delta).mul_(p).mul_(scale)
+    return ds if slope is None else ds.mul_(slope), delta
+
+
+def _sink_gradients(share: Tensor, delta: Tensor, oo: Tensor, out: Tensor, out2: Tensor, group: int) -> Tensor:
+    """The sinks' gradient and its square of these rows, `[2, Hk, G]`. share: of the sink in each row's softmax."""
+    error = share.square() * oo * (out.square().sum(-1, keepdim=True) + out2) / out.shape[-1]
+    return torch.stack([-share * delta, error]).view(2, len(out), group, -1).sum(-1)
 
 
 def _softmax(

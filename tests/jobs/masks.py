@@ -78,42 +78,45 @@ def compare(
         fn = attention.make(name, kernel=kernel, transport=transport, **options, **made_for)
         shards = [fn.shard(x, packs).requires_grad_() for x in whole]
         mine = [] if logits is None else [logits.detach().requires_grad_()]
-        given = {
-            "cu_seqlens": packs,
-            "mask": mask,
-            "softcap": softcap,
-            **({"sinks": mine[0]} if mine else {}),
-            **(how or {}),
-        }
+        given = {"mask": mask, "softcap": softcap, "sinks": mine[0] if mine else None} | (how or {})
         try:
-            plan = fn.plan(*shards, **given)
+            plan = fn.plan(*shards, cu_seqlens=packs, **given)
         except ValueError as error:
             found.append({"refused": str(error)})
             continue
         plan.transport.bytes_received.clear()
-        out, lse = fn(*shards, **given, return_lse=True)
+        out, lse = fn(*shards, cu_seqlens=packs, **given, return_lse=True)
         received = me.gather(dict(plan.transport.bytes_received))
         gradients = torch.autograd.grad(out, [*shards, *mine], fn.shard(dout, packs))
-        dsinks = [torch.tensor(me.gather(x.tolist()), device=me.device).sum(0) for x in gradients[3:]]
-        if fn.layout.replicated or fn.variant.decode:  # every rank has the whole
-            dsinks = [x / me.world for x in dsinks]
-        ours = [fn.unshard(x, packs) for x in (out, *gradients[:3])]
-        ours_lse = fn.unshard(lse.transpose(-1, -2).unsqueeze(-1).contiguous(), packs).squeeze(-1).transpose(-1, -2)
+        ours, ours_lse = _whole(me, fn, out, lse, gradients, packs)
         if me.rank:  # has the same
             continue
         batched = [x[None] if packs else x for x in (*whole, dout)]
         right, right_lse = exact(
             *batched[:3], plan.problem.mask.dense(tokens), head_dim**-0.5, batched[3], logits, softcap
         )
-        pairs = zip([*[x[None] if packs else x for x in ours], *dsinks], right, strict=True)
-        differs = (ours_lse.double() - (right_lse[0] if packs else right_lse)).nan_to_num(
-            0, 0, 0
-        )  # -inf where both are
-        same = torch.equal(ours_lse.isinf(), (right_lse[0] if packs else right_lse).isinf())
         found.append({
-            "errors": [rel(a, b) if b.any() else float(a.abs().max()) for a, b in pairs],
-            "lse": float(differs.abs().max()) if same else torch.inf,
+            "errors": [rel(a, b) if b.any() else float(a.abs().max()) for a, b in zip(ours, right, strict=True)],
+            "lse": _lse_error(ours_lse, right_lse[0] if packs else right_lse),
             "received": received,
             "kernel": plan.kernel.name,
         })  # fmt: skip
     return found
+
+
+def _whole(
+    me: Rank, fn: Any, out: Tensor, lse: Tensor, gradients: tuple[Tensor, ...], packs: list[int] | None
+) -> tuple[list[Tensor], Tensor]:
+    """[out, dq, dk, dv, and with sinks theirs] of all ranks, a packed batch as a batch of one, and the LSE."""
+    dsinks = [torch.tensor(me.gather(x.tolist()), device=me.device).sum(0) for x in gradients[3:]]
+    if fn.layout.replicated or fn.variant.decode:  # every rank has the whole
+        dsinks = [x / me.world for x in dsinks]
+    ours = [fn.unshard(x, packs) for x in (out, *gradients[:3])]
+    ours_lse = fn.unshard(lse.transpose(-1, -2).unsqueeze(-1).contiguous(), packs).squeeze(-1).transpose(-1, -2)
+    return [*(x[None] if packs else x for x in ours), *dsinks], ours_lse
+
+
+def _lse_error(ours: Tensor, right: Tensor) -> float:
+    """The largest error, infinite where not the same queries have no keys."""
+    differs = (ours.double() - right).nan_to_num(0, 0, 0)  # -inf where both are
+    return float(differs.abs().max()) if torch.equal(ours.isinf(), right.isinf()) else torch.inf

@@ -95,6 +95,11 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
     return max(me.gather(max(errors)))
 
 
+def _random(me: Rank, lead: tuple[int, ...], head_dim: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*lead, heads, head_dim, generator=generator).to(me.device) for heads in (8, 4, 4, 8)]
+
+
 def local_kv_apart(
     me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False, dtype: str = "bfloat16"
 ) -> float:
@@ -110,9 +115,8 @@ def local_kv_apart(
     local = KERNELS[kernel]
     tokens, head_dim = (512 if cuda else 64) * me.world, 64 if cuda else 16
     packs = [0, tokens // 4, tokens // 2, tokens] if packed else None
-    state: dict[str, bool | None] = {
-        "late": None
-    }  # the calls on one's own keys, which have an edge of the mask, or the others
+    # the calls on one's own keys, which have an edge of the mask, or the others
+    state: dict[str, bool | None] = {"late": None}
 
     def backward(*tensors: torch.Tensor, **how: Any) -> Any:
         call = next(x for x in tensors if isinstance(x, Call))
@@ -128,27 +132,18 @@ def local_kv_apart(
         return type(priority).background(priority)
 
     differences, entered = [], 0
-    at_once, halves = (
-        ({"head_parts": 1}, {"head_parts": 2})
-        if fn.variant.executor == "ring"
-        else ({"heads_k_stride": None}, {"heads_k_stride": 2})
-    )
+    option, one, two = ("head_parts", 1, 2) if fn.variant.executor == "ring" else ("heads_k_stride", None, 2)
     priority = fn._transport(me.device).priority_stream
     original, threshold = local.backward, policy.APART
+    ways: list[tuple[int, dict[str, Any], bool | None]] = [(0, {option: one}, None)]
+    ways += [(apart, how, late) for apart, how in ((threshold, {}), (0, {option: two})) for late in (None, True, False)]
     try:
         local.backward, priority.background = backward, background  # type: ignore[method-assign]
         for seed in range(2):
-            generator = torch.Generator().manual_seed(seed)
-            shapes = [(*(() if packed else (1,)), tokens, heads, head_dim) for heads in (8, 4, 4, 8)]
-            q, k, v, dout = (
-                fn.shard(torch.randn(shape, generator=generator).to(me.device, getattr(torch, dtype)), packs)
-                for shape in shapes
-            )
+            lead = (tokens,) if packed else (1, tokens)
+            q, k, v, dout = (fn.shard(x.to(getattr(torch, dtype)), packs) for x in _random(me, lead, head_dim, seed))
             expected: list[torch.Tensor] = []
-            ways = [(threshold, {}, late) for late in (None, True, False)] + [
-                (0, halves, late) for late in (None, True, False)
-            ]
-            for apart, more, late in [(0, at_once, None), *ways]:
+            for apart, more, late in ways:
                 policy.APART, state["late"] = apart, late
                 fn = make(**more)  # which its plans are decided for once
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], entered

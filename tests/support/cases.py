@@ -22,6 +22,7 @@ import attention
 from tests.support import masks as masked
 
 if TYPE_CHECKING:
+    from attention.masks import Mask
     from runner.launch.rank import Rank
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -91,28 +92,7 @@ def variants() -> dict[str, Any]:
 def draw(name: str, world: int, seed: int) -> Case:
     """A random case of a variant. Most can be done; some must be refused."""
     rng = random.Random(f"{name}/{world}/{seed}")
-    chosen = variants()[name]
-    kv_heads = rng.choice((1, 2, world, 2 * world))
-    heads = kv_heads * rng.choice((1, 1, 2, 4))
-    kernel = rng.choice(("auto",) * 9 + ("math",) * 3 + ("sdpa_flash",) * 2 + ("triton",))
-    base: dict[str, Any] = {
-        "variant": name,
-        "world": world,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": rng.choice((8, 16, 32, 40, 64)),
-        "seed": rng.randrange(1 << 30),
-        "options": {o: rng.choice(_values(o, world, kv_heads)) for o in chosen.options.names() if rng.random() < 0.6},
-        "transport": rng.choice(("gloo", "symm")) if world > 1 else "auto",
-        "kernel": kernel,
-        "dtype": rng.choice(("fp64", "fp32") if kernel == "math" else ("fp32", "fp32", "bf16", "fp16", "fp64")),
-        "scale": rng.choice((None, None, 0.3)),
-        "batch": rng.choice((1, 2, 3)),
-        "deterministic": rng.random() < 0.2,
-        "value_dim": rng.choice((None, None, None, 8, 24, 64)),
-        "softcap": rng.choice((None, None, None, None, 0.5, 4.0)),
-    }
-    base["sinks"] = rng.choice((None, None, base["dtype"], "fp32"))
+    chosen, base = variants()[name], _drawn(name, world, rng)
     layouts = tuple(rng.choice(LAYOUTS) if rng.random() < 0.4 else "contiguous" for _ in NAMES)
     if chosen.decode:
         tokens = rng.choice((1, world, 5, 33, 64, 200))
@@ -150,6 +130,33 @@ def draw(name: str, world: int, seed: int) -> Case:
     return Case(
         **base, tokens=tokens, causal=causal, window=window, lengths=lengths, layouts=layouts, gradients=gradients
     )
+
+
+def _drawn(name: str, world: int, rng: random.Random) -> dict[str, Any]:
+    """The fields that cases of every variant have."""
+    kv_heads = rng.choice((1, 2, world, 2 * world))
+    heads = kv_heads * rng.choice((1, 1, 2, 4))
+    kernel = rng.choice(("auto",) * 9 + ("math",) * 3 + ("sdpa_flash",) * 2 + ("triton",))
+    base: dict[str, Any] = {
+        "variant": name,
+        "world": world,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": rng.choice((8, 16, 32, 40, 64)),
+        "seed": rng.randrange(1 << 30),
+        "options": {
+            o: rng.choice(_values(o, world, kv_heads)) for o in variants()[name].options.names() if rng.random() < 0.6
+        },
+        "transport": rng.choice(("gloo", "symm")) if world > 1 else "auto",
+        "kernel": kernel,
+        "dtype": rng.choice(("fp64", "fp32") if kernel == "math" else ("fp32", "fp32", "bf16", "fp16", "fp64")),
+        "scale": rng.choice((None, None, 0.3)),
+        "batch": rng.choice((1, 2, 3)),
+        "deterministic": rng.random() < 0.2,
+        "value_dim": rng.choice((None, None, None, 8, 24, 64)),
+        "softcap": rng.choice((None, None, None, None, 0.5, 4.0)),
+    }
+    return base | {"sinks": rng.choice((None, None, base["dtype"], "fp32"))}
 
 
 def _values(option: str, world: int, kv_heads: int) -> tuple[Any, ...]:
@@ -259,17 +266,7 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
     """out, lse and the gradients asked for, global and on every rank. Raises ValueError where the call is refused, and
     AssertionError where an input was changed or `unshard` does not undo `shard`."""
     mask = masked.intersection(case.masks)
-    options = dict(case.options)
-    if "mask" in variants()[case.variant].options.from_call():
-        options["mask"] = mask or attention.masks.full()
-    fn = attention.make(
-        case.variant,
-        group=group,
-        kernel=case.kernel,
-        transport=case.transport,
-        deterministic=case.deterministic,
-        **options,
-    )
+    fn = _made(case, mask, group)
     cu, added, outside = case.cu_seqlens, 0, None
     if case.pad:
         real, added = fn.shard(torch.ones(case.tokens) if cu else torch.ones(1, case.tokens), cu, pad=True)
@@ -316,6 +313,20 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
     for name, x in kept.items():
         assert torch.equal(given[name], x), f"the call changed {name}"
     return results
+
+
+def _made(case: Case, mask: Mask | None, group: dist.ProcessGroup | None) -> attention.ContextParallel:
+    options = dict(case.options)
+    if "mask" in variants()[case.variant].options.from_call():
+        options["mask"] = mask or attention.masks.full()
+    return attention.make(
+        case.variant,
+        group=group,
+        kernel=case.kernel,
+        transport=case.transport,
+        deterministic=case.deterministic,
+        **options,
+    )
 
 
 def seen(case: Case) -> Tensor:

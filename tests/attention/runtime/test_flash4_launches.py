@@ -25,42 +25,46 @@ def after_kernel(wide, grad, scale, *rest):
     grad.copy_(wide.unflatten(-1, grad.shape[-2:]) * scale)
 
 
+def launched(function, key, kernel, *arguments):
+    def on_gpu(*given):
+        with _disable_current_modes():  # no mode sees what a kernel does
+            kernel(*given)
+
+    if key not in function.compile_cache:
+        function.compile_cache[key] = on_gpu
+    function.compile_cache[key](*arguments)
+
+
+def probabilities(q, k, lse, scale, causal):
+    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2]), -torch.inf)
+    return (s.softmax(-1), s.logsumexp(-1)) if lse is None else ((s - lse.unsqueeze(-1)).exp(), lse)
+
+
+def attend(causal):
+    def kernel(q, k, v, out, lse, scale, *_):
+        p, found = probabilities(q, k, None, scale, causal)
+        out.copy_(torch.einsum("bhqk,bkhd->bqhd", p, v))
+        lse.copy_(found)
+
+    return kernel
+
+
+def gradients(causal):
+    def kernel(q, k, v, dout, logs, sums, wide_q, dk, dv, scale, *_):
+        p, _ = probabilities(q, k, logs / 2, scale, causal)
+        ds = p * (torch.einsum("bqhd,bkhd->bhqk", dout, v) - sums.unsqueeze(-1)) * scale
+        wide_q += torch.einsum("bhqk,bkhd->bqhd", ds, k).flatten(-2)
+        dk.copy_(torch.einsum("bhqk,bqhd->bkhd", ds, q))
+        dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout))
+
+    return kernel
+
+
 def interface(calls: list[str]) -> ModuleType:
     """What `kernel=flash4` calls of the package, of as many heads as KV heads, on a CPU: the same functions and arguments, each with
     its cache, and attention by plain PyTorch in the kernels. `calls`: the functions that were called."""
-
-    def launched(function, key, kernel, *arguments):
-        def on_gpu(*given):
-            with _disable_current_modes():  # no mode sees what a kernel does
-                kernel(*given)
-
-        if key not in function.compile_cache:
-            function.compile_cache[key] = on_gpu
-        function.compile_cache[key](*arguments)
-
-    def probabilities(q, k, lse, scale, causal):
-        s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-        if causal:
-            s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2]), -torch.inf)
-        return (s.softmax(-1), s.logsumexp(-1)) if lse is None else ((s - lse.unsqueeze(-1)).exp(), lse)
-
-    def attend(causal):
-        def kernel(q, k, v, out, lse, scale, *_):
-            p, found = probabilities(q, k, None, scale, causal)
-            out.copy_(torch.einsum("bhqk,bkhd->bqhd", p, v))
-            lse.copy_(found)
-
-        return kernel
-
-    def gradients(causal):
-        def kernel(q, k, v, dout, logs, sums, wide_q, dk, dv, scale, *_):
-            p, _ = probabilities(q, k, logs / 2, scale, causal)
-            ds = p * (torch.einsum("bqhd,bkhd->bhqk", dout, v) - sums.unsqueeze(-1)) * scale
-            wide_q += torch.einsum("bhqk,bkhd->bqhd", ds, k).flatten(-2)
-            dk.copy_(torch.einsum("bhqk,bqhd->bkhd", ds, q))
-            dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout))
-
-        return kernel
 
     def forward(q, k, v, *, causal, window_size_left, window_size_right, softmax_scale, out, lse, return_lse):
         calls.append("forward")
