@@ -48,7 +48,7 @@ def seconds(agreement: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PlanVerdict:
     """The outcome for one plan. message: why the ranks do not agree, or empty. without: ranks that the others gave up waiting
     for; these take part in the next plan instead."""
 
@@ -57,7 +57,7 @@ class Verdict:
 
 
 @dataclass
-class Rounds:
+class AgreementRounds:
     """This rank's part in the agreements of one group. store: the group's store, with a prefix. Other threads use the store,
     too, so no operation on it may block."""
 
@@ -94,19 +94,19 @@ class Rounds:
             if self.store.add(f"arrived/{self.number}", 1) == self.world:
                 self.store.delete_key(f"arrived/{self.number}")
 
-    def _round(self, asked: Asked, timeout_s: float) -> Verdict:
+    def _round(self, asked: Asked, timeout_s: float) -> PlanVerdict:
         self.number += 1
         n, store = self.number, self.store
         store.set(_key(self.rank), json.dumps({"plan": n, "asked": asked}))
         if store.add(f"arrived/{n}", 1) < self.world:
             return self._await(timeout_s)
         found = store.multi_get([_key(rank) for rank in range(self.world)])
-        verdict = self._decide(Verdict(_difference([json.loads(x)["asked"] for x in found])))
+        verdict = self._decide(PlanVerdict(_difference([json.loads(x)["asked"] for x in found])))
         store.delete_key(f"arrived/{n}")
         store.delete_key(f"verdict/{n - 1}")  # all ranks have read it
         return verdict
 
-    def _await(self, timeout_s: float) -> Verdict:
+    def _await(self, timeout_s: float) -> PlanVerdict:
         """The verdict on the current plan. Polls, because a store's own wait blocks other threads, prints warnings and
         can't be interrupted."""
         start, key = time.monotonic(), f"verdict/{self.number}"
@@ -118,14 +118,14 @@ class Rounds:
             if failure is not None:
                 return self._decide(failure)
             time.sleep(min(max(waited / 3, SHORTEST_SLEEP_S), LONGEST_SLEEP_S))
-        return Verdict(**json.loads(self.store.get(key)))
+        return PlanVerdict(**json.loads(self.store.get(key)))
 
-    def _decide(self, verdict: Verdict) -> Verdict:
+    def _decide(self, verdict: PlanVerdict) -> PlanVerdict:
         """Writes the verdict, unless another rank has written one. Returns the verdict in the store."""
         holds = self.store.compare_set(f"verdict/{self.number}", "", json.dumps(asdict(verdict)))
-        return Verdict(**json.loads(holds))
+        return PlanVerdict(**json.loads(holds))
 
-    def _refusal(self) -> Verdict | None:
+    def _refusal(self) -> PlanVerdict | None:
         errors: dict[int, str] = {}
         for rank in range(self.world):
             if self.store.check([_refused(rank)]):
@@ -138,9 +138,9 @@ class Rounds:
             f"{_ranks(ranks)} refused {'its' if len(ranks) == 1 else 'their'} call, which other ranks made: {error}"
             for error, ranks in _by_value(errors).items()
         )
-        return Verdict(message, list(errors))
+        return PlanVerdict(message, list(errors))
 
-    def _absence(self, timeout_s: float) -> Verdict | None:
+    def _absence(self, timeout_s: float) -> PlanVerdict | None:
         """A verdict that names the ranks that did not arrive, with the descriptions of the others; None if all have arrived."""
         came: dict[int, str] = {}
         for rank in range(self.world):
@@ -157,7 +157,7 @@ class Rounds:
             f"or they reuse an earlier plan, or they have agreement=False, or they are late (give agreement=SECONDS to "
             f"wait longer). Asked for by {asked}"
         )
-        return Verdict(message, absent)
+        return PlanVerdict(message, absent)
 
 
 def check(group: dist.ProcessGroup | None, asked: Asked, timeout_s: float) -> None:
@@ -179,16 +179,16 @@ def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
         pass
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, Rounds | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, AgreementRounds | None] = WeakKeyDictionary()
 
 
-def _rounds_of(group: dist.ProcessGroup | None) -> Rounds | None:
+def _rounds_of(group: dist.ProcessGroup | None) -> AgreementRounds | None:
     """None if this PyTorch does not give the group's store."""
     found = group or private.default_group()
     if found not in _known:
         store = private.store(found)
         rank, world = dist.get_rank(found), dist.get_world_size(found)
-        _known[found] = Rounds(dist.PrefixStore("agreement", store), rank, world) if store else None
+        _known[found] = AgreementRounds(dist.PrefixStore("agreement", store), rank, world) if store else None
     return _known[found]
 
 

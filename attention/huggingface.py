@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from attention.api import ContextParallel, make
 from attention.arguments import Lengths
-from attention.masks.of_transformers import Asked, asked, check_padding
+from attention.masks.of_transformers import RequestedMask, asked, check_padding
 from attention.models.cache import ShardedKV
 from attention.models.gradients import reduce_used_gradients
 from attention.models.locality import check_layers, check_tokens
@@ -131,7 +131,7 @@ class HuggingFace:
     ) -> tuple[Tensor, None]:
         """The attention function for transformers: query `[B, H, s, D]`, key `[B, Hk, s, D]`, value `[B, Hk, s, Dv]` to out
         `[B, s, H, Dv]`. Raises ValueError for what it does not understand."""
-        if not isinstance(attention_mask, Asked):
+        if not isinstance(attention_mask, RequestedMask):
             raise _refused(module, f"attention_mask is {type(attention_mask)}, not of the mask registry; leave it out")
         causal, window = attention_mask.causal, attention_mask.window
         for name, same in (("is_causal", causal), ("sliding_window", None if window[0] < 0 else window[0] + 1)):

@@ -31,7 +31,7 @@ from attention.arguments import (
 from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
-from attention.executors.plan import KeyLengths, Part, Plan, plan_steps, resized
+from attention.executors.plan import KeyLengths, Plan, PlannedComponent, plan_steps, resized
 from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.mixtures import Component, components
@@ -264,7 +264,7 @@ def _part_spec(spec: CallSpec, c: Component) -> CallSpec:
 
 def _parts(
     plan: Plan, spec: CallSpec, settings: Settings, of_parts: tuple[Kernel, ...]
-) -> Callable[[], tuple[Part, ...]]:
+) -> Callable[[], tuple[PlannedComponent, ...]]:
     """What makes the plans of a mixture's components, once or with pattern_cache=false in each pass."""
     mixed = _mixed(spec, settings, plan.problem)
     if not mixed:
@@ -285,8 +285,8 @@ def _parts(
             steps=plan_steps(c.problem, place, _like(spec, settings), False, spec.device),
         )
 
-    def make() -> tuple[Part, ...]:
-        return tuple(Part(c, made(c, kernel)) for c, kernel in zip(mixed, of_parts, strict=True))
+    def make() -> tuple[PlannedComponent, ...]:
+        return tuple(PlannedComponent(c, made(c, kernel)) for c, kernel in zip(mixed, of_parts, strict=True))
 
     return cache(make) if plan.options.pattern_cache else make
 

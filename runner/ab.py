@@ -54,7 +54,7 @@ class Ab:
 
     def _line(self, others: list[str], runs: dict[str, Run]) -> str:
         from runner.report.table import digits
-        from runner.report.verdicts import TOLERANCE, Measured, speed
+        from runner.report.verdicts import TOLERANCE, MeasuredPass, speed
 
         a, b = runs[self.first], runs[self.second]
         about = f"{' '.join(others)}: " if others else ""
@@ -63,7 +63,7 @@ class Ab:
                 return f"{about}no verdict: {mine} is {run.status}" + (
                     f", {run.result.reason}" * bool(run.result.reason)
                 )
-        verdict, ratio = speed(Measured.of(a, "total"), Measured.of(b, "total"), TOLERANCE, paired=True)
+        verdict, ratio = speed(MeasuredPass.of(a, "total"), MeasuredPass.of(b, "total"), TOLERANCE, paired=True)
         before, after = a.ms("total"), b.ms("total")
         assert before and after
         times = f"{digits(before)} → {digits(after)} ms"

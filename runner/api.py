@@ -27,7 +27,7 @@ from runner import app, interleave
 from runner.config import folders, overrides, resolve
 from runner.config.values import InvalidConfig, Refused, message
 from runner.output import reader, summary, terminal
-from runner.output.reader import Problem
+from runner.output.reader import UnreadableFile
 from runner.output.record import Result
 from runner.output.run_tables import table_of
 
@@ -101,7 +101,7 @@ def _result(done: Any) -> Result:
     """The recorded result of one of Hydra's jobs. Raises the job's error."""
     _ = done.return_value
     found = reader.read_result(Path(done.hydra_cfg.hydra.runtime.output_dir))
-    if found is None or isinstance(found, Problem):
+    if found is None or isinstance(found, UnreadableFile):
         raise OSError(f"the result was removed or cannot be read: {found}")
     return found
 

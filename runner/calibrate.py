@@ -80,7 +80,7 @@ def checked(call: CallClass, tiny: bool = False) -> Sizes:
     return Sizes(1, lengths, full.heads, full.kv_heads, mask)
 
 
-class Work:
+class KernelWork:
     """Forward and backward of one kernel on seeded inputs, for the timing methods."""
 
     passes: tuple[str, ...] = ("forward", "backward")
@@ -152,7 +152,7 @@ def measure(
     try:
         if reason := worst_error(kernel, call, checked(call, tiny), device):
             return reason
-        work = Work(kernel, call, given, device)
+        work = KernelWork(kernel, call, given, device)
         if device == "cuda":
             watch: stopwatch.Stopwatch = stopwatch.CudaStopwatch(torch.device("cuda"), together=False)
             words = torch.cuda.get_device_properties(0).L2_cache_size // 2  # twice the cache

@@ -27,12 +27,12 @@ from runner import environment, rounds, sweep
 from runner.config.experiment import Experiment
 from runner.config.groups import groups
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
-from runner.config.rules.machine import Machine, check_fits
+from runner.config.rules.machine import MachineLimits, check_fits
 from runner.config.values import InvalidConfig, Refused, UnsupportedHere, message
 from runner.launch.processes import cores
 from runner.measure import duration, metrics
 from runner.output import reader, terminal
-from runner.output.reader import Problem
+from runner.output.reader import UnreadableFile
 from runner.output.record import Result
 from runner.tally import SKIPPED
 
@@ -44,7 +44,7 @@ TO_DO = "to do"
 def check_here(spec: Experiment, cfg: DictConfig, gpus: int) -> None:
     """Raises InvalidConfig for what this machine cannot hold, UnsupportedHere for what it or its packages cannot do."""
     gpu_memory = environment.gpu_memory_bytes() if gpus else None
-    check_fits(spec, Machine(cores(), environment.memory_bytes(), gpus, gpu_memory))
+    check_fits(spec, MachineLimits(cores(), environment.memory_bytes(), gpus, gpu_memory))
     if cfg.hardware.name == "cuda" and not gpus:
         raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
     chosen = everything().get(spec.variant)  # none: attention=auto
@@ -62,8 +62,8 @@ def earlier(folder: Path, key: str) -> Result | None:
     and not used."""
     found = reader.read_result(folder)
     if isinstance(found, Result) and found.key != key:
-        found = Problem(folder / reader.RESULT, f"its key is {found.key}, this run's is {key}")
-    if isinstance(found, Problem):
+        found = UnreadableFile(folder / reader.RESULT, f"its key is {found.key}, this run's is {key}")
+    if isinstance(found, UnreadableFile):
         reader.report_problems([found])
         return None
     return found
@@ -88,7 +88,7 @@ class Planned:
 
 
 @dataclass
-class Plan:
+class PlannedRuns:
     """The runs that were looked at, of `of` in all."""
 
     of: int
@@ -113,7 +113,7 @@ class Plan:
         return f"Plan: {self.of} run{'s' if self.of > 1 else ''}{some}: {', '.join(parts) or 'nothing is left to do'}"
 
 
-def show(plan: Plan) -> None:
+def show(plan: PlannedRuns) -> None:
     """Print the whole plan."""
     table = terminal.new_table()
     for title in ("run", "state", "FLOP", "about", "why, or by what"):
@@ -217,9 +217,9 @@ class _Planner:
         self.times: dict[str, Path] | None = None
         self.seed: int | None = None
 
-    def plan(self, configs: Any, until: float | None = None, check_kernels: bool = False) -> Plan:
+    def plan(self, configs: Any, until: float | None = None, check_kernels: bool = False) -> PlannedRuns:
         """until: a time at which to stop, after one run at least."""
-        found = Plan(len(self.jobs))
+        found = PlannedRuns(len(self.jobs))
         for job, cfg in zip(self.jobs, configs, strict=False):
             found.runs.append(self.run(cfg, job, check_kernels))
             if until is not None and time.monotonic() > until:

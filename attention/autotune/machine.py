@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AutoRequest:
     """The options of `make("auto")`; None: the default. A dense batch gives `tokens`, a packed one `cu_seqlens`."""
 
     tokens: int | None = None  # of a sequence
@@ -50,7 +50,7 @@ class Asked:
     deterministic: bool | None = False
 
 
-KNOWN = [field.name for field in fields(Asked)]
+KNOWN = [field.name for field in fields(AutoRequest)]
 
 
 def decide(
@@ -60,7 +60,7 @@ def decide(
     given: dict[str, Any],
     build: Callable[[Estimate], ContextParallel],
 ) -> Choice:
-    """The choice for `given` options of `make("auto")`, which are those of `Asked`. Every rank must give the same ones,
+    """The choice for `given` options of `make("auto")`, which are those of `AutoRequest`. Every rank must give the same ones,
     on GPUs of one kind. On CUDA it is collective, since ranks try whether they can read each other's memory. Trials
     (`trials.by_trial`) take some seconds. What they exchange through is kept until `transports.release()`, as for any
     call.
@@ -89,11 +89,11 @@ def decide(
     return by_trial(choice, asked.trials, task, build, device=device, dtype=dtype)
 
 
-def _checked(given: dict[str, Any]) -> Asked:
+def _checked(given: dict[str, Any]) -> AutoRequest:
     for option, value in given.items():
         if option not in KNOWN:
             raise ValueError(f"{option}={value!r}: auto has no such option; its options: {', '.join(KNOWN)}")
-    asked = Asked(**given)
+    asked = AutoRequest(**given)
     missing = [name for name in ("heads", "head_dim") if getattr(asked, name) is None]
     if (asked.tokens is None) == (asked.cu_seqlens is None):
         missing.insert(0, "tokens or else cu_seqlens")
@@ -112,7 +112,7 @@ def _checked(given: dict[str, Any]) -> Asked:
 
 def machine(
     task: Task,
-    asked: Asked,
+    asked: AutoRequest,
     device: torch.device,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.executors import gather
-from attention.executors.plan import Part, Plan
+from attention.executors.plan import Plan, PlannedComponent
 from attention.geometry.mixtures import Component, Mixture, strided
 from attention.kernels.interface import Grads, Pair, Triple
 from attention.profiling import phase
@@ -69,7 +69,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
     return (*(x[0] for x in grads), *of_sinks) if packed else (*grads, *of_sinks)
 
 
-def _joint(dout: Tensor, saved: Saved, parts: Sequence[Part]) -> Iterator[tuple[int, Triple]]:
+def _joint(dout: Tensor, saved: Saved, parts: Sequence[PlannedComponent]) -> Iterator[tuple[int, Triple]]:
     """The number of each component that computes, and its rows of dout, out and lse: those of all."""
     for i, part in enumerate(parts):
         if _computes(part):
@@ -77,7 +77,7 @@ def _joint(dout: Tensor, saved: Saved, parts: Sequence[Part]) -> Iterator[tuple[
             yield i, (queries(dout, c), queries(saved[3], c), of_rows(saved[4], c))
 
 
-def _detached(dout: Tensor, saved: Saved, parts: Sequence[Part]) -> Iterator[tuple[int, Triple]]:
+def _detached(dout: Tensor, saved: Saved, parts: Sequence[PlannedComponent]) -> Iterator[tuple[int, Triple]]:
     """As `_joint`, with each component's own out and lse."""
     own = iter(saved[4:])
     for i, part in enumerate(parts):
@@ -144,13 +144,13 @@ def unfolded_lse(lse: Tensor, c: Component) -> Tensor:
     return lse.unflatten(0, (-1, c.fold)).transpose(1, 2).flatten(2, 3) if c.fold > 1 else lse
 
 
-def _computes(part: Part) -> bool:
+def _computes(part: PlannedComponent) -> bool:
     """Whether the component computes anything on this rank or, where keys travel, may on any rank. It does not where all of
     its tokens are padding."""
     return not part.component.local or bool(part.plan.steps[0].calls)
 
 
-def _inputs(qkv: Sequence[Tensor], part: Part) -> Triple:
+def _inputs(qkv: Sequence[Tensor], part: PlannedComponent) -> Triple:
     """A component's q, k, v for its own problem: views, or copies."""
     c, (q, k, v) = part.component, qkv
     found = [folded(x, c) for x in (queries(q, c), keys(k, c), keys(v, c))]
@@ -158,7 +158,7 @@ def _inputs(qkv: Sequence[Tensor], part: Part) -> Triple:
     return q, k, v
 
 
-def _attend(qkv: Sequence[Tensor], part: Part, i: int, target: Tensor | None) -> Pair:
+def _attend(qkv: Sequence[Tensor], part: PlannedComponent, i: int, target: Tensor | None) -> Pair:
     """(out `[B, n, h, Dv]`, lse `[B, h, n]`) of a component. target: where its kernel, if it has one call, writes out."""
     c, given = part.component, _inputs(qkv, part)
     if not c.local:
@@ -171,7 +171,9 @@ def _attend(qkv: Sequence[Tensor], part: Part, i: int, target: Tensor | None) ->
     return unfolded(out, c), unfolded_lse(lse, c)
 
 
-def _attend_backward(rows: Triple, qkv: Sequence[Tensor], part: Part, i: int, into: Triple | None) -> Triple | None:
+def _attend_backward(
+    rows: Triple, qkv: Sequence[Tensor], part: PlannedComponent, i: int, into: Triple | None
+) -> Triple | None:
     """(dq, dk, dv) of a component `[B, n, h, D]`; None where its kernel wrote them to `into`. rows: its dout, out
     `[B, n, h, Dv]` and lse `[B, h, n]`."""
     c, given, (dout, out, lse) = part.component, _inputs(qkv, part), rows
@@ -195,7 +197,7 @@ class _Total:
     """A tensor like `like` to which every component gives its part. Components that meet at no place of an earlier one write
     there; the others are combined with it, in the accumulation dtype where more than two meet."""
 
-    def __init__(self, name: str, like: Tensor, plan: Plan, parts: Sequence[Part], of_keys: bool):
+    def __init__(self, name: str, like: Tensor, plan: Plan, parts: Sequence[PlannedComponent], of_keys: bool):
         self.like, self.plan, self.parts, self.of_keys = like, plan, parts, of_keys
         self.copies = plan.options.copies
         self.how = plan.meetings[of_keys]
@@ -251,7 +253,7 @@ class _Total:
 class _Gradient(_Total):
     """The sum of a gradient's parts."""
 
-    def __init__(self, name: str, like: Tensor, plan: Plan, parts: Sequence[Part]):
+    def __init__(self, name: str, like: Tensor, plan: Plan, parts: Sequence[PlannedComponent]):
         super().__init__(name, like, plan, parts, of_keys=name != "dq")
 
     def add(self, i: int, x: Tensor) -> None:
@@ -269,7 +271,7 @@ class _Gradient(_Total):
 class _Result(_Total):
     """out and its LSE: parts that meet are merged by their LSE."""
 
-    def __init__(self, q: Tensor, v: Tensor, plan: Plan, parts: Sequence[Part]):
+    def __init__(self, q: Tensor, v: Tensor, plan: Plan, parts: Sequence[PlannedComponent]):
         super().__init__("out", result_like(q, v), plan, parts, of_keys=False)
         self.lse = empty_lse(self.like)
         if self.cleared:

@@ -69,7 +69,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlannedComponent:
     """A component of a mixture with its own plan, which is never packed and never has sinks."""
 
     component: Component
@@ -97,7 +97,7 @@ class Plan:
     transport: Transport
     options: Any
     steps: tuple[PlannedStep, ...]
-    parts: Callable[[], tuple[Part, ...]] = tuple
+    parts: Callable[[], tuple[PlannedComponent, ...]] = tuple
     lengths: KeyLengths = None
 
     @cached_property

@@ -21,7 +21,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Range:
+class SumRange:
     """Tokens `[start, stop)` of the sum, and the entries that overlap them."""
 
     start: int
@@ -30,7 +30,7 @@ class Range:
 
 
 @memo(lambda found, *_: 1 + sum([len(each.entries) for each in found]))
-def ranges(n: int, parts: tuple[Intervals, ...], most: int = MOST) -> tuple[Range, ...]:
+def ranges(n: int, parts: tuple[Intervals, ...], most: int = MOST) -> tuple[SumRange, ...]:
     """`[0, n)` in as few ranges as possible, each overlapping at most `most` entries. No token may have more than
     `most` parts."""
     entries = []
@@ -39,8 +39,8 @@ def ranges(n: int, parts: tuple[Intervals, ...], most: int = MOST) -> tuple[Rang
             if stop > start:
                 entries.append(Entry(number, start, stop, at))
     if len(entries) <= most:
-        return (Range(0, n, tuple(entries)),)
-    found: list[Range] = []
+        return (SumRange(0, n, tuple(entries)),)
+    found: list[SumRange] = []
     begin, held = 0, dict.fromkeys(e for e in entries if e.start <= 0)
     for cut in sorted({e.start for e in entries} | {e.stop for e in entries} | {n}):
         if not 0 < cut < n:
@@ -48,8 +48,8 @@ def ranges(n: int, parts: tuple[Intervals, ...], most: int = MOST) -> tuple[Rang
         alive = [e for e in held if e.stop > cut]
         new = [e for e in entries if e.start == cut]
         if len(held) + len(new) > most:
-            found.append(Range(begin, cut, tuple(held)))
+            found.append(SumRange(begin, cut, tuple(held)))
             begin, held = cut, dict.fromkeys(alive)
         held |= dict.fromkeys(new)
-    found.append(Range(begin, n, tuple(held)))
+    found.append(SumRange(begin, n, tuple(held)))
     return tuple(found)

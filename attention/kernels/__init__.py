@@ -49,7 +49,7 @@ class Absent:
 
 def _triton_kernels() -> list[Kernel]:
     try:
-        from attention.kernels.triton_decode import Decode
+        from attention.kernels.triton_decode import DecodeKernel
         from attention.kernels.triton_flash import TritonFlash
     except ImportError:
         reason = "needs the package triton: pip install triton"
@@ -57,7 +57,7 @@ def _triton_kernels() -> list[Kernel]:
             Absent("triton", "our Triton flash attention", reason),
             Absent("decode", "our split-KV Triton kernel for few queries", reason),
         ]
-    return [TritonFlash(), Decode()]
+    return [TritonFlash(), DecodeKernel()]
 
 
 _ALL: list[Kernel] = [

@@ -21,7 +21,7 @@ from attention.kernels.flash4_package import as_taken, dense_like, functions, la
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.tile_lists import (
     TILE,
-    Listed,
+    TileLists,
     balanced,
     by_keys,
     by_queries,
@@ -191,7 +191,7 @@ def _side(pattern: Pattern, device: torch.device, transposed: bool) -> Side:
     return Side(tensors, aux, None, mask_mod(max(1, tiles.intervals), copied and transposed), *parts)
 
 
-def _parts(listed: Listed, device: torch.device) -> tuple[Tensor, ...]:
+def _parts(listed: TileLists, device: torch.device) -> tuple[Tensor, ...]:
     """origin, repeated, parts and counted of a `Side`; none where no list is cut."""
     if not len(listed.origin):
         return ()
@@ -204,7 +204,7 @@ def _parts(listed: Listed, device: torch.device) -> tuple[Tensor, ...]:
     return *where, uploaded(counted.astype(np.float32), device)
 
 
-def _tensors(listed: Listed, device: torch.device) -> Any:
+def _tensors(listed: TileLists, device: torch.device) -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     arrays = [x for lists in (listed.partial, listed.full) for x in (lists.counts, lists.indices)]

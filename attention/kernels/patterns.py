@@ -26,7 +26,7 @@ MOST_GATHERED = 1 << 17  # keys of one call that are copied side by side, where 
 
 
 @dataclass(frozen=True)
-class Part:
+class PatternCall:
     """One packed call of a pattern, with its queries and its keys. Sequences of the call may share keys."""
 
     q: Intervals
@@ -145,18 +145,18 @@ class Overlapping:
         return dk, dv
 
 
-def _parts(call: Call, q: Tensor) -> tuple[Part, ...]:
+def _parts(call: Call, q: Tensor) -> tuple[PatternCall, ...]:
     """The packed calls of a pattern, kept with it."""
     pattern = call.pattern
     assert pattern is not None and pattern.n_q == q.shape[1]
     key = (call.scale, call.softcap, call.deterministic, q.device, q.shape[0])
     if key not in pattern.kept:
         pattern.kept[key] = tuple(_built(call, pattern, q.shape[0], q.device))
-    found: tuple[Part, ...] = pattern.kept[key]
+    found: tuple[PatternCall, ...] = pattern.kept[key]
     return found
 
 
-def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> Iterator[Part]:
+def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> Iterator[PatternCall]:
     for each in pattern.rounds:
         for entries in _limited(each.entries):
             q = tuple(rows for rows, _ in entries)
@@ -166,7 +166,7 @@ def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> It
             packed = call.of_packed(each.band, q_lengths, k_lengths, device)
             ends = sorted(k)
             overlapping = any(a[1] > b[0] for a, b in pairwise(ends))
-            yield Part(joined(q), k if overlapping else joined(k), packed, overlapping)
+            yield PatternCall(joined(q), k if overlapping else joined(k), packed, overlapping)
 
 
 def _limited(entries: tuple[Entry, ...]) -> Iterator[list[Entry]]:

@@ -54,7 +54,7 @@ class Lists:
 
 
 @dataclass(frozen=True, eq=False)
-class Listed:
+class TileLists:
     """Lists by tiles of queries, or of keys. A long list is cut in parts: row `tiles + i` continues row origin[i], so
     the kernel is given a copy of tile origin[i] behind the others."""
 
@@ -144,12 +144,12 @@ def most_at_once(rows: Rectangles) -> int:
     return int(np.cumsum(step[np.argsort(at, kind="stable")]).max())
 
 
-def by_queries(tiles: Tiles, most: int | None = None) -> Listed:
+def by_queries(tiles: Tiles, most: int | None = None) -> TileLists:
     """For each tile of queries its tiles of keys. most: the longest part of a list; None: no list is cut."""
     return _listed(tiles.partial, tiles.full, _many(tiles.n_q), most)
 
 
-def by_keys(tiles: Tiles, most: int | None = None) -> Listed:
+def by_keys(tiles: Tiles, most: int | None = None) -> TileLists:
     """For each tile of keys its tiles of queries."""
     partial, full = (x[np.argsort(x[:, 1], kind="stable")][:, ::-1] for x in (tiles.partial, tiles.full))
     return _listed(partial, full, _many(tiles.n_k), most)
@@ -161,7 +161,7 @@ def balanced(tiles: Tiles, rows: int) -> int:
     return max(LEAST_SPLIT, int(2 * mean) + 1)
 
 
-def _listed(partial: Ints, full: Ints, rows: int, most: int | None) -> Listed:
+def _listed(partial: Ints, full: Ints, rows: int, most: int | None) -> TileLists:
     n = np.bincount(partial[:, 0], minlength=rows)
     m = np.bincount(full[:, 0], minlength=rows)
     parts = np.ones(rows, np.int64) if most is None else np.maximum(1, -(-(n + m) // most))
@@ -180,7 +180,7 @@ def _listed(partial: Ints, full: Ints, rows: int, most: int | None) -> Listed:
         _padded(row_of(entries, before, counts), entries[:, 1], total)
         for entries, before, counts in ((partial, np.zeros_like(n), n), (full, n, m))
     ]
-    return Listed(lists[0], lists[1], rows, origin.astype(np.int32))
+    return TileLists(lists[0], lists[1], rows, origin.astype(np.int32))
 
 
 def _padded(row: Ints, column: Ints, rows: int) -> Lists:

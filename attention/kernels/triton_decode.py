@@ -167,7 +167,7 @@ def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
 
 
 @fitted
-class Decode:
+class DecodeKernel:
     name = "decode"
     summary = "flash-decoding in Triton: keys split among programs, for few queries; forward only"
     align = 1

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedMask:
     """The mask that a model asked transformers for. Attention gets it in place of a mask."""
 
     causal: bool
@@ -22,7 +22,7 @@ class Asked:
 
 def asked(
     mask_function: Callable[..., Any], kv_length: int, attention_mask: Tensor | None = None, **others: Any
-) -> Asked:
+) -> RequestedMask:
     """A function for transformers' mask registry. Documents are not read from the mask, but from the sharded batch.
 
     Raises ValueError for padding, and for masks other than full ones, causal ones and sliding windows."""
@@ -35,7 +35,7 @@ def asked(
             window = (variables["sliding_window"] - 1, -1)
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise ValueError(f"the model's mask has {name}: context_parallel does causal and full masks and windows")
-    return Asked(causal, window, kv_length)
+    return RequestedMask(causal, window, kv_length)
 
 
 def check_padding(attention_mask: Tensor | None) -> None:

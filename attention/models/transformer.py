@@ -113,7 +113,7 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A layer, with cross attention over the encoder's output where `cross` is its function."""
 
     def __init__(
@@ -154,11 +154,11 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=STD)
         both = config.encoder_layers > 0
         self.encoder = nn.ModuleList(
-            Block(config, FULL, self.attend, 2 * config.encoder_layers) for _ in range(config.encoder_layers)
+            TransformerBlock(config, FULL, self.attend, 2 * config.encoder_layers) for _ in range(config.encoder_layers)
         )
         self.encoder_norm = nn.RMSNorm(config.hidden, EPS) if both else None
         self.layers = nn.ModuleList(
-            Block(
+            TransformerBlock(
                 config,
                 config.kind(i),
                 self.functions[i % len(self.functions)],

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.runtime.launch_trace import Allocation, Launch, LaunchTrace, Layout, Place, Step, View, freeing
+from attention.runtime.launch_trace import (
+    Allocation,
+    LaunchTrace,
+    Step,
+    SubmittedLaunch,
+    TensorLayout,
+    TensorPlace,
+    View,
+    freeing,
+)
 from attention.runtime.private import triton_launches_watched
 from attention.runtime.strategy import Run
 from attention.runtime.submit import NO_POINTERS, Kept, Scope, check_submitted, recorded_by, submitting
@@ -62,7 +71,7 @@ class LaunchRecorder(TorchDispatchMode):
         super().__init__()
         self.inputs, self.stream, self.first = tuple(inputs), stream, stream()
         self.allocations: list[Allocation] = []
-        self.made: list[Launch | Allocation | View] = []
+        self.made: list[SubmittedLaunch | Allocation | View] = []
         self.count = 0
         self.views: dict[Hashable, int] = {}
         self.kept: list[Tensor] = []
@@ -109,7 +118,7 @@ class LaunchRecorder(TorchDispatchMode):
     def _allocation(self, x: Tensor, given: bool) -> Allocation:
         low, high = _span(x)
         self.count += 1
-        found = Allocation(self.count, Layout.of(x), low, low, high, self.stream(), given)
+        found = Allocation(self.count, TensorLayout.of(x), low, low, high, self.stream(), given)
         self.allocations.append(found)
         return found
 
@@ -134,7 +143,7 @@ class LaunchRecorder(TorchDispatchMode):
                     addresses[i] = place
         for allocation in used:
             allocation.last = len(self.made), self.stream()
-        self.made.append(Launch(launch, tuple(recorded), addresses, scope, cleanup))
+        self.made.append(SubmittedLaunch(launch, tuple(recorded), addresses, scope, cleanup))
 
     def _find(self, address: int, used: list[Allocation] | None = None) -> Allocation | None:
         """The newest allocation at that address, which is added to `used`: older ones were freed."""
@@ -143,20 +152,20 @@ class LaunchRecorder(TorchDispatchMode):
             used.append(found)
         return found
 
-    def _address(self, address: int, used: list[Allocation]) -> Place | int:
+    def _address(self, address: int, used: list[Allocation]) -> TensorPlace | int:
         found = self._find(address, used)
-        return address if found is None else Place(found.number, address - found.first)
+        return address if found is None else TensorPlace(found.number, address - found.first)
 
-    def _tensor(self, x: Tensor, used: list[Allocation]) -> Place | Layout | Tensor:
+    def _tensor(self, x: Tensor, used: list[Allocation]) -> TensorPlace | TensorLayout | Tensor:
         if not x.numel():
-            return Layout.of(x)  # an empty view may hold much memory
+            return TensorLayout.of(x)  # an empty view may hold much memory
         found = self._find(x.data_ptr(), used)
         # a tensor from outside the call is held by the trace
-        return x if found is None else Place(self._number(x, found))
+        return x if found is None else TensorPlace(self._number(x, found))
 
     def _number(self, x: Tensor, allocation: Allocation) -> int:
         """The number of the tensor, or of the view that equals x."""
-        layout, offset = Layout.of(x), (x.data_ptr() - allocation.first) // x.element_size()
+        layout, offset = TensorLayout.of(x), (x.data_ptr() - allocation.first) // x.element_size()
         if layout.dtype != allocation.layout.dtype:
             self.refuse(f"{layout.dtype} in memory of {allocation.layout.dtype}")
             return allocation.number
@@ -177,7 +186,7 @@ class LaunchRecorder(TorchDispatchMode):
         for x in results:
             if id(x) in given:
                 wanted.append((True, given[id(x)]))
-            elif isinstance(place := self._tensor(x, returned), Place):
+            elif isinstance(place := self._tensor(x, returned), TensorPlace):
                 wanted.append((False, place.number))
             else:
                 self.refuse("a result was not made by this call")
@@ -189,7 +198,7 @@ class LaunchRecorder(TorchDispatchMode):
         for i in self._needed(returned):
             entry = self.made[i]
             steps.append(entry.step())
-            cleanup.append(isinstance(entry, Launch) and entry.cleanup)
+            cleanup.append(isinstance(entry, SubmittedLaunch) and entry.cleanup)
             if i in freed:
                 steps.append(freeing(freed[i]))
                 cleanup.append(False)
@@ -213,10 +222,10 @@ class LaunchRecorder(TorchDispatchMode):
         unused = {
             i for i, x in enumerate(self.made) if isinstance(x, Allocation) and x.last is None and x not in returned
         }
-        switches = [i for i, x in enumerate(self.made) if isinstance(x, Launch) and x.scope == "switch"]
+        switches = [i for i, x in enumerate(self.made) if isinstance(x, SubmittedLaunch) and x.scope == "switch"]
         now = self.first
         for i, end in pairwise([*switches, len(self.made)]):
-            (stream,) = cast(Launch, self.made[i]).arguments
+            (stream,) = cast(SubmittedLaunch, self.made[i]).arguments
             last = end == len(self.made)
             if stream != now and (last or any(map(_on_current_stream, self.made[i + 1 : end]))):
                 now = stream
@@ -225,8 +234,8 @@ class LaunchRecorder(TorchDispatchMode):
         return [i for i in range(len(self.made)) if i not in unused]
 
 
-def _on_current_stream(x: Launch | Allocation | View) -> bool:
-    return isinstance(x, Allocation) or (isinstance(x, Launch) and x.scope == "stream")
+def _on_current_stream(x: SubmittedLaunch | Allocation | View) -> bool:
+    return isinstance(x, Allocation) or (isinstance(x, SubmittedLaunch) and x.scope == "stream")
 
 
 def _span(x: Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ Step = Callable[[list[Any], list[int]], object]  # takes the tensors by number, 
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor of the current call, by its number, or the address `offset` bytes after its first."""
 
     number: int
@@ -27,7 +27,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Shape, strides, dtype and device of a tensor."""
 
     shape: torch.Size
@@ -36,8 +36,8 @@ class Layout:
     device: torch.device
 
     @staticmethod
-    def of(x: Tensor) -> Layout:
-        return Layout(x.shape, x.stride(), x.dtype, x.device)
+    def of(x: Tensor) -> TensorLayout:
+        return TensorLayout(x.shape, x.stride(), x.dtype, x.device)
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -49,7 +49,7 @@ class View:
 
     number: int
     base: int
-    layout: Layout
+    layout: TensorLayout
     offset: int
 
     def step(self) -> Step:
@@ -68,7 +68,7 @@ class Allocation:
     stream: the stream to which its memory belongs."""
 
     number: int
-    layout: Layout
+    layout: TensorLayout
     first: int
     low: int
     high: int
@@ -88,18 +88,18 @@ class Allocation:
 
 
 @dataclass
-class Launch:
-    """A submitted launch. arguments: with a `Place` for each tensor of the current call."""
+class SubmittedLaunch:
+    """A submitted launch. arguments: with a `TensorPlace` for each tensor of the current call."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
-    addresses: dict[int, Place | tuple[Place | int, ...]]  # by position
+    addresses: dict[int, TensorPlace | tuple[TensorPlace | int, ...]]  # by position
     scope: Scope
     cleanup: bool
 
     def step(self) -> Step:
-        function, arguments = self.function, [x.empty() if isinstance(x, Layout) else x for x in self.arguments]
-        if not (self.addresses or any(isinstance(x, Place) for x in arguments)):
+        function, arguments = self.function, [x.empty() if isinstance(x, TensorLayout) else x for x in self.arguments]
+        if not (self.addresses or any(isinstance(x, TensorPlace) for x in arguments)):
             return lambda tensors, starts: function(*arguments)
         constants: list[Any] = []
 
@@ -107,8 +107,8 @@ class Launch:
             constants.append(value)
             return f"c[{len(constants) - 1}]"
 
-        def address(place: Place | int) -> str:
-            if not isinstance(place, Place):
+        def address(place: TensorPlace | int) -> str:
+            if not isinstance(place, TensorPlace):
                 return constant(place)
             return f"a[{place.number}]" + (f" + {constant(place.offset)}" if place.offset else "")
 
@@ -120,7 +120,7 @@ class Launch:
             elif place is not None:
                 words.append(address(place))
             else:
-                words.append(f"t[{x.number}]" if isinstance(x, Place) else constant(x))
+                words.append(f"t[{x.number}]" if isinstance(x, TensorPlace) else constant(x))
         return cast(Step, _compiled(f"lambda f, c: lambda t, a: f({', '.join(words)})")(function, constants))
 
 

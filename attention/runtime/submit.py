@@ -19,7 +19,7 @@ Kept = Iterable[Tensor | tuple[Tensor, ...]]
 NO_POINTERS = range(0)
 
 
-class Recorder(Protocol):
+class SubmissionRecorder(Protocol):
     def launched(
         self, launch: Callable[..., object], arguments: tuple[Any, ...], pointers: range, scope: Scope, cleanup: bool
     ) -> None: ...
@@ -31,7 +31,7 @@ class Recorder(Protocol):
 
 
 class _Local(threading.local):
-    recorder: Recorder | None = None
+    recorder: SubmissionRecorder | None = None
     submitting: bool = False
 
 
@@ -89,7 +89,7 @@ def refuse_recording(why: str) -> None:
 
 
 @contextmanager
-def recorded_by(recorder: Recorder) -> Iterator[None]:
+def recorded_by(recorder: SubmissionRecorder) -> Iterator[None]:
     before, _local.recorder = _local.recorder, recorder
     try:
         yield

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.errors import UnsupportedCall
 from attention.geometry.mailbox import Mailbox
 from attention.transports.fabric import symmetric_buffer
-from attention.transports.waits import WAITING, DeviceMemory, Memory, Pending, Remote, Watch, watchdog
+from attention.transports.waits import WAITING, DeviceMemory, FlagMemory, Pending, Remote, Watch, watchdog
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ MOST_PENDING = 16  # pieces followed at once: in a call that hangs, many wait
 class _PendingPieces:
     """The pieces for which a kernel of this rank waits."""
 
-    def __init__(self, box: Mailbox, memory: Memory, rank: int):
+    def __init__(self, box: Mailbox, memory: FlagMemory, rank: int):
         self.box, self.memory = box, memory
         self.others = [other for other in range(box.world) if other != rank]
 

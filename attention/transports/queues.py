@@ -20,7 +20,7 @@ Work = Callable[[], object]
 Moment = torch.cuda.Event
 
 
-class Transfer(Protocol):
+class StartedTransfer(Protocol):
     """Work that was started on a queue."""
 
     def wait(self) -> None:
@@ -46,7 +46,7 @@ class Queue:
         moment). `after` is called at the end of the handle's `wait`."""
         return _Handle(self.start(run, tensors, since), what, step, after)
 
-    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> Transfer:
+    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> StartedTransfer:
         """As in `issue`."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class Queue:
 
 
 class _Handle:
-    def __init__(self, transfer: Transfer, what: str, step: int, after: Work | None):
+    def __init__(self, transfer: StartedTransfer, what: str, step: int, after: Work | None):
         self.transfer, self.what, self.step, self.after = transfer, what, step, after
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class HostQueue(Queue):
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
         self.failed: Future[object] | None = None  # the first failure of a `then`, until it is raised
 
-    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> Transfer:
+    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> StartedTransfer:
         self.join()
         return _HostTransfer(self, self.thread.submit(run))
 
@@ -128,7 +128,7 @@ class CudaQueue(Queue):
         self.spare: list[torch.cuda.Event] = []  # events of finished transfers, for reuse
         self.beside: torch.cuda.Stream | None = None
 
-    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> Transfer:
+    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> StartedTransfer:
         if since is None:
             self.follow(self.stream, current(self.device))
         else:

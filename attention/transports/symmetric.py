@@ -93,7 +93,7 @@ class BufferRing:
         self.mine.clear()
 
 
-class Pool:
+class BufferPool:
     """The buffer rings of a group and device, shared by all functions over the group. For one thread at a time. No flag
     guards a rank's reads of its own publications. So its calls run one after another, even on several streams."""
 
@@ -247,10 +247,10 @@ class Pool:
         self.captures.some = False  # the memory that the graphs use is gone
 
 
-_pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Pool | str]] = WeakKeyDictionary()
+_pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, BufferPool | str]] = WeakKeyDictionary()
 
 
-def pool_of(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
+def pool_of(group: dist.ProcessGroup, device: torch.device) -> BufferPool | str:
     """The group's pool, or the reason why there is none, the same on every rank. Collective at the first call, which
     creates it."""
     made = _pools.setdefault(group, {})
@@ -259,15 +259,15 @@ def pool_of(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
     return made[device]
 
 
-def _pool(group: dist.ProcessGroup, device: torch.device) -> Pool | str:
+def _pool(group: dist.ProcessGroup, device: torch.device) -> BufferPool | str:
     try:
-        return Pool(group, device)
+        return BufferPool(group, device)
     except RuntimeError as error:
         return f"no symmetric memory here: {str(error).splitlines()[0]}"
 
 
-def _all_pools() -> list[Pool]:
-    return [pool for by_device in _pools.values() for pool in by_device.values() if isinstance(pool, Pool)]
+def _all_pools() -> list[BufferPool]:
+    return [pool for by_device in _pools.values() for pool in by_device.values() if isinstance(pool, BufferPool)]
 
 
 def _synchronize() -> None:
@@ -306,7 +306,7 @@ class Symmetric(Collective):
 
     pulls = True
 
-    def __init__(self, group: dist.ProcessGroup, pool: Pool):
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool):
         super().__init__("symm", group, pool.queue)
         self.pool, self.priority_stream = pool, pool.priority_stream
 

@@ -132,7 +132,7 @@ class Pending:
     action: str
 
 
-class Memory(Protocol):
+class FlagMemory(Protocol):
     """int32 words that streams write to."""
 
     def read(self, first: int, n: int) -> Sequence[int]: ...
@@ -154,7 +154,7 @@ class Wait:
 class Waits:
     """All waits for flags in a memory of `words` words."""
 
-    def __init__(self, memory: Memory, words: int):
+    def __init__(self, memory: FlagMemory, words: int):
         self.memory, self.words = memory, words
         self.every: list[Wait] = []
 
@@ -171,7 +171,7 @@ class Watch:
     """Checks one source of waits repeatedly. A mark in which the byte set at the last check is still set belongs to the same
     wait, because a new wait writes the whole word."""
 
-    def __init__(self, pending: Callable[[], list[Pending]], memory: Memory, remote: Remote):
+    def __init__(self, pending: Callable[[], list[Pending]], memory: FlagMemory, remote: Remote):
         self.pending, self.memory, self.remote = pending, memory, remote
         self.since: dict[int, float] = {}
 

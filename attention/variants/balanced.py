@@ -62,7 +62,7 @@ def check_options(options: BalancedOptions) -> None:
 
 
 @dataclass(frozen=True)
-class Split:
+class MaskSplit:
     """A layout's split for one mask."""
 
     mask: Mask
@@ -78,7 +78,7 @@ class Split:
 class _Balanced(Variant[BalancedOptions]):
     def outer(self, options: BalancedOptions) -> Layout:
         check_options(options)
-        return Layout("balanced", 1, Split(options.made_for, options.tokens, options.chunks), per_sequence=False)
+        return Layout("balanced", 1, MaskSplit(options.made_for, options.tokens, options.chunks), per_sequence=False)
 
     def padded(self, options: BalancedOptions, padding: int) -> BalancedOptions:
         if not padding:
@@ -116,7 +116,7 @@ def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[S
         raise ValueError(f"chunks={chunks}: must divide a rank's {each} tokens; it may be {divisors(each)[:16]}")
     able = [chunks] if chunks else [n for n in divisors(each) if n <= MOST_CHUNKS]
     best: Dealt | None = None
-    work = Work(mask, length, world)
+    work = ChunkPairs(mask, length, world)
     # where a few rows have very many pairs, whole chunks are tried last; chunks with few pairs show that there are none
     whole = [n for n in able if able[-1] % n == 0]
     cheap = max(FEW_PARTS, len(mask.rectangles(length)))
@@ -135,7 +135,7 @@ def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[S
     return best.shards(world)
 
 
-class Work(dict[int, NDArray[np.int64]]):
+class ChunkPairs(dict[int, NDArray[np.int64]]):
     """By the number of chunks of a rank, the pairs of each chunk; counted when first asked for, since few finer than those
     that balance are needed."""
 
@@ -258,7 +258,7 @@ register(
         source="MagiAttention's dispatch of chunks by area (SandAI, 2025)",
         use="any mask that is neither full nor causal, and packed batches of real lengths: made for one mask",
         executor="gather",
-        layout=Layout("balanced", 1, Split(CAUSAL, None, None), per_sequence=False),
+        layout=Layout("balanced", 1, MaskSplit(CAUSAL, None, None), per_sequence=False),
         schedule=GATHER,
         any_mask=True,
         options=BalancedOptions,

@@ -26,7 +26,7 @@ from runner.launch.rank import Rank
 from runner.measure import dilated, pieces
 from runner.measure.attention_work import GRADIENTS, NAMES, ROLES, SINKS, AttentionWork
 from runner.measure.errors import Error, Tolerance, described, total
-from runner.measure.pieces import Piece
+from runner.measure.pieces import HeadPiece
 from runner.measure.reference import Reference
 from runner.measure.workload import Compared
 
@@ -129,7 +129,7 @@ class _Comparison:
             self._add_dsinks()
         return share
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: HeadPiece) -> None:
         """Compares a piece; computes its reference if it has none."""
         spec, device = self.experiment.workload, self.me.device
         new = self.kernel not in piece.local
@@ -178,7 +178,7 @@ class _Comparison:
         if SINKS in self.scales:
             self.scales[SINKS] = scales.float()
 
-    def _local(self, inputs: dict[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+    def _local(self, inputs: dict[str, Tensor], piece: HeadPiece) -> dict[str, Tensor]:
         """out, dq, dk, dv and dsinks of a call of the kernel on one device, with a batch dim of 1 unless packed."""
         spec, sinks = self.experiment.workload, inputs.get("sinks")
         if (dilation := self.experiment.dilation) is not None:

@@ -21,11 +21,11 @@ SHARED_ROWS = 64  # ranks share a piece if each gets two chunks of at least so m
 SCORES = 1 << 26  # held at once by a reference on a CPU
 MOST_SCORES = 1 << 29  # and on a GPU
 
-_references: dict[Any, list[Piece]] = {}  # by workload, the newest last; the variants of a sweep share them
+_references: dict[Any, list[HeadPiece]] = {}  # by workload, the newest last; the variants of a sweep share them
 
 
 @dataclass
-class Piece:
+class HeadPiece:
     """One KV head of one batch element, with its query heads."""
 
     batch: int
@@ -83,18 +83,18 @@ def kept_bytes() -> int:
     return sum(reference_bytes(pieces) for pieces in _references.values())
 
 
-def reference_bytes(pieces: list[Piece]) -> int:
+def reference_bytes(pieces: list[HeadPiece]) -> int:
     return sum(piece.reference.nbytes for piece in pieces if piece.reference is not None)
 
 
-def keep(key: Any, pieces: list[Piece], most: int) -> None:
+def keep(key: Any, pieces: list[HeadPiece], most: int) -> None:
     """Keep pieces under `key`; drop the least recently used until all take at most `most` bytes."""
     _references[key] = pieces
     while kept_bytes() > most:
         del _references[next(iter(_references))]
 
 
-def kept(key: Any) -> list[Piece] | None:
+def kept(key: Any) -> list[HeadPiece] | None:
     """The pieces kept under `key`; they are kept no longer."""
     return _references.pop(key, None)
 
@@ -106,7 +106,7 @@ def tflop(experiment: Experiment) -> float:
     return (found + (counts.backward_flops(shapes, experiment.head_pairs) if experiment.backward else 0)) / 1e12
 
 
-def pieces_of(experiment: Experiment, world: int, rank: int, limit_tflop: float) -> tuple[list[Piece], float, int]:
+def pieces_of(experiment: Experiment, world: int, rank: int, limit_tflop: float) -> tuple[list[HeadPiece], float, int]:
     """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
     none). With fewer pieces than ranks, several ranks share a piece: each takes some of its queries."""
     work = experiment.workload
@@ -120,16 +120,16 @@ def pieces_of(experiment: Experiment, world: int, rank: int, limit_tflop: float)
     wanted = len(chosen)
     sharers = world // wanted  # ranks for each piece
     if sharers < 2 or work.seqlens is not None or work.queries < 2 * sharers * SHARED_ROWS:
-        return [Piece(b, h, i) for i, (b, h) in enumerate(chosen) if i % world == rank], share, 0
+        return [HeadPiece(b, h, i) for i, (b, h) in enumerate(chosen) if i % world == rank], share, 0
     if rank >= wanted * sharers:
         return [], share, wanted
     number, which = divmod(rank, sharers)
     borders = [i * work.queries // (2 * sharers) for i in range(2 * sharers + 1)]
     rows = tuple((borders[i], borders[i + 1]) for i in (which, 2 * sharers - 1 - which))  # causal: equal work
-    return [Piece(*chosen[number], number, rows)], share, wanted
+    return [HeadPiece(*chosen[number], number, rows)], share, wanted
 
 
-def piece_inputs(experiment: Experiment, piece: Piece, device: torch.device) -> dict[str, Tensor]:
+def piece_inputs(experiment: Experiment, piece: HeadPiece, device: torch.device) -> dict[str, Tensor]:
     """The inputs of a piece: q `[S, G, D]`, dout `[S, G, Dv]`, k `[S, 1, D]`, v `[S, 1, Dv]` and, where the call has them, sinks
     `[G]`. Of a decode k and v are the keys of the batch element, those of the prefix first."""
     spec = experiment.workload
@@ -149,7 +149,7 @@ def piece_inputs(experiment: Experiment, piece: Piece, device: torch.device) -> 
     return found
 
 
-def reference(inputs: dict[str, Tensor], piece: Piece, experiment: Experiment, dtype: torch.dtype) -> Reference:
+def reference(inputs: dict[str, Tensor], piece: HeadPiece, experiment: Experiment, dtype: torch.dtype) -> Reference:
     """The reference of a piece's inputs, of all queries or of this rank's."""
     spec, rows = experiment.workload, piece.rows
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
@@ -175,7 +175,7 @@ def seen_by(spec: AttentionCall, batch: int = 0) -> Seen | SeenRectangles:
     return SeenRectangles(torch.tensor(built), within)
 
 
-def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
+def share_reference(me: Rank, experiment: Experiment, mine: list[HeadPiece], pieces: int, dtype: torch.dtype) -> None:
     """Computes the references of shared pieces: each rank does its queries, and dk and dv are summed over the ranks."""
     for piece in mine:
         inputs = piece_inputs(experiment, piece, me.device)
@@ -187,7 +187,7 @@ def share_reference(me: Rank, experiment: Experiment, mine: list[Piece], pieces:
         piece.reference = piece.reference.to("cpu")
 
 
-def _sum_shares(me: Rank, spec: AttentionCall, mine: list[Piece], pieces: int, dtype: torch.dtype) -> None:
+def _sum_shares(me: Rank, spec: AttentionCall, mine: list[HeadPiece], pieces: int, dtype: torch.dtype) -> None:
     """Sums every piece's dk and dv over the ranks; each rank keeps its tokens."""
     for number in range(pieces):
         reference = mine[0].reference if mine and mine[0].number == number else None

@@ -19,7 +19,7 @@ from runner.measure.workload import Compared, Workload
 
 
 @dataclass(frozen=True)
-class Kind:
+class WorkloadKind:
     """create: the workload in a world. single: all of it on one device. compare: this rank's outputs, of which it takes
     ownership, with the reference; the flag: whether error scales are wanted. Collective."""
 
@@ -49,13 +49,13 @@ def _single_module(me: Rank, experiment: Experiment) -> Workload:
 
 
 WORKLOADS = {
-    "attention": Kind(AttentionWork, _single_attention, comparison.compare),
-    "module": Kind(ModuleWork, _single_module, module_work.compare),
-    "model": Kind(ModelWork, _single_model, model_check.compare),
+    "attention": WorkloadKind(AttentionWork, _single_attention, comparison.compare),
+    "module": WorkloadKind(ModuleWork, _single_module, module_work.compare),
+    "model": WorkloadKind(ModelWork, _single_model, model_check.compare),
 }
 
 
-def kind(experiment: Experiment) -> Kind:
+def kind(experiment: Experiment) -> WorkloadKind:
     """Of a run."""
     if experiment.model is not None:
         return WORKLOADS["model"]

@@ -1,5 +1,5 @@
 """Read recorded runs: `result.json` in a folder for each run, or a packed sweep (`runner/pack.py`). A file that is no
-result is returned as a `Problem`."""
+result is returned as a `UnreadableFile`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULT, PACKED = "result.json", "results.parquet"
 
 
 @dataclass(frozen=True)
-class Problem:
+class UnreadableFile:
     """A file that could not be read as a result."""
 
     path: Path
@@ -27,39 +27,39 @@ class Problem:
         return f"{self.path}: left out: {self.why}"
 
 
-def read_result(folder: Path) -> Result | Problem | None:
+def read_result(folder: Path) -> Result | UnreadableFile | None:
     """The result in a run's folder or, where it has none, in the packed sweep that the folder would lie in."""
     path = folder / RESULT
     if path.exists() or path.is_symlink():
         return _read(path, folder)
     packed = _packed(folder.parent / PACKED)
-    if isinstance(packed, Problem):
+    if isinstance(packed, UnreadableFile):
         return packed
     text = packed.get(folder.name)
     return None if text is None else _read(folder.parent / PACKED, folder, text)
 
 
-def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[Problem]]:
+def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[UnreadableFile]]:
     """All results of a folder, which is that of a run, a sweep or a packed sweep, or (`below`) holds any of these. A
     run's own folder replaces a packed run of the same name."""
-    read: list[Result | Problem] = []
+    read: list[Result | UnreadableFile] = []
     for path in sorted(folder.rglob(PACKED)) if below else [folder / PACKED]:
         packed = _packed(path)
-        if isinstance(packed, Problem):
+        if isinstance(packed, UnreadableFile):
             read.append(packed)
         else:
             read += [_read(path, path.parent / name, text, name) for name, text in packed.items()]
     paths = folder.rglob(RESULT) if below else [*folder.glob(RESULT), *folder.glob(f"*/{RESULT}")]
     read += [_read(path, path.parent) for path in sorted(paths)]
     found = {one.folder.resolve(): one for one in read if isinstance(one, Result)}
-    return [found[key] for key in sorted(found)], [one for one in read if isinstance(one, Problem)]
+    return [found[key] for key in sorted(found)], [one for one in read if isinstance(one, UnreadableFile)]
 
 
 def packed_results(folder: Path) -> dict[str, dict[str, Any]]:
     """The JSON of each run in a packed sweep, by the run's name. Raises ValueError for a file that is no packed
     sweep."""
     packed = _packed(folder / PACKED)
-    if isinstance(packed, Problem):
+    if isinstance(packed, UnreadableFile):
         raise ValueError(str(packed))
     return {name: json.loads(text) for name, text in packed.items()}
 
@@ -67,7 +67,7 @@ def packed_results(folder: Path) -> dict[str, dict[str, Any]]:
 _reported: set[str] = set()
 
 
-def report_problems(problems: Iterable[Problem]) -> None:
+def report_problems(problems: Iterable[UnreadableFile]) -> None:
     """Print a line each on stderr, each only once in a process."""
     for problem in problems:
         if str(problem) not in _reported:
@@ -75,7 +75,7 @@ def report_problems(problems: Iterable[Problem]) -> None:
             print(problem, file=sys.stderr)
 
 
-def _read(path: Path, folder: Path, text: str | None = None, run: str = "") -> Result | Problem:
+def _read(path: Path, folder: Path, text: str | None = None, run: str = "") -> Result | UnreadableFile:
     """The result in `text`, or else in the file `path`."""
     try:
         return Result.of(json.loads(path.read_text() if text is None else text), folder)
@@ -89,10 +89,10 @@ def _read(path: Path, folder: Path, text: str | None = None, run: str = "") -> R
         why = f"could not be read ({error.strerror})"
     except ValueError as error:
         why = str(error)
-    return Problem(path, f"run {run}: {why}" if run else why)
+    return UnreadableFile(path, f"run {run}: {why}" if run else why)
 
 
-def _packed(path: Path) -> dict[str, str] | Problem:
+def _packed(path: Path) -> dict[str, str] | UnreadableFile:
     """The JSON of each run in a packed sweep, by the run's name; empty where there is no such file."""
     try:
         stat = path.stat()
@@ -102,7 +102,7 @@ def _packed(path: Path) -> dict[str, str] | Problem:
 
 
 @lru_cache(maxsize=4)
-def _packed_at(path: Path, modified: int, size: int) -> dict[str, str] | Problem:
+def _packed_at(path: Path, modified: int, size: int) -> dict[str, str] | UnreadableFile:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -110,4 +110,4 @@ def _packed_at(path: Path, modified: int, size: int) -> dict[str, str] | Problem
         table = pq.read_table(path, columns=["name", "result"])
         return dict(zip(table["name"].to_pylist(), table["result"].to_pylist(), strict=True))
     except (OSError, pa.ArrowException, KeyError) as error:
-        return Problem(path, f"is no packed sweep ({' '.join(str(error).split())[:100]})")
+        return UnreadableFile(path, f"is no packed sweep ({' '.join(str(error).split())[:100]})")

@@ -15,7 +15,7 @@ from runner.report.labels import labels
 from runner.report.pairs import Pair, keys, pair_of
 from runner.report.runs import FACTS, WORKLOAD, Run
 from runner.report.table import Table, fact
-from runner.report.verdicts import Measured
+from runner.report.verdicts import MeasuredPass
 
 DIRTY = "-dirty"  # as `git describe` says it
 UNKNOWN = "unknown"
@@ -30,8 +30,8 @@ class Stored:
     run: Run
     samples: dict[str, Rounds]
 
-    def measured(self, which: str) -> Measured | None:
-        return Measured.of(self.run, which, self.samples)
+    def measured(self, which: str) -> MeasuredPass | None:
+        return MeasuredPass.of(self.run, which, self.samples)
 
 
 def commit_of(run: Run) -> str:
@@ -88,7 +88,7 @@ class Change:
 def changes(of: Series, which: str, tolerance: float, memory_tolerance: float) -> list[Change]:
     samples = {each.run: each for each in of.values()}
 
-    def measured(run: Run, which: str) -> Measured | None:
+    def measured(run: Run, which: str) -> MeasuredPass | None:
         return samples[run].measured(which)
 
     return [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.report.runs import PASSES, Run
-from runner.report.verdicts import TOLERANCE, Interval, Measured, Verdict, speed
+from runner.report.verdicts import TOLERANCE, Interval, MeasuredPass, Verdict, speed
 
 # settings by which runs are not told apart, and which may change their times
 BESIDE = ("timing.", "launch.env", "launch.share_gpu", "hardware.", "seed")
@@ -110,7 +110,7 @@ def pair_of(
     which: str,
     tolerance: float,
     memory_tolerance: float,
-    measured: Callable[[Run, str], Measured | None] = Measured.of,
+    measured: Callable[[Run, str], MeasuredPass | None] = MeasuredPass.of,
 ) -> Pair:
     """The verdicts on run B after run A."""
     if b is None:

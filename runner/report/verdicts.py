@@ -37,7 +37,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPass:
     """A pass of a run: its median and that median's 95% interval, in ms, and the slowest rank's samples by round, where
     they are known."""
 
@@ -46,7 +46,7 @@ class Measured:
     rounds: Rounds | None = None
 
     @staticmethod
-    def of(run: Run, which: str, samples: Mapping[str, Rounds] | None = None) -> Measured | None:
+    def of(run: Run, which: str, samples: Mapping[str, Rounds] | None = None) -> MeasuredPass | None:
         """None for a pass without times. The total of a run without a backward is its forward. samples: by pass, where
         they are not to be read from the run's folder."""
         times = run.times(which)
@@ -56,11 +56,11 @@ class Measured:
         rounds = found.get(which if which in run.passes else "forward")
         # samples of another median are not those of this result
         theirs = rounds and quantile(sorted(ms for one in rounds for ms in one), 0.5) == times.median
-        return Measured(times.median, times.ci95, rounds if theirs else None)
+        return MeasuredPass(times.median, times.ci95, rounds if theirs else None)
 
 
 def speed(
-    before: Measured | None, after: Measured | None, tolerance: float, paired: bool = False
+    before: MeasuredPass | None, after: MeasuredPass | None, tolerance: float, paired: bool = False
 ) -> tuple[Verdict, Interval | None]:
     """The verdict on a pass of a run after another, and the interval of the ratio of its medians; None: the run lacks the
     pass. paired: the runs took turns."""
@@ -69,7 +69,7 @@ def speed(
     return (Verdict.UNTIMED, None) if after is None else judged(before, after, tolerance, paired)
 
 
-def judged(a: Measured, b: Measured, tolerance: float, paired: bool = False) -> tuple[Verdict, Interval | None]:
+def judged(a: MeasuredPass, b: MeasuredPass, tolerance: float, paired: bool = False) -> tuple[Verdict, Interval | None]:
     """The verdict on B against A, and the interval of B's median over A's; None for too few samples."""
     ratio = ratio_interval(a.rounds, b.rounds, paired) if a.rounds and b.rounds else _of_intervals(a, b)
     return _verdict(ratio, tolerance), ratio
@@ -86,7 +86,7 @@ def _verdict(ratio: Interval | None, tolerance: float) -> Verdict:
     return Verdict.EVEN if within else Verdict.INCONCLUSIVE
 
 
-def _of_intervals(a: Measured, b: Measured) -> Interval | None:
+def _of_intervals(a: MeasuredPass, b: MeasuredPass) -> Interval | None:
     """Without samples, the ratio's interval from those of the two medians; wider, as their dependence is not known."""
     if a.ci95 is None or b.ci95 is None or not a.ci95[0] > 0:
         return None

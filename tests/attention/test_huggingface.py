@@ -15,7 +15,7 @@ from transformers import masking_utils  # noqa: E402
 from attention import masks  # noqa: E402
 from attention.huggingface import context_parallel  # noqa: E402
 from attention.masks.band import CAUSAL, Band  # noqa: E402
-from attention.masks.of_transformers import Asked, asked  # noqa: E402
+from attention.masks.of_transformers import RequestedMask, asked  # noqa: E402
 from attention.variants.registry import VARIANTS  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
 
@@ -214,9 +214,9 @@ def test_attention_and_loss_refuse_what_they_do_not_understand(cp, given, messag
 def test_a_mask_and_an_argument_that_disagree_are_refused(cp):
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(ValueError, match="is_causal=False: the model's mask says True"):
-        cp.attend(cp.model, q, q, q, Asked(True, (-1, -1), 8), is_causal=False)
+        cp.attend(cp.model, q, q, q, RequestedMask(True, (-1, -1), 8), is_causal=False)
     with pytest.raises(ValueError, match="sliding_window=9: the model's mask says 4"):
-        cp.attend(cp.model, q, q, q, Asked(True, (3, -1), 8), sliding_window=9)
+        cp.attend(cp.model, q, q, q, RequestedMask(True, (3, -1), 8), sliding_window=9)
 
 
 def test_dropout_is_refused_in_training_only():

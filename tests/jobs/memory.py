@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import attention
 from attention import masks
 from attention.executors import policy
-from attention.executors.plan import Part, Plan
+from attention.executors.plan import Plan, PlannedComponent
 from attention.masks import Mask
 from attention.reduction import grad_sum, lse_merge
 from attention.transports import symmetric
@@ -106,7 +106,7 @@ def _held(
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     plan = fn.plan(*inputs, causal=True, cu_seqlens=packs)
     (key,) = fn.plans
-    parts = tuple(Part(part.component, _idle(part.plan)) for part in plan.parts())
+    parts = tuple(PlannedComponent(part.component, _idle(part.plan)) for part in plan.parts())
     fn.plans[key] = replace(_idle(plan), parts=lambda: parts)
 
     def step() -> None:
@@ -116,7 +116,7 @@ def _held(
 
     step()  # slots are made
     pools = [pool for by_device in symmetric._pools.values() for pool in by_device.values()]
-    pools = [pool for pool in pools if isinstance(pool, symmetric.Pool)]
+    pools = [pool for pool in pools if isinstance(pool, symmetric.BufferPool)]
     mapped = chain.from_iterable(
         (pool.flags.by_rank, *(ring.shared.by_rank for ring in pool.rings.values())) for pool in pools
     )

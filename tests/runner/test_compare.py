@@ -11,7 +11,7 @@ from runner import app, compare, pack, rounds
 from runner.measure.statistics import of_ranks
 from runner.output import results
 from runner.report.runs import read
-from runner.report.verdicts import Measured, judged
+from runner.report.verdicts import MeasuredPass, judged
 from tests.jobs import program
 from tests.support.composing import python
 from tests.support.recorded import result, written
@@ -107,8 +107,8 @@ def test_equal_runs_are_seldom_called_apart_and_a_fifth_is_found(n, noise, like_
     draw = random.Random(n)
     tried, wrong, found = 300, 0, 0
     for _ in range(tried):
-        a, b = (Measured(1, None, [noisy(draw, 10, noise, n, like_last)]) for _ in "ab")
-        slow = Measured(1, None, [[1.2 * ms for ms in b.rounds[0]]])
+        a, b = (MeasuredPass(1, None, [noisy(draw, 10, noise, n, like_last)]) for _ in "ab")
+        slow = MeasuredPass(1, None, [[1.2 * ms for ms in b.rounds[0]]])
         wrong += judged(a, b, 0.02)[0] in ("slower", "faster")
         found += judged(a, slow, 0.02)[0] == "slower"
     assert wrong <= 0.025 * tried
@@ -122,7 +122,7 @@ def test_half_a_percent_is_never_claimed_of_runs_that_took_turns():
     for _ in range(100):
         clocks = [1 + draw.gauss(0, 0.03) for _ in range(3)]
         a, b = (
-            Measured(1, None, [[clock * ms for ms in noisy(draw, mean, 0.005, 7)] for clock in clocks])
+            MeasuredPass(1, None, [[clock * ms for ms in noisy(draw, mean, 0.005, 7)] for clock in clocks])
             for mean in (10, 10.05)
         )
         for paired in even:
@@ -163,12 +163,12 @@ def test_a_fifth_planted_into_real_runs_is_found_and_half_a_percent_is_not(
 
 def test_samples_that_are_not_those_of_the_result_are_not_used(tmp_path):
     a, b = (sampled(tmp_path / name, ms, 0.02, 3) for name, ms in (("a", 10), ("b", 10.25)))
-    assert Measured.of(read([b])[0], "total").rounds
+    assert MeasuredPass.of(read([b])[0], "total").rounds
     path = next(b.glob("*/samples.parquet"))
     path.write_bytes(next(a.glob("*/samples.parquet")).read_bytes())
-    assert Measured.of(read([b])[0], "total").rounds is None
+    assert MeasuredPass.of(read([b])[0], "total").rounds is None
     path.write_bytes(b"none")
-    assert Measured.of(read([b])[0], "total").rounds is None
+    assert MeasuredPass.of(read([b])[0], "total").rounds is None
 
 
 def test_what_failed_was_mended_is_missing_or_new_is_said(tmp_path, capsys):

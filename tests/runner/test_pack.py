@@ -103,10 +103,10 @@ def test_a_packed_sweep_is_reported_compared_and_resumed_as_its_folders_are(swee
     assert tables() == before and summary.sweep_rows(sweep) == rows
     assert {run.name: table_of(run, "samples") for run in reader.read_results(sweep)[0]} == samples
     assert compare.main([str(sweep), str(sweep)]) == 0
-    assert [app._earlier(folder, "0").status for folder in folders].count("ok") == 3
-    assert app._earlier(folders[0], "another") is None and "this run's is another" in capsys.readouterr().err
+    assert [plan.earlier(folder, "0").status for folder in folders].count("ok") == 3
+    assert plan.earlier(folders[0], "another") is None and "this run's is another" in capsys.readouterr().err
     # a run that was done again goes before the packed one, and is packed in its place
-    again = app._earlier(folders[0], "0").plain | {"status": "crash", "reason": "again", "timing": None}
+    again = plan.earlier(folders[0], "0").plain | {"status": "crash", "reason": "again", "timing": None}
     results.write_result(folders[0], again)
     assert [run.status for run in reader.read_results(sweep)[0]].count("crash") == 1
     assert pack.main([str(sweep), "--remove"]) == 0

@@ -11,7 +11,7 @@ RANKS_A_CORE = 32  # on a CPU
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineLimits:
     """The limits of a run here. None: unknown, and no limit."""
 
     cores: int
@@ -20,7 +20,7 @@ class Machine:
     gpu_memory: int | None = None  # bytes of the largest GPU
 
 
-def check_fits(run: Experiment, machine: Machine) -> None:
+def check_fits(run: Experiment, machine: MachineLimits) -> None:
     """Raises InvalidConfig for more ranks than this machine's cores can serve, or inputs that its memory cannot
     hold."""
     ranks = -(-run.world_size // run.launch.nodes)  # on this node

@@ -7,8 +7,8 @@ import torch
 from attention.kernels.tile_lists import (
     FAR,
     TILE,
-    Listed,
     Lists,
+    TileLists,
     balanced,
     by_keys,
     by_queries,
@@ -40,7 +40,7 @@ def dense_lists(lists: Lists, rows: int, columns: int) -> np.ndarray:
     return found
 
 
-def joined_parts(listed: Listed, lists: Lists, columns: int) -> np.ndarray:
+def joined_parts(listed: TileLists, lists: Lists, columns: int) -> np.ndarray:
     """The lists as a matrix, with the parts of a row added to it."""
     dense = dense_lists(lists, listed.tiles + len(listed.origin), columns)
     found = dense[: listed.tiles].copy()

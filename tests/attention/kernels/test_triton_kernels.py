@@ -26,7 +26,7 @@ from triton.runtime import interpreter  # noqa: E402
 from attention.kernels import triton_flash  # noqa: E402
 from attention.kernels import triton_grouped as grouped  # noqa: E402
 from attention.kernels.interface import KvLengths  # noqa: E402
-from attention.kernels.triton_decode import Decode, decode, split_count  # noqa: E402
+from attention.kernels.triton_decode import DecodeKernel, decode, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward, tiling  # noqa: E402
 from attention.ops.merge_n import merge_n_triton  # noqa: E402
@@ -51,11 +51,11 @@ def assert_full_attention(result, q, k, v, scale, tolerance):
 
 
 @pytest.mark.parametrize("sizes", [(20, 20), (30, 12), ((5, 9), (7, 4))], ids=str)
-@pytest.mark.parametrize("kernel", [TritonFlash(), Decode()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [TritonFlash(), DecodeKernel()], ids=lambda k: k.name)
 @pytest.mark.parametrize("gap", [0, 3])
 def test_results_are_written_into_the_tensors_given(kernel, sizes, gap):
     """Into views with other tokens and heads between them; the LSE with a gap and without."""
-    if isinstance(kernel, Decode) and not isinstance(sizes[0], int):
+    if isinstance(kernel, DecodeKernel) and not isinstance(sizes[0], int):
         pytest.skip("decode: dense calls only")
 
     def call_of(*lengths) -> Call:
@@ -150,7 +150,7 @@ def test_the_number_of_splits_fills_the_gpu_with_splits_that_are_long_enough():
 
 
 def test_the_decode_kernel_says_what_it_does_not_do():
-    kernel = Decode()
+    kernel = DecodeKernel()
     able = Shape("cuda", torch.bfloat16, 64, 8, 128, backward=False)
     assert kernel.missing("cpu") is None and kernel.refuses(able, FULL) is None
     refused = [
@@ -173,7 +173,7 @@ def test_the_decode_kernel_says_what_it_does_not_do():
 
 def test_without_the_interpreter_a_cpu_cannot_run_triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for kernel in (Decode(), TritonFlash()):
+    for kernel in (DecodeKernel(), TritonFlash()):
         assert "needs a CUDA GPU" in kernel.missing("cpu") and kernel.missing("cuda") is None
 
 

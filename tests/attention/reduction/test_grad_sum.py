@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.geometry.schedules import length
-from attention.geometry.sum_ranges import Range, ranges
+from attention.geometry.sum_ranges import SumRange, ranges
 from attention.reduction.grad_sum import (
     MOST_PROGRAMS,
     Sum,
@@ -231,7 +231,7 @@ def test_ranges_cut_all_tokens_and_hold_few_stretches(seed):
     found = ranges(n, parts, 9)
     assert [r.start for r in found] == [0, *(r.stop for r in found[:-1])] and found[-1].stop == n
     for r in found:
-        assert len(r.entries) <= 9 or found == (Range(0, n, r.entries),)
+        assert len(r.entries) <= 9 or found == (SumRange(0, n, r.entries),)
         meeting = [e for number, x in enumerate(parts) for e in x if min(e[1], r.stop) > max(e[0], r.start)]
         held = [(e.start, e.stop) for e in r.entries if min(e.stop, r.stop) > max(e.start, r.start)]
         assert sorted(held) == sorted(meeting)

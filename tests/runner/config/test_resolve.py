@@ -17,7 +17,7 @@ from runner.config.document_lengths import real_lengths
 from runner.config.experiment import PHASES, Experiment
 from runner.config.groups import groups
 from runner.config.resolve import identity, run_name
-from runner.config.rules.machine import Machine, check_fits, input_bytes
+from runner.config.rules.machine import MachineLimits, check_fits, input_bytes
 from runner.config.values import InvalidConfig, UnsupportedHere
 from tests.support.composing import composed, python, resolved
 
@@ -226,7 +226,7 @@ def test_a_broken_rule_is_invalid_and_says_value_rule_and_way_out(overrides, par
 
 
 # overrides, GPUs, then the message as above
-SMALL_MACHINE = Machine(cores=2, memory=24 << 30, gpus=2, gpu_memory=80 << 30)
+SMALL_MACHINE = MachineLimits(cores=2, memory=24 << 30, gpus=2, gpu_memory=80 << 30)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers(overrides, parts):
         check_fits(spec, SMALL_MACHINE)
     for part in parts:
         assert part in str(refusal.value)
-    check_fits(spec, Machine(cores=64))  # whose memory is not known
+    check_fits(spec, MachineLimits(cores=64))  # whose memory is not known
 
 
 @pytest.mark.parametrize("name", sorted({AUTO, *VARIANTS} - {"grouped"}))
@@ -276,14 +276,14 @@ def test_inputs_are_a_ranks_share_of_the_tensors(name):
 def test_every_workload_fits_eight_large_gpus(name):
     decode = composed(f"config={name}").q_len is not None
     spec = resolved(f"config={name}", f"attention={'tree' if decode else 'ring'}", gpus=8)
-    check_fits(spec, Machine(cores=8, gpus=8, gpu_memory=80 << 30))
+    check_fits(spec, MachineLimits(cores=8, gpus=8, gpu_memory=80 << 30))
 
 
 @pytest.mark.parametrize("world", ("auto", 2, 4))
 def test_ranks_may_share_the_first_gpu(world):
     spec = resolved("launch.share_gpu=true", f"world_size={world}", gpus=1)
     assert (spec.device, spec.world_size) == ("cuda", 2 if world == "auto" else world)
-    machine = Machine(cores=8, gpus=4, gpu_memory=spec.world_size * input_bytes(spec))
+    machine = MachineLimits(cores=8, gpus=4, gpu_memory=spec.world_size * input_bytes(spec))
     check_fits(spec, machine)
     with pytest.raises(InvalidConfig, match=f"for the {spec.world_size} here"):
         check_fits(spec, replace(machine, gpu_memory=machine.gpu_memory - 1))

@@ -56,12 +56,12 @@ def test_references_are_kept_until_others_need_their_room(monkeypatch):
     monkeypatch.setattr(pieces, "_references", {})
     of_100_bytes = Reference({"out": torch.zeros(100, dtype=torch.uint8)}, {})
     for name in "abc":
-        pieces.keep(name, [pieces.Piece(0, 0, reference=of_100_bytes)], 300)
+        pieces.keep(name, [pieces.HeadPiece(0, 0, reference=of_100_bytes)], 300)
     pieces.keep("a", pieces._references.pop("a"), 300)  # needed again, so b is the oldest
-    pieces.keep("d", [pieces.Piece(0, 0, reference=of_100_bytes)], 300)
+    pieces.keep("d", [pieces.HeadPiece(0, 0, reference=of_100_bytes)], 300)
     assert list(pieces._references) == ["c", "a", "d"]
     assert pieces.kept_bytes() == 300
-    pieces.keep("e", [pieces.Piece(0, 0, reference=of_100_bytes)], 0)
+    pieces.keep("e", [pieces.HeadPiece(0, 0, reference=of_100_bytes)], 0)
     assert pieces.kept_bytes() == 0
 
 

@@ -8,7 +8,7 @@ from runner.launch.rank import Rank
 from runner.measure import correctness
 from runner.measure.errors import Error, Tolerance
 from runner.measure.workload import Compared
-from runner.measure.workloads import WORKLOADS, Kind
+from runner.measure.workloads import WORKLOADS, WorkloadKind
 from tests.support.composing import resolved
 
 LIMITS = {"logits": Tolerance(rel_l2=1e-6, absolute=1e-6, row=1e-5, gain=1e-5)}
@@ -50,7 +50,7 @@ def compare(me: Rank, experiment: Experiment, work: Linear, outputs, with_scales
 
 @pytest.fixture
 def check(monkeypatch):
-    monkeypatch.setitem(WORKLOADS, "attention", Kind(None, None, compare))
+    monkeypatch.setitem(WORKLOADS, "attention", WorkloadKind(None, None, compare))
     me = Rank(0, 1, torch.device("cpu"), None, None)
     monkeypatch.setattr(me, "say", lambda *_, **__: None)
     monkeypatch.setattr(me, "gather", lambda value: [value])

@@ -7,7 +7,7 @@ import pytest
 
 from runner import app, compare
 from runner.output import results, summary
-from runner.output.reader import Problem, read_result, read_results
+from runner.output.reader import UnreadableFile, read_result, read_results
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_result_is_named_in_a_line_and_the_others_are_kept(tmp
     odd.parent.mkdir()
     odd.write_bytes(content)
     assert read_result(tmp_path / "nothing") is None
-    assert isinstance(read_result(tmp_path / "odd"), Problem)
+    assert isinstance(read_result(tmp_path / "odd"), UnreadableFile)
     found, problems = read_results(tmp_path)
     assert [result.name for result in found] == ["good"]
     assert re.search(f"^{re.escape(str(odd))}: left out: .*{said}", str(problems[0])) and len(problems) == 1
@@ -142,11 +142,11 @@ def test_resume_runs_again_what_is_no_result_of_this_run_and_names_it(tmp_path, 
     path = tmp_path / "a" / "result.json"
     path.parent.mkdir()
     path.write_bytes(content)
-    assert app._earlier(path.parent, key) is None
+    assert plan.earlier(path.parent, key) is None
     assert re.fullmatch(f"{re.escape(str(path))}: .*{said}.*\n", capsys.readouterr().err)
     results.write_result(path.parent, measured("a"))
-    assert app._earlier(path.parent, "0").status == "ok"
-    assert app._earlier(tmp_path / "b", "0") is None
+    assert plan.earlier(path.parent, "0").status == "ok"
+    assert plan.earlier(tmp_path / "b", "0") is None
 
 
 def test_an_older_result_is_read(tmp_path):
