@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from attention.cuda_graphs import GraphReplay
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.executors.policy import MOST_TRACED, REPLAY, TRACED, replays_launches
-from attention.runtime.cuda_graphs import GraphReplay
 from attention.runtime.launch_replay import LaunchReplay
 from attention.runtime.strategy import Key, Strategy, eager
 from attention.variants.external import External

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from attention.batched_copy import copy_all
 from attention.executors import ring
 from attention.executors.head_groups import cut_heads
 from attention.executors.keys import Arriving
@@ -21,7 +22,6 @@ from attention.kernels.interface import Grads
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
 from attention.reduction.sinks import SAVED
-from attention.runtime.batched_copy import copy_all
 from attention.tensors import empty_pair, empty_tokens, result_like, take, tokens
 from attention.transports import Handle, Message, Messages
 

@@ -14,6 +14,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from attention.batched_copy import copy_all, moves
 from attention.executors import nested_prefixes
 from attention.executors.gradients import GradReturn
 from attention.executors.head_groups import HeadGroup, head_groups
@@ -26,7 +27,6 @@ from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
-from attention.runtime.batched_copy import copy_all, moves
 from attention.runtime.priority_stream import PriorityStream
 from attention.tensors import FEW, empty_lse, empty_tokens, put_, result_like, take, tokens
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import cuda_graphs
+from attention.batched_copy import copy_all
 from attention.geometry.transfers import Intervals
 from attention.profiling import phase
-from attention.runtime import cuda_graphs
-from attention.runtime.batched_copy import copy_all
 from attention.runtime.priority_stream import CudaPriorityStream, Inline, PriorityStream
 from attention.runtime.streams import current
 from attention.runtime.submit import refuse_recording, submit

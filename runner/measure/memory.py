@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from attention import transports
-from attention.runtime import cuda_graphs
+from attention import cuda_graphs, transports
 from runner.measure.timing import iterate
 from runner.measure.workload import Passes
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.runtime.batched_copy import by_kernel, by_words, copy_all, moves
+from attention.batched_copy import by_kernel, by_words, copy_all, moves
 from attention.tensors import put_, take, tokens_contiguous
 
 triton = pytest.importorskip("triton")

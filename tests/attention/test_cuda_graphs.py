@@ -9,11 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attention
+from attention import cuda_graphs as graphs
 from attention import replay as replay_option
 from attention.autotune import machine as automatic
 from attention.autotune import model
 from attention.profiling import Recorder, recording
-from attention.runtime import cuda_graphs as graphs
 from attention.runtime.strategy import Key, eager
 from attention.transports import Nothing, release
 from attention.variants.registry import VARIANTS

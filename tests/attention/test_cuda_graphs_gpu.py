@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attention
-from attention.runtime import cuda_graphs
+from attention import cuda_graphs
 from attention.runtime.strategy import Key
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]

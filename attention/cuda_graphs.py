@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attention import profiling
+from attention.batched_copy import copy_all
 from attention.errors import UnsupportedCall
 from attention.runtime import private
-from attention.runtime.batched_copy import copy_all
 from attention.runtime.strategy import Key, Run, Strategy
 from attention.runtime.streams import capturing, current
 from attention.runtime.uploads import holding
