@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from runner import app, compare, pack
+from runner import compare, pack, plan
 from runner.output import reader, results, summary
 from runner.output.run_tables import TABLES, table_of
 from runner.report import runs as report_runs

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from runner import app, compare
+from runner import compare, plan
 from runner.output import results, summary
 from runner.output.reader import UnreadableFile, read_result, read_results
 from runner.report import runs as report_runs
