@@ -21,6 +21,7 @@ from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
 from attention.tensors import on_host
+from attention.variants.base import decodes
 
 if TYPE_CHECKING:
     from attention.variants.base import Variant
@@ -190,9 +191,7 @@ def check_kv_lengths(
     if lengths is None:
         return None
     if not variant.decode:
-        raise ValueError(
-            f"kv_lengths: {variant.name} is no decode; take tree or ring_decode, or pack the batch by cu_seqlens"
-        )
+        raise ValueError(f"kv_lengths: {variant.name} is no decode; take {decodes()}, or pack the batch by cu_seqlens")
     if isinstance(lengths, Tensor):
         if lengths.dtype not in INTEGERS or lengths.shape != (batch,):
             raise ValueError(
@@ -230,9 +229,7 @@ def check_prefix(prefix: object, k: Tensor, v: Tensor, variant: Variant[Any]) ->
     """Keys and values `[1, n, Hk, .]` of a prefix that a batch shares. Raises ValueError unless the variant is a decode and they
     have the heads and head dims of k and v."""
     if not variant.decode:
-        raise ValueError(
-            f"prefix: {variant.name} is no decode; take tree or ring_decode, or mask=masks.shared_prompt(...)"
-        )
+        raise ValueError(f"prefix: {variant.name} is no decode; take {decodes()}, or mask=masks.shared_prompt(...)")
     if not isinstance(prefix, tuple | list) or not all(isinstance(x, Tensor) for x in prefix) or len(prefix) != 2:
         given = "no prefix" if prefix is None else type(prefix).__name__
         raise ValueError(

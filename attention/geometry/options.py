@@ -227,9 +227,17 @@ def check_stride(stride: int | None, kv_heads: int) -> int:
     return stride
 
 
-def check_sharing(name: str, ranks: int, heads: int, kv_heads: int, world: int, replicates: bool = True) -> None:
+def check_sharing(
+    name: str,
+    ranks: int,
+    heads: int,
+    kv_heads: int,
+    world: int,
+    replicates: bool = True,
+    others: Callable[[], str] | None = None,
+) -> None:
     """Raises ValueError unless `ranks` can each have the same number of heads. `replicates`: where there are fewer KV heads than
-    ranks, several ranks have the same one."""
+    ranks, several ranks have the same one. others: the variants with the option `ulysses_size`, where this one has none."""
 
     def shared(n: int) -> bool:
         return heads % n == 0 and (kv_heads % n == 0 or (replicates and n % kv_heads == 0))
@@ -238,7 +246,7 @@ def check_sharing(name: str, ranks: int, heads: int, kv_heads: int, world: int, 
         fits = [n for n in divisors(world) if shared(n)]
         raise ValueError(
             f"heads={heads}, kv_heads={kv_heads}: {name} gives each of {ranks} ranks the same number of heads; "
-            f"{'usp' if replicates else name} with ulysses_size {' or '.join(map(str, fits))} would work"
+            f"{others() if others else name} with ulysses_size {' or '.join(map(str, fits))} would work"
         )
 
 

@@ -75,9 +75,17 @@ class Variant(Generic[Chosen]):
     def check_mask(self, options: Chosen, mask: Band) -> None:
         """Raises ValueError for a mask that the variant can't do."""
         if self.causal_only and mask.right != 0:
-            raise self.needs_causal("ring, ring_allgather, llama3 and ulysses")
+            raise self.needs_causal(able(mask))
         if mask.windowed and not self.windows:
-            raise self.no_window(mask, "ring, ring_allgather, llama3, zigzag_llama3 and ulysses do")
+            raise self.no_window(mask, f"{able(mask)} do")
+
+    def takes(self, mask: Band) -> bool:
+        """Whether the variant does the mask with its default options."""
+        try:
+            self.check_mask(self.parse(), mask)
+        except ValueError:
+            return False
+        return True
 
     def check_cut(self, options: Chosen, mask: Mask, tokens: int) -> None:
         """Raises ValueError for a mask, other than a band, that the variant can't do."""
@@ -164,7 +172,7 @@ class Variant(Generic[Chosen]):
         if len(cu_seqlens) > 2 and not self.packs:
             raise ValueError(
                 f"a pack of {len(cu_seqlens) - 1} sequences: {self.name} takes batches of single sequences; use "
-                "seqlens=null, or rfa_llama3, llama3 and zigzag_varlen, which take packs"
+                f"seqlens=null, or {words(v for v in REGISTERED.values() if v.packed)}, which are made for packs"
             )
         sharing, border = self.sharing(chosen, world), self.border(world, chosen)
         q_layout = self.q_layout(chosen, cu_seqlens, world, mask)
@@ -251,10 +259,32 @@ def register(variant: Variant[Any]) -> Variant[Any]:
     return variant
 
 
+def words(variants: Iterable[Variant[Any]], last: str = "and") -> str:
+    """Their names in a sentence."""
+    *names, end = sorted(v.name for v in variants)
+    return f"{', '.join(names)} {last} {end}" if names else end
+
+
 def every_mask() -> str:
     """The variants that take every mask, as words."""
-    *names, last = sorted(v.name for v in REGISTERED.values() if v.any_mask and not v.causal_only)
-    return f"{', '.join(names)} and {last}"
+    return words(v for v in REGISTERED.values() if v.any_mask and not v.causal_only)
+
+
+def decodes() -> str:
+    """Our decodes, as words."""
+    return words((v for v in REGISTERED.values() if v.decode and not v.external), "or")
+
+
+def with_option(option: str) -> str:
+    """Our variants with an option of this name, as words."""
+    return words((v for v in REGISTERED.values() if option in v.options.names() and not v.external), "or")
+
+
+def able(mask: Band) -> str:
+    """The variants that take any mask, and with their default options this one, as words: of sharded dense batches."""
+    found = [v for v in REGISTERED.values() if v.any_mask and (v.windows or not mask.windowed)]
+    found = [v for v in found if mask.right == 0 or not v.causal_only]
+    return words(v for v in found if v.unsuitable(2, False, False) is None and v.takes(mask))
 
 
 def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from attention.geometry.layouts import CONTIGUOUS
 from attention.geometry.options import HeadParts, check_sharing
 from attention.geometry.schedules import LOCAL
 from attention.masks.band import Band
-from attention.variants.base import Variant, register
+from attention.variants.base import Variant, register, with_option
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class UlyssesOptions(HeadParts):
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
-        check_sharing("ulysses", world, heads, kv_heads, world)
+        check_sharing("ulysses", world, heads, kv_heads, world, others=lambda: with_option("ulysses_size"))
 
     @classmethod
     def candidates(cls, kv_heads: int, world: int, mask: Band) -> Iterable[UlyssesOptions]:

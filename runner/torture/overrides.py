@@ -62,17 +62,17 @@ def keys() -> tuple[list[str], list[str]]:
     with initialize_config_module("runner.conf", version_base="1.3"):
         found: Any = OmegaConf.to_container(compose("config"))
     paths = list(_paths(found))
-    options = [
-        f"attention.{name}"
-        for name in ("head_parts", "heads_k_stride", "trials", "memory_gb", "ulysses_size", "reduce")
-    ]
-    return [p for p in dict.fromkeys([*paths, *options]) if p != "output" and p not in groups()], sorted(groups())
+    return [p for p in dict.fromkeys([*paths, *owners()]) if p != "output" and p not in groups()], sorted(groups())
 
 
-OWNERS = {
-    "attention.heads_k_stride": "llama3", "attention.trials": "auto", "attention.memory_gb": "auto",
-    "attention.ulysses_size": "usp", "attention.reduce": "tree",
-}  # fmt: skip
+@cache
+def owners() -> dict[str, str]:
+    """By the key of an option, a variant that has it."""
+    from attention.autotune.choice import OPTIONS
+    from attention.variants.registry import VARIANTS
+
+    found = {f"attention.{option}": name for name, v in VARIANTS.items() for option in v.options.names()}
+    return found | {f"attention.{option}": "auto" for option in OPTIONS}
 
 
 def misspelt(key: str, rng: random.Random) -> str:
@@ -86,7 +86,7 @@ def command_line(rng: random.Random) -> list[str]:
     """A command line that nobody would write."""
     values, groups = keys()
     key, group = rng.choice(values), rng.choice(groups)
-    needed = [f"attention={OWNERS[key]}"] if key in OWNERS else []
+    needed = [f"attention={owners()[key]}"] if key in owners() else []
     swept = [key, group, "seq_len", "attention", "seed", "window", "config"]
     pairs = [f"{rng.choice(values)}={rng.choice(VALUES)}" for _ in range(rng.randrange(2, 4))]
     multirun = rng.choice([[], ["-m"]])

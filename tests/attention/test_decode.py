@@ -124,7 +124,7 @@ def test_of_elements_with_different_lengths_only_keys_that_some_may_see_travel()
         ("ring_decode", 5, ("kv_lengths=5", "must be integers")),
         ("tree", torch.ones(3), ("torch.float32", "integer tensor [3]", "to(torch.int32)")),
         ("tree", torch.ones(3, 1, dtype=torch.int32), ("shape [3, 1]", "integer tensor [3]")),
-        ("ring", [1, 4, 8], ("kv_lengths: ring is no decode", "take tree or ring_decode", "cu_seqlens")),
+        ("ring", [1, 4, 8], ("kv_lengths: ring is no decode", "take ring_decode or tree", "cu_seqlens")),
     ],
     ids=str,
 )
@@ -157,7 +157,7 @@ P = torch.zeros(5, 2, 8)
             ("k of the prefix has shape [3, 5, 2, 8]", "one sequence"),
         ),
         ("tree", {"prefix": (P, P), "prefix_tokens": 9}, ("k has 5 tokens: rank 0 of 1 holds 9 of 9",)),
-        ("ring", {"prefix": (P, P)}, ("prefix: ring is no decode", "tree or ring_decode", "shared_prompt")),
+        ("ring", {"prefix": (P, P)}, ("prefix: ring is no decode", "ring_decode or tree", "shared_prompt")),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -27,8 +27,10 @@ def able(kind, world, cu_seqlens=(0, 64)):
     bands = [CAUSAL, Band(6, 0)] if kind in WINDOWED else [CAUSAL]
     found = []
     for name, variant in VARIANTS.items():
-        for options in [{}, {"ring": "contiguous"}] if name == "usp" else [{}]:
-            given = {"tokens": cu_seqlens[-1], "mask": masks.causal()} if name == "balanced" else options
+        for options in [{}, {"ring": "contiguous"}] if "ring" in variant.options.names() else [{}]:
+            given = (
+                {"tokens": cu_seqlens[-1], "mask": masks.causal()} if "mask" in variant.options.from_call() else options
+            )
             try:
                 for band in bands:
                     variant.problem(cu_seqlens, world, band, given)
@@ -52,7 +54,7 @@ def cases(kind, world):
 
 def test_the_variants_that_are_tried_are_those_that_do_the_masks():
     names = {name for name, _ in able("llama", 4)}
-    assert names == {name for name, v in VARIANTS.items() if not v.decode and not v.mixes} - {"grouped"}
+    assert names == {name for name, v in VARIANTS.items() if not (v.decode or v.mixes or v.one_rank)}
     assert {name for name, _ in able("gemma2", 2)} == {name for name in names if VARIANTS[name].windows}
     assert len(cases("llama", 4)) > 2 * len(names)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attention.variants.base import Variant
+from attention.variants.base import Variant, decodes
 from runner.config import models
 from runner.config.document_lengths import MEAN, real_lengths
 from runner.config.experiment import AttentionCall
@@ -104,8 +104,8 @@ def _queries(cfg: DictConfig, chosen: Variant[Any] | None) -> int | None:
     if not decode:
         if q_len is not None and chosen is not None:
             raise InvalidConfig(
-                f"q_len={q_len}: {chosen.name} is self-attention, with as many queries as keys; q_len is for tree and "
-                "ring_decode, or give q_len=null"
+                f"q_len={q_len}: {chosen.name} is self-attention, with as many queries as keys; q_len is for "
+                f"{decodes()}; give q_len=null"
             )
         return None
     q_len = q_len or 1
@@ -153,7 +153,7 @@ def _prefix(cfg: DictConfig, chosen: Variant[Any] | None, window: tuple[int, int
 def _only_decodes(what: str, chosen: Variant[Any] | None, way_out: str) -> None:
     if chosen is None or not chosen.decode:
         name = "auto" if chosen is None else chosen.name
-        raise InvalidConfig(f"{what}: attention={name} is no decode; use attention=tree or ring_decode, or {way_out}")
+        raise InvalidConfig(f"{what}: attention={name} is no decode; use attention={decodes()}, or {way_out}")
 
 
 def _window(cfg: DictConfig) -> tuple[int, int]:

@@ -8,11 +8,13 @@ import sys
 import pytest
 
 from attention.kernels import KERNELS
+from attention.variants.registry import VARIANTS
 from tests.jobs import groups, numerics, replay, shared_memory, training, trials
 from tests.support.gpus import need_one, own_gpus, shared, worlds
 
 pytestmark = [pytest.mark.gpu, need_one]
 WORLDS = worlds(2, 4, 8)
+SHARDED = [name for name, v in VARIANTS.items() if v.unsuitable(2, packed=False, decode=False) is None]
 every_transport = pytest.mark.parametrize("transport", ("symm", "nccl"))
 
 
@@ -139,9 +141,7 @@ def test_blocking_launches_do_not_hang(transport, tmp_path):
 
 @pytest.mark.parametrize("world", WORLDS)
 @every_transport
-@pytest.mark.parametrize(
-    "name", ("ring", "zigzag", "stripe", "ring_allgather", "llama3", "zigzag_llama3", "ulysses", "usp")
-)
+@pytest.mark.parametrize("name", SHARDED)
 def test_error_stays_within_twice_that_of_one_gpu(in_world, name, transport, world):
     base = {"tokens": 512 * world, "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True}
     every = [base, base | {"packs": [0, 64 * world, 320 * world, 512 * world]}, base | {"batch": 3, "kv_heads": 8}]
@@ -159,7 +159,7 @@ def test_a_group_that_began_under_inference_mode_trains(in_world, name):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", ("flash2", "flash4"))
-@pytest.mark.parametrize("name", ("ring", "zigzag", "stripe", "ring_allgather", "llama3", "zigzag_llama3", "ulysses"))
+@pytest.mark.parametrize("name", [name for name in SHARDED if "ulysses_size" not in VARIANTS[name].options.names()])
 def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name, kernel, world):
     if reason := KERNELS[kernel].missing("cuda"):
         pytest.skip(reason)
