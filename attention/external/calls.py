@@ -39,7 +39,7 @@ def check(package: External[Any], shape: Shape, batch: int, transport: str, want
             f"v_head_dim={shape.v_head_dim}: {name} needs head_dim={shape.head_dim} here; our own variants take any"
         )
     if package.one_sequence and not shape.packed and batch > 1:
-        raise UnsupportedCall(f"batch={batch}: {name} takes a pack or a batch of 1; use batch=1 or seqlens")
+        raise UnsupportedCall(f"batch={batch}: {name} takes a packed batch or a batch of 1; use batch=1 or seqlens")
 
 
 def kernel(package: External[Any], wanted: str, shape: Shape, masks: tuple[Band, ...]) -> Kernel:

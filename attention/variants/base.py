@@ -171,8 +171,8 @@ class Variant(Generic[Chosen]):
             self.check_mask(chosen, mask)
         if len(cu_seqlens) > 2 and not self.packs:
             raise ValueError(
-                f"a pack of {len(cu_seqlens) - 1} sequences: {self.name} takes batches of single sequences; use "
-                f"seqlens=null, or {words(v for v in REGISTERED.values() if v.packed)}, which are made for packs"
+                f"a packed batch of {len(cu_seqlens) - 1} sequences: {self.name} takes batches of single sequences; use "
+                f"seqlens=null, or {words(v for v in REGISTERED.values() if v.packed)}, which are made for packed batches"
             )
         sharing, border = self.sharing(chosen, world), self.border(world, chosen)
         q_layout = self.q_layout(chosen, cu_seqlens, world, mask)

@@ -43,7 +43,7 @@ class _ExternalDilated(External[PairOptions]):
         mixture, tokens = _mixture(found), cu_seqlens[-1]
         if len(mixture.sequences) > 2:
             raise ValueError(
-                f"a pack of {len(mixture.sequences) - 1} sequences: {self.name} takes batches of single sequences; use "
+                f"a packed batch of {len(mixture.sequences) - 1} sequences: {self.name} takes batches of single sequences; use "
                 "seqlens=null, or dilated"
             )
         if mixture.sequences[-1] != tokens:

@@ -156,7 +156,7 @@ def refusal(name, dtype=torch.bfloat16, heads=(4, 2), batch=1, tokens=8, kernel=
 def test_refusals_name_the_rule_and_the_way_out(in_world):
     text = in_world(external.refused, 1)
     assert text["fp32"] == "dtype=fp32: rfa_zigzag is for bf16 and fp16 only; use dtype=bf16"
-    assert text["batch"] == "batch=2: rfa_llama3 takes a pack or a batch of 1; use batch=1 or seqlens"
+    assert text["batch"] == "batch=2: rfa_llama3 takes a packed batch or a batch of 1; use batch=1 or seqlens"
     assert text["lse"] == "return_lse=True: rfa_zigzag gives no LSE here; use return_lse=False"
     assert text["transport"].endswith("sends by torch.distributed itself; use transport=auto")
     assert "takes batches of single sequences" in text["pack"]

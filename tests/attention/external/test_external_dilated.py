@@ -196,7 +196,9 @@ def test_where_its_result_would_not_be_right_the_variant_refuses(given, message)
 @installed
 def test_a_packed_batch_is_refused():
     x = torch.zeros(48, 4, 8)
-    with pytest.raises(ValueError, match="a pack of 2 sequences: external_dilated takes batches of single sequences"):
+    with pytest.raises(
+        ValueError, match="a packed batch of 2 sequences: external_dilated takes batches of single sequences"
+    ):
         attention.make("external_dilated", segments=[12, 24], rates=[1, 2])(x, x, x, cu_seqlens=[0, 24, 48])
 
 
