@@ -300,21 +300,21 @@ class ContextParallel:
         queries are the last tokens, by which causal and window are aligned.
         kv_lengths: for a decode, integers `[B]`: batch element b has the keys up to kv_lengths[b] of all ranks together, 0 to
         kv_tokens, and its queries are the last of these. A list or a CPU tensor is checked. A GPU tensor is read by the kernel
-        `decode` alone, without a synchronisation: values outside are taken as the nearest within; other kernels read it as a
+        `decode` alone, without a synchronisation: values out of range are clamped; other kernels read it as a
         list and make a call for each length. Without keys out is 0 and the LSE -inf.
         prefix: for a decode, (k, v) of keys before those of every batch element, which the whole batch shares: this rank's shard
         of `[1, N_p, Hk, D]` or `[N_p, Hk, D]`, v with Dv. They are attended as one sequence of B*Sq queries, so that they are read once.
         It is a call of its own with a reduction of its own; both results are rounded to q's dtype, then merged. causal holds
-        within an element's own keys; windows are refused. prefix_tokens: as kv_tokens, of the prefix.
+        within the keys after the prefix; windows are refused. prefix_tokens: as kv_tokens, of the prefix.
         padding: the tokens that `shard(x, pad=True)` added at the end. No query sees them; their out is 0, their LSE
-        -inf, and they have and cause no gradient. cu_seqlens and mask are those of the other tokens.
+        -inf, and they get no gradient and contribute none. cu_seqlens and mask are those of the other tokens.
         sinks: `[H]`, a learned logit a head that joins the softmax's denominator; floating-point, equal on all ranks. Their
         gradient is this rank's part: sum it over the ranks, as that of any other parameter.
         softcap: a positive number c; scaled scores x become `c * tanh(x / c)`.
         All ranks must make the same calls in the same order, with the same arguments except the tensors. Ranks that
         don't are found when a plan is made (see `agreement` of `make`); otherwise a call may fail, hang or be wrong.
-        Returns out, like q with v's head dim; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64), with
-        sinks in it, not differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
+        Returns out, like q with v's head dim; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64),
+        including the sinks, not differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
         so write `out = out + x`, not `out += x`.
         Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
         when the kernel can't."""
@@ -333,7 +333,7 @@ class ContextParallel:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, LSE), an LSE of use only with `return_lse`. given: what the call takes beside q, k and v."""
+        """(out, LSE); the LSE is valid only with `return_lse`. given: the call's arguments other than q, k and v."""
         plan = self.plan(q, k, v, **given, return_lse=return_lse)
         q, k, v = fit((signed(q, given["scale"]), k, v), plan.kernel.align)
         lse: Tensor | None = None
@@ -342,7 +342,7 @@ class ContextParallel:
         else:
             sinks = None if given["sinks"] is None else given["sinks"].contiguous()
             out, lse = attend(q, k, v, sinks, plan, self.replay.strategy(plan, q.device))
-        if padding := given["padding"]:  # under a band the queries of padding were computed like all others
+        if padding := given["padding"]:  # a band does not exclude the padding's queries
             real = plan.problem.cu_seqlens[-1] - padding
             at = token_indices(beyond(self._shards((0, real), padding)[self.rank], real), q.device)
             out = out.index_fill(token_dim(q), at, 0)
@@ -350,29 +350,31 @@ class ContextParallel:
         return out, lse
 
     def _with_prefix(
-        self, q: Tensor, k: Tensor, v: Tensor, own: dict[str, Any], prefix: object, tokens: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], prefix: object, tokens: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse) over the keys of each element and those of the prefix. own: what the call on the former takes, sinks among
-        it, which join one denominator only."""
-        with self._told():
+        """(out, lse) over the keys of each element and those of the prefix. given: arguments of the call on each element's
+        keys. Sinks are applied in this call only."""
+        with self._errors_reported():
             shared = check_prefix(prefix, k, v, self.variant)
-            check_no_window(own["causal"], own["window"], own["mask"])
-        out, lse = self(q, k, v, **own, return_lse=True)
+            check_no_window(given["causal"], given["window"], given["mask"])
+        out, lse = self(q, k, v, **given, return_lse=True)
         batch, n, heads, _ = q.shape
         queries = q.reshape(1, batch * n, heads, -1)
-        found = self(queries, *shared, scale=own["scale"], softcap=own["softcap"], kv_tokens=tokens, return_lse=True)
+        found = self(
+            queries, *shared, scale=given["scale"], softcap=given["softcap"], kv_tokens=tokens, return_lse=True
+        )
         merge(out, lse, out, lse, found[0].view(out.shape), found[1].view(heads, batch, n).transpose(0, 1))
         return out, lse
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
         """The plan of a call with these arguments: the schedule bound to this rank, its kernel and its transport."""
-        with self._told():
+        with self._errors_reported():
             spec = call_spec(self, q, k, v, **given)
             return plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Within it, other ranks learn of an error before the call's agreement."""
+    def _errors_reported(self) -> Iterator[None]:
+        """Reports an error in this context to the ranks that wait in the agreement."""
         try:
             yield
         except Disagreement:

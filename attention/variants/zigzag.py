@@ -1,7 +1,7 @@
 """Zigzag: a causal ring in which every rank does the same work. A sequence is cut into 2W chunks, and rank r holds
 chunks r and 2W-1-r.
 
-Rank r's queries see its own keys causally. Of an earlier rank's keys they all see the first chunk, and none sees the
+Rank r's queries see their local KV causally. Of an earlier rank's keys they all see the first chunk, and none sees the
 second. A later rank's keys are all seen by the second query chunk, and not by the first.
 
 Source: ring-flash-attention's zigzag ring (Zhu, 2024); the chunks are those of Llama 3, too (Llama Team, 2024)."""
