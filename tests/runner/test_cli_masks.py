@@ -13,6 +13,7 @@ from tests.support.composing import configured, resolved
 SIZE = ("attention=ring", "seq_len=128", "batch=1", "hardware=cpu", "world_size=2")
 
 
+@pytest.mark.slow
 def test_four_masks_by_three_variants_beside_dense_attention(tmp_path):
     swept = ["mask=chunked,prefix_lm,documents,global_window", "attention=ring,llama3,balanced"]
     done = run(tmp_path, "-m", *swept, "world_size=2", "baseline=dense", "phases=false", "hardware=cpu")

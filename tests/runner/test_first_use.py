@@ -32,7 +32,7 @@ def started(folder: Path, command: str) -> subprocess.Popen:
 
 def done(folder: Path, command: str) -> str:
     running = started(folder, command)
-    out, err = running.communicate(timeout=120)
+    out, err = running.communicate(timeout=300)
     assert running.returncode == 0, out + err
     return out
 
@@ -65,7 +65,7 @@ def test_a_sweep_interrupted_and_resumed_has_its_page_and_can_be_compared(tmp_pa
         assert running.poll() is None, running.communicate()
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=150)
     assert running.returncode == 130 and "interrupted; what was finished is recorded" in err
     before = results_in(tmp_path / "sweep")
     assert 1 <= len(before) < 3 and {value["status"] for value in before.values()} == {"ok"}

@@ -63,7 +63,7 @@ def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planne
     assert starting > least and len(warm) == 2  # one world for all
     said = " ".join(capsys.readouterr().out.split())
     assert "Plan: 8 runs: 5 impossible, " in said and "estimated by the model of auto" in said
-    assert "attention=zigzag seq_len=510 kernel=math invalid" in said
+    assert "seq_len=510" in said and "invalid" in said and "unsupported" in said  # the rows of the table
 
 
 def test_an_experiments_own_sweep_is_planned(planned):

@@ -188,7 +188,7 @@ def test_output_that_ends_early_ends_no_run(tmp_path):
     os.close(reading)
     done = subprocess.run(
         [sys.executable, "-m", "runner", "-m", "seed=1,2", *SMALL, *QUICK, f"output={tmp_path}"],
-        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120,
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300,
     )  # fmt: skip
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
@@ -199,7 +199,7 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "runner", "-m", "seed=1,2", "seq_len=1001", f"output={tmp_path}"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=300,
         )  # fmt: skip
     (line,) = done.stderr.splitlines()
     assert "standard output: No space left on device" in line

@@ -131,7 +131,7 @@ def results(folder):
     return sorted(found, key=lambda value: value["environment"]["started_at"])
 
 
-def end(started, timeout=150):
+def end(started, timeout=300):
     said = [program.communicate(timeout=timeout) for program in started]
     return [program.returncode for program in started], "\n".join("".join(texts) for texts in said)
 
@@ -223,6 +223,6 @@ def test_a_larger_world_than_was_started_is_refused_by_all(tmp_path):
     port = free_port()
     given = [f"output={tmp_path}", *QUICK, "world_size=3"]
     with programs(*[([], given, launched("by hand", process, port)) for process in (0, 1)]) as started:
-        statuses, said = end(started, timeout=60)
+        statuses, said = end(started)
     assert statuses == [2, 2]
     assert "world_size=3: WORLD_SIZE started 2 processes, for 2 ranks" in said
