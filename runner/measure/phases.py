@@ -21,7 +21,7 @@ from runner.measure.workload import Workload
 
 Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms, start_ms, stop_ms
 STRAGGLER = 1.1  # times the median over the ranks
-ADD_UP = ("comp_", "wait_")  # with `other` these phases are the pass
+ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass
 
 
 class _Counted:
