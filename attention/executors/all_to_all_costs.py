@@ -21,6 +21,8 @@ class AllToAllCosts(Costs[RingOptions]):
 
     @property
     def parts(self) -> int:
+        if self.problem.ulysses == 1:
+            return 1  # it is the ring's call
         group = self.tokens * self.problem.ulysses
         return policy.exchange_parts(self.options.head_parts, self.shapes.kv_heads, self.problem.ulysses, group)
 

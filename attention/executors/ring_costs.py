@@ -38,8 +38,8 @@ class RingCosts(Costs[RingOptions]):
     @property
     def parts(self) -> int:
         """Parts of the heads that a backward takes in turn."""
-        if self.problem.ulysses > 1:
-            return 1  # which the all-to-all has cut already
+        if self.problem.ulysses > 1 or self.problem.ranks == 1:
+            return 1  # the all-to-all has cut them already; one rank makes one call
         return policy.ring_parts(self.options.head_parts, self.shapes.kv_heads, self.tokens)
 
     def bytes_received(self, rank: int, backward: bool) -> dict[str, int]:
