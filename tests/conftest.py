@@ -31,6 +31,7 @@ from runner.launch.outcome import Outcome  # noqa: E402
 from runner.launch.pool import Pool  # noqa: E402
 from runner.launch.processes import cores  # noqa: E402
 from tests.support.gpus import shared  # noqa: E402
+from tests.support.selection import SHARE, share  # noqa: E402
 
 SLOW_S = 3  # a test that takes longer on an idle machine is marked `slow`
 SLOW_WEIGHT = 30  # others that take as long as a slow one
@@ -46,6 +47,9 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help=f"all tests; else a run of the whole suite takes one in {SHARE}"
+    )
     parser.addoption("--quick", action="store_true", help="the first case of each test, without the slow tests")
     parser.addoption("--budget", action="store_true", help=f"a test over {BUDGET_S} s that is not marked slow fails")
     parser.addoption("--fuzz", type=int, default=200, help="random calls of the library to try")
@@ -54,22 +58,24 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """One seed for all workers of a run."""
-    given = config.getoption("fuzz_seed")
-    workers = getattr(config, "workerinput", None)
-    if workers is not None:
-        config.option.fuzz_seed = workers["fuzz_seed"]
-    elif given is None:
+    """The workers of a run get the options of the first process."""
+    if hasattr(config, "workerinput"):
+        vars(config.option).update(config.workerinput["common"])
+        return
+    if config.getoption("fuzz_seed") is None:
         config.option.fuzz_seed = secrets.randbelow(1 << 30)
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    config.option.all |= named or bool(config.option.keyword or config.option.markexpr or config.option.quick)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["fuzz_seed"] = node.config.option.fuzz_seed
+    node.workerinput["common"] = {name: node.config.getoption(name) for name in ("fuzz_seed", "all")}
 
 
 def pytest_report_header(config):
-    return f"--fuzz-seed {config.option.fuzz_seed}"
+    whole = "all tests" if config.option.all else f"one test in {SHARE}, by the seed; --all takes all"
+    return f"--fuzz-seed {config.option.fuzz_seed}; {whole}"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -78,19 +84,26 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
             limit_s = GPU_WORLD_S if "pool" in item.fixturenames else GPU_S
             item.add_marker(pytest.mark.timeout(limit_s, method="thread"))
+    if not config.option.all:
+        tests = [(item.nodeid, item.get_closest_marker("slow") is not None) for item in items]
+        _keep(config, items, share(tests, config.option.fuzz_seed))
     quick, no_gpu = config.getoption("quick"), not torch.cuda.is_available()
     if quick or no_gpu:
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
-        chosen = {item for item in first if not (quick and item.get_closest_marker("slow"))}
+        chosen = {item.nodeid for item in first if not (quick and item.get_closest_marker("slow"))}
         if not quick:  # without a GPU, the first case of a GPU test stands for its thousands of skipped cases
-            chosen |= {item for item in items if not item.get_closest_marker("gpu")}
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+            chosen |= {item.nodeid for item in items if not item.get_closest_marker("gpu")}
+        _keep(config, items, chosen)
     # The longest files first, so that no worker is left with one at the end
     weights: Counter[Path] = Counter()
     for item in items:
         weights[item.path] += SLOW_WEIGHT if item.get_closest_marker("slow") else 1
     items.sort(key=lambda item: -weights[item.path])
+
+
+def _keep(config, items, chosen):
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
 
 
 @pytest.hookimpl(wrapper=True)

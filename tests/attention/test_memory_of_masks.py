@@ -20,6 +20,7 @@ def assert_linear(what: str, found: list[int], sizes: tuple[int, int] = SIZES) -
     assert found[-1] < sizes[-1] ** 2, fit  # less than a byte for each pair of a whole matrix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world, names", [(1, ["dense"]), (2, ["balanced", "ring", "ring_allgather"])])
 def test_memory_of_a_call_grows_linearly(pool, world, names):
     """Forward and backward, on every rank."""
@@ -31,6 +32,7 @@ def test_memory_of_a_call_grows_linearly(pool, world, names):
                 assert_linear(f"{name} under {mask}, rank {rank}", found)
 
 
+@pytest.mark.slow
 def test_memory_of_the_reference_grows_linearly():
     """Beside a chunk of scores, whose number is fixed."""
     for number, mask in enumerate(memory.growing(OF_REFERENCE[0])):

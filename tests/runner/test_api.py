@@ -31,6 +31,7 @@ def surroundings():
     return handlers, os.getcwd(), threading.enumerate(), dict(os.environ), GlobalHydra.instance().hydra
 
 
+@pytest.mark.slow
 def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, capsys):
     with initialize_config_module("runner.conf", version_base="1.3"):  # a Hydra program of the caller's
         before = surroundings()
@@ -51,6 +52,7 @@ def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, caps
     assert again.experiment.seed == result.experiment.seed
 
 
+@pytest.mark.slow
 def test_a_sweep_sets_an_option_that_an_experiments_default_lacks(here):
     given = ["+experiment=dilated", "attention=dilated,ring_dilated", "seq_len=64", "attention.mixing=sum"]
     found = runner.multirun(given)

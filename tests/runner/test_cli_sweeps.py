@@ -85,6 +85,7 @@ def test_every_timing_method_runs_on_a_cpu_forward_only_too(tmp_path):
                 assert profile["exposed_communication_ms"] <= profile["communication_ms"]
 
 
+@pytest.mark.slow
 def test_ten_tiny_runs_take_less_than_fifteen_seconds_in_one_world(tmp_path):
     seen, ended = set(), threading.Event()
 

@@ -82,6 +82,7 @@ def test_tables_say_what_is_known_of_the_commit(git, text):
     assert commit_text(git) == text
 
 
+@pytest.mark.slow
 def test_a_worlds_ranks_get_the_variables_of_launch_env(pool):
     given = (("CUDA_DEVICE_MAX_CONNECTIONS", "8"), ("TORCH_NCCL_HIGH_PRIORITY", "1"))
     outcome = pool.get(WorldSpec(1, "cpu", env=given)).call(program.variables, {"names": [n for n, _ in given]})

@@ -86,6 +86,7 @@ def test_a_single_run_is_planned_too(planned, capsys):
     assert run.flops == metrics.flops(resolved(*CPU, "model=decoder_tiny"))["total"]
 
 
+@pytest.mark.slow
 def test_a_resumed_sweep_keeps_what_is_ok_goes_on_and_knows_the_times_of_before(planned, tmp_path):
     for variant, done in (("ring", 3), ("zigzag", 1), ("ulysses", 3)):
         cfg = configured(*CPU, f"attention={variant}")

@@ -26,6 +26,7 @@ def measured():
     return runs.read([ROOT / "results"])
 
 
+@pytest.mark.slow
 def test_four_gpus_are_predicted_from_fewer_within_a_tenth(measured):
     found = validation.validate(measured)
     assert found.predicted == 4 and found.calibrated_on == (1, 2)

@@ -5,6 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from runner import ab, compare, history
 from runner.config import overrides
 from runner.report import command as report
@@ -23,6 +25,7 @@ def commands() -> list[tuple[str, list[str]]]:
     return [(module, shlex.split(arguments)) for module, arguments in found]
 
 
+@pytest.mark.slow
 def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
     assert len(commands()) > 35
     for module, arguments in commands():

@@ -47,6 +47,7 @@ def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeyp
         assert all(f",comm_{what}," in text for what in ("max_lse", "sum_den", "sum_num")), text[:300]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model_quick", "model_full", "model_sweep"])
 def test_every_run_of_whole_models_is_one_on_cpu_ranks(name):
     params = composed(f"+experiment={name}", return_hydra_config=True).hydra.sweeper.params

@@ -195,6 +195,7 @@ def test_output_that_ends_early_ends_no_run(tmp_path):
     assert [value["status"] for value in results_in(tmp_path).values()] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_line(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -1,5 +1,5 @@
-"""A few trials of `python -m runner.torture`, and what it is built on. `--fuzz-overrides N` sets how many command lines are
-tried, `--fuzz-seed N` repeats a run."""
+"""A few trials of `python -m runner.torture`, and what it is built on; sixty are a step of their own in CI. `--fuzz-overrides N`
+sets how many command lines are tried, `--fuzz-seed N` repeats a run."""
 
 import json
 import os
@@ -42,9 +42,9 @@ def torture(*arguments, timeout):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # some hang on purpose, longer on a busy machine
-def test_what_happens_to_runs_at_random_is_handled():
-    assert "60 from --seed 1 " in torture("--runs", "60", "--seed", "1", timeout=1480)
+def test_what_happens_to_runs_at_random_is_handled(request):
+    seed = str(request.config.getoption("fuzz_seed"))
+    assert f"6 from --seed {seed} " in torture("--runs", "6", "--seed", seed, timeout=300)
 
 
 @pytest.mark.slow

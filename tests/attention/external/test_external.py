@@ -108,6 +108,7 @@ def test_importing_a_package_leaves_no_flash_attn_behind(adapter):
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_no_package_is_imported_before_it_is_called():
     code = (
         "import sys, attention.api, attention.external\n"

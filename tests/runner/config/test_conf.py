@@ -185,6 +185,7 @@ def test_anything_of_a_workload_may_be_overridden(name):
     assert (cfg.dtype.name, cfg.seq_len, cfg.causal, list(cfg.window)) == ("fp32", 640, False, [3, 4])
 
 
+@pytest.mark.slow
 def test_every_variant_has_its_file_with_its_options():
     presets = {choice for choice in groups()["attention"] if choice.endswith(("_best", "_longnet"))}
     assert set(groups()["attention"]) - presets == {AUTO, *everything()}
@@ -254,6 +255,7 @@ def test_every_variant_and_its_file_name_its_source_with_its_year_and_when_to_us
         assert f"Source: {variant.source}." in first_comment(name), name
 
 
+@pytest.mark.slow
 def test_every_kernel_and_transport_has_its_file():
     assert set(groups()["kernel"]) == {"auto", *KERNELS}
     assert set(groups()["transport"]) == {"auto", *SUMMARIES}

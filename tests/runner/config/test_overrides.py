@@ -291,6 +291,7 @@ def test_unknown_flags_and_a_removed_working_folder_are_one_line(tmp_path):
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "working folder was removed" in done.stderr
 
 
+@pytest.mark.slow
 def test_help_comes_at_once_and_shows_commands_groups_and_keys(tmp_path):
     done = at_once("-m", "runner", "--help", cwd=tmp_path)
     assert done.returncode == 0

@@ -567,6 +567,7 @@ MEASURED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_identity_differs_with_everything_that_is_measured():
     found = [identity(composed(*overrides)) for overrides in [[], *([one] for one in MEASURED)]]
     assert len(set(found)) == len(MEASURED) + 1

@@ -51,6 +51,7 @@ def gone(pids, within_s=5.0):
     return False
 
 
+@pytest.mark.slow
 def test_a_world_is_reused_and_a_job_in_it_costs_little(pool):
     spec = WorldSpec(2, "cpu")
     first = pool.get(spec).call(faults.pids, {}).result
@@ -132,6 +133,7 @@ def test_a_refusal_leaves_the_world_alive(pool):
     assert world.call(faults.echo, {"value": 3}).result == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_raising_rank_is_a_crash_with_rank_phase_and_log(world):
     pids = world.call(faults.pids, {}).result
     outcome = world.call(faults.fail_on, {"rank": 1})
@@ -295,6 +297,7 @@ def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_o
         assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch):
     monkeypatch.setattr("runner.launch.worlds.AGENT_S", 0.5)
     pids = world.call(faults.pids, {}).result
@@ -305,6 +308,7 @@ def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch
     assert "its agent did not report how" in outcome.reason
 
 
+@pytest.mark.slow
 def test_an_agent_that_was_killed_is_said_to_have_been(world):
     world.call(faults.pids, {})
     kill_when_working(world, world.agent.pid)

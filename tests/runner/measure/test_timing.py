@@ -211,6 +211,7 @@ def test_a_warm_up_goes_on_until_no_pass_rises_or_falls(clock):
     assert settled(clock, 1e6, forward=[*falling, 4.5]) == Settling(36, True)
 
 
+@pytest.mark.slow
 def test_a_warm_up_that_does_not_settle_ends_in_time_and_says_so(clock):
     rising = [1.05**i for i in range(200)]
     found = settled(clock, 30_000, forward=rising)
@@ -243,12 +244,14 @@ def adapt(clock: Clock, least: int, cap_s: float, **durations: list[float]):
     return adaptive(Work(clock, **durations), Watch(clock), least, decide)
 
 
+@pytest.mark.slow
 def test_adaptive_stops_at_the_least_number_when_settled(clock):
     samples, met = adapt(clock, 30, 1e9, forward=[5.0])
     assert samples == {"forward": [5.0] * 30}
     assert met
 
 
+@pytest.mark.slow
 def test_adaptive_goes_on_until_settled_and_keeps_what_was_unsettled(clock):
     # 15 samples of 1 ms and 15 of 9 ms, then always 5: of 40 samples the fives are ranks 16 to 25 and the interval 14 to
     # 27; of 50 they are ranks 16 to 35 and the interval 18 to 33
@@ -259,6 +262,7 @@ def test_adaptive_goes_on_until_settled_and_keeps_what_was_unsettled(clock):
     assert samples["forward"][30:] == [5.0] * 20
 
 
+@pytest.mark.slow
 def test_adaptive_needs_every_pass_settled(clock):
     wild = [1.0, 9.0] * 15
     samples, met = adapt(clock, 10, 1e9, forward=[5.0], backward=[*wild, 5.0])

@@ -102,6 +102,7 @@ def test_a_table_is_written_as_csv_with_the_asked_columns(tmp_path):
     assert (tmp_path / "phases.csv").read_text().splitlines() == ["phase,ms", '"comp, block",1.25', "wait_kv,"]
 
 
+@pytest.mark.slow
 def test_every_column_and_every_key_of_a_result_is_named_in_the_readme_of_the_outputs():
     assert set(summary.COLUMNS) <= NAMED
     assert set(results.FIELDS) <= NAMED

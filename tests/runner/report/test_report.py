@@ -492,6 +492,7 @@ def test_a_section_that_does_not_say_its_command_can_not_be_made_again(tmp_path,
     assert "section a does not say the command that made it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_charts
 @pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md", "docs/models.md"])
 def test_the_documents_show_what_the_results_say(tmp_path, monkeypatch, document):
