@@ -169,8 +169,8 @@ class Plans(dict[Hashable, Plan]):
 
 
 def plan_of(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """The plan of a call, from `plans` or new; `connect` gives a device's transport. batch: of the tensors; all batches
-    share a plan, but only ranks with equal ones agree on a new plan. Raises as `build` does."""
+    """The plan of a call, from `plans` or new; `connect` gives a device's transport. batch: the batch size; a plan
+    serves any, but ranks agree on a new plan only if theirs are equal. Raises as `build` does."""
     if settings.variant.decode:
         return _decode_plan(spec, batch, settings, plans, connect)
     found = plans.get(spec)
@@ -265,7 +265,7 @@ def _part_spec(spec: CallSpec, c: Component) -> CallSpec:
 def _parts(
     plan: Plan, spec: CallSpec, settings: Settings, of_parts: tuple[Kernel, ...]
 ) -> Callable[[], tuple[PlannedComponent, ...]]:
-    """What makes the plans of a mixture's components, once or with pattern_cache=false in each pass."""
+    """Returns a function that makes the plans of a mixture's components: once, or with pattern_cache=false each time."""
     mixed = _mixed(spec, settings, plan.problem)
     if not mixed:
         return tuple
@@ -302,7 +302,7 @@ def _divided(spec: CallSpec) -> CuSeqlens:
 
 
 def _whole_mask(spec: CallSpec, settings: Settings) -> Band | Mask:
-    """The mask of the call. Padding comes last, so no causal query sees it, and the band is unchanged."""
+    """The mask of the call. Padding comes last, so a causal band over one sequence can stay; else the mask becomes `Padded`."""
     variant = settings.variant
     given = variant.mask_of(settings.options) if spec.mask is None else spec.mask
     mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)

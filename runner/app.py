@@ -61,8 +61,8 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
     place = f"run {sweep.tally.place(hydra.job.num)}" if sweeping else ""
-    if cfg.dry_run:  # of the whole command, which the plan ends, but for one value of a sweep
-        raise Refused("dry_run=true: is of the whole command; give it once, beside the sweep")
+    if cfg.dry_run:  # otherwise the plan has ended the program; here dry_run is one value of a sweep
+        raise Refused("dry_run=true: applies to the whole command; do not sweep it, write dry_run=true")
     if sweeping and cfg.resume:
         earlier = plan.earlier(folder, identity(cfg))
         if earlier is not None and earlier.status == "ok":

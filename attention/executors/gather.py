@@ -43,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
-    """(dq, dk, dv) of this rank's shards, and with sinks also theirs."""
+    """(dq, dk, dv) of this rank's shards; then the sinks' gradient, if any."""
     q, k, v, out, lse = saved[:5]
     dout = relayout(dout, plan, to_compute=True)
     dq, dk, dv = _backward(dout, q, k, v, out, lse, plan)

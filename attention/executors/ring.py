@@ -56,7 +56,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None) -> Grads:
-    """(dq, dk, dv) of this rank's shards, from the final out and lse; written to `into` if given. With sinks also theirs."""
+    """(dq, dk, dv) of this rank's shards, from the final out and lse; written to `into` if given; then the sinks'
+    gradient, if any."""
     inputs = saved[:5]
     return *_backward(dout, inputs, plan, into), *sinks_gradients(dout, saved)
 
@@ -111,8 +112,8 @@ def _step_order(plan: Plan, local_last: bool) -> list[int]:
 
 
 def _local_last(group: int, groups: int) -> bool:
-    """Whether the step on the local KV is the last of a head group. In the first group it runs first, while keys
-    travel; in the last group it runs last, while gradients travel."""
+    """Whether the step on the local KV comes last: in the last of several head groups, while gradients travel. In the
+    other groups it comes first, while keys travel."""
     return 0 < group == groups - 1
 
 

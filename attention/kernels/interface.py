@@ -19,12 +19,12 @@ from attention.runtime.uploads import uploaded
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 Into = Triple | None  # where a backward writes its gradients
-Grads = tuple[Tensor, ...]  # dq, dk, dv, and with sinks theirs
+Grads = tuple[Tensor, ...]  # dq, dk, dv, then the sinks' gradient, if any
 
 
 class KvLengths(NamedTuple):
-    """The numbers of keys of a decode's batch elements, over all calls that share the keys. A kernel reads those above
-    `total` as `total`, and those below 0 as 0."""
+    """Each batch element's number of keys in a decode, counting the keys of all its calls. A kernel reads a number above
+    `total` as `total`, and one below 0 as 0."""
 
     lengths: Tensor  # integers [B], on the device; for `ByElement` on the CPU
     first: int  # the position of this call's first key
@@ -37,10 +37,10 @@ class Call:
     `[B, H, Sq]`. Packed (varlen), with `q_lengths`: q `[Tq, H, D]`, k `[Tk, Hk, D]`, v `[Tk, Hk, Dv]`, lse `[H, Tq]`, and
     sequence i of the queries sees sequence i of the keys. Dv is D unless the kernel has the feature "v_head_dim".
 
-    softcap: a score x, which is scaled, becomes `softcap * tanh(x / softcap)`; a kernel needs the feature "softcap".
+    softcap: a score x, which is scaled, becomes `softcap * tanh(x / softcap)`; only for kernels with the feature "softcap".
 
-    lengths: of a dense call whose batch elements have different numbers of keys; a kernel needs the feature "kv_lengths". The mask is
-    then aligned to each element's own end, at its place among the keys of all calls.
+    lengths: the numbers of keys, in a dense call whose batch elements differ in them; only for kernels with the feature
+    "kv_lengths". The mask is then aligned to each element's last key, whose position counts the keys of all calls.
 
     The mask is aligned bottom-right in every sequence. With a `pattern` the call is dense, whatever the tensors' form: one sequence
     of queries, one of keys, and the pattern is the mask. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
@@ -165,7 +165,7 @@ def lacks(kernel: Kernel, shape: Shape) -> str | None:
     """Why a kernel cannot do what the call has beyond plain attention, or None."""
     features: frozenset[Feature] = getattr(kernel, "features", frozenset())
     if shape.softcap and "softcap" not in features:
-        return "softcap: it has none"
+        return "softcap: cannot apply one"
     if shape.v_head_dim != shape.head_dim and "v_head_dim" not in features:
         return f"v_head_dim={shape.v_head_dim}: must be head_dim={shape.head_dim}"
     return None

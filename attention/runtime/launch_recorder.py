@@ -209,16 +209,16 @@ class LaunchRecorder(TorchDispatchMode):
         views = [x for x in self.made if isinstance(x, View)]
         freed: dict[int, list[int]] = {}
         for x in self.allocations:
-            # Memory that another stream uses last is kept to the end, when the caller's stream has waited for all
-            # others. If its own stream uses it last, that stream has waited for the others.
+            # Memory is freed early only if the stream that allocated it also uses it last, having waited for the
+            # other streams. All else is kept to the end, when the caller's stream has waited for all others.
             if not x.given and x not in returned and x.last is not None and x.last[1] == x.stream:
                 numbers = [x.number, *(view.number for view in views if view.base == x.number)]
                 freed.setdefault(x.last[0], []).extend(numbers)
         return freed
 
     def _needed(self, returned: Sequence[Allocation]) -> list[int]:
-        """The entries of `made` without unused allocations, and without stream switches on which no later launch, no
-        later allocation and not the caller depends."""
+        """The indices of the entries of `made` that a replay needs: only allocations that are used, and only stream
+        switches on which a later launch, a later allocation or the caller depends."""
         unused = {
             i for i, x in enumerate(self.made) if isinstance(x, Allocation) and x.last is None and x not in returned
         }

@@ -42,8 +42,8 @@ class Variant(Generic[Chosen]):
     decode: bool = False  # few replicated queries against sharded keys; forward only
     mixes: bool = False  # computes a mixture of strided attentions instead of attention under the call's mask
     module: bool = False  # made for a module: a benchmark of it has the projections and the LayerNorm around it
-    one_rank: bool = False  # one rank's share of a larger world: takes no other world
-    on_one_device: bool = False  # what others of its kind (decodes, mixtures, the rest) compute, on one device
+    one_rank: bool = False  # one rank's share of a larger world: for world_size=1 only
+    on_one_device: bool = False  # the one-device baseline of its kind (decodes, mixtures, the rest)
     benchmark_only: str | None = None  # why `auto` never takes it
 
     def missing(self, device: str) -> str | None:
@@ -55,14 +55,14 @@ class Variant(Generic[Chosen]):
         """Whether an external package does the call, with an exchange of its own."""
         return self.executor == "external"
 
-    # What may depend on the options; an algorithm for which it does overrides it.
+    # These may depend on the options; a variant for which one does overrides it.
 
     def sharing(self, options: Chosen, world: int) -> int:
         """Ranks among which heads are exchanged for sequence. Raises ValueError unless they divide the world."""
         return 1
 
     def outer(self, options: Chosen) -> Layout:
-        """The layout of keys and values, of whole groups where ranks share heads."""
+        """The layout of keys and values; with head exchange, over groups of ranks instead of ranks."""
         return self.layout
 
     def q_layout(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Layout:
@@ -114,8 +114,8 @@ class Variant(Generic[Chosen]):
         return None
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
-        """The one band within every sequence, for which schedules have their own blocks; else the mask, which is cut. Of a mixture
-        always a mask over all positions, so that padding is known."""
+        """The band, if the mask is one band in every sequence: schedules have blocks for it. Any other mask is cut into
+        blocks. A mixture always gets a mask over all positions, so that padding is known."""
         if self.mixes:
             return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
         return mask if isinstance(mask, Band) else one_band(mask, cu_seqlens)
@@ -129,7 +129,7 @@ class Variant(Generic[Chosen]):
 
     def needs_causal(self, others: str) -> ValueError:
         return ValueError(
-            f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; not causal use {others}"
+            f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; otherwise use {others}"
         )
 
     def no_window(self, mask: Band, others: str) -> ValueError:
@@ -176,7 +176,7 @@ class Variant(Generic[Chosen]):
             )
         sharing, border = self.sharing(chosen, world), self.border(world, chosen)
         q_layout = self.q_layout(chosen, cu_seqlens, world, mask)
-        # the strictest speaks first; of groups the border, whose rule holds the computed layout's
+        # strictest layout first; with groups only the border, whose rule implies that of q_layout
         for layout in [border] if sharing > 1 else sorted({border, q_layout}, key=lambda x: -x.chunks):
             layout.check(cu_seqlens, world)
         return Problem(
@@ -204,8 +204,8 @@ class Variant(Generic[Chosen]):
         mask: Band | Mask,
         q_tokens: int | None = None,
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The options with each combination of choices in place of "best" that this variant can do, and of the others,
-        by `setting_label`, why not. Raises ValueError where none can be done."""
+        """The options with "best" replaced, for each combination of choices that this variant can do; for each other
+        one, by `setting_label`, the reason. Raises ValueError if it can do none."""
         open_ = [name for name, value in options.items() if value == BEST]
         able: list[dict[str, Any]] = []
         left_out: dict[str, str] = {}
@@ -281,7 +281,7 @@ def with_option(option: str) -> str:
 
 
 def able(mask: Band) -> str:
-    """The variants that take any mask, and with their default options this one, as words: of sharded dense batches."""
+    """As words, the any-mask variants for dense sharded batches whose default options take this mask."""
     found = [v for v in REGISTERED.values() if v.any_mask and (v.windows or not mask.windowed)]
     found = [v for v in found if mask.right == 0 or not v.causal_only]
     return words(v for v in found if v.unsuitable(2, False, False) is None and v.takes(mask))

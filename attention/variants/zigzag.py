@@ -1,8 +1,8 @@
 """Zigzag: a causal ring in which every rank does the same work. A sequence is cut into 2W chunks, and rank r holds
 chunks r and 2W-1-r.
 
-Rank r's queries see their local KV causally. Of an earlier rank's keys they all see the first chunk, and none sees the
-second. A later rank's keys are all seen by the second query chunk, and not by the first.
+Rank r's queries see their local KV causally. All of them see an earlier rank's first chunk of keys, and none its
+second. A later rank's keys are seen by the second query chunk only.
 
 Source: ring-flash-attention's zigzag ring (Zhu, 2024); the chunks are those of Llama 3, too (Llama Team, 2024)."""
 
@@ -41,7 +41,7 @@ def blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
 
 @memo(lambda found, *_: len(found))
 def _remote(problem: Problem, earlier: bool) -> tuple[Block, ...]:
-    """Against the keys of any earlier rank, or of any later one."""
+    """The blocks for an earlier owner, all alike, or for a later one."""
     shards = [(at, at + n // 2, at + n) for at, n in equal_shards(problem) if n]
     if earlier:
         return tuple(Block((at, end), (at, half), FULL) for at, half, end in shards)

@@ -86,7 +86,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
         if override.is_sweep_override() and not sweeps:
             return f"{shown(text)}: several values are a sweep; add -m"
         if name == "dry_run" and override.is_sweep_override():
-            return f"{shown(text)}: is of the whole command; write dry_run=true"
+            return f"{shown(text)}: applies to the whole command; write dry_run=true"
         if name == "experiment" and "canonical" in _values(override, known[name]):
             return f"{shown(text)}: has several sweeps; it stands alone: python -m runner +experiment=canonical [--only ...]"
         if name in known:

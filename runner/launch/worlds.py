@@ -56,7 +56,7 @@ class World:
         spec = self.spec
         os.mkfifo(self.folder / "jobs")
         os.mkfifo(self.folder / "replies")
-        # both ends are opened for reading and writing so that neither side's opening waits for the other's
+        # O_RDWR on both pipes, so that no open, here or in rank 0, waits for the other process
         self.replies = os.open(self.folder / "replies", os.O_RDWR | os.O_NONBLOCK)
         self.buffer = b""
         self.log = (self.folder / "agent.log").open("wb")
@@ -89,9 +89,9 @@ class World:
         log: Path | None = None,
         progress: Progress | None = None,
     ) -> Outcome:
-        """Call `job` on every rank with the `Rank` and the arguments. Returns rank 0's return value, plain data, once all
-        ranks have ended the job. `timeout_s`: how long a rank may be silent; in a phase with an expected duration, ten
-        times that duration. `log`: the file for the ranks' output of this job."""
+        """Call `job` on every rank with the `Rank` and the arguments. Returns the `Outcome`, with rank 0's return
+        value (plain data), once all ranks have ended the job. `timeout_s`: how long a rank may be silent; at least ten times
+        a phase's expected duration, where it has one. `log`: the file for the ranks' output of this job."""
         assert self.alive, "this world is gone"
         target, offsets = job_name(job), self.files.log_sizes()
         self.jobs += 1
@@ -190,7 +190,7 @@ class World:
             os.close(self.owned)
 
     def _kill(self, pids: list[int]) -> None:
-        # multiprocessing's resource tracker, which may only be starting, unlinks the others' semaphores and ends by itself
+        # Spare multiprocessing's resource tracker, even one just started: it unlinks the others' semaphores, then ends.
         ranks = {pid for pid in pids if belongs(pid, self.folder)}
         deadline = time.monotonic() + STOP_S
         while group := set(process_group(self.agent.pid)) | ranks:
@@ -209,8 +209,8 @@ class World:
 def start_node(
     spec: WorldSpec, plain: dict[str, Any], folder: Path, log: IO[bytes], descriptors: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `runner.launch.node`. `plain`: the spec as plain data, with additions. The node has its own session, so that
-    Ctrl-C reaches only this process."""
+    """Start an agent (`runner.launch.node`). `plain`: the spec as plain data, with additions. The agent has its own session, so
+    that Ctrl-C reaches only this process."""
     command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(plain)]
     environment, null = node_environment(spec, folder), subprocess.DEVNULL
     return subprocess.Popen(
@@ -219,7 +219,7 @@ def start_node(
 
 
 def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:
-    """The environment variables of a node's ranks."""
+    """The environment variables of an agent and its ranks."""
     environment = dict(os.environ)
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(max(1, cores() // -(-spec.world_size // spec.nodes)))

@@ -40,7 +40,7 @@ def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, A
     """The result of an experiment, with status ok or incorrect. folder: of the run, for the traces."""
     spec = Experiment.from_plain(experiment)
     me.fault = spec.launch.fault
-    gc.freeze()  # collections around the timing need not look through modules and caches, which takes 0.1 s each
+    gc.freeze()  # so that garbage collections around the timing skip modules and caches: 0.1 s each time
     with memory_limit(me, spec.launch.memory_limit_gb):
         try:
             return _Run(me, spec, Path(folder) if folder else None).result_of_all()

@@ -17,7 +17,7 @@ from runner.report.runs import FACTS, WORKLOAD, Run
 from runner.report.table import counted, fact
 
 COMPARED = (*WORKLOAD, "timing")  # the facts that runs of a case share
-MOST = 4  # sentences of a rule; what is left is counted in one more
+MOST = 4  # sentences of a rule; if there are more, the last one counts the rest
 LONGEST = 110  # characters of a reason
 HALF = 0.5  # a share of the time above which something binds a run
 HOLDS = 0.05  # a phase below this share of the time holds nothing back
@@ -35,7 +35,7 @@ class Conclusion:
 
 @dataclass(frozen=True)
 class Case:
-    """Runs of one workload, timing method, commit and machine with times of `which`, the fastest first; one of each label."""
+    """Runs of one workload, timing method, commit and machine, one per label, the fastest in the pass `which` first."""
 
     runs: list[Run]
     which: str
@@ -120,7 +120,7 @@ def against_external(found: Sequence[Case]) -> list[str]:
             where.append(case)
     if not ratios:
         return []
-    but = f", even within the spread{f' in {even}' if len(where) > 1 else ''}" if even else ""
+    but = f"; the spreads overlap{f' in {even}' if len(where) > 1 else ''}" if even else ""
     return [
         f"The fastest external package takes {_times(ratios)} as long as the fastest of ours {_at(where, found)}{but}."
     ]
@@ -143,7 +143,7 @@ def bound(runs: Iterable[Run]) -> list[str]:
     """Compute- or communication-bound, by the phases of the slowest rank."""
     known = [found for run in runs if (found := shares(run))]
     kinds = ("compute-bound", "communication-bound", "bound by CPU launch overhead and gaps")
-    whats = ("compute takes", "compute waits for communication", "neither computes nor waits")
+    whats = ("compute takes", "compute waits for communication", "these take")
     lines, left = [], len(known)
     for i, (kind, what) in enumerate(zip(kinds, whats, strict=True)):
         of = [found[i] for found in known if found[i] > HALF]
@@ -174,7 +174,7 @@ def limit(best: Iterable[Run]) -> list[str]:
 
 
 def held_back(runs: Iterable[Run], named: dict[Run, str]) -> list[str]:
-    """The largest part of the time that is no compute, and where it is largest."""
+    """The two largest parts of the time that are not compute, each in the run where it is largest."""
     worst: dict[str, tuple[float, Run, str]] = {}
     for run in runs:
         for which, phases in run.result.phases.items() if run.ok else ():
@@ -226,7 +226,7 @@ def _reason(run: Run) -> str:
 
 
 def _at(where: Sequence[Case], found: Sequence[Case]) -> str:
-    """In which of the cases, by the facts of the workload in which all cases differ."""
+    """Names the cases `where` among all cases `found`, by the facts that vary."""
     if len(found) == 1:
         return "in this comparison"
     if len(where) == len(found):

@@ -109,7 +109,7 @@ def test_a_resumed_sweep_keeps_what_is_ok_goes_on_and_knows_the_times_of_before(
 def test_a_command_that_is_refused_as_a_whole_is_refused(tmp_path):
     with (
         initialize_config_module("runner.conf", version_base="1.3"),
-        pytest.raises(Refused, match="dry_run=true: is of"),
+        pytest.raises(Refused, match="dry_run=true: applies to"),
     ):
         given = [*CPU, f"hydra.sweep.dir={tmp_path}", "dry_run=true,false"]
         GlobalHydra.instance().hydra.multirun("config", app.execute, given, with_log_configuration=False)

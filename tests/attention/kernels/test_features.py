@@ -121,9 +121,9 @@ def test_auto_on_a_cpu_takes_the_kernel_that_needs_no_padding():
 
 def test_softcap_is_refused_with_the_kernels_that_have_it():
     call = Shape("cpu", torch.float32, 8, 2, 64, value_dim=32, softcap=True)
-    with pytest.raises(UnsupportedCall, match=r"^kernel=sdpa_flash: softcap: it has none; kernels that can: math"):
+    with pytest.raises(UnsupportedCall, match=r"^kernel=sdpa_flash: softcap: cannot apply one; kernels that can: math"):
         select("sdpa_flash", call, (CAUSAL,))
-    with pytest.raises(UnsupportedCall, match=r"^kernel=sdpa_flash: softcap: it has none; kernels that can: math"):
+    with pytest.raises(UnsupportedCall, match=r"^kernel=sdpa_flash: softcap: cannot apply one; kernels that can: math"):
         kernels.select_for_patterns("sdpa_flash", call, (CAUSAL,), False)
 
 

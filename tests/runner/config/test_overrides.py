@@ -67,7 +67,7 @@ BAD = [
     (["seq_len=[1024"], "seq_len=[1024", "key=value"),
     (["~phases"], "~phases", "phases=VALUE"),
     (["~attention"], "~attention", "attention=VALUE"),
-    (["dry_run=true,false"], "dry_run=true,false: is of the whole command", "dry_run=true"),
+    (["dry_run=true,false"], "dry_run=true,false: applies to the whole command", "dry_run=true"),
     (["+experiment=canonical", "seed=1"], "+experiment=canonical: has several sweeps; it stands alone"),
     (["resume=true"], "resume=true: goes on with a sweep", "hydra.sweep.dir=FOLDER"),
     (["output="], "output=: must be a folder", "output=DIR"),
@@ -141,7 +141,9 @@ def test_options_that_the_defaults_lack_are_set_in_each_run_of_a_sweep(tmp_path)
     with initialize_config_module("runner.conf", version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         texts = overrides.for_each_run([*given, f"hydra.sweep.dir={tmp_path}"])
-        (jobs,) = hydra.multirun("config", lambda cfg: (cfg.mask, cfg.attention), texts, with_log_configuration=False)
+        (jobs,) = hydra.multirun(
+            "config", lambda cfg, **_: (cfg.mask, cfg.attention), texts, with_log_configuration=False
+        )
     for job, name in zip(jobs, ("dilated", "ring_dilated"), strict=True):
         mask, attention = job.return_value
         found = (mask.chunk, attention.segments, attention.mixing, attention.rates, attention.weights)
