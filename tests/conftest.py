@@ -48,7 +48,7 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--all", action="store_true", help=f"all tests; else a run of the whole suite takes one in {SHARE}"
+        "--all", action="store_true", help="all cases of all tests; else a run of the whole suite takes a share of them"
     )
     parser.addoption("--quick", action="store_true", help="the first case of each test, without the slow tests")
     parser.addoption("--budget", action="store_true", help=f"a test over {BUDGET_S} s that is not marked slow fails")
@@ -74,7 +74,7 @@ def pytest_configure_node(node):
 
 
 def pytest_report_header(config):
-    whole = "all tests" if config.option.all else f"one test in {SHARE}, by the seed; --all takes all"
+    whole = "all that is named" if config.option.all else f"one case in {SHARE}, by the seed; --all takes all"
     return f"--fuzz-seed {config.option.fuzz_seed}; {whole}"
 
 

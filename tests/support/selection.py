@@ -1,4 +1,4 @@
-"""Which tests a run of the whole suite takes. All take some five times as long."""
+"""Which tests a run of the whole suite takes."""
 
 import random
 from collections import defaultdict
