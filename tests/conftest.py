@@ -13,6 +13,9 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
+# pytest's readline sets this to 80 for the workers. The tables that programs print into a file would wrap their titles.
+os.environ.pop("COLUMNS", None)
+
 # Compiled modules are kept, else each of some hundred programs and worlds compiles this library anew: half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
