@@ -306,8 +306,9 @@ class ContextParallel:
         of `[1, N_p, Hk, D]` or `[N_p, Hk, D]`, v with Dv. They are attended as one sequence of B*Sq queries, so that they are read once.
         It is a call of its own with a reduction of its own; both results are rounded to q's dtype, then merged. causal holds
         within the keys after the prefix; windows are refused. prefix_tokens: as kv_tokens, of the prefix.
-        padding: the tokens that `shard(x, pad=True)` added at the end. No query sees them; their out is 0, their LSE
-        -inf, and they get no gradient and contribute none. cu_seqlens and mask are those of the other tokens.
+        padding: the tokens that `shard(x, pad=True)` added at the end. They contribute nothing, whatever q, k and v hold
+        there (q, k and v are copied to set it to 0): their out is 0, their LSE -inf, and they get no gradient. cu_seqlens
+        and mask are those of the other tokens.
         sinks: `[H]`, a learned logit a head that joins the softmax's denominator; floating-point, equal on all ranks. Their
         gradient is this rank's part: sum it over the ranks, as that of any other parameter.
         softcap: a positive number c; scaled scores x become `c * tanh(x / c)`.
@@ -335,6 +336,9 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """(out, LSE); the LSE is valid only with `return_lse`. given: the call's arguments other than q, k and v."""
         plan = self.plan(q, k, v, **given, return_lse=return_lse)
+        at = self._padding_at(plan.problem.cu_seqlens[-1], given["padding"], q.device)
+        if at is not None:  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
+            q, k, v = (x.index_fill(token_dim(x), at, 0) for x in (q, k, v))
         q, k, v = fit((signed(q, given["scale"]), k, v), plan.kernel.align)
         lse: Tensor | None = None
         if isinstance(self.variant, External):
@@ -342,12 +346,18 @@ class ContextParallel:
         else:
             sinks = None if given["sinks"] is None else given["sinks"].contiguous()
             out, lse = attend(q, k, v, sinks, plan, self.replay.strategy(plan, q.device))
-        if padding := given["padding"]:  # a band does not exclude the padding's queries
-            real = plan.problem.cu_seqlens[-1] - padding
-            at = token_indices(beyond(self._shards((0, real), padding)[self.rank], real), q.device)
+        if at is not None:  # a band does not exclude the padding's queries
             out = out.index_fill(token_dim(q), at, 0)
             lse = lse.index_fill(-1, at, -torch.inf) if return_lse and lse is not None else lse
         return out, lse
+
+    def _padding_at(self, tokens: int, padding: int, device: torch.device) -> Tensor | None:
+        """Where this rank's shard of so many tokens has padding; None where it has none."""
+        if not padding:
+            return None
+        real = tokens - padding
+        intervals = beyond(self._shards((0, real), padding)[self.rank], real)
+        return token_indices(intervals, device) if intervals else None
 
     def _with_prefix(
         self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], prefix: object, tokens: int | None

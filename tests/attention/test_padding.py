@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attention
+from attention import masks
 from attention.variants.registry import VARIANTS
 from runner.launch.files import WorldSpec
 from tests.support.cases import Case, judge
@@ -66,3 +67,22 @@ def test_what_cannot_be_padding_is_refused_in_one_line():
         decode.shard(x, role="kv", pad=True)
     with pytest.raises(ValueError, match="padding=2: the keys of a decode need not divide; leave padding out"):
         decode(x, x, x, padding=2)
+
+
+@pytest.mark.parametrize("padded", (1e30, torch.inf, torch.nan), ids=str)
+@pytest.mark.parametrize("cu_seqlens", (None, [0, 13], [0, 4, 13]), ids=str)
+@pytest.mark.parametrize("name", ("ring", "zigzag_llama3", "balanced", "ulysses", "dense"))
+def test_what_padding_holds_reaches_no_other_token(name, cu_seqlens, padded):
+    options = {"mask": masks.causal()} if name == "balanced" else {}
+    fn = attention.make(name, kernel="math", **options)
+    torch.manual_seed(0)
+    whole = [torch.randn(*((1, 13) if cu_seqlens is None else (13,)), 2, 8, dtype=torch.float64) for _ in range(4)]
+    results = []
+    for value in (0, padded):
+        q, k, v, dout = (torch.cat([x, x.narrow(-3, 0, 3) * 0 + value], -3).requires_grad_() for x in whole)
+        out, lse = fn(q, k, v, causal=True, cu_seqlens=cu_seqlens, padding=3, return_lse=True)
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+        assert not any(x.narrow(-3, 13, 3).any() for x in (out, *grads)) and (lse[..., 13:] == -torch.inf).all()
+        results.append((out, *grads))
+    for zero, other in zip(*results, strict=True):
+        assert torch.equal(zero, other)
