@@ -68,7 +68,7 @@ def refuse(reason: str, arguments: list[str]) -> int:
         folder = folders.create(Path(output) / "invalid", f"{folders.now()}_{key}")
         value = results.result(
             status="invalid", reason=reason, key=key, name=folder.name, config={"overrides": arguments},
-            environment=environment.host() | environment.period(time.time()),
+            environment=environment.host() | environment.period(time.monotonic()),
         )  # fmt: skip
         results.write_result(folder, value)
     except (OSError, ValueError) as error:  # ValueError: no path can be that
@@ -84,10 +84,12 @@ def _output(arguments: list[str]) -> str:
     return next((text for text in given if text and "${" not in text), "outputs")
 
 
-def exit_status(statuses: list[str]) -> int:
-    """0 when a run is ok, or there was none; 2 when all are invalid, else 1."""
+def exit_status(statuses: list[str], until_limit: bool = False) -> int:
+    """1 when a run failed, where out of memory is no failure with `until_limit`; else 0 when a run is ok or there was none,
+    2 when all are invalid, and 1 when none could be done here."""
+    failures = {"incorrect", "crash", "timeout"} | ({"oom"} if not until_limit else set())
     if "ok" in statuses or not statuses:
-        return 0
+        return 1 if failures.intersection(statuses) else 0
     return 2 if set(statuses) == {"invalid"} else 1
 
 
@@ -316,7 +318,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
                 display.out.print(_page(folder), soft_wrap=True, markup=False)
                 for line in compared.verdicts(folder) if compared else []:
                     display.out.print(line, soft_wrap=True, markup=False)
-    return exit_status(sweep.tally.statuses)
+    return exit_status(sweep.tally.statuses, sweep.tally.until_limit)
 
 
 def _page(folder: Path) -> str:

@@ -195,7 +195,7 @@ def _ended(earlier: Unfinished, failed: dict[str, Any]) -> None:
 def _next_round(earlier: Unfinished) -> Unfinished | None:
     folder, value, this = earlier.folder, earlier.value, earlier.done
     spec = Experiment.from_plain(value["experiment"])
-    started = time.time()
+    started = time.monotonic()
     place = f"run {sweep.tally.place(earlier.number)}"
     with _progress(spec, place, f", round {this + 1} of {earlier.rounds}") as progress:
         outcome = _in_world(rounds.part(spec, this, earlier.rounds), folder, progress)
@@ -226,7 +226,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     """Runs the experiment, or the first round of a run that takes turns with others, and returns the result, whatever the
     outcome. Writes the run's other files. seed: used if the configuration has none. place: the run's place in its sweep,
     for messages. compared: the number of runs that the sweep compares, including this one."""
-    started = time.time()
+    started = time.monotonic()
     name = run_name(cfg, usable_gpus(cfg))
     plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
     about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": plain}
@@ -252,7 +252,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     taken = outcome.result.pop("experiment", about["experiment"])  # with attention=auto, the experiment that was chosen
     about["experiment"] = {**taken, "timing": asdict(spec.timing)}
     if outcome.result.get("timing"):
-        outcome.result["timing"]["rounds"] = rounds.begun(outcome.result, of, started)
+        outcome.result["timing"]["rounds"] = rounds.begun(outcome.result, of, about["environment"]["started_at"])
         if spec.timing.counters:
             outcome.result["timing"]["counters"] = ncu.count(Experiment.from_plain(about["experiment"]))
     return _record(outcome.result, folder, about)

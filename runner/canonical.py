@@ -194,7 +194,7 @@ def _main(arguments: list[str]) -> int:
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: is not empty; give a new folder")
     folder = options.out or folders.create(Path("outputs"), f"canonical-{folders.now()}")
-    started = time.time()
+    started = time.monotonic()
     questions = [question for question in given["questions"] if question["name"] in options.only]
     found = asked(questions, given["all"], folder, options.budget_s)
     gpus = environment.gpu_count() if environment.torch_has_cuda() else 0

@@ -36,8 +36,9 @@ def _output(*command: str, cwd: Path | None = None) -> str | None:
 
 
 def period(started: float) -> dict[str, float]:
-    """The start (Unix time) and the seconds since then."""
-    return {"started_at": started, "seconds": time.time() - started}
+    """The start in Unix time and the seconds since then, of what started at this time of the monotonic clock."""
+    seconds = time.monotonic() - started
+    return {"started_at": time.time() - seconds, "seconds": seconds}
 
 
 @lru_cache

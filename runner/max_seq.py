@@ -116,10 +116,10 @@ class Search:
 
     def _held(self, tokens: int) -> int | None:
         """The bytes that a step of so many tokens takes on the fullest rank; None if it does not fit."""
-        spec, started = self._experiment(tokens), time.time()
+        spec, started = self._experiment(tokens), time.monotonic()
         outcome = self._call("run", spec, experiment=spec.plain(), small=self.small.plain())
         trial: dict[str, Any] = {"seq_len": tokens, "status": outcome.status, "reason": outcome.reason, "fits": False}
-        trial |= (outcome.result or {}) | {"seconds": time.time() - started}
+        trial |= (outcome.result or {}) | {"seconds": time.monotonic() - started}
         self.row.trials.append(trial)
         if not trial["fits"]:
             return None
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
     if reason is not None:
         print(f"invalid: {reason}", file=sys.stderr)
         return 2
-    started, output = time.time(), next((a[7:] for a in arguments if a.startswith("output=")), "outputs")
+    started, output = time.monotonic(), next((a[7:] for a in arguments if a.startswith("output=")), "outputs")
     with results.writing(Path(output)), Pool() as pool:
         folder = folders.create(Path(output) / "max_seq", folders.now())
         rows = search(arguments, pool, folder)

@@ -40,7 +40,7 @@ LEAST_SAMPLES = 3  # per turn, under order=auto
 LEAST_CPU_FLOP = 1e11  # in all samples of a run on a CPU, under order=auto; two cores do some 50 GFLOP/s
 METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # with one sample per call; `simple` has one mean
 OF_WARMUP = ("warmup_iterations", "warmup_settled", "back_to_back_ms")
-COMPARED = ("attention", "kernel", "transport", "replay", "launch.fault")
+COMPARED = ("attention", "kernel", "transport", "replay")
 
 
 def groups(jobs: Sequence[Sequence[str]], compared: Sequence[str] = COMPARED) -> list[list[int]]:

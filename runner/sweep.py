@@ -43,6 +43,7 @@ class Count(Callback):
             # unresolved: iterating would resolve interpolations
             given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
             tally.runs = overrides.count([*texts, *given])  # type: ignore[misc, list-item]
+            tally.until_limit = config.until_limit
         except InvalidConfig as error:
             raise Refused(str(error)) from None
 

@@ -20,6 +20,7 @@ class Tally:
         self.left: dict[str, float] = {}  # the share of each run that is not over
         self.spent = 0.0  # expected seconds of what was run
         self.statuses: list[str] = []
+        self.until_limit = False  # a run that ends out of memory is no failure
 
     def expect(self, by_name: Mapping[str, float]) -> None:
         self.expected = dict(by_name)

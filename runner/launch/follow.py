@@ -64,7 +64,7 @@ class Ranks:
                 if new := file.read(1 << 20):
                     added[log.name] = new.decode(errors="replace")
                     self.sizes[log.name] = file.tell()
-        message = {"world": self.number, "now": time.time(), "files": files, "added": added}
+        message = {"world": self.number, "now": time.monotonic(), "files": files, "added": added}
         if status is not None:
             self.ended = True
             message["ended"] = abs(status)
@@ -115,7 +115,7 @@ def follow(place: Place, meet_s: float = MEET_S) -> int:
             elif message.get("stacks") in worlds:
                 asked = worlds[message["stacks"]]
                 asked.files.request_stacks()
-                send(head, {"world": asked.number, "now": time.time(), **(asked.news() or {}), "stacks": True})
+                send(head, {"world": asked.number, "now": time.monotonic(), **(asked.news() or {}), "stacks": True})
     except (EOFError, OSError):
         print(f"error: process 0 of {place.launcher} is gone; its log says why", file=sys.stderr)
         return 1

@@ -163,7 +163,7 @@ class Head:
         part = self.parts.get(message["world"])
         if part is None:
             return
-        skew = time.time() - message["now"]
+        skew = time.monotonic() - message["now"]
         for name, text in message.get("files", {}).items():
             if MIRRORED.fullmatch(name):
                 _write(part.folder / name, _shifted(text, skew) if name.endswith((".state", ".json")) else text)

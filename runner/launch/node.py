@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -169,7 +170,8 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any) -> int:
         elastic_launch(config, live)(str(folder), spec["device"], spec["share_gpu"], spec["first_local"])
     except ChildFailedError as error:
         first = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        failures = [{"rank": rank, "exitcode": f.exitcode, "time": f.timestamp} for rank, f in first]
+        offset = time.monotonic() - time.time()  # the ranks' states have monotonic times
+        failures = [{"rank": rank, "exitcode": f.exitcode, "time": f.timestamp + offset} for rank, f in first]
         _write(folder / "failures.json", json.dumps(failures))
         return 1
     return 0

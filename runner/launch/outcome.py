@@ -156,7 +156,7 @@ class Diagnosis:
             return self._failed("crash", f"{reason}; {hint}", None, phase, [])
         reason = f"rank {rank} ended with exit code {code} in phase {phase}"
         if code < 0:
-            name = signal.Signals(-code).name
+            name = _signal_name(-code)
             reason = f"rank {rank} was killed by {name} in phase {phase}{_oom_hint(name)}"
         return self._failed("crash", reason, rank, phase)
 
@@ -166,7 +166,7 @@ class Diagnosis:
         if left is not None:
             return self._failed("crash", left, None, None, [])
         if status < 0:
-            name = signal.Signals(-status).name
+            name = _signal_name(-status)
             reason = f"the agent that had started the ranks was killed by {name}{_oom_hint(name)}"
         else:
             last = tail[-1] if tail else f"its agent ended with exit code {status} and no output"
@@ -190,6 +190,11 @@ class Diagnosis:
         except OSError as error:
             return f"; {folder.parent} cannot be written ({error.strerror}): free space there or set TMPDIR"
         return ""
+
+
+def _signal_name(number: int) -> str:
+    """The name of a signal; most real-time signals have none."""
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def _oom_hint(signal_name: str) -> str:

@@ -55,7 +55,7 @@ class Rank:
         now = time.perf_counter()
         self.stages[self.phase] = self.stages.get(self.phase, 0.0) + now - self.entered
         self.phase, self.entered = phase, now
-        state = {"rank": self.rank, "pid": os.getpid(), "job": self.job, "phase": phase, "since": time.time()}
+        state = {"rank": self.rank, "pid": os.getpid(), "job": self.job, "phase": phase, "since": time.monotonic()}
         state |= {"expected_s": expected_s, "waiting": waiting, "note": note, **self.facts}
         path = self.folder / f"rank{self.rank}.state"
         path.with_suffix(".tmp").write_text(json.dumps(state))
@@ -186,7 +186,7 @@ def _give_up(me: Rank, error: BaseException) -> None:
             time.sleep(SETTLE_S)
         me.fault = None
         kind = "oom" if out_of_memory else "raise"
-        me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.time()})
+        me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.monotonic()})
         traceback.print_exception(error)
     finally:  # on a full disk neither state nor log can be written
         _end(1)

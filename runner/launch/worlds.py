@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from runner.launch.join import Head
 
 POLL_S = 0.02
+STOPPED_S = 1.0  # beyond this, time between two polls is time in which this program was stopped, and its ranks with it
 STOP_S = 3.0
 AGENT_S = 10.0  # time for an agent to report how a dead rank ended
 Progress = Callable[[list[State]], None]
@@ -107,7 +108,9 @@ class World:
         return outcome
 
     def _await(self, timeout_s: float, progress: Progress | None) -> Outcome:
-        called, died = time.time(), None
+        # all processes of a machine share the monotonic clock, which nobody sets
+        called = polled = time.monotonic()
+        stopped, died = 0.0, None
         while True:
             self._send()
             ended = self.ended()
@@ -118,16 +121,18 @@ class World:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
             if ended is not None:
                 return why_lost.ended(ended)
-            states = self.files.states()
+            before, polled = polled, time.monotonic()
+            stopped += max(0.0, polled - before - STOPPED_S)
+            now, states = polled - stopped, self.files.states()
             if progress is not None:
                 progress(states)
             dead = next((state for state in states if state["pid"] and not lives(state["pid"])), None)
             if dead is not None:  # the agent will soon report how this rank ended
-                died = died or time.monotonic()
-                if time.monotonic() - died > AGENT_S:
+                died = died or now
+                if now - died > AGENT_S:
                     return why_lost.died(dead, AGENT_S)
                 continue
-            late = silent(self.spec, self.jobs, states, called, time.time(), timeout_s)
+            late = silent(self.spec, self.jobs, states, called, now, timeout_s)
             if late is not None:
                 if self.head is not None:
                     self.head.request_stacks(self.number)

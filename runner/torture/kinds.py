@@ -103,7 +103,7 @@ def fault(trial: Trial) -> list[str]:
         lost = (one.status, failure.get("rank"), failure.get("phase"))
         if lost != (STATUS[kind], rank, phase):
             wrong.append(f"recorded as {lost}: {one.reason}")
-    return ended.wrong(0) + wrong
+    return ended.wrong(1) + wrong
 
 
 def process(trial: Trial) -> list[str]:
@@ -128,7 +128,7 @@ def process(trial: Trial) -> list[str]:
     failed = [one for one in found if one.status != "ok"]
     if len(failed) > 1 or any(one.status not in ("crash", "timeout") for one in failed):
         wrong += _not_ok(failed)
-    return ended.wrong(0) + wrong
+    return ended.wrong(1 if failed else 0) + wrong
 
 
 def _ranks(folder: Path) -> list[int]:

@@ -68,14 +68,20 @@ def started_by(tmp_path):
     [
         ([], 0),
         (["ok"], 0),
-        (["invalid", "crash", "ok"], 0),
+        (["invalid", "unsupported", "ok"], 0),
+        *((["ok", failure], 1) for failure in ("incorrect", "oom", "timeout", "crash")),
         (["invalid"] * 2, 2),
         (["invalid", "oom"], 1),
-        (["timeout"], 1),
+        (["unsupported"], 1),
     ],
 )
-def test_the_exit_status_is_zero_when_a_run_is_ok_or_there_was_none(statuses, status):
+def test_the_exit_status_is_zero_when_none_failed_and_a_run_is_ok_or_there_was_none(statuses, status):
     assert exit_status(statuses) == status
+
+
+def test_the_length_that_no_longer_fits_is_no_failure_of_a_sweep_that_looks_for_it():
+    assert exit_status(["ok", "oom", "unsupported"], until_limit=True) == 0
+    assert exit_status(["ok", "crash"], until_limit=True) == exit_status(["oom"], until_limit=True) == 1
 
 
 def test_a_run_is_checked_timed_and_recorded(tmp_path):

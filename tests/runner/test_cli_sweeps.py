@@ -28,7 +28,7 @@ def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
         "launch.fault=null,1:timing:raise,0:check_variant:kill", "launch.timeout_s=60",
         "phases=false", "baseline=none", "hydra.sweep.dir=" + str(tmp_path / "sweep"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     found = results_in(tmp_path / "sweep")
     assert len(found) == 6
     by_kind = {}

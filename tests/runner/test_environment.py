@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def copied(tmp_path):
 def git(folder, *arguments):
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
+    started = time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 <= environment.period(started)["seconds"] < 60
 
 
 def test_a_copy_without_its_history_says_that_its_commit_is_unknown_or_what_it_was_told(copied):

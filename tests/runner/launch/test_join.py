@@ -153,7 +153,7 @@ def test_two_torchruns_are_one_world_in_either_order_and_a_rank_that_dies_elsewh
     given += ["launch.start_timeout_s=120"]
     with programs(*[(torchrun(port, node), given, {}) for node in order], apart_s=late_s) as started:
         statuses, printed = end(started)
-    assert statuses == [0, 0], printed
+    assert statuses == [1, 1], printed
     ok, died = results(tmp_path)
     assert ok["status"] == "ok", ok["reason"]
     assert (ok["experiment"]["world_size"], ok["experiment"]["launch"]["nodes"]) == (4, 2)

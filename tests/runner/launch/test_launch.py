@@ -71,14 +71,14 @@ def test_fresh_replaces_the_world():
     assert gone(second)
 
 
-def kill_when_working(world, pid):
-    """SIGKILL for a process of a world as soon as every rank is at work, while the test waits for what the world answers."""
+def kill_when_working(world, pid, number=signal.SIGKILL):
+    """A signal for a process of a world as soon as every rank is at work, while the test waits for what the world answers."""
 
     def kill():
         while world.alive and [state["phase"] for state in world.files.states()] != ["working"] * world.spec.world_size:
             time.sleep(0.02)
         if world.alive:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
     threading.Thread(target=kill, daemon=True).start()
 
@@ -145,12 +145,13 @@ def test_a_raising_rank_is_a_crash_with_rank_phase_and_log(world):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_a_crash_that_names_the_signal(world):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (39, "signal 39")])
+def test_a_killed_rank_is_a_crash_that_names_the_signal(world, number, name):
     pids = world.call(faults.pids, {}).result
-    kill_when_working(world, pids[1])
+    kill_when_working(world, pids[1], number)
     outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
     assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working")
-    assert "SIGKILL" in outcome.reason
+    assert f"rank 1 was killed by {name} in phase" in outcome.reason
     assert gone(pids)
 
 
@@ -205,6 +206,41 @@ def test_a_stopped_rank_is_the_one_that_timed_out(world):
     assert (outcome.status, outcome.rank, outcome.phase) == ("timeout", 1, "working")
     assert "rank 1 was found stopped (as by SIGSTOP) in phase working" in outcome.reason
     assert not world.alive
+
+
+@pytest.mark.slow
+def test_a_program_that_was_stopped_with_its_ranks_gets_its_time_back():
+    code = """if True:
+        import threading, os, signal, time
+        from runner.launch.files import WorldSpec
+        from runner.launch.worlds import World
+        world = World(WorldSpec(2, "cpu"))
+        world.call("tests.jobs.faults:pids", {})
+        print("started", flush=True)
+        outcome = world.call("tests.jobs.faults:sleep_on", {"rank": 1, "seconds": 3.0}, timeout_s=5.0)
+        print(outcome.status, outcome.reason, flush=True)
+        world.close()"""
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout.readline() == "started\n"
+        time.sleep(1.0)
+        tree = [program.pid, *descendants(program.pid)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in tree:
+                os.kill(pid, number)
+            time.sleep(6.0 if number == signal.SIGSTOP else 0.0)
+        assert program.communicate(timeout=60)[0] == "ok None\n"
+    finally:
+        program.kill()
+
+
+def descendants(pid):
+    """The processes that a process started, and those that they started."""
+    stats = [
+        path.read_text().rpartition(")")[2].split() + [path.parent.name] for path in Path("/proc").glob("[0-9]*/stat")
+    ]
+    children = [int(stat[-1]) for stat in stats if int(stat[1]) == pid]
+    return children + [one for child in children for one in descendants(child)]
 
 
 @pytest.mark.slow
