@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,11 @@ from attention.agreement import Disagreement, refuse, seconds
 from attention.arguments import (
     Lengths,
     check_cu_seqlens,
+    check_keywords,
     check_no_window,
     check_padding,
     check_prefix,
+    process_group,
     rank_and_world,
     signed,
     token_dim_of,
@@ -39,6 +42,7 @@ from attention.planner import Plans, call_spec, padded_layout, plan_of
 from attention.reduction.lse_merge import merge
 from attention.replay import Replay, check_old_option, check_replay
 from attention.runtime import private
+from attention.shard_check import check_shards
 from attention.tensors import token_dim, token_indices
 from attention.transports import Transport
 from attention.variants.base import Variant
@@ -55,16 +59,17 @@ def names() -> dict[str, str]:
 
 def make(
     name: str,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None,
     kernel: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
     replay: str = "none",
     agreement: bool | float = True,
+    check: bool = False,
     **options: Any,
 ) -> ContextParallel:
-    """The variant `name` as a function over `group`. With group=None it is over the default process group, or over this
-    process alone if none was initialized.
+    """The variant `name` as a function over `group`, a process group or a device mesh of one dimension. With group=None it
+    is over the default process group, or over this process alone if none was initialized.
 
     replay: how a call runs if one with the same shapes (for a packed batch, the same lengths) came before. "none": it
     runs the Python of its executor. "launches": forward and backward repeat their recorded launches, where those
@@ -75,11 +80,14 @@ def make(
     agreement: a call that needs a new plan (new shapes, mask or lengths) first compares what all ranks ask for (see
     `attention.agreement` for the cost). Ranks that disagree raise the same ValueError. A rank waits 300 s for the others, or so
     many seconds. False: ranks that disagree may fail, hang or compute wrong results. Equal on all ranks.
+    check: for debugging; every call compares hashes of q, k and v over the ranks, which synchronises, and raises ValueError
+    on all ranks if two ranks give equal ones, since they are then not shards. Equal on all ranks.
     options: the variant's own (`python -m runner.catalog attention` lists them). name="auto" picks the variant that
     should be the fastest. Its options are the shapes of the calls (see `attention.autotune.machine.decide`), and
     `choice` of the function says why it was picked.
     Raises ValueError for an unknown name, kernel, transport or option."""
     choice: Choice | None = None
+    group = process_group(group)
     rank_and_world(group)
     check_old_option(options)
     check_replay(replay)
@@ -95,7 +103,8 @@ def make(
         if option.startswith("dropout"):
             raise ValueError(f"{option}={options[option]!r}: dropout is not supported by any variant; leave it out")
     _check_names(kernel, transport)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(options), replay, agreement)
+    parsed = chosen.parse(options)
+    fn = ContextParallel(chosen, group, kernel, transport, deterministic, parsed, replay, agreement, check)
     fn.choice = choice
     return fn
 
@@ -143,7 +152,8 @@ def _not_compiled(call: Method) -> Method:
 
 class ContextParallel:
     """A context-parallel attention function; `make` builds it. It can be copied, and it can be pickled if it is over
-    the default group. So can a module that contains it.
+    the default group. So can a module that contains it. Unpickled in a process without a process group, such as a worker
+    of a DataLoader, it can shard as on the rank that pickled it, and refuses calls.
 
     Dense tensors are `[B, S, H, D]`, packed ones `[T, H, D]` with the global `cu_seqlens`; k and v have Hk heads,
     `H % Hk == 0`."""
@@ -158,6 +168,7 @@ class ContextParallel:
         options: Options,
         replay: str = "none",
         agreement: bool | float = True,
+        check: bool = False,
     ):
         self.variant = variant
         self.group = group
@@ -168,6 +179,7 @@ class ContextParallel:
         self.choice: Choice | None = None  # of attention=auto: its estimates
         self.asked_replay = replay
         self.agreement_s = seconds(agreement)
+        self.check = check
         self.rank, self.world = rank_and_world(group)
         self.alone = not dist.is_initialized()  # there was no process group yet
         self.layout = variant.border(self.world, options)
@@ -191,23 +203,26 @@ class ContextParallel:
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle contains the arguments of `make`. The unpickled function is over the default group of its process.
-        Raises PicklingError for a function over a given group."""
+        """A pickle contains the arguments of `make`, and rank and world size, which hold where there is no process group.
+        Elsewhere the unpickled function is over the default group. Raises PicklingError for a function over a given
+        group."""
         if self.group is not None:
             raise PicklingError(
                 f"{self!r}: its process group can't be pickled; make it over the default group (group=None), or "
                 "make it again in the process that would unpickle it"
             )
-        name, options = self.variant.name, self.options
         return _unpickled, (
-            name,
+            self.rank,
+            self.world,
+            self.choice,
+            self.variant.name,
             self.kernel_name,
             self.transport_name,
             self.deterministic,
-            options,
+            self.options,
             self.asked_replay,
             self.agreement_s or False,
-            self.choice,
+            self.check,
         )
 
     def __repr__(self) -> str:
@@ -239,6 +254,7 @@ class ContextParallel:
         leave the added tokens out, which `shard(torch.ones(B, S), pad=True)` marks by 0.
         Raises ValueError for other shapes, for sequences that do not divide by the layout's chunks, and for pad in a
         decode."""
+        self._check_group()
         dim = token_dim_of(x, cu_seqlens is not None)
         if self.variant.decode and pad:
             raise ValueError(f"pad=True: the keys of {self.variant.name}, a decode, need not divide; use pad=False")
@@ -264,6 +280,7 @@ class ContextParallel:
         the global tensor. So all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not
         take."""
         dim = token_dim_of(x, cu_seqlens is not None)
+        self._check_group(communicates=True)
         whole = self.layout.replicated or self.variant.decode or self.world == 1
         total = x.shape[dim] * (1 if whole else self.world)
         real = total - check_padding(padding, total, self.variant.decode)
@@ -283,7 +300,7 @@ class ContextParallel:
         window: tuple[int, int] = (-1, -1), cu_seqlens: Lengths = None, mask: Mask | None = None,
         kv_tokens: int | None = None, kv_lengths: Lengths = None, prefix: tuple[Tensor, Tensor] | None = None,
         prefix_tokens: int | None = None, padding: int = 0, sinks: Tensor | None = None, softcap: float | None = None,
-        dropout: float = 0.0, return_lse: bool = False,
+        dropout: float = 0.0, return_lse: bool = False, **unknown: Any,
     ) -> Any:  # fmt: skip
         """Attention of this rank's queries over the global keys.
 
@@ -315,12 +332,14 @@ class ContextParallel:
         All ranks must make the same calls in the same order, with the same arguments except the tensors. Ranks that
         don't are found when a plan is made (see `agreement` of `make`); otherwise a call may fail, hang or be wrong.
         Returns out, like q with v's head dim; with `return_lse` also the log-sum-exp `[B, H, s]` or `[H, t]`, fp32 (fp64 for fp64),
-        including the sinks, not differentiable. Out is differentiable once: a second derivative raises UnsupportedCall. The backward reads out,
-        so write `out = out + x`, not `out += x`.
-        Raises ValueError for shapes, masks or lengths that the variant can't do, and UnsupportedCall (a ValueError)
-        when the kernel can't."""
-        if dropout:
-            raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+        including the sinks. Out is differentiable once: a second derivative raises UnsupportedCall, as does the backward of a loss that
+        uses the LSE undetached. The backward reads out, so write `out = out + x`, not `out += x`.
+        Raises ValueError for shapes, masks or lengths that the variant can't do, UnsupportedCall (a ValueError)
+        when the kernel can't, and TypeError for an unknown argument."""
+        if dropout or unknown:
+            with self._errors_reported():
+                check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
+                raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
         given = {
             "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask,
             "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "sinks": sinks, "softcap": softcap,
@@ -339,6 +358,8 @@ class ContextParallel:
         at = self._padding_at(plan.problem.cu_seqlens[-1], given["padding"], q.device)
         if at is not None:  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
             q, k, v = (x.index_fill(token_dim(x), at, 0) for x in (q, k, v))
+        if self.check and self.world > 1 and not self.layout.replicated:
+            check_shards({"k": k, "v": v} if self.variant.decode else {"q": q, "k": k, "v": v}, self.group)
         q, k, v = fit((signed(q, given["scale"]), k, v), plan.kernel.align)
         lse: Tensor | None = None
         if isinstance(self.variant, External):
@@ -368,8 +389,8 @@ class ContextParallel:
             shared = check_prefix(prefix, k, v, self.variant)
             check_no_window(given["causal"], given["window"], given["mask"])
         out, lse = self(q, k, v, **given, return_lse=True)
-        batch, n, heads, _ = q.shape
-        queries = q.reshape(1, batch * n, heads, -1)
+        batch, n, heads, head_dim = q.shape
+        queries = q.reshape(1, batch * n, heads, head_dim)
         found = self(
             queries, *shared, scale=given["scale"], softcap=given["softcap"], kv_tokens=tokens, return_lse=True
         )
@@ -379,6 +400,7 @@ class ContextParallel:
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
         """The plan of a call with these arguments: the schedule bound to this rank, its kernel and its transport."""
         with self._errors_reported():
+            self._check_group(communicates=True)
             spec = call_spec(self, q, k, v, **given)
             return plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
 
@@ -394,14 +416,24 @@ class ContextParallel:
                 refuse(self.group, error)
             raise
 
+    def _check_group(self, communicates: bool = False) -> None:
+        """Raises ValueError if the function has no process group, and either there is one now or it needs one."""
+        if not self.alone:
+            return
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{self!r} was made or unpickled before init_process_group, and there are {dist.get_world_size()} ranks "
+                "now: it must be made after init_process_group; make it again"
+            )
+        if communicates and self.world > 1:
+            raise ValueError(
+                f"{self!r} was unpickled in a process without a process group: it can only shard there; call it on the "
+                "ranks, or make it again"
+            )
+
     def _transport(self, device: torch.device) -> Transport:
         """The device's transport, connected at its first use."""
         if device not in self.transports:
-            if self.alone and dist.is_initialized() and dist.get_world_size() > 1:
-                raise ValueError(
-                    f"{self!r} was made or unpickled before init_process_group, for a world of 1; there are "
-                    f"{dist.get_world_size()} ranks now: make it after init_process_group"
-                )
             name = transports.resolve(self.transport_name, device)
             if isinstance(self.variant, External):  # only `unshard` uses ours, since the package communicates by itself
                 name = "nccl" if device.type == "cuda" else "gloo"
@@ -426,16 +458,9 @@ def _part(x: Tensor, dim: int, mine: Shard) -> Tensor:
     return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
 
 
-def _unpickled(
-    name: str,
-    kernel: str,
-    transport: str,
-    deterministic: bool,
-    options: Options,
-    replay: str,
-    agreement: bool | float,
-    choice: Choice | None,
-) -> ContextParallel:
-    fn = ContextParallel(variant(name), None, kernel, transport, deterministic, options, replay, agreement)
+def _unpickled(rank: int, world: int, choice: Choice | None, name: str, *settings: Any) -> ContextParallel:
+    fn = ContextParallel(variant(name), None, *settings)
     fn.choice = choice
+    if fn.alone:
+        fn.rank, fn.world, fn.layout = rank, world, fn.variant.border(world, fn.options)
     return fn

@@ -4,22 +4,27 @@ ValueError that names the received value, the rule and the way out."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import masks
+from attention.errors import UnsupportedCall, nearest
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import check_heads
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
+from attention.runtime import private
 from attention.tensors import on_host
 from attention.variants.base import decodes
 
@@ -30,6 +35,40 @@ Lengths = Tensor | list[int] | tuple[int, ...] | None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 MOST = 256  # cached checks of packed batches
+MOST_TEXT = 40  # characters of a wrong value that a message shows
+FP32 = torch.finfo(torch.float32)
+# what other packages call an argument, and what to give instead
+ELSEWHERE = {
+    "is_causal": "give causal=True",
+    "attn_mask": "give mask=, one of attention.masks",
+    "dropout_p": "dropout is not supported by any variant; leave it out",
+    "softmax_scale": "give scale=",
+    "window_size": "give window=(left, right)",
+    "cu_seqlens_q": "give the global cu_seqlens=",
+    "enable_gqa": "k and v may always have fewer heads than q; leave it out",
+}
+
+
+def process_group(group: object) -> dist.ProcessGroup | None:
+    """The process group: `group` itself, or that of a one-dimensional device mesh. Raises ValueError for anything else."""
+    if group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return group  # type: ignore[return-value]
+    if not isinstance(group, dist.DeviceMesh):
+        raise ValueError(
+            f"group={_text(group)}: must be a process group or a device mesh of one dimension; give dist.new_group(ranks)"
+        )
+    if group.ndim != 1:
+        raise ValueError(
+            f"group={_text(group)}: a mesh of {group.ndim} dimensions must be cut to the one of the sequence; for instance "
+            'mesh["cp"]'
+        )
+    return group.get_group()
+
+
+def _text(value: object) -> str:
+    """A wrong value in a message of one line."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…"
 
 
 def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -46,12 +85,37 @@ def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
+def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raises TypeError for the first of these keyword arguments, which a call does not have."""
+    for name in unknown:
+        raise TypeError(f"{name}: a call has no such argument; {ELSEWHERE.get(name) or nearest(name, known)}")
+
+
+def check_plain(name: str, x: object) -> None:
+    """Raises ValueError unless x is a dense tensor in this rank's memory."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: it must be a tensor; for instance torch.as_tensor({name})")
+    distributed = sys.modules.get("torch.distributed.tensor")  # which a program that has DTensors has imported
+    if distributed is not None and isinstance(x, distributed.DTensor):
+        raise ValueError(f"{name} is a DTensor: it must be the tensor that this rank holds; give {name}.to_local()")
+    if x.is_nested:
+        raise ValueError(f"{name} is a nested tensor: it must be one dense tensor; give a packed batch with cu_seqlens")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} is a tensor of layout {x.layout}: it must be dense; give {name}.to_dense()")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -> None:
-    """Shapes, dtype and device of q, k and v. Raises ValueError."""
+    """Kind, shapes, dtype and device of q, k and v. Raises ValueError, and UnsupportedCall within a function transform."""
     if decode and packed:
         raise ValueError("cu_seqlens: a decode takes a batch of single sequences, [B, Sq, H, D] and [B, N, Hk, D]")
+    if private.transformed():
+        raise UnsupportedCall(
+            "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
+            "torch.autograd.grad, and give a batch as the first dim"
+        )
     dims = 3 if packed else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_plain(name, x)
         if x.dim() != dims:
             form = "[T, H, D] with cu_seqlens" if packed else "[B, S, H, D] without cu_seqlens"
             raise ValueError(f"{name} has shape {list(x.shape)}: it must be {form}")
@@ -82,29 +146,45 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
     check_heads(q.shape[-2], k.shape[-2])
 
 
+def check_causal(causal: object) -> bool:
+    """The flag as a bool. Raises ValueError unless it is one."""
+    if isinstance(causal, (bool, np.bool_)):
+        return bool(causal)
+    raise ValueError(f"causal={_text(causal)}: must be True or False; for other masks give mask=")
+
+
 def check_scale(scale: float | None) -> float | None:
-    """The scale as a float, or None. Raises ValueError unless it is a finite number."""
-    if scale is None or (type(scale) is float and math.isfinite(scale)):
+    """The scale as a float, or None. Raises ValueError unless it is a number that fp32 can hold."""
+    if scale is None or (type(scale) is float and abs(scale) <= FP32.max):
         return scale
-    try:
-        found = float(scale) if isinstance(scale, Real) else math.nan
-    except OverflowError:
-        found = math.inf
-    if not math.isfinite(found):
+    found = _number(scale)
+    if not abs(found) <= FP32.max:
         raise ValueError(
-            f"scale={str(scale)[:40]}: must be a finite number; leave it out for head_dim ** -0.5, or give a float"
+            f"scale={_text(scale)}: must be a finite number, at most {FP32.max:.1e}; leave it out for head_dim ** -0.5, or "
+            "give a float"
         )
     return found
 
 
 def check_softcap(softcap: float | None) -> float | None:
-    """The softcap as a float, or None. Raises ValueError unless it is a positive finite number."""
+    """The softcap as a float, or None. Raises ValueError unless it is a positive number that fp32 can hold."""
     if softcap is None:
         return None
-    found = float(softcap) if isinstance(softcap, Real) and not isinstance(softcap, bool) else math.nan
-    if not 0 < found < math.inf:
-        raise ValueError(f"softcap={str(softcap)[:40]}: must be a positive finite number; leave it out for no softcap")
+    found = _number(softcap)
+    if not FP32.tiny <= found <= FP32.max:
+        raise ValueError(
+            f"softcap={_text(softcap)}: must be a positive finite number, {FP32.tiny:.1e} to {FP32.max:.1e}; leave it out "
+            "for no softcap"
+        )
     return found
+
+
+def _number(value: object) -> float:
+    """A real number as a float; NaN for anything else."""
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -112,7 +192,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or sinks.shape != q.shape[-2:-1]:
-        given = list(sinks.shape) if isinstance(sinks, Tensor) else repr(sinks)[:40]
+        given = list(sinks.shape) if isinstance(sinks, Tensor) else _text(sinks)
         raise ValueError(f"sinks: {given} given: must be a tensor [{q.shape[-2]}], a logit for each head of q")
     if sinks.dtype not in DTYPES or sinks.device != q.device:
         raise ValueError(
@@ -207,7 +287,7 @@ def check_kv_lengths(
         found = tuple(map(index, lengths))
     except TypeError:
         raise ValueError(
-            f"kv_lengths={str(lengths)[:40]}: must be integers, one for each of the {batch} batch elements"
+            f"kv_lengths={_text(lengths)}: must be integers, one for each of the {batch} batch elements"
         ) from None
     if len(found) != batch:
         raise ValueError(f"kv_lengths has {len(found)} lengths: must be one for each of the {batch} batch elements")
@@ -272,7 +352,8 @@ def token_dim_of(x: Tensor, packed: bool) -> int:
     """The token dimension of a tensor to shard: 1 for `[B, S]` and `[B, S, H, D]`; for a packed batch 0 for `[T]` and
     `[T, H, D]`, and 1 for `[1, T]`.
 
-    Raises ValueError for shapes with an ambiguous token dimension."""
+    Raises ValueError for tensors that are not plain, and for shapes with an ambiguous token dimension."""
+    check_plain("x", x)
     dims, shape = x.dim(), list(x.shape)
     if packed:
         if dims in (1, 3):
@@ -296,6 +377,11 @@ def token_dim_of(x: Tensor, packed: bool) -> int:
 
 
 def check_mask(mask: object) -> Mask | None:
+    """The mask. Raises ValueError for anything else, such as a tensor."""
     if mask is None or isinstance(mask, Mask):
         return mask
-    raise ValueError(f"mask={mask!r}: must be one of attention.masks, such as masks.chunked(8192), or None")
+    what = f"a tensor {list(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else _text(repr(mask))
+    raise ValueError(
+        f"mask={what}: must be one of attention.masks, for instance masks.chunked(8192), or None; there are "
+        f"{', '.join(masks.names())}"
+    )

@@ -25,7 +25,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts."""
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if wants_gradient(*inputs) or private.transformed():  # a transform, which autograd refuses for a call of ours
+    if wants_gradient(*inputs):
         out, lse, _ = _Attention.apply(plan, strategy, *inputs)
         return out, lse
     with torch.no_grad():
@@ -69,13 +69,16 @@ class _Attention(torch.autograd.Function):
         node = inputs[0].new_empty(0)
         ctx.save_for_backward(*saved, node)
         ctx.plan, ctx.strategy = plan, strategy
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # else zeros are allocated for the gradient of the LSE
+        ctx.set_materialize_grads(False)  # an LSE that no loss uses has no gradient, rather than zeros
         ctx.like = out.shape, out.dtype, out.device
         return out, lse, node
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dlse is not None:
+            raise UnsupportedCall(
+                "lse: the loss depends on it, and it has no gradient; give lse.detach() to treat it as a constant"
+            )
         *saved, node = ctx.saved_tensors
         if dout is None:  # other ranks may have a gradient, and communicate with this rank
             shape, dtype, device = ctx.like

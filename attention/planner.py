@@ -16,6 +16,7 @@ from torch import Tensor
 from attention import agreement, kernels, transports
 from attention.arguments import (
     Lengths,
+    check_causal,
     check_cu_seqlens,
     check_kv_lengths,
     check_mask,
@@ -132,7 +133,7 @@ def call_spec(
         kv_tokens=held,
         cu_seqlens=cu,
         packed=packed,
-        causal=causal,
+        causal=check_causal(causal),
         window=window,
         mask=check_mask(mask),
         padding=padding,

@@ -1,7 +1,7 @@
 """The tiles of a pattern, for kernels with block sparsity: which tiles of 128 keys each tile of 128 queries sees in part,
 and which wholly; and the keys that each query sees, as intervals, for the tiles that are seen in part.
 
-numpy on the CPU, linear in the number of tiles that are seen. `on_device` uploads the lists once for each pattern."""
+numpy on the CPU, linear in the number of tiles that are seen. Kernels keep what they upload of them with the pattern."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ def _transforms(active: Any) -> Callable[[], bool]:
 # within forward-mode differentiation or a function transform
 transformed: Private[[], bool] = Private(
     "torch._C._are_functorch_transforms_active",
-    lambda: True,
-    "a call without gradients goes through autograd, too",
+    lambda: False,
+    "a call within one fails with PyTorch's own error",
     _transforms,
 )
 # `torch.compiler.disable` imports the compiler. That takes seconds, and after `init_process_group` it keeps the

@@ -388,7 +388,7 @@ class _SlotPublication:
         return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
     def _pulls(self, messages: Messages) -> list[tuple[int, list[_Pull]]]:
-        """The pulls from each remote rank, in the order of `Pool.remote_ranks`."""
+        """The pulls from each remote rank, in the order of `BufferPool.remote_ranks`."""
         known: _Known | None = messages.known.get(id(self.arranged))
         if known is None:
             by_remote: dict[int, list[Message]] = {remote: [] for remote in self.transport.pool.remote_ranks}

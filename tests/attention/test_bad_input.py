@@ -38,6 +38,15 @@ REFUSED = {
     "chunk=0": lambda call: call(masks.chunked(0)),
     "mask='causal': must be one of": lambda call: call("causal"),
     "windo=3: ring has no such option": lambda call: attention.make("ring", windo=3),
+    "mask=a tensor .16, 16. of torch.bool: must be one of attention.masks, .* chunked, prefix_lm": lambda call: call(
+        torch.ones(16, 16, dtype=torch.bool)
+    ),
+    "causal=False: must be True or False": lambda call: call(None, causal="False"),
+    r"causal=\[\]: must be True or False": lambda call: call(None, causal=[]),
+    r"scale=1e\+39: must be a finite number": lambda call: call(None, scale=1e39),
+    r"softcap=1e\+39: must be a positive finite number": lambda call: call(None, softcap=1e39),
+    "softcap=1e-50: must be a positive finite number": lambda call: call(None, softcap=1e-50),
+    "softcap=nan: must be a positive finite number": lambda call: call(None, softcap=float("nan")),
     "dropout_p=0.1: dropout is not supported": lambda call: attention.make("ring", dropout_p=0.1),
     "mask=.*ring has no such option": lambda call: attention.make("ring", mask=masks.causal()),
 }
@@ -93,7 +102,74 @@ def test_what_cannot_be_is_refused_in_one_line(match):
     assert FORM.fullmatch(str(error.value)), error.value
 
 
-def test_an_unknown_argument_of_a_call_is_refused():
+@pytest.mark.parametrize(
+    "name, message",
+    (
+        ("alibi", "alibi: a call has no such argument; known are causal, .*, window"),
+        ("windows", "windows: a call has no such argument; did you mean window"),
+        ("is_causal", "is_causal: a call has no such argument; give causal=True"),
+        ("dropout_p", "dropout_p: a call has no such argument; dropout is not supported"),
+        ("attn_mask", "attn_mask: a call has no such argument; give mask=, one of attention.masks"),
+    ),
+)
+def test_an_unknown_argument_of_a_call_is_refused(name, message):
+    with pytest.raises(TypeError, match=message):
+        attention.make("ring")(*inputs(), **{name: 0.0})
+
+
+@pytest.mark.parametrize(
+    "q, message",
+    (
+        (None, "q is a NoneType: it must be a tensor"),
+        ([1.0], "q is a list: it must be a tensor"),
+        (
+            torch.zeros(2, S, 4, 8).to_sparse(),
+            "q is a tensor of layout torch.sparse_coo: it must be dense; give q.to_dense()",
+        ),
+        (
+            torch.nested.nested_tensor([torch.zeros(S, 4, 8)], layout=torch.jagged),
+            "q is a nested tensor: it must be one dense tensor",
+        ),
+    ),
+    ids=("None", "list", "sparse", "nested"),
+)
+def test_what_is_no_plain_tensor_is_refused(q, message):
+    _, k, v = inputs()
+    fn = attention.make("ring")
+    for call in (lambda: fn(q, k, v), lambda: fn.shard(q), lambda: fn.unshard(q)):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).replace("x", "q").startswith(message.replace("x", "q"))
+
+
+@pytest.mark.parametrize("transform", ("grad", "vmap", "jvp", "forward mode"))
+def test_function_transforms_are_refused(transform):
+    fn, x = attention.make("ring"), torch.randn(1, S, 4, 8)
+
+    def attend(y):
+        return fn(y, x, x)
+
+    with pytest.raises(
+        attention.UnsupportedCall, match=r"torch.func: .* do not go through a call; use torch\.autograd"
+    ):
+        if transform == "grad":
+            torch.func.grad(lambda y: attend(y).sum())(x)
+        elif transform == "vmap":
+            torch.vmap(attend)(x[None])
+        elif transform == "jvp":
+            torch.func.jvp(attend, (x,), (x,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                attend(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("padding", (0, 3))
+def test_a_loss_that_uses_the_lse_is_refused_in_its_backward(padding):
     q, k, v = inputs()
-    with pytest.raises(TypeError, match="alibi"):
-        attention.make("ring")(q, k, v, alibi=30.0)
+    out, lse = attention.make("ring")(q, k, v, causal=True, padding=padding, return_lse=True)
+    lse = lse[..., : S - padding]
+    out.sum().backward(retain_graph=True)
+    (out.sum() + lse.detach().square().mean()).backward(retain_graph=True)
+    for loss in (lse.square().mean(), out.sum() + lse.sum()):
+        with pytest.raises(attention.UnsupportedCall, match=r"lse: the loss depends on it, .* give lse\.detach\(\)"):
+            loss.backward(retain_graph=True)

@@ -1,5 +1,7 @@
 """What a rank holds of a global tensor is its own part and nothing else."""
 
+import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import attention
 from attention.api import ContextParallel
 from attention.variants.registry import VARIANTS
+from tests.jobs import groups
 
 WORLD = 4
 
@@ -16,6 +19,7 @@ def of_rank(name: str, rank: int) -> ContextParallel:
     """The function as rank `rank` of a world of four has it: sharding talks to nobody."""
     fn = attention.make(name)
     fn.world, fn.rank, fn.layout = WORLD, rank, fn.variant.border(WORLD, fn.options)
+    fn.alone = False
     return fn
 
 
@@ -39,6 +43,47 @@ def test_a_window_is_refused_where_the_chunks_are_fused():
     x = torch.randn(1, 16, 2, 64)
     with pytest.raises(ValueError, match=r"window=\(9, 0\).*grouping=separate and packed take windows"):
         fn.plan(x, x, x, causal=True, window=(9, 0))
+
+
+@pytest.mark.parametrize("name", ("zigzag", "balanced", "tree"))
+def test_a_function_shards_in_a_process_without_its_group_and_refuses_calls(in_world, name):
+    x = torch.arange(16).view(1, 16)
+    for rank, (pickled, expected) in enumerate(in_world(groups.pickled, 2, name=name)):
+        fn = pickle.loads(bytes.fromhex(pickled))
+        assert fn.rank == rank and fn.shard(x, role="kv").tolist() == expected
+        q = torch.zeros(1, 8, 2, 8)
+        for call in (lambda: fn(q, q, q), lambda: fn.unshard(q)):  # noqa: B023
+            with pytest.raises(
+                ValueError, match="was unpickled in a process without a process group: it can only shard"
+            ):
+                call()
+
+
+def test_tensors_that_are_equal_on_two_ranks_are_no_shards(in_world):
+    for said in in_world(groups.unsharded, 2, names=["ring", "zigzag", "ulysses", "tree"]):
+        assert said == {
+            "shards": "",
+            "zeros": "",
+            "unsharded": "k is equal on ranks 0 and 1: each rank must give its own shard; give fn.shard(k)",
+            "unsharded v": "v is equal on ranks 0 and 1: each rank must give its own shard; give fn.shard(v)",
+        }
+
+
+@pytest.mark.parametrize("name", ("ring", "zigzag", "tree"))
+def test_distributed_tensors_are_refused_on_every_rank(in_world, name):
+    for messages in in_world(groups.distributed_tensors, 2, name=name):
+        assert messages == [
+            f"{x} is a DTensor: it must be the tensor that this rank holds; give {x}.to_local()" for x in "qkxx"
+        ]
+
+
+def test_a_group_may_be_a_mesh_of_one_dimension(in_world):
+    for same, refusals in in_world(groups.meshes, 2):
+        assert same
+        assert re.match(
+            r"group=DeviceMesh.*: a mesh of 2 dimensions must be cut .*; for instance mesh\[\"cp\"\]", refusals[0]
+        )
+        assert re.match(r"group=\[0, 1\]: must be a process group or a device mesh of one dimension; give", refusals[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)

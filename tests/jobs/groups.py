@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pickle import dumps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import attention
 from attention.kernels import KERNELS
@@ -38,8 +41,6 @@ def _alternate(world: int) -> list[Any]:
 
 @cache
 def _grid(world: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=MESH)
 
 
@@ -108,3 +109,61 @@ def made_alone(me: Rank) -> list[str]:
     except ValueError as error:
         return me.gather(str(error))
     return me.gather("")
+
+
+def pickled(me: Rank, name: str) -> list[tuple[str, Any]]:
+    """By rank, a pickled function, in hex, and its shard of 16 numbers."""
+    fn = attention.make(name, **({"mask": attention.masks.causal()} if name == "balanced" else {}))
+    return me.gather((dumps(fn).hex(), fn.shard(torch.arange(16).view(1, 16), role="kv").tolist()))
+
+
+def unsharded(me: Rank, names: list[str]) -> list[dict[str, str]]:
+    """For each variant, by what a call with check=True gets: what it raises."""
+    found = []
+    for name in names:
+        fn = attention.make(name, check=True)
+        q, k, v = (torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+        sharded = [fn.shard(x, role=role) for x, role in ((q, "q"), (k, "kv"), (v, "kv"))]
+        inputs = {
+            "shards": sharded,
+            "zeros": [x * 0 for x in sharded],
+            "unsharded": [sharded[0], k[:, :8], v[:, :8]],
+            "unsharded v": [*sharded[:2], v[:, :8]],
+        }
+        messages = {kind: _refusal(lambda given=given: fn(*given, causal=True)) for kind, given in inputs.items()}  # noqa: B023
+        assert len({str(x) for x in me.gather(messages)}) == 1
+        found.append(messages)
+    return found
+
+
+def distributed_tensors(me: Rank, name: str) -> list[list[str]]:
+    """By rank, the refusals of DTensors: as q, as k alone, to shard and to unshard."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    fn, mesh = attention.make(name), init_device_mesh("cpu", (me.world,))
+    x = torch.zeros(1, 8, 2, 8)
+    whole = DTensor.from_local(x, mesh, [Shard(2)])
+    calls = (
+        lambda: fn(whole, whole, whole),
+        lambda: fn(x, whole, x),
+        lambda: fn.shard(whole),
+        lambda: fn.unshard(whole),
+    )
+    return me.gather([_refusal(call) for call in calls])
+
+
+def meshes(me: Rank) -> list[tuple[bool, list[str]]]:
+    """By rank, whether a function over a mesh is over the mesh's group; and the refusals of a mesh of two dimensions and of
+    a list of ranks."""
+    fn = attention.make("ring", group=init_device_mesh("cpu", (me.world,)))
+    same = fn.group is not None and dist.get_process_group_ranks(fn.group) == list(range(me.world))
+    wrong = (init_device_mesh("cpu", (1, me.world), mesh_dim_names=("dp", "cp")), [0, 1])
+    return me.gather((same, [_refusal(lambda group=group: attention.make("ring", group=group)) for group in wrong]))
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""

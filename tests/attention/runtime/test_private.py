@@ -92,7 +92,7 @@ def test_a_stream_of_another_form_is_not_taken(monkeypatch):
             assert again(0) == "public"
 
 
-def test_without_its_private_names_transforms_are_always_expected(monkeypatch):
+def test_without_its_private_names_no_transform_is_seen(monkeypatch):
     monkeypatch.setattr(private, "transformed", broken(private.transformed))
     fn = attention.make("dense", kernel="math")
     q = torch.randn(1, 4, 2, 16)
