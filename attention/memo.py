@@ -1,10 +1,10 @@
 """An LRU cache with a weight for each result. The schedule of a packed batch of hundreds of sequences is thousands of
 times larger than that of one sequence, and training has a new packed batch in each step. So entries cannot simply be
-counted."""
+counted. But small results are limited in number, too: beside them, what they are of takes the memory."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import update_wrapper
 from operator import is_
@@ -12,20 +12,24 @@ from threading import Lock
 from typing import Any, Generic, ParamSpec, TypeVar
 
 MOST = 1 << 17  # intervals or blocks: some tens of MB
+MOST_SUBJECTS = 64  # as many as plans of packed batches are kept
+MOST_PARTS = 256  # lists of parts: a plan has a few
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Memo(Generic[P, R]):
-    """functools.lru_cache for positional arguments, limited by weight: the results used last are kept, `most` in all,
-    and always the newest.
+    """functools.lru_cache for positional arguments, limited by weight and by subjects: the results used last are kept, of
+    weight `most` in all and of at most `subjects` subjects, and always the newest. A subject is the arguments without
+    whole numbers, such as a problem, of which each rank may have a result.
 
     weight: called with a result and its arguments."""
 
-    def __init__(self, function: Callable[P, R], most: int, weight: Callable[..., int]):
-        self.function, self.most, self.weight = function, most, weight
+    def __init__(self, function: Callable[P, R], most: int, weight: Callable[..., int], subjects: int):
+        self.function, self.most, self.weight, self.most_subjects = function, most, weight, subjects
         update_wrapper(self, function)
         self.found: OrderedDict[Any, tuple[R, int]] = OrderedDict()
+        self.subjects: Counter[tuple[Any, ...]] = Counter()  # the entries of each
         self.latest: tuple[tuple[Any, ...], R] | None = None  # found by identity: a problem's hash takes longer
         self.held = self.misses = 0
         self.lock = Lock()
@@ -49,17 +53,33 @@ class Memo(Generic[P, R]):
             if args not in self.found:
                 self.found[args] = result, weight
                 self.held += weight
-            while self.held > self.most and len(self.found) > 1:
-                self.held -= self.found.popitem(last=False)[1][1]
+                self.subjects[_subject(args)] += 1
+            while (self.held > self.most or len(self.subjects) > self.most_subjects) and len(self.found) > 1:
+                self._forget_oldest()
         return result
+
+    def _forget_oldest(self) -> None:
+        args, (_, weight) = self.found.popitem(last=False)
+        self.held -= weight
+        subject = _subject(args)
+        self.subjects[subject] -= 1
+        if not self.subjects[subject]:
+            del self.subjects[subject]
 
     def cache_clear(self) -> None:
         with self.lock:
             self.found.clear()
+            self.subjects.clear()
             self.latest = None
             self.held = self.misses = 0
 
 
-def memo(weight: Callable[..., int], most: int = MOST) -> Callable[[Callable[P, R]], Memo[P, R]]:
+def _subject(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x for x in args if not isinstance(x, int))
+
+
+def memo(
+    weight: Callable[..., int], most: int = MOST, subjects: int = MOST_SUBJECTS
+) -> Callable[[Callable[P, R]], Memo[P, R]]:
     """Makes a function a `Memo`."""
-    return lambda function: Memo(function, most, weight)
+    return lambda function: Memo(function, most, weight, subjects)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from attention.geometry.transfers import Intervals
 from attention.masks.band import Interval
-from attention.memo import memo
+from attention.memo import MOST_PARTS, memo
 
 FEW = 8  # up to this number, sweeps of one kind are cheaper one by one, without copies
 
@@ -82,7 +82,7 @@ class MergePlan:
         return tuple(map(_bundled, self.of))
 
 
-@memo(lambda found, *_: 1 + sum(map(len, found.of)))
+@memo(lambda found, *_: 1 + sum(map(len, found.of)), subjects=MOST_PARTS)
 def merge_plan(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
     """The plan for a result of `n` tokens. A part holds the tokens of its disjoint intervals, side by side."""
     segments, left = _segments(n, parts)

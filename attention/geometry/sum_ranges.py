@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention.geometry.transfers import Intervals, side_by_side
-from attention.memo import memo
+from attention.memo import MOST_PARTS, memo
 
 MOST = 16  # entries that one kernel adds up
 
@@ -29,7 +29,7 @@ class SumRange:
     entries: tuple[Entry, ...]
 
 
-@memo(lambda found, *_: 1 + sum([len(each.entries) for each in found]))
+@memo(lambda found, *_: 1 + sum([len(each.entries) for each in found]), subjects=MOST_PARTS)
 def ranges(n: int, parts: tuple[Intervals, ...], most: int = MOST) -> tuple[SumRange, ...]:
     """`[0, n)` in as few ranges as possible, each overlapping at most `most` entries. No token may have more than
     `most` parts."""

@@ -15,7 +15,7 @@ from attention.masks.rectangles import UNBOUNDED
 def whole_number(name: str, value: Any, least: int = 0) -> int:
     """`value` as an int of at least `least`."""
     try:
-        found = operator.index(value)
+        found = operator.index(None if isinstance(value, bool) else value)
     except TypeError:
         raise ValueError(
             f"{name}={value!r}: must be a whole number; give for instance {name}={max(least, 64)}"
@@ -23,7 +23,8 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
     if found < least:
         raise ValueError(f"{name}={found}: must be at least {least}")
     if found >= UNBOUNDED:
-        raise ValueError(f"{name}={found}: must be less than {UNBOUNDED}; give -1 for a window without a bound")
+        hint = "; give -1 for a window without a bound" if least < 0 else ""
+        raise ValueError(f"{name}={found}: must be less than {UNBOUNDED}{hint}")
     return found
 
 

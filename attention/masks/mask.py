@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from attention.masks.band import Band
+from attention.masks.checks import whole_number
+from attention.masks.overlap import both
 from attention.masks.picture import picture
-from attention.masks.rectangles import HI, K1, LO, Q0, UNBOUNDED, Rectangles, both, pairs, rectangle, rectangles
+from attention.masks.rectangles import HI, K1, LO, Q0, UNBOUNDED, Rectangles, pairs, rectangle, rectangles
 from attention.memo import memo
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Mask(ABC):
 
     def rectangles(self, tokens: int) -> Rectangles:
         """As `build`; read-only, the last ones are kept."""
-        return built(self, tokens)
+        return built(self, whole_number("tokens", tokens))
 
     def pairs(self, tokens: int) -> int:
         """The exact number of (query, key) pairs in a sequence of so many tokens."""
@@ -51,6 +53,7 @@ class Mask(ABC):
         16,384 tokens."""
         import torch
 
+        tokens = whole_number("tokens", tokens)
         if tokens > MOST_DENSE:
             raise ValueError(f"tokens={tokens}: a boolean matrix is for at most {MOST_DENSE}")
         keep = torch.zeros(tokens, tokens, dtype=torch.bool)
@@ -100,8 +103,6 @@ def _weight(found: Rectangles, *_: object) -> int:
 
 @memo(_weight, 1 << 21)
 def built(mask: Mask, tokens: int) -> Rectangles:
-    if tokens < 0:
-        raise ValueError(f"tokens={tokens}: must not be negative")
     found = mask.build(tokens)
     found.flags.writeable = False
     return found

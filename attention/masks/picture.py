@@ -21,8 +21,8 @@ def picture(x: Rectangles, tokens: int, width: int) -> str:
     places = [(start, stop, start) for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)]
     parts, _ = placed(placed(x, places, keys=False)[0], places, keys=True)
     line, column = (np.searchsorted(borders, parts[:, at], "right") - 1 for at in (Q0, K0))
-    found = np.bincount(line * cells + column, pairs(parts), cells * cells).reshape(cells, cells)
-    size = np.diff(borders)
+    found = np.bincount(line * cells + column, pairs(parts).astype(float), cells * cells).reshape(cells, cells)
+    size = np.diff(borders).astype(float)
     share = found / (size[:, None] * size)
     shade = np.where(share >= 1, len(SHADES) - 1, np.ceil(share * (len(SHADES) - 2)).astype(np.int64))
     return "\n".join("".join(SHADES[s] * 2 for s in row) for row in shade.tolist())

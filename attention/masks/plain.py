@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,6 +54,8 @@ def rectangles(parts: Sequence[Part]) -> Mask:
     Queries [q0, q1) see those keys of [k0, k1) with q - q1 - left <= k - k1 <= q - q1 + right; -1 is unbounded. A query
     in no rectangle sees no key. Raises ValueError where two rectangles share a pair; when built, for a rectangle that
     reaches beyond the sequence."""
+    if isinstance(parts, str) or not isinstance(parts, Iterable):
+        raise ValueError(f"parts={parts!r}: must be a list of [[q0,q1],[k0,k1],[left,right]], such as [[[0,8],[0,8],[-1,0]]]")
     return Listed(tuple(_part(number, part) for number, part in enumerate(parts)))
 
 

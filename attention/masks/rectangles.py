@@ -17,6 +17,7 @@ Rectangles = NDArray[np.int64]
 Column = NDArray[np.int64]
 Q0, Q1, K0, K1, LO, HI = range(6)
 UNBOUNDED = 1 << 40
+EXACT = 1 << 31  # tokens whose pairs fit int64
 MOST_JOINED = 4096  # above this number, only adjacent rectangles without a band are joined
 
 
@@ -65,7 +66,9 @@ def _trimmed(q0: Column, q1: Column, k0: Column, k1: Column, lo: Column, hi: Col
 
 
 def pairs(x: Rectangles) -> NDArray[np.int64]:
-    """The (query, key) pairs of each rectangle `[n]`."""
+    """The (query, key) pairs of each rectangle `[n]`; exact: beyond 2**31 tokens an array of Python's ints."""
+    if x[:, :LO].max(initial=0) > EXACT:
+        x = x.astype(object)
     found: NDArray[np.int64] = (x[:, Q1] - x[:, Q0]) * (x[:, K1] - x[:, K0])
     banded = np.flatnonzero((x[:, LO] > -UNBOUNDED) | (x[:, HI] < UNBOUNDED))
     found[banded] = _within_band(x[banded])
@@ -132,23 +135,6 @@ def joined_keys(x: Rectangles) -> NDArray[np.int64]:
 def intervals_of(x: NDArray[np.int64]) -> Intervals:
     """The rows of `[n, 2]` as intervals."""
     return tuple(zip(*x.T.tolist(), strict=True))
-
-
-def both(a: Rectangles, b: Rectangles) -> Rectangles:
-    """The intersection: the pairs that are in a and in b. Each two overlapping rectangles give their intersection."""
-    if len(a) > len(b):
-        a, b = b, a
-    b = b[np.argsort(b[:, Q0], kind="stable")]
-    furthest = np.maximum.accumulate(b[:, Q1]) if len(b) else b[:, Q1]
-    first, last = np.searchsorted(furthest, a[:, Q0], "right"), np.searchsorted(b[:, Q0], a[:, Q1], "left")
-    many = np.maximum(last - first, 0)
-    which = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many) + np.repeat(first, many)
-    x, y = np.repeat(a, many, 0), b[which]
-    for low in (Q0, K0, LO):
-        x[:, low] = np.maximum(x[:, low], y[:, low])
-    for high in (Q1, K1, HI):
-        x[:, high] = np.minimum(x[:, high], y[:, high])
-    return in_order(trimmed(x[(x[:, Q0] < x[:, Q1]) & (x[:, K0] < x[:, K1]) & (x[:, LO] <= x[:, HI])]))
 
 
 def in_order(x: Rectangles) -> Rectangles:

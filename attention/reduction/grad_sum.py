@@ -15,7 +15,7 @@ from attention.dtypes import accumulation_dtype
 from attention.geometry.schedules import length
 from attention.geometry.sum_ranges import MOST
 from attention.geometry.transfers import Intervals
-from attention.memo import memo
+from attention.memo import MOST_PARTS, memo
 from attention.reduction.stepwise import Stepwise
 from attention.runtime.submit import outside_recording
 from attention.runtime.uploads import held, uploaded
@@ -80,7 +80,7 @@ def _few(parts: Sequence[tuple[object, Intervals]]) -> bool:
     return sum([len(intervals) for _, intervals in parts]) <= MANY
 
 
-@memo(lambda _, part, intervals, out: 1 + len(intervals))
+@memo(lambda _, part, intervals, out: 1 + len(intervals), subjects=MOST_PARTS)
 def _check(part: torch.Size, intervals: Intervals, out: torch.Size) -> None:
     if part[-3] != length(intervals) or len(part) != len(out) or part[-2:] != out[-2:]:
         raise ValueError(

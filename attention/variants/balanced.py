@@ -19,8 +19,9 @@ from attention.geometry.options import GatherOptions, divisors, from_call, optio
 from attention.geometry.schedules import GATHER
 from attention.masks.band import Band
 from attention.masks.mask import Banded, Mask
+from attention.masks.overlap import both
 from attention.masks.padded import Padded
-from attention.masks.rectangles import Q0, Q1, both, pairs, placed
+from attention.masks.rectangles import Q0, Q1, pairs, placed
 from attention.masks.sequences import of_sequences
 from attention.memo import memo
 from attention.variants.base import Variant, register
