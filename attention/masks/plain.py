@@ -55,7 +55,9 @@ def rectangles(parts: Sequence[Part]) -> Mask:
     in no rectangle sees no key. Raises ValueError where two rectangles share a pair; when built, for a rectangle that
     reaches beyond the sequence."""
     if isinstance(parts, str) or not isinstance(parts, Iterable):
-        raise ValueError(f"parts={parts!r}: must be a list of [[q0,q1],[k0,k1],[left,right]], such as [[[0,8],[0,8],[-1,0]]]")
+        raise ValueError(
+            f"parts={parts!r}: must be a list of [[q0,q1],[k0,k1],[left,right]], such as [[[0,8],[0,8],[-1,0]]]"
+        )
     return Listed(tuple(_part(number, part) for number, part in enumerate(parts)))
 
 
