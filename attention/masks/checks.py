@@ -15,7 +15,9 @@ from attention.masks.rectangles import UNBOUNDED
 def whole_number(name: str, value: Any, least: int = 0) -> int:
     """`value` as an int of at least `least`."""
     try:
-        found = operator.index(None if isinstance(value, bool) else value)
+        if isinstance(value, bool):
+            raise TypeError
+        found = operator.index(value)
     except TypeError:
         raise ValueError(
             f"{name}={value!r}: must be a whole number; give for instance {name}={max(least, 64)}"
