@@ -6,9 +6,10 @@ import math
 import random
 import time
 import timeit
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, pairwise
 from typing import Any
 
 import torch
@@ -51,15 +52,29 @@ def row_shape(work: AttentionCall, which: str) -> tuple[int, int, int]:
 def global_input(experiment: Experiment, which: str, device: torch.device, batch: int | None = None) -> Tensor:
     """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`), v and dout with their own head dim: normal,
     clamped to [-1, 1], the same on every rank. Each batch element has its own generator, so that one can be made without the
-    others. The dout of dilated attention is multiplied by what its result is divided by: many elements are 1 or -1, and their
-    thirds all round the same way."""
+    others. q is multiplied by `score_factor`. Beside sinks v and dout are 0.5 higher, since in the sum of dout.out over all tokens,
+    the sinks' gradient, symmetric ones cancel. The dout of dilated attention is multiplied by what its result is divided by: many
+    elements are 1 or -1, and their thirds all round the same way."""
     work, seed, dilation = experiment.workload, experiment.seed, experiment.dilation
-    factor = dilation.divisor if which == "dout" and dilation is not None else 1
+    factor = score_factor(work) if which == "q" else 1
+    if which == "dout" and dilation is not None:
+        factor = dilation.divisor
     parts = []
     for b in range(work.batch) if batch is None else [batch]:
         x = _normal(row_shape(work, which), which, seed, b, device)
+        if work.sinks and which in ("v", "dout"):
+            x += 0.5
         parts.append(x.mul_(factor).to(DTYPES[work.dtype]))
     return parts[0] if work.seqlens else torch.stack(parts)
+
+
+def score_factor(work: AttentionCall) -> int:
+    """What q is multiplied by so that scores come near a softcap: their standard deviation becomes about a quarter of it, at
+    most 16. A power of two, which rounds nothing; 1 without a softcap."""
+    deviation = abs(work.scale_of_scores) * work.head_dim**0.5 / 2
+    if work.softcap is None or not deviation:
+        return 1
+    return 2 ** round(max(0.0, min(10.0, math.log2(min(work.softcap / 4, 16) / deviation))))
 
 
 def global_prefix(experiment: Experiment, device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -147,8 +162,8 @@ class AttentionWork:
         self.cu_seqlens = work.cu_seqlens if work.seqlens else None
         self.inputs: list[Tensor] = []
         for which in NAMES if self.backward else NAMES[:3]:
-            shard = fn.shard(self.whole_input(which), self.cu_seqlens, role="kv" if which in ("k", "v") else "q")
-            self.inputs.append(self.drawn(shard.detach()).requires_grad_(self.backward and which != "dout"))
+            shard = self.drawn(self.shard_of_input(which).detach())
+            self.inputs.append(shard.requires_grad_(self.backward and which != "dout"))
         self.q, self.k, self.v = self.inputs[:3]
         self.dout = self.inputs[3] if self.backward else None
         self.wanted = [self.q, self.k, self.v]  # whose gradients a backward gives
@@ -174,6 +189,9 @@ class AttentionWork:
 
     def whole_input(self, which: str) -> Tensor:
         return global_input(self.experiment, which, self.me.device)
+
+    def shard_of_input(self, which: str) -> Tensor:
+        return self.fn.shard(self.whole_input(which), self.cu_seqlens, role="kv" if which in ("k", "v") else "q")
 
     def drawn(self, shard: Tensor) -> Tensor:
         """The values of a shard of `whole_input`."""
@@ -292,10 +310,29 @@ class AttentionWork:
         return self.shard(name, tokens.view(shape)).flatten()
 
     def layered(self, layers: int, new_packs: bool) -> Layers:
+        return Layers(self, layers, self.other_packs(NEW_PACKS) if new_packs else ())
+
+    def other_packs(self, n: int) -> list[CuSeqlens]:
         lengths = self.spec.seqlens
-        assert lengths or not new_packs, "new_packs for a batch that is not packed"
-        batches = other_orders(lengths, NEW_PACKS, self.experiment.seed) if lengths and new_packs else ()
-        return Layers(self, layers, batches)
+        assert lengths, "new_packs for a batch that is not packed"
+        return other_orders(lengths, n, self.experiment.seed)
+
+    @contextmanager
+    def new_pack(self, sign: int) -> Iterator[AttentionCall]:
+        original = self.cu_seqlens
+        (other,) = self.other_packs(1)
+        self._take(other, sign)
+        try:
+            yield replace(self.spec, seqlens=tuple(b - a for a, b in pairwise(other)))
+        finally:
+            self._take(original, 1)
+
+    def _take(self, cu_seqlens: CuSeqlens | None, sign: int) -> None:
+        """Replaces the inputs by those of a packed batch, times the sign. Nothing is planned for it."""
+        self.cu_seqlens = self.options["cu_seqlens"] = cu_seqlens
+        with torch.no_grad():
+            for which, x in zip(NAMES, self.inputs, strict=False):
+                x.copy_(self.shard_of_input(which)).mul_(sign)
 
     def more(self) -> dict[str, Any]:
         return {}

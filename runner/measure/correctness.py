@@ -4,12 +4,14 @@ are checked again.
 Before the checked call, a call with negated inputs runs, so that stale buffers cannot pass the check. The checked outputs
 are kept. After the timing, the outputs of the last timed iteration must agree with them. Then one more iteration in the same
 mode runs with negated inputs: it must give the negated outputs (for a sink's gradient, the same one). Both comparisons use
-the tolerances of the check."""
+the tolerances of the check.
+
+Where each timed iteration has a new packed batch, the first of these is checked, too, in its first call and after the timing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,11 +28,12 @@ from runner.measure.workloads import kind
 @dataclass(frozen=True)
 class Kept:
     """This rank's checked outputs (as `Workload.outputs`), the scales of their rows, both in CPU memory, and their
-    tolerances."""
+    tolerances; those of the new packed batch, if one was checked."""
 
     outputs: dict[str, Tensor]
     scales: dict[str, Tensor]
     limits: dict[str, Tolerance]
+    new_pack: Kept | None = None
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,26 @@ class Checked:
 def check(me: Rank, experiment: Experiment, work: Workload) -> Checked:
     """Runs the workload and compares it with its reference, on all ranks. The result has the errors, the tolerances,
     `passed` and, if it failed, `why`."""
-    keep = experiment.launch.memory_limit_gb is None or experiment.device == "cuda"
     for _ in range(2):
         me.say("check_variant")
         work.release()
         work.negate()
         iterate(work)
+    checked = _compared(me, experiment, work)
+    if not experiment.timing.new_packs or not checked.found["passed"]:
+        return checked
+    with work.new_pack(1) as call:
+        me.say("check_variant", note="a new packed batch")
+        iterate(work)
+        new = _compared(me, replace(experiment, workload=call), work)
+    why = f"a new packed batch: {new.found['why']}" if new.found["why"] else None
+    found = checked.found | {"passed": new.found["passed"], "why": why, "new_pack": new.found["tensors"]}
+    return Checked(found, checked.kept and replace(checked.kept, new_pack=new.kept))
+
+
+def _compared(me: Rank, experiment: Experiment, work: Workload) -> Checked:
+    """Compares the outputs of the last iteration with their reference."""
+    keep = experiment.launch.memory_limit_gb is None or experiment.device == "cuda"
     outputs = work.outputs()
     work.release()
     copies = _on_host(outputs) if keep else {}
@@ -59,36 +76,39 @@ def check(me: Rank, experiment: Experiment, work: Workload) -> Checked:
 
 
 def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes, kept: Kept | None) -> dict[str, Any]:
-    """After the timing, compares two more outputs with the checked ones: those of the last `timed` iteration, unless it had
-    another packed batch, and those of one more iteration with negated inputs. The result has the errors of each, `passed`
-    and, if it failed, `why`."""
+    """After the timing, compares further outputs with the checked ones: those of the last `timed` iteration, unless it had
+    another packed batch, and those of one more iteration with negated inputs, of the new packed batch, too, if one was checked.
+    The result has the errors of each, `passed` and, if it failed, `why`."""
     me.say("check_timed")
     if kept is None:
         return {"passed": None, "why": "launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in"}
     found: dict[str, Any] = {}
     why: list[str] = []
 
-    def compare(key: str, iteration: str, outputs: dict[str, Tensor], sign: int) -> None:
+    def compare(key: str, iteration: str, outputs: dict[str, Tensor], kept: Kept, sign: int) -> None:
         errors = _errors(me, work, outputs, kept, sign)
         found[key] = {name: error.plain() for name, error in errors.items()}
         faults = [text for name, error in errors.items() for text in error.faults(name, kept.limits[name])]
         why.extend(f"{iteration}: {text}" for text in faults)
 
     last = work.outputs()
-    new_packs = experiment.timing.new_packs
-    if new_packs:
+    if kept.new_pack is not None:
         found["last"] = {"why": "not compared: the last timed iteration had another packed batch"}
     elif not all(me.gather(last.keys() == kept.outputs.keys())):
         found["last"] = {"why": "not compared: the last timed iteration left no outputs"}
     else:
-        compare("last", "the last timed iteration", last, 1)
+        compare("last", "the last timed iteration", last, kept, 1)
     del last
     me.say("check_timed")
     work.negate()
-    iterate(work if new_packs else timed)
-    compare("negated", "an iteration with negated inputs", work.outputs(), -1)
-    work.release()
+    iterate(timed if kept.new_pack is None else work)
+    compare("negated", "an iteration with negated inputs", work.outputs(), kept, -1)
     work.negate()
+    if kept.new_pack is not None:
+        with work.new_pack(-1):
+            iterate(work)
+            compare("new_pack", "a new packed batch with negated inputs", work.outputs(), kept.new_pack, -1)
+    work.release()
     return {"passed": not why, "why": "; ".join(why) or None, **found}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from attention.executors.plan import Plan
 from attention.models import Batch, Kind, Transformer, reduce_gradients, shard
 from attention.transports import Transport
 from attention.variants.external import External
-from runner.config.experiment import Experiment
+from runner.config.experiment import AttentionCall, Experiment
 from runner.config.huggingface import without_dropout
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
@@ -235,6 +236,9 @@ class ModelWork:
         return REACHED * ceilings.ceilings(self.me, self.spec.dtype)["matmul_tflops"] * 1e12
 
     def layered(self, layers: int, new_packs: bool) -> Passes:
+        raise AssertionError("refused by the rules of models")
+
+    def new_pack(self, sign: int) -> AbstractContextManager[AttentionCall]:
         raise AssertionError("refused by the rules of models")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from attention.transports.interface import Transport
+from runner.config.experiment import AttentionCall
 from runner.measure.errors import Tolerance
 
 EVEN = frozenset(
@@ -66,6 +68,9 @@ class Workload(Passes, Protocol):
 
     def layered(self, layers: int, new_packs: bool) -> Passes:
         """The passes of a model with so many layers; with `new_packs` each iteration has another packed batch."""
+
+    def new_pack(self, sign: int) -> AbstractContextManager[AttentionCall]:
+        """Within the context the inputs are those of the first other packed batch of `layered`, times the sign. Gives its call."""
 
     def more(self) -> dict[str, Any]:
         """Further fields of the result, after the timing. Collective."""

@@ -24,6 +24,7 @@ import yaml
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal
 from attention.masks.band import Band
 from runner.measure.attention_work import DTYPES
+from runner.measure.comparison import cap_error
 from runner.measure.errors import Error
 from runner.measure.pieces import without_keys
 from runner.measure.reference import Seen, attend
@@ -41,6 +42,7 @@ class Case:
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     large: float = 1.0  # times the usual scale of the scores
+    softcap: float | None = None
 
 
 CASES = [
@@ -50,11 +52,18 @@ CASES = [
     Case((512,), heads=4, kv_heads=4, head_dim=64),
     Case((512,), heads=8, kv_heads=1, head_dim=64),
     *(Case((512,), large=x) for x in (0.1, 4.0, 16.0)),
+    *(Case((512,), head_dim=64, large=x, softcap=cap) for x, cap in ((1.0, 1.0), (8.0, 15.0), (32.0, 50.0))),
     Case((1024,), window=(100, 0)),
     Case((1024,), window=(70, 30), causal=False),
     Case((100, 1, 300, 29, 594)),
 ]
-SMALL = [Case((64,)), Case((96,), causal=False, head_dim=32), Case((33, 1, 60)), Case((64,), window=(20, 0))]
+SMALL = [
+    Case((64,)),
+    Case((64,), large=32.0, softcap=50.0),
+    Case((96,), causal=False, head_dim=32),
+    Case((33, 1, 60)),
+    Case((64,), window=(20, 0)),
+]
 
 
 @dataclass
@@ -84,7 +93,7 @@ def margin(name: str, dtype: str, cases: list[Case], device: str = "cpu") -> Mar
             if tensor == "lse":
                 found.used("lse", error.row / float(limits["lse"]), "")
                 continue
-            limit = float(limits["row" if tensor == "out" else "grad_row"])
+            limit = float(limits["row" if tensor == "out" else "grad_row"]) + cap_error(case.softcap, dtype)
             found.used("row", error.row / limit, f"{tensor} {case}")
             found.used("gain", error.sure_gain / float(limits["gain"]), "")
     return found if done else None
@@ -99,16 +108,19 @@ def errors_of(name: str, dtype: str, case: Case, device: str, seed: int = 0) -> 
     q, k, v, dout = given if packed else [x.unsqueeze(0) for x in given]
     mask, scale = Band.of(case.causal, case.window), case.large * case.head_dim**-0.5
     kernel = KERNELS[name]
-    if refusal(kernel, Shape.of(q, k, k, backward=True), mask) or kernel.missing(device):
+    if refusal(kernel, Shape.of(q, k, k, backward=True, softcap=case.softcap is not None), mask):
         return None
-    call = Call(scale).of_packed(mask, case.lengths, case.lengths, q.device) if packed else Call(scale, mask)
+    call = Call(scale, mask, softcap=case.softcap)
+    if packed:
+        call = call.of_packed(mask, case.lengths, case.lengths, q.device)
     try:
         out, lse = kernel.forward(q, k, v, call)
         gradients = kernel.backward(dout, q, k, v, out, lse, call)
     except UnsupportedCall:
         return None
     q, k, v, dout = given
-    expected = attend(q, k, v, dout, Seen.band(case.lengths, case.lengths, case.causal, case.window), scale)
+    seen = Seen.band(case.lengths, case.lengths, case.causal, case.window)
+    expected = attend(q, k, v, dout, seen, scale, softcap=case.softcap)
     errors = {}
     for tensor, x in zip(TENSORS, (out, *gradients), strict=True):
         errors[tensor] = Error()

@@ -3,6 +3,7 @@ change of one seam (`outputs`, `kernel`, `steps`, `changed`), and the run of `RU
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ Change = Callable[[Tensors, Plan], None]  # in place
 
 SIZE = ("batch=1", "heads=2", "kv_heads=1", "head_dim=16")
 FORWARD = ("mode=forward",)
+SOFTCAPS = (1, 15, 30, 50)
 RUNS = {  # overrides by name; all in a world of 2
     "zigzag": ("attention=zigzag", "causal=true", *SIZE),
     "forward": ("attention=zigzag", "causal=true", *SIZE, *FORWARD),
@@ -52,12 +54,13 @@ RUNS = {  # overrides by name; all in a world of 2
     "ring window": ("attention=ring", "causal=true", *SIZE, *FORWARD, "window=[100,0]"),
     "window": ("attention=ring_allgather", "causal=true", *SIZE, *FORWARD, "window=[100,0]"),
     "packed": ("attention=llama3", "causal=true", *SIZE, *FORWARD),
+    "new packs": ("attention=llama3", "causal=true", *SIZE, "timing.new_packs=true"),
     "batch": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "batch=2"),
     "tree": ("attention=tree", "causal=false", *SIZE, *FORWARD, "q_len=16"),
     "lengths": ("attention=tree", "causal=false", *SIZE, *FORWARD, "batch=2", "q_len=4", "kv_lengths=[300,100]"),
     "prefix": ("attention=tree", "causal=false", *SIZE, *FORWARD, "batch=2", "q_len=4", "prefix=64"),
     "sinks": ("attention=zigzag", "causal=true", *SIZE, "sinks=true"),
-    "softcap": ("attention=zigzag", "causal=true", *SIZE, "softcap=1"),
+    **{f"softcap={cap}": ("attention=zigzag", "causal=true", *SIZE, f"softcap={cap}") for cap in SOFTCAPS},
     "dilated": (
         "attention=ring_dilated",
         "attention.mixing=longnet",
@@ -141,6 +144,14 @@ def scaled(factor: float) -> Callable[[Call], Call]:
 
 def uncapped(call: Call) -> Call:
     return replace(call, softcap=None)
+
+
+def capped_higher(call: Call) -> Call:
+    return replace(call, softcap=call.softcap and call.softcap * 1.01)
+
+
+def _slope_twice() -> AbstractContextManager[object]:
+    return changed(math_kernel, "_slope", lambda original: lambda *args: original(*args).square_())
 
 
 class Faulty:
@@ -313,6 +324,12 @@ def _twice(call: Any, *found: Tensor) -> None:
             x.mul_(2)
 
 
+def _head_halved(call: Any, *found: Tensor) -> None:
+    """dk of a KV head, of a remote rank's keys."""
+    if len(found) == 3 and call.mask.full:
+        found[1][..., 1, :].mul_(0.5)
+
+
 def _rank_left_out(call: Any, out: Tensor, lse: Tensor) -> None:
     if torch.distributed.get_rank() == 1:
         out.zero_()
@@ -346,6 +363,18 @@ def _packed_batch_leaks() -> AbstractContextManager[object]:
     def make(original: Any) -> Any:
         def inner(self: Any, cu: Any, *args: Any) -> Any:
             return original(self, (cu[0], *cu[2:]), *args)
+
+        return inner
+
+    return changed(Variant, "problem", make)
+
+
+def _border_moved() -> AbstractContextManager[object]:
+    """The first token of the second sequence belongs to the first."""
+
+    def make(original: Any) -> Any:
+        def inner(self: Any, cu: Any, *args: Any) -> Any:
+            return original(self, (cu[0], cu[1] + 1, *cu[2:]), *args)
 
         return inner
 
@@ -447,6 +476,35 @@ def _math_scores() -> AbstractContextManager[object]:
         return lambda q, k, rows, keys, call, mask: original(q, k, rows, keys, scaled(1.05)(call), mask)
 
     return changed(math_kernel, "_scores", make)
+
+
+def _lse_of_remote_keys(call: Any, *found: Tensor) -> None:
+    if len(found) == 2 and call.mask.full:
+        found[1].add_(math.log(2))
+
+
+def _lse_returned() -> AbstractContextManager[object]:
+    def change(found: Tensors, plan: Plan) -> None:
+        if "lse" in found:
+            _raise_last(found["lse"])
+
+    return outputs(change)
+
+
+def _raise_last(lse: Tensor) -> Tensor:
+    """By log 2, of the last quarter of the tokens."""
+    lse[..., -(lse.shape[-1] // 4) :] += math.log(2)
+    return lse
+
+
+def _lse_saved() -> AbstractContextManager[object]:
+    class OtherLse(Faulty):
+        def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any) -> Any:
+            return self.kernel.backward(dout, q, k, v, out, _raise_last(lse.clone()), *args)
+
+    return changed(
+        planner.kernels, "select", lambda original: lambda *args: OtherLse(original(*args), same, same, None)
+    )
 
 
 def _lse_shifted() -> AbstractContextManager[object]:
@@ -572,6 +630,19 @@ def _values_cut_elsewhere() -> AbstractContextManager[object]:
     return changed(padded_values, "_cut", lambda original: lambda x, like: original(x.roll(-1, -1), like))
 
 
+def _borders_of_the_call_before(when: Callable[[], bool]) -> AbstractContextManager[object]:
+    before: list[Any] = []
+
+    def make(original: Any) -> Any:
+        def inner(self: Any, *xs: Any, **given: Any) -> Any:
+            before.append(given["cu_seqlens"])
+            return original(self, *xs, **given | {"cu_seqlens": before[-2 if when() else -1 :][0]})
+
+        return inner
+
+    return changed(api.ContextParallel, "__call__", make)
+
+
 PLANTS = [
     Plant("documents attend across borders", _planned_as_causal, "documents"),
     Plant("a window became causal", _planned_as_causal, "named window"),
@@ -587,8 +658,9 @@ PLANTS = [
     Plant("backward scale x1.01", kernel(backward=scaled(1.01))),
     Plant("backward scale x1.005", kernel(backward=scaled(1.005))),
     Plant("scale x1.01", kernel(scaled(1.01), scaled(1.01))),
-    Plant("scale x1.003", kernel(scaled(1.003), scaled(1.003))),
+    Plant("scale x1.0025", kernel(scaled(1.0025), scaled(1.0025))),
     Plant("dk of a head zeroed", lambda: outputs(_head_zeroed), "two heads"),
+    Plant("dk of a head halved on remote keys", kernel(change=_head_halved), "two heads"),
     Plant("dk and dv swapped", lambda: _swap("dk", "dv")),
     Plant("dq of the last token zeroed", zeroed("dq", 1)),
     Plant("dq x1.005", times("dq", 1.005)),
@@ -610,6 +682,13 @@ PLANTS = [
     Plant("sums kept in bf16", _sums_in_bf16, "causal ring"),
     Plant("a step's gradients twice", kernel(change=_twice)),
     Plant("KV heads exchanged wrongly", _kv_heads_swapped, "ulysses"),
+    Plant("a new packed batch has other borders", lambda: _borders_of_the_call_before(lambda: True), "new packs"),
+    Plant(
+        "a new packed batch has other borders once the check is over",
+        lambda: _borders_of_the_call_before(lambda: STATE.checked),
+        "new packs",
+    ),
+    Plant("a border token in the wrong sequence", _border_moved, "packed"),
     Plant("a packed batch leaks", _packed_batch_leaks, "packed"),
     Plant("a rank of a tree left out", kernel(change=_rank_left_out), "tree"),
     Plant("batch elements exchanged", _batch_exchanged, "batch"),
@@ -620,12 +699,25 @@ PLANTS = [
     Plant("window lost in Band.of", _mask(lambda causal, window: Band(-1, 0) if causal else Band(*window)), "window"),
     Plant("math scores wrong with kernel=math", _math_scores, "math"),
     Plant("LSE off by one token", _lse_shifted, "forward"),
+    Plant("LSE of remote keys + log 2", kernel(change=_lse_of_remote_keys)),
+    Plant("LSE for the backward + log 2", _lse_saved),
+    Plant("LSE returned + log 2", _lse_returned, "forward"),
     Plant("keys used before they came", _keys_too_early),
     Plant("sinks dropped", lambda: sinks_dropped(), "sinks"),
     Plant("sinks applied in every step", lambda: _sinks_in_every_step(), "sinks"),
     Plant("a rank's part of the sinks' gradient lost", lambda: outputs(_sinks_gradient_lost), "sinks"),
-    Plant("softcap dropped", kernel(uncapped, uncapped), "softcap"),
-    Plant("softcap dropped in the backward", kernel(backward=uncapped), "softcap"),
+    *(
+        Plant(f"softcap={cap} {fault}", plant, f"softcap={cap}")
+        for cap in SOFTCAPS
+        for fault, plant in {
+            "dropped": kernel(uncapped, uncapped),
+            "dropped in the backward": kernel(backward=uncapped),
+            "1% higher in the backward": kernel(backward=capped_higher),
+            "with its slope twice": _slope_twice,
+        }.items()
+    ),
+    Plant("the sinks' gradient halved", times("dsinks", 0.5), "sinks"),
+    Plant("the sinks' gradient x1.02", times("dsinks", 1.02), "sinks"),
     Plant("sinks of a mixture dropped", lambda: sinks_dropped(), "dilated"),
     Plant("softcap of a mixture dropped", kernel(uncapped, uncapped), "dilated"),
     Plant("a pair of a mixture not merged", lambda: _pair_not_merged(), "dilated"),
@@ -633,6 +725,7 @@ PLANTS = [
     Plant("a decode's lengths dropped", lambda: argument_dropped("kv_lengths"), "lengths"),
     Plant("a decode's prefix dropped", lambda: argument_dropped("prefix", "prefix_tokens"), "prefix"),
     Plant("wrong from the second call on", _later(lambda number: number >= 2)),
+    Plant("wrong in the timed call alone", _later(lambda number: number == 4)),
     Plant("wrong once the check is over", _later(lambda number: STATE.checked)),
 ]
 

@@ -39,8 +39,10 @@ def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_pa
     )
     outcome = measured(pool, 1, *pack)
     assert outcome.status == "ok", outcome.reason
-    last = outcome.result["correctness"]["timed"]["last"]
-    assert last.keys() == ({"why"} if new_packs else {"out", "dq", "dk", "dv"})
+    correctness, tensors = outcome.result["correctness"], {"out", "dq", "dk", "dv"}
+    assert correctness["timed"]["last"].keys() == ({"why"} if new_packs else tensors)
+    for check in (correctness, correctness["timed"]):
+        assert check.get("new_pack", {}).keys() == (tensors if new_packs else set())
 
 
 @pytest.mark.parametrize(
