@@ -262,7 +262,13 @@ class _Comparison:
             if not error.row <= most:
                 why.append(f"lse error {error.row:.2e} of 1 + |lse| > {most:.0e} at {described(error.row_at)}")
         out, grad, given = self.limits["out"], self.limits["dq"], self.experiment.dtype
-        tolerance = {"atol": out.absolute, "rel_l2": out.rel_l2, "row": out.row, "gain": out.gain, "lse": given.lse}
+        tolerance: dict[str, float | None] = {
+            "atol": out.absolute,
+            "rel_l2": out.rel_l2,
+            "row": out.row,
+            "gain": out.gain,
+            "lse": given.lse,
+        }
         tolerance |= {"grad_atol": grad.absolute, "grad_rel_l2": grad.rel_l2, "grad_row": grad.row}
         tolerance |= {"error_ratio": given.error_ratio}
         text = "; ".join(why) or None
