@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,42 +22,45 @@ from torch import Tensor, nn
 from attention.api import ContextParallel, make
 from attention.arguments import Lengths
 from attention.masks.of_transformers import RequestedMask, asked, check_padding
-from attention.models.cache import ShardedKV
 from attention.models.gradients import reduce_used_gradients
 from attention.models.locality import check_layers, check_tokens
-from attention.models.split import IGNORED, Split, check_same, counted, shifted, split_of
+from attention.models.split import IGNORED, Split, check_ids, check_same, counted, shifted, split_of
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    from attention.models.cache import ShardedCache
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'attention-runner[huggingface]'", name=error.name) from error
 
+NAME = "context_parallel"  # of our attention among transformers', and of the layout among a batch's arguments
 # Arguments that attention need not know: the tensors have them already, or the loss needs them
 UNUSED = {"position_ids", "cache_position", "use_cache", "shift_labels", "num_items_in_batch", "past_key_values"}
 FOLLOW = {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # from cu_seq_lens_q
 OURS = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}  # names of transformers and of a call
-_numbers = count()
 
 
 def context_parallel(
     model: Any, variant: str | ContextParallel = "zigzag", group: dist.ProcessGroup | None = None, **options: Any
 ) -> HuggingFace:
     """Shards the attention of a transformers model over the ranks of `group`, by one of `attention.names()` or by a function
-    of `attention.make`. Call it on every rank, before FSDP or DDP wraps the model. A later call replaces the variant.
+    of `attention.make`. Call it on every rank, before FSDP or DDP wraps the model; PEFT's wrapper is taken as well. Several calls
+    for one model work beside each other: a batch and a cache are attended by the variant that made them.
 
     options: those of `attention.make`, with the variant's own. Raises ValueError for a model whose layers mix tokens
     outside of transformers' attention interface."""
+    if hasattr(model, "get_base_model"):  # PEFT
+        model = model.get_base_model()
+    if not hasattr(model, "set_attn_implementation"):
+        raise _refused(model, "not a model of transformers; call context_parallel before the model is wrapped")
     check_layers(model)
     cp = HuggingFace(model, variant if isinstance(variant, ContextParallel) else make(variant, group, **options))
-    name = f"context_parallel_{next(_numbers)}"
-    AttentionInterface.register(name, cp.attend)
-    AttentionMaskInterface.register(name, asked)
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
         raise _refused(model, "the model does not use the attention interface of transformers; use one that does")
     if getattr(model.loss_function, "func", None) is not shifted_loss:  # of an earlier call
         model.loss_function = partial(shifted_loss, model.loss_function)
+        model.register_forward_pre_hook(with_layout, with_kwargs=True)
     return cp
 
 
@@ -71,7 +73,7 @@ class HuggingFace:
 
     def shard(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -86,17 +88,23 @@ class HuggingFace:
         position_ids: `[B, S]` from 0. A document begins where they restart at 0; its tokens see no others.
         cu_seq_lens_q says the same, over all rows. A batch with documents is sharded as one row.
         Lengths that do not divide are padded, which `unshard` cuts off.
-        Raises ValueError for padding in attention_mask, for ids that differ between ranks, and for other arguments."""
+        Raises ValueError for padding in attention_mask, for arguments that differ between ranks, and for other arguments."""
         if self.fn.variant.decode:
             raise ValueError(f"{self.fn.variant.name} is for model.generate, with past_key_values=cp.cache(tokens=...)")
-        if unknown := {name for name, x in others.items() if x is not None} - FOLLOW:
-            raise ValueError(f"{', '.join(sorted(unknown))}: not known how to shard; leave it out")
+        unknown = sorted({name for name, x in others.items() if x is not None} - FOLLOW)
+        check_same(
+            self.fn, self.model.device, input_ids=input_ids, labels=labels, position_ids=position_ids,
+            attention_mask=attention_mask, cu_seq_lens_q=cu_seq_lens_q, num_items_in_batch=num_items_in_batch,
+            other_arguments=unknown,
+        )  # fmt: skip
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: not known how to shard; leave it out, and give input_ids")
+        ids = check_ids(input_ids, labels, position_ids)
         check_tokens(self.model)
         check_padding(attention_mask)
-        check_same(self.fn, input_ids, self.model.device)
-        self.last, positions = split_of(self.fn, input_ids, position_ids, cu_seq_lens_q)
-        part = partial(self.last.part, self.fn)
-        batch: dict[str, Any] = {"input_ids": part(input_ids), "position_ids": part(positions), "use_cache": False}
+        self.last, positions = split_of(self.fn, ids, position_ids, cu_seq_lens_q)
+        part = self.last.part
+        batch: dict[str, Any] = {"input_ids": part(ids), "position_ids": part(positions), "use_cache": False}
         if labels is not None:
             of_model = getattr(self.model.loss_function.args[0], "__name__", "of its own")
             if of_model != "ForCausalLMLoss":
@@ -104,97 +112,94 @@ class HuggingFace:
             batch["shift_labels"] = part(labels := shifted(labels), IGNORED)
             batch["num_items_in_batch"] = counted(self.fn, labels, num_items_in_batch)
             batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)  # asks for the loss; none is shifted again
-        return batch | {"context_parallel": self.last}
+        return batch | {NAME: self.last}
 
     def unshard(self, x: Tensor, batch: dict[str, Any] | None = None) -> Tensor:
         """The whole `[B, S, ...]` of x `[B, s, ...]`, such as logits, on every rank. batch: that of x, if not the last."""
-        split = batch["context_parallel"] if batch else self.last
+        split = batch[NAME] if batch else self.last
         if split is None:
             raise ValueError("batch=None: nothing was sharded yet; give what cp.shard returned")
-        return split.whole(self.fn, x)
+        return split.whole(x)
 
-    def cache(self, tokens: int) -> Cache:
+    def cache(self, tokens: int) -> ShardedCache:
         """A cache for `model.generate` with a decode (`tree`): each rank holds its share of the keys and values of
         `tokens` tokens, prompt included. A cache is for one call."""
         if not self.fn.variant.decode:
             raise ValueError(f"{self.fn.variant.name} is no decode: context_parallel(model, 'tree') is")
-        layers = range(self.model.config.get_text_config().num_hidden_layers)
-        return Cache(layers=[CacheLayer(ShardedKV(self.fn.rank, self.fn.world, tokens)) for _ in layers])
+        return ShardedCache(self.fn, self.model.config.get_text_config().num_hidden_layers, tokens)
 
     def reduce_gradients(self) -> None:
-        """Sums the gradients over the ranks. FSDP and DDP over these ranks do so by themselves, but to the mean: leave this
+        """Sums the gradients over the ranks, once per optimizer step. FSDP and DDP over these ranks do so by themselves, but to the mean: leave this
         out, and multiply the loss by `cp.fn.world`."""
         reduce_used_gradients(self.model, self.fn.group)
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
-    ) -> tuple[Tensor, None]:
-        """The attention function for transformers: query `[B, H, s, D]`, key `[B, Hk, s, D]`, value `[B, Hk, s, Dv]` to out
-        `[B, s, H, Dv]`. Raises ValueError for what it does not understand."""
-        if not isinstance(attention_mask, RequestedMask):
-            raise _refused(module, f"attention_mask is {type(attention_mask)}, not of the mask registry; leave it out")
-        causal, window = attention_mask.causal, attention_mask.window
-        for name, same in (("is_causal", causal), ("sliding_window", None if window[0] < 0 else window[0] + 1)):
-            if (x := given.pop(name, None)) not in (None, same):
-                raise _refused(module, f"{name}={x}: the model's mask says {same}; make them agree in its config")
-        if dropout := given.pop("dropout", 0.0):
-            raise _refused(module, f"dropout={dropout}: not supported; build the model with attention_dropout=0")
-        split = given.pop("context_parallel", None)
-        options: dict[str, Any] = {"causal": causal, "window": window}
-        options |= {ours: x for name, ours in OURS.items() if (x := given.pop(name, None)) is not None}
-        if unknown := {name for name, x in given.items() if x is not None and x is not False} - UNUSED:
-            raise _refused(module, f"{', '.join(sorted(unknown))}: not understood by context_parallel; leave it out")
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        if self.fn.variant.decode:
-            options |= {"kv_lengths": [attention_mask.tokens] * len(q), "kv_tokens": k.shape[1] * self.fn.world}
-            return self.fn(q, k, v, **options), None
-        if split is None:
-            raise _refused(module, "context_parallel=None: the model must get all of cp.shard(...), and pass it on")
-        options |= {"padding": split.padding, "cu_seqlens": split.cu_seqlens}
-        if split.cu_seqlens is None:
-            return self.fn(q, k, v, **options), None
-        return self.fn(q[0], k[0], v[0], **options)[None], None
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    """The attention function for transformers: query `[B, H, s, D]`, key `[B, Hk, s, D]`, value `[B, Hk, s, Dv]` to out
+    `[B, s, H, Dv]`. Under autocast they are cast to its dtype, as for torch's own attention. Raises ValueError for what it does
+    not understand."""
+    if not isinstance(attention_mask, RequestedMask):
+        raise _refused(module, f"attention_mask is {type(attention_mask)}, not of the mask registry; leave it out")
+    causal, window = attention_mask.causal, attention_mask.window
+    for name, same in (("is_causal", causal), ("sliding_window", None if window[0] < 0 else window[0] + 1)):
+        if (x := given.pop(name, None)) not in (None, same):
+            raise _refused(module, f"{name}={x}: the model's mask says {same}; make them agree in its config")
+    if dropout := given.pop("dropout", 0.0):
+        raise _refused(module, f"dropout={dropout}: not supported; build the model with attention_dropout=0")
+    layout: Split | ShardedCache | None = given.pop(NAME, None)
+    options: dict[str, Any] = {"causal": causal, "window": window}
+    options |= {ours: x for name, ours in OURS.items() if (x := given.pop(name, None)) is not None}
+    if unknown := {name for name, x in given.items() if x is not None and x is not False} - UNUSED:
+        raise _refused(module, f"{', '.join(sorted(unknown))}: not understood by context_parallel; leave it out")
+    if layout is None:
+        raise _refused(module, f"{NAME}=None: the model must pass it on to its attention; use another model")
+    q, k, v = (_autocast(x.transpose(1, 2)) for x in (query, key, value))
+    return layout.attend(module, q, k, v, **options), None
 
 
-class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer's `ShardedKV` as transformers calls it; before transformers 5, get_mask_sizes with the new tokens' positions."""
-
-    is_sliding = False
-
-    def __init__(self, kv: ShardedKV):
-        super().__init__()
-        self.kv = kv
-
-    def lazy_initialization(self, *states: Tensor) -> None:
-        self.dtype, self.device, self.is_initialized = states[0].dtype, states[0].device, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        self.lazy_initialization(key_states)
-        self.keys, self.values = self.kv.append(key_states, value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self, *unused: Any) -> int:
-        return self.kv.seen
-
-    def get_mask_sizes(self, new: Any) -> tuple[int, int]:
-        return self.kv.seen + (new if isinstance(new, int) else len(new)), 0
-
-    def get_max_length(self) -> int:
-        return self.kv.tokens
-
-    get_max_cache_shape = get_max_length  # before transformers 5
-
-    def reset(self) -> None:
-        super().reset()
-        self.kv.seen = 0
+def with_layout(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook before the model's forward: a cache becomes the layout of the call, as a sharded batch has its own. Raises ValueError
+    for a batch of which attention could not know how it lies, and for what would be computed from one rank's tokens alone."""
+    sharded = given.get(NAME)
+    layout = sharded or next((x for x in given.values() if isinstance(x, ShardedCache)), None)
+    if (implementation := model.config._attn_implementation) != NAME:
+        if layout is None:
+            return args, given
+        raise _refused(model, f"attn_implementation={implementation}: the batch is sharded; set it to {NAME!r}")
+    if layout is None:
+        raise _refused(
+            model,
+            "the batch is not sharded; give model(**cp.shard(...)), or model.generate with past_key_values=cp.cache(...) of "
+            "cp = context_parallel(model, 'tree')",
+        )
+    if sharded:
+        if given.get("labels") is not None and given.get("shift_labels") is None:
+            raise _refused(model, "labels: their tokens are sharded, they are not; give them to cp.shard")
+        for name in ("logits_to_keep", "inputs_embeds"):
+            if isinstance(x := given.get(name), Tensor) or x:
+                raise _refused(model, f"{name}: of this rank's tokens alone; leave it out, and use cp.unshard(logits)")
+    return args, given | {NAME: layout}
 
 
-def shifted_loss(of_model: Callable[..., Tensor], *args: Any, **given: Any) -> Tensor:
-    """The model's loss over shift_labels. Raises ValueError if the model does not pass them on: it would shift again."""
-    if missing := {"shift_labels", "num_items_in_batch"} - given.keys():
+def shifted_loss(of_model: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **given: Any) -> Tensor:
+    """The model's loss over shift_labels. Raises ValueError if the model does not pass them on: it would shift those of a sharded
+    batch again, all of which are `IGNORED`."""
+    missing = {"shift_labels", "num_items_in_batch"} - given.keys()
+    if missing and (labels == IGNORED).all():
         raise ValueError(f"the model passes no {', '.join(sorted(missing))} to its loss; compute it from the logits")
-    return of_model(*args, **given)
+    return of_model(logits, labels, *args, **given)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
 
 
 def _refused(what: object, why: str) -> ValueError:
     return ValueError(f"{type(what).__name__}: {why}")
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, asked)

@@ -17,12 +17,9 @@ class RequestedMask:
 
     causal: bool
     window: tuple[int, int]  # (left, right) in tokens, -1 is unbounded
-    tokens: int  # keys, with those in a cache
 
 
-def asked(
-    mask_function: Callable[..., Any], kv_length: int, attention_mask: Tensor | None = None, **others: Any
-) -> RequestedMask:
+def asked(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **others: Any) -> RequestedMask:
     """A function for transformers' mask registry. Documents are not read from the mask, but from the sharded batch.
 
     Raises ValueError for padding, and for masks other than full ones, causal ones and sliding windows."""
@@ -35,7 +32,7 @@ def asked(
             window = (variables["sliding_window"] - 1, -1)
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise ValueError(f"the model's mask has {name}: context_parallel does causal and full masks and windows")
-    return RequestedMask(causal, window, kv_length)
+    return RequestedMask(causal, window)
 
 
 def check_padding(attention_mask: Tensor | None) -> None:

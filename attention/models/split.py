@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention.api import ContextParallel
 from attention.arguments import Lengths, check_cu_seqlens
@@ -23,43 +25,51 @@ def shifted(ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Split:
-    """A global batch of `shape` (B, S) on the ranks of a function. cu_seqlens: of its documents, over all rows, which are then one
-    packed batch; None: each row is a sequence. padding: the tokens that make it divide."""
+    """A global batch of `shape` (B, S) on the ranks of the function `fn`. cu_seqlens: of its documents, over all rows, which are
+    then one packed batch; None: each row is a sequence. padding: the tokens that make it divide."""
 
+    fn: ContextParallel
     shape: tuple[int, int]
     cu_seqlens: tuple[int, ...] | None = None
     padding: int = 0
 
-    def part(self, attend: ContextParallel, x: Tensor, fill: int = 0) -> Tensor:
+    def part(self, x: Tensor, fill: int = 0) -> Tensor:
         """This rank's part of x `[B, S]`: `[B, s]`, or `[1, s]` of a packed batch. fill: of the padding."""
         whole = (x - fill).reshape(1, -1) if self.cu_seqlens else x - fill
-        return attend.shard(whole, self.cu_seqlens, pad=True)[0] + fill
+        return self.fn.shard(whole, self.cu_seqlens, pad=True)[0] + fill
 
-    def whole(self, attend: ContextParallel, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor) -> Tensor:
         """The inverse of `part` for x `[B, s, ...]`: `[B, S, ...]` on every rank."""
         flat = x.reshape(*x.shape[:2], 1, -1)
-        found = attend.unshard(flat[0] if self.cu_seqlens else flat, self.cu_seqlens, self.padding)
-        return found.reshape(*self.shape, *x.shape[2:])
+        whole = self.fn.unshard(flat[0] if self.cu_seqlens else flat, self.cu_seqlens, self.padding)
+        return whole.reshape(*self.shape, *x.shape[2:])
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention of a layer's q `[B, s, H, D]`, k and v, this rank's part. options: of a call of `fn`."""
+        options |= {"padding": self.padding, "cu_seqlens": self.cu_seqlens}
+        if self.cu_seqlens is None:
+            return self.fn(q, k, v, **options)
+        return self.fn(q[0], k[0], v[0], **options)[None]
 
 
 def split_of(
-    attend: ContextParallel, ids: Tensor, positions: Tensor | None = None, cu_seqlens: Lengths = None
+    fn: ContextParallel, ids: Tensor, positions: Tensor | None = None, cu_seqlens: Lengths = None
 ) -> tuple[Split, Tensor]:
     """(split, positions `[B, S]`) of a global batch of ids `[B, S]`, whose documents begin where positions are 0 or where the
     cumulative lengths over all rows say. Raises ValueError where the two disagree, and as `documents`."""
     rows, tokens = ids.shape
     by_row = tuple(range(0, rows * tokens + 1, tokens))
-    given = None if cu_seqlens is None else tuple(dict.fromkeys(check_cu_seqlens(cu_seqlens, rows * tokens)))
+    lengths = None if cu_seqlens is None else tuple(dict.fromkeys(check_cu_seqlens(cu_seqlens, rows * tokens)))
     if positions is None:
-        each = [torch.arange(stop - start) for start, stop in pairwise(given or by_row)]
-        positions = torch.cat(each).view(rows, tokens).to(ids.device)
+        counts = [torch.arange(stop - start) for start, stop in pairwise(lengths or by_row)]
+        positions = torch.cat(counts).view(rows, tokens).to(ids.device)
     positions = positions.expand(rows, tokens)
-    found = documents(positions)
-    if given not in (None, found):
-        raise ValueError(f"cu_seq_lens_q={given}: position_ids begin documents at {found}; give one of them")
-    packed = None if found == by_row else found
-    padding = attend.variant.padding(attend.options, packed or (0, tokens), attend.world)
-    return Split((rows, tokens), packed, padding), positions
+    begins = documents(positions)
+    if lengths not in (None, begins):
+        raise ValueError(f"cu_seq_lens_q={lengths}: position_ids begin documents at {begins}; give one of them")
+    packed = None if begins == by_row else begins
+    padding = fn.variant.padding(fn.options, packed or (0, tokens), fn.world)
+    return Split(fn, (rows, tokens), packed, padding), positions
 
 
 def documents(position_ids: Tensor) -> tuple[int, ...]:
@@ -84,13 +94,42 @@ def counted(attend: ContextParallel, labels: Tensor, given: Tensor | int | None 
     return found * (attend.world if attend.layout.replicated else 1)
 
 
-def check_same(attend: ContextParallel, ids: Tensor, device: torch.device) -> None:
-    """Raises ValueError on every rank unless all have the same ids. device: of the group's tensors. Collective."""
-    if attend.world == 1:
+def check_ids(input_ids: Any, labels: Any, position_ids: Any) -> Tensor:
+    """input_ids. Raises ValueError unless they and labels are `[B, S]`, and position_ids `[B, S]` or `[1, S]`."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        way_out = "input_ids[None]" if isinstance(input_ids, Tensor) else "torch.tensor([ids]) for one row"
+        raise ValueError(f"input_ids is {_described(input_ids)}: must be a tensor [B, S]; give {way_out}")
+    rows, tokens = input_ids.shape
+    for name, x, fewest in (("labels", labels, rows), ("position_ids", position_ids, 1)):
+        if x is not None and (not isinstance(x, Tensor) or x.shape not in ((rows, tokens), (fewest, tokens))):
+            raise ValueError(
+                f"{name} is {_described(x)}: must be a tensor {[rows, tokens]}, the shape of input_ids; several values a "
+                "token, such as positions of mrope, are not supported"
+            )
+    return input_ids
+
+
+def check_same(fn: ContextParallel, device: torch.device, **batch: Any) -> None:
+    """Raises ValueError on every rank unless all have the same values of all arguments. Call it before anything that depends on
+    them may raise: another rank would wait. device: of the group's tensors. Collective."""
+    if fn.world == 1:
         return
-    weighted = ids.flatten() * torch.arange(1, ids.numel() + 1, device=ids.device)
-    mine = torch.stack([weighted.sum(), ids.new_tensor(ids.numel())]).to(device)
-    most = torch.cat([mine, -mine])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=attend.group)
-    if not torch.equal(most[:2], -most[2:]):
-        raise ValueError("input_ids differ between the ranks: all ranks of the group share a batch; give the same")
+    hashes = torch.tensor([_hash(x) for x in batch.values()], device=device)
+    most = torch.stack([hashes, -hashes])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=fn.group)
+    if differing := [name for name, most, least in zip(batch, *most.tolist(), strict=True) if most != -least]:
+        raise ValueError(
+            f"{', '.join(differing)} differ between the ranks: all ranks of the group share a batch; give the same"
+        )
+
+
+def _hash(x: Any) -> int:
+    """56 bits, which no accident makes equal for other values, shapes or dtypes."""
+    content: Any = x.detach().cpu().flatten().view(torch.uint8).numpy() if isinstance(x, Tensor) else b""
+    digest = hashlib.blake2b(content, digest_size=7)
+    digest.update((_described(x) if isinstance(x, Tensor) else repr(x)).encode())
+    return int.from_bytes(digest.digest())
+
+
+def _described(x: Any) -> str:
+    return f"a tensor {list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"of {type(x)}"

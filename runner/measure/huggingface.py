@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Decoder(nn.Module):
     attends otherwise than `config` says: its FLOPs would be those of another model."""
 
     def __init__(self, text: str, config: Config, fn: ContextParallel, recompute: bool, dtype: torch.dtype):
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         from attention.huggingface import context_parallel
 
@@ -36,33 +37,12 @@ class Decoder(nn.Module):
         if recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.cp = context_parallel(self.model, fn)
-        AttentionInterface.register(self.model.config._attn_implementation, self._attend)
         self.config = config
-
-    def _attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
-    ) -> tuple[Tensor, None]:
-        config, layer = self.config, getattr(module, "layer_idx", 0)
-        kind = config.kind(layer)
-        asked = {
-            "heads": ((query.shape[1], key.shape[1]), (config.heads, config.key_heads)),
-            "head dims": ((query.shape[-1], value.shape[-1]), (config.head_dim, config.value_dim)),
-            "causal": (attention_mask.causal, True),
-            "window": (attention_mask.window[0], -1 if kind.mask.band is None else kind.mask.band.left),
-            "softcap": (given.get("softcap"), kind.softcap),
-            "sinks": (given.get("s_aux") is not None, kind.sinks),
-        }
-        for what, (model, read) in asked.items():
-            if model != read:
-                raise ValueError(
-                    f"layer {layer} attends with {what} {model}, and its configuration was read as {read}; take another model"
-                )
-        return self.cp.attend(module, query, key, value, attention_mask, **given)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Logits already: a model may scale or cap them in a way of its own."""
-        how = Split((len(batch.ids), self.config.context))
-        given: dict[str, Any] = {"use_cache": False, "context_parallel": how}
+        split = CheckedSplit(self.cp.fn, (len(batch.ids), self.config.context), config=self.config)
+        given: dict[str, Any] = {"use_cache": False, "context_parallel": split}
         try:
             return self.model(input_ids=batch.ids, position_ids=batch.positions, **given).logits
         except ValueError as error:
@@ -73,3 +53,28 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self.logits(self.hidden(batch))
+
+
+@dataclass(frozen=True)
+class CheckedSplit(Split):
+    """Raises ValueError for a layer that attends otherwise than `config` says."""
+
+    config: Config = field(kw_only=True)
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        config, layer = self.config, getattr(module, "layer_idx", 0)
+        kind = config.kind(layer)
+        asked = {
+            "heads": ((q.shape[2], k.shape[2]), (config.heads, config.key_heads)),
+            "head dims": ((q.shape[-1], v.shape[-1]), (config.head_dim, config.value_dim)),
+            "causal": (options["causal"], True),
+            "window": (options["window"][0], -1 if kind.mask.band is None else kind.mask.band.left),
+            "softcap": (options.get("softcap"), kind.softcap),
+            "sinks": ("sinks" in options, kind.sinks),
+        }
+        for what, (model, read) in asked.items():
+            if model != read:
+                raise ValueError(
+                    f"layer {layer} attends with {what} {model}, and its configuration was read as {read}; take another model"
+                )
+        return super().attend(module, q, k, v, **options)

@@ -1,6 +1,9 @@
 """Models of transformers with sharded attention: loss and gradients, refusals, generation."""
 
+import gc
 import sys
+import weakref
+from copy import copy
 from itertools import accumulate
 
 import pytest
@@ -11,11 +14,14 @@ transformers = pytest.importorskip(
 )
 
 from transformers import masking_utils  # noqa: E402
+from transformers.cache_utils import Cache, DynamicLayer  # noqa: E402
 
+import attention  # noqa: E402
 from attention import masks  # noqa: E402
-from attention.huggingface import context_parallel  # noqa: E402
+from attention.huggingface import attend, context_parallel  # noqa: E402
 from attention.masks.band import CAUSAL, Band  # noqa: E402
 from attention.masks.of_transformers import RequestedMask, asked  # noqa: E402
+from attention.models.cache import ShardedLayer  # noqa: E402
 from attention.variants.registry import VARIANTS  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
 
@@ -100,10 +106,40 @@ def test_gradients_that_some_ranks_lack_are_summed_and_those_of_none_stay_none(i
 
 
 @pytest.mark.slow
-def test_ids_that_differ_are_refused_on_every_rank(in_world):
-    found = in_world(jobs.differing, 4)
-    assert len(found) == 8
-    assert all("input_ids differ between the ranks" in message for message in found)
+def test_a_second_sum_of_the_same_gradients_is_refused(in_world):
+    message, error = in_world(jobs.summed_twice, 2)
+    assert "once per optimizer step" in message
+    assert error < 5e-6
+
+
+@pytest.mark.slow
+def test_any_argument_of_a_batch_that_differs_is_refused_on_every_rank(in_world):
+    first, *others = in_world(jobs.differing, 4)
+    assert {*first} == {
+        "input_ids", "labels", "position_ids", "cu_seq_lens_q", "num_items_in_batch", "token_type_ids",
+    }  # fmt: skip
+    assert all(other == first for other in others)
+    for name, message in first.items():
+        name = "other_arguments" if name == "token_type_ids" else name
+        assert message.startswith(f"{name} differ between the ranks")
+
+
+@pytest.mark.slow
+def test_a_batch_is_attended_by_the_variant_that_sharded_it(in_world):
+    assert max(in_world(jobs.several_variants, 2)) < 5e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma3", "gpt_oss"))
+def test_autocast_has_the_loss_and_gradients_of_one_rank(in_world, kind):
+    loss, gradients = in_world(jobs.under_autocast, 2, kind=kind)
+    assert loss < 1e-3 and gradients < 3e-2
+
+
+@pytest.mark.slow
+def test_a_trainer_in_bf16_takes_the_steps_of_one_rank(in_world, tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
+    assert in_world(jobs.by_trainer, 2, folder=str(tmp_path)) < 3e-2
 
 
 @pytest.mark.slow
@@ -113,6 +149,68 @@ def test_generation_with_a_sharded_cache_gives_the_same_tokens(in_world, kind):
     assert found["same"]
     assert found["error"] < 5e-6
     assert found["held"] == [[21] * 4, [11] * 4, [6] * 4]  # of 13 + 8 tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3, "rows": 1}],
+    ids=lambda x: next(iter(x)),
+)
+def test_beams_and_speculation_give_the_same_tokens(in_world, options):
+    found = in_world(jobs.generated, 2, kind="llama", worlds=[1, 2], **options)
+    assert found["same"]
+
+
+# What transformers does to a cache, in turn
+OPERATIONS = {
+    "reorder_cache": [torch.tensor([1, 0])],
+    "batch_repeat_interleave": [2],
+    "batch_select_indices": [torch.tensor([3, 0])],
+    "crop": [-3],
+    "offload": [],
+    "prefetch": [],
+}
+# What only asks, begins, or raises for layers of attention
+OTHERS = {
+    "activate_past_recording", "early_initialization", "get_conv_state", "get_mask_sizes", "get_max_cache_shape",
+    "get_max_length", "get_query_offset", "get_recurrent_state", "get_seq_length", "has_previous_state",
+    "is_recording_past", "lazy_initialization", "reset", "update", "update_conv_state", "update_indexer",
+    "update_recurrent_state",
+}  # fmt: skip
+
+
+def test_every_operation_of_a_cache_is_known():
+    names = {name for base in (Cache, DynamicLayer) for name in dir(base) if callable(getattr(base, name))}
+    assert {name for name in names if not name.startswith("_")} <= OPERATIONS.keys() | OTHERS
+
+
+def test_a_sharded_cache_does_what_a_whole_one_does():
+    fns = [copy(attention.make("tree")) for _ in range(2)]
+    for rank, fn in enumerate(fns):
+        fn.rank, fn.world = rank, 2
+    shares, whole = [ShardedLayer(fn, 12) for fn in fns], DynamicLayer()
+
+    def everywhere(name, *arguments):
+        for layer in (*shares, whole):
+            getattr(layer, name)(*arguments)
+
+    def append(rows):
+        everywhere("update", torch.rand(rows, 3, 4, 8), torch.rand(rows, 3, 4, 6))
+
+    append(2)
+    append(2)
+    for name, arguments in OPERATIONS.items():
+        everywhere(name, *arguments)
+        append(4 if name == "batch_repeat_interleave" else 2)
+        tokens = whole.get_seq_length()
+        assert {share.get_seq_length() for share in shares} == {tokens}
+        for part in ("keys", "values"):
+            joined = torch.cat([getattr(share, part) for share in shares], 2)
+            assert torch.equal(joined[:, :, :tokens], getattr(whole, part))
+        everywhere("crop", -4)
+    everywhere("reset")
+    assert {share.get_seq_length() for share in shares} == {0}
 
 
 @pytest.fixture
@@ -132,6 +230,10 @@ def test_a_decode_neither_shards_a_batch_nor_a_variant_for_training_a_cache(cp):
         cp.cache(tokens=8)
     with pytest.raises(ValueError, match=r"tree is for model.generate, with past_key_values=cp.cache"):
         context_parallel(cp.model, "tree").shard(IDS)
+    with pytest.raises(
+        ValueError, match=r"model.generate with past_key_values=cp.cache.* context_parallel\(model, 'tree'\)"
+    ):
+        cp.model.generate(IDS, max_new_tokens=2)
 
 
 IDS = torch.arange(16).view(2, 8)
@@ -158,10 +260,34 @@ def test_rows_may_be_packed_each_in_its_way(cp):
     assert cp.unshard(cp.model(**batch).logits, batch).shape == (2, 8, jobs.VOCABULARY)
 
 
-def test_a_later_call_replaces_the_variant(cp):
-    exact = cp.model(**cp.shard(IDS, IDS)).loss
-    later = context_parallel(cp.model, "ring")
-    assert later.model(**later.shard(IDS, IDS)).loss == exact
+def test_a_model_is_freed_after_its_last_reference():
+    cp = context_parallel(jobs.model_of("llama"), "dense")
+    cp.model(**cp.shard(IDS, IDS)).loss.backward()
+    model = weakref.ref(cp.model)
+    del cp
+    gc.collect()
+    assert model() is None
+
+
+def test_an_adapter_s_wrapper_is_taken():
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
+    model = jobs.model_of("llama")
+    exact = model(IDS, labels=IDS).loss
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    cp = context_parallel(wrapped, "dense")
+    torch.testing.assert_close(wrapped(**cp.shard(IDS, IDS)).loss, exact)
+    with pytest.raises(ValueError, match="DataParallel: not a model of transformers; call context_parallel before"):
+        context_parallel(torch.nn.DataParallel(model))
+
+
+def test_another_attention_takes_whole_batches_only(cp):
+    batch = cp.shard(IDS, IDS)
+    cp.model.set_attn_implementation("eager")
+    assert cp.model(IDS, labels=IDS).loss.isfinite()
+    with pytest.raises(
+        ValueError, match="attn_implementation=eager: the batch is sharded; set it to 'context_parallel'"
+    ):
+        cp.model(**batch)
 
 
 def test_labels_are_counted_over_the_whole_batch_unless_a_count_is_given(cp):
@@ -183,13 +309,17 @@ def test_labels_are_counted_over_the_whole_batch_unless_a_count_is_given(cp):
             r"cu_seq_lens_q=\(0, 4, 16\).*\(0, 8, 16\)",
         ),
         ({"cu_seq_lens_q": [0, 4, 8]}, "cu_seqlens.*16"),
-        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds"),
+        ({"inputs_embeds": torch.zeros(2, 8, 32), "input_ids": None}, "inputs_embeds: .* give input_ids"),
+        ({"input_ids": [1, 2]}, r"input_ids is of <class 'list'>: .*give torch.tensor\(\[ids\]\)"),
+        ({"input_ids": IDS[0]}, r"input_ids is a tensor \[8\] of torch.int64: .*give input_ids\[None\]"),
+        ({"labels": IDS[:1]}, r"labels is a tensor \[1, 8\] .*must be a tensor \[2, 8\]"),
+        ({"position_ids": torch.zeros(3, 2, 8)}, r"position_ids is a tensor \[3, 2, 8\].*mrope, are not supported"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_shard_refuses_what_it_does_not_understand(cp, given, message):
     with pytest.raises(ValueError, match=message):
-        cp.shard(IDS, **given)
+        cp.shard(**{"input_ids": IDS} | given)
 
 
 @pytest.mark.parametrize(
@@ -197,18 +327,19 @@ def test_shard_refuses_what_it_does_not_understand(cp, given, message):
     [
         ({"attention_mask": torch.tensor([[1] * 8, [1] * 7 + [0]])}, "padding is not supported"),
         ({"attention_mask": torch.zeros(2, 1, 8, 8)}, "attention_mask is .*Tensor"),
-        ({"context_parallel": None}, "cp.shard"),
+        ({"context_parallel": None}, r"the batch is not sharded; give model\(\*\*cp.shard"),
         ({"position_bias": torch.zeros(1)}, "LlamaAttention: position_bias"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "LlamaAttention: cu_seq_lens_q"),
         ({"sliding_window": 4}, "sliding_window=4: the model's mask says None"),
-        ({"shift_labels": None}, "shift_labels"),
+        ({"shift_labels": None}, "labels: .*give them to cp.shard"),
+        ({"num_items_in_batch": None}, "the model passes no num_items_in_batch to its loss"),
+        ({"logits_to_keep": 1}, r"logits_to_keep: .*use cp.unshard\(logits\)"),
+        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds: of this rank's tokens alone"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_attention_and_loss_refuse_what_they_do_not_understand(cp, given, message):
-    batch = cp.shard(IDS, IDS) | given
-    if given.get("shift_labels", 0) is None:
-        del batch["shift_labels"]
+    batch = {name: x for name, x in (cp.shard(IDS, IDS) | given).items() if x is not None}
     with pytest.raises(ValueError, match=message):
         cp.model(**batch)
 
@@ -216,9 +347,9 @@ def test_attention_and_loss_refuse_what_they_do_not_understand(cp, given, messag
 def test_a_mask_and_an_argument_that_disagree_are_refused(cp):
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(ValueError, match="is_causal=False: the model's mask says True"):
-        cp.attend(cp.model, q, q, q, RequestedMask(True, (-1, -1), 8), is_causal=False)
+        attend(cp.model, q, q, q, RequestedMask(True, (-1, -1)), is_causal=False)
     with pytest.raises(ValueError, match="sliding_window=9: the model's mask says 4"):
-        cp.attend(cp.model, q, q, q, RequestedMask(True, (3, -1), 8), sliding_window=9)
+        attend(cp.model, q, q, q, RequestedMask(True, (3, -1)), sliding_window=9)
 
 
 def test_dropout_is_refused_in_training_only():
@@ -281,7 +412,7 @@ def test_a_loss_of_another_kind_is_refused():
 )
 def test_masks_that_are_not_understood_are_refused(mask):
     with pytest.raises(ValueError, match=r"the model's mask has (chunked_overlay|or_masks)"):
-        asked(mask, 8)
+        asked(mask)
 
 
 def test_without_transformers_the_import_says_what_to_install(monkeypatch):

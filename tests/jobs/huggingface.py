@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -158,26 +159,120 @@ def used_by_one_rank(me: Rank) -> list[float | None]:
     return [None if x.grad is None else float(x.grad.mean()) for x in some]
 
 
-def differing(me: Rank) -> list[str]:
-    """What ranks say to ids that differ on one of them, or that are fewer there."""
+def differing(me: Rank) -> list[dict[str, str]]:
+    """By argument, what each rank says to a batch in which this argument differs on rank 1."""
     cp = context_parallel(model_of("llama"), "ring")
-    ids = batch_of(None)["input_ids"]
-    found = []
-    for other in (ids.flip(0), ids[:, :-2]):
+    batch = batch_of("odd")
+    positions, swapped = batch["position_ids"].clone(), batch["input_ids"].clone()
+    positions[0, 5:11] = torch.arange(6)  # another document
+    swapped[0, :2] += torch.tensor([2, -1])  # the weighted sum of ids is that of the others
+    others = {
+        "input_ids": swapped, "labels": batch["labels"].roll(1), "position_ids": positions,
+        "cu_seq_lens_q": [0, *accumulate(DOCUMENTS["odd"])], "num_items_in_batch": 7, "token_type_ids": swapped,
+    }  # fmt: skip
+    messages = {}
+    for name, other in others.items():
         try:
-            cp.shard(input_ids=other if me.rank == 1 else ids)
+            cp.shard(**batch | ({name: other} if me.rank == 1 else {}))
         except ValueError as error:
-            found.append(str(error))
+            messages[name] = str(error)
     everyone: list[Any] = [None] * me.world
-    dist.all_gather_object(everyone, found)
-    return [message for each in everyone for message in each]
+    dist.all_gather_object(everyone, messages)
+    return everyone
 
 
-def generated(me: Rank, kind: str, worlds: list[int], prompt: int = 13, new: int = 8) -> dict[str, Any]:
-    """Greedy generation by tree in groups of each size, against transformers' own attention and cache: whether all ranks
-    have the same tokens, the largest relative error of logits, and the keys and values that this rank holds of a layer."""
-    ids = torch.randint(VOCABULARY, (ROWS, prompt), generator=torch.Generator().manual_seed(2))
-    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+def summed_twice(me: Rank) -> tuple[str, float]:
+    """The refusal of a second sum after another backward, and the relative error of the gradients after zero_grad()."""
+    model = model_of("llama")
+    cp, optimizer = context_parallel(model, "ring"), torch.optim.SGD(model.parameters(), 0.0)
+    for _ in range(2):  # a step of the optimizer or None for a gradient: both begin anew
+        model(**cp.shard(**batch_of(None))).loss.backward()
+        cp.reduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    model(**cp.shard(**batch_of(None))).loss.backward()
+    cp.reduce_gradients()
+    model(**cp.shard(**batch_of(None))).loss.backward()
+    try:
+        cp.reduce_gradients()
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    model.zero_grad()
+    model(**cp.shard(**batch_of(None))).loss.backward()
+    cp.reduce_gradients()
+    exact = alone("llama", None)[2:]
+    return message, max(rel(x.grad, y) for x, y in zip(model.parameters(), exact, strict=True))
+
+
+def several_variants(me: Rank) -> list[float]:
+    """Relative errors of losses on one model: of a batch that zigzag sharded, after tree generated and ring trained, and of one
+    that ring sharded before."""
+    model, batch = model_of("llama"), batch_of(None)
+    zigzag, tree, ring = (context_parallel(model, name) for name in ("zigzag", "tree", "ring"))
+    first, second = zigzag.shard(**batch), ring.shard(**batch)
+    how = {"attention_mask": torch.ones(ROWS, TOKENS), "max_new_tokens": 2, "pad_token_id": 0}
+    model.generate(batch["input_ids"], past_key_values=tree.cache(tokens=TOKENS + 2), **how)
+    losses = torch.stack([model(**x).loss.detach() for x in (second, first, zigzag.shard(**batch))])
+    dist.all_reduce(losses)
+    return [rel(x, alone("llama", None)[0]) for x in losses]
+
+
+def under_autocast(me: Rank, kind: str) -> list[float]:
+    """The relative errors of the loss and of all gradients under autocast, against transformers' own attention under autocast."""
+    results = []
+    for sharded in (True, False):
+        model, batch = model_of(kind), batch_of(None)
+        cp = context_parallel(model, "ring")
+        if not sharded:
+            model.set_attn_implementation("eager")
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**cp.shard(**batch) if sharded else batch).loss
+        loss.backward()
+        loss = loss.detach().clone()
+        if sharded:
+            cp.reduce_gradients()
+            dist.all_reduce(loss)
+        results.append((loss, torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])))
+    return [rel(x, y) for x, y in zip(*results, strict=True)]
+
+
+def by_trainer(me: Rank, folder: str) -> float:
+    """The relative error of the parameters' change in two steps of a Trainer with bf16=True, against a loop under autocast."""
+    model, other = model_of("llama"), model_of("llama")
+    before = torch.cat([x.detach().flatten() for x in model.parameters()])
+    data = [{"input_ids": x, "labels": y} for x, y in zip(*batch_of(None).values(), strict=True)]
+    cp = context_parallel(model, "zigzag")
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(data, ROWS // 2)  # the same rows on every rank
+
+        def compute_loss(self, model: Any, inputs: Any, *unused: Any, **given: Any) -> Any:
+            return cp.fn.world * model(**cp.shard(**inputs)).loss  # DDP takes the mean
+
+    how = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0}
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+    args = transformers.TrainingArguments(folder, bf16=True, use_cpu=True, num_train_epochs=1, **how, **quiet)
+    Trainer(model, args).train()
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    for row in data:
+        with torch.autocast("cpu", torch.bfloat16):
+            other(**{name: x[None] for name, x in row.items()}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changes = [torch.cat([x.detach().flatten() for x in m.parameters()]) - before for m in (model, other)]
+    return rel(*changes)
+
+
+def generated(
+    me: Rank, kind: str, worlds: list[int], prompt: int = 13, new: int = 8, rows: int = ROWS, **options: Any
+) -> dict[str, Any]:
+    """Generation by tree in groups of each size, against transformers' own attention and cache: whether all ranks have the same
+    tokens, the largest relative error of logits, and the keys and values that this rank holds of a layer. options: of
+    generate."""
+    ids = torch.randint(VOCABULARY, (rows, prompt), generator=torch.Generator().manual_seed(2))
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, **options}
     how |= {"output_logits": True, "return_dict_in_generate": True}
     model = model_of(kind).eval()
     model.set_attn_implementation("eager")
