@@ -136,6 +136,7 @@ class ModelWork:
     def repeat(self, which: str, times: int) -> None:
         for _ in range(times):
             if which == "backward":
+                self.optimizer.zero_grad(set_to_none=True)
                 self._backward(keep=True)
             else:
                 self.run(which)
