@@ -267,7 +267,11 @@ class ContextParallel:
                 return x
         cu = check_cu_seqlens(cu_seqlens, x.shape[dim])
         added = self.variant.padding(self.options, cu, self.world) if pad else 0
-        part = _part(x, dim, self._shards(cu, added)[self.rank])
+        try:
+            shards = self._shards(cu, added)
+        except ValueError as error:
+            raise ValueError(f"{error}, or fn.shard(x, pad=True)") from None
+        part = _part(x, dim, shards[self.rank])
         return (part, added) if pad else part
 
     @_not_compiled

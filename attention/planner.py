@@ -50,7 +50,7 @@ from attention.masks.sequences import mask_of, of_sequences
 from attention.replay import Replay
 from attention.tensors import on_host, tokens
 from attention.transports import Transport
-from attention.variants.base import Variant
+from attention.variants.base import Variant, takers
 from attention.variants.external import External
 
 Connect = Callable[[torch.device], Transport]
@@ -209,6 +209,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     before. Raises ValueError, UnsupportedCall for what the kernel or replay=graphs can't do, and Disagreement where
     ranks ask for different plans."""
     variant, shape = settings.variant, spec.shape
+    _check_padded_lengths(spec, settings)
     options = variant.padded(settings.options, spec.padding)
     problem = variant.problem(_divided(spec), settings.world, _whole_mask(spec, settings), options, spec.q_tokens)
     _check_share(spec, settings)
@@ -323,6 +324,20 @@ def _check_share(spec: CallSpec, settings: Settings) -> None:
     share = sizes_of(layout, lengths, world)[rank]
     if spec.kv_tokens != share:
         raise ValueError(f"k has {spec.kv_tokens} tokens: rank {rank} of {world} holds {share} of {lengths[-1]}")
+
+
+def _check_padded_lengths(spec: CallSpec, settings: Settings) -> None:
+    """Raises ValueError for padding of a packed batch whose sequences the layout would have to cut, each by itself."""
+    variant, mask = settings.variant, _whole_mask(spec, settings)
+    if not spec.padding or variant.any_mask or len(spec.cu_seqlens) == 2 or isinstance(mask, Band):
+        return
+    try:
+        settings.layout.check(spec.cu_seqlens, settings.world)
+    except ValueError as error:
+        raise ValueError(
+            f"cu_seqlens with padding={spec.padding}: {variant.name} pads single sequences, not packed batches, and without "
+            f"padding {error}; {takers(mask, _divided(spec)[-1])} take this"
+        ) from None
 
 
 def padded_layout(settings: Settings, padding: int) -> Layout:

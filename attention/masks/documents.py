@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -50,8 +51,11 @@ def shared_prompt(prompt: int, answers: Sequence[int]) -> Mask:
 
 @dataclass(frozen=True)
 class Documents(Mask):
+    """packed: whether these are the sequences of a packed batch, which the caller gave by cu_seqlens."""
+
     lengths: tuple[int, ...]
     inner: Mask = CAUSAL
+    packed: bool = field(default=False, compare=False, repr=False)
 
     name: ClassVar[str] = "documents"
 
@@ -65,6 +69,11 @@ class Documents(Mask):
         assert band is not None
         lo = max(-band.left, -UNBOUNDED) if band.left >= 0 else -UNBOUNDED
         return from_columns(start, stop, start, stop, lo, min(band.right, UNBOUNDED) if band.right >= 0 else UNBOUNDED)
+
+    def asked(self) -> str:
+        if not self.packed:
+            return super().asked()
+        return f"{self.inner.describe()} attention with cu_seqlens={short((0, *accumulate(self.lengths)))}"
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,13 @@ class Mask(ABC):
 
     def describe(self) -> str:
         """The call that makes the mask; long lists are cut short."""
-        return f"{self.name}({', '.join(f'{x.name}={short(getattr(self, x.name))}' for x in fields(self))})"
+        return (
+            f"{self.name}({', '.join(f'{x.name}={short(getattr(self, x.name))}' for x in fields(self) if x.compare)})"
+        )
+
+    def asked(self) -> str:
+        """The arguments of the call that asks for the mask, for messages."""
+        return f"mask={self.describe()}"
 
     def __str__(self) -> str:
         return self.describe()
@@ -158,6 +164,11 @@ class Both(Mask):
 
     def describe(self) -> str:
         return f"{self.a.describe()} & {self.b.describe()}"
+
+    def asked(self) -> str:
+        return (
+            f"mask={self.describe()}" if self.b.asked().startswith("mask=") else f"{self.a.asked()}, {self.b.asked()}"
+        )
 
 
 def narrower(a: Band, b: Band) -> Band:

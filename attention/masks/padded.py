@@ -18,5 +18,11 @@ class Padded(Mask):
 
     name: ClassVar[str] = "padded"
 
+    def describe(self) -> str:
+        return f"{self.mask.describe()} with padding={self.padding}"
+
+    def asked(self) -> str:
+        return f"{self.mask.asked()} with padding={self.padding}"
+
     def build(self, tokens: int) -> Rectangles:
         return self.mask.rectangles(tokens - self.padding)

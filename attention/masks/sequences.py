@@ -14,7 +14,7 @@ def of_sequences(band: Band, cu_seqlens: tuple[int, ...]) -> Mask:
     """The mask of one band within every sequence of a packed batch, or of one sequence."""
     if len(cu_seqlens) == 2:
         return Banded.of(band)
-    return Documents(tuple(b - a for a, b in pairwise(cu_seqlens)), Banded.of(band))
+    return Documents(tuple(b - a for a, b in pairwise(cu_seqlens)), Banded.of(band), packed=True)
 
 
 def one_band(mask: Mask, cu_seqlens: tuple[int, ...]) -> Band | Mask:

@@ -96,7 +96,7 @@ class _Balanced(Variant[BalancedOptions]):
     def check_cut(self, options: BalancedOptions, mask: Mask, tokens: int) -> None:
         if mask != options.made_for and not within(mask, options.made_for, tokens):
             raise ValueError(
-                f"mask={mask}: this balanced layout was made for {options.made_for}; "
+                f"{mask.asked()}: this balanced layout was made for {options.made_for}; "
                 'make another: attention.make("balanced", mask=...)'
             )
 

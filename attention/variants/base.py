@@ -90,13 +90,15 @@ class Variant(Generic[Chosen]):
     def check_cut(self, options: Chosen, mask: Mask, tokens: int) -> None:
         """Raises ValueError for a mask, other than a band, that the variant can't do."""
         if self.decode:
-            raise ValueError(f"mask={mask}: {self.name}, a decode, takes causal and window only; leave the mask out")
+            raise ValueError(f"{mask.asked()}: {self.name}, a decode, takes causal and window only; leave the mask out")
         if not self.any_mask:
             able = "causal attention" if self.causal_only else "full and causal attention"
             windows = " and windows" if self.windows else ""
-            raise ValueError(f"mask={mask}: {self.name} takes {able}{windows} only; {every_mask()} take every mask")
+            raise ValueError(
+                f"{mask.asked()}: {self.name} takes {able}{windows} only; {takers(mask, tokens)} take this"
+            )
         if self.causal_only and not mask.is_causal(tokens):
-            raise self.not_causal(mask, every_mask())
+            raise self.not_causal(mask, takers(mask, tokens))
 
     def padding(self, options: Chosen, cu_seqlens: CuSeqlens, world: int) -> int:
         """The tokens to add at the end for whatever mask a call has, 0 where every sequence divides."""
@@ -124,7 +126,7 @@ class Variant(Generic[Chosen]):
 
     def not_causal(self, mask: Mask, others: str) -> ValueError:
         return ValueError(
-            f"mask={mask}: some query sees a later key, and {self.name} is for causal masks; {others} take every mask"
+            f"{mask.asked()}: some query sees a later key, and {self.name} is for causal masks; {others} take this"
         )
 
     def needs_causal(self, others: str) -> ValueError:
@@ -265,9 +267,11 @@ def words(variants: Iterable[Variant[Any]], last: str = "and") -> str:
     return f"{', '.join(names)} {last} {end}" if names else end
 
 
-def every_mask() -> str:
-    """The variants that take every mask, as words."""
-    return words(v for v in REGISTERED.values() if v.any_mask and not v.causal_only)
+def takers(mask: Mask, tokens: int) -> str:
+    """As words, the variants for sharded batches that take this mask, with their default options."""
+    causal = mask.is_causal(tokens)
+    able = (v for v in REGISTERED.values() if v.any_mask and (causal or v.takes(FULL)))
+    return words(v for v in able if not v.layout.replicated and not (v.packed and v.twin))
 
 
 def decodes() -> str:

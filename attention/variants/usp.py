@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout
 from attention.geometry.options import HeadParts, check_sharing, divisors, one_of, option, ulysses_group
 from attention.geometry.schedules import Schedule
-from attention.masks.band import FULL, Band
+from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.variants import ring, zigzag
-from attention.variants.base import Variant, able, register
+from attention.variants.base import Variant, register, takers
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Usp(Variant[UspOptions]):
 
     def check_cut(self, options: UspOptions, mask: Mask, tokens: int) -> None:
         if options.ring == "zigzag" and not mask.is_causal(tokens):
-            raise self.not_causal(mask, f"usp with ring=contiguous, {able(FULL)}")
+            raise self.not_causal(mask, f"usp with ring=contiguous, {takers(mask, tokens)}")
 
 
 register(

@@ -131,7 +131,7 @@ class _ZigzagLlama3(Variant[ZigzagLlama3Options]):
         super().check_cut(options, mask, tokens)
         if options.grouping != "separate" or options.own_first:
             raise ValueError(
-                f"mask={mask}: {self.name} takes masks with grouping=separate and own_first=null; got "
+                f"{mask.asked()}: {self.name} takes masks with grouping=separate and own_first=null; got "
                 f"grouping={options.grouping} own_first={options.own_first}"
             )
 

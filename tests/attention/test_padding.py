@@ -53,6 +53,25 @@ def test_nothing_is_added_where_everything_divides():
     assert fn.unshard(labels, padding=added).tolist() == [list(range(7))]
 
 
+def test_a_refusal_names_what_the_caller_gave_and_all_that_would_work():
+    fn = attention.make("zigzag")
+    x, packed = torch.randn(1, 7, 2, 4), torch.randn(8, 2, 4)
+    with pytest.raises(ValueError, match=r"seq_len=7: .* 8 would work, or fn.shard\(x, pad=True\)"):
+        fn.shard(x)
+    for how, message in (
+        ({"causal": True}, r"cu_seqlens with padding=1: zigzag pads .* has length=3: .* and zigzag_llama3 take this"),
+        ({"mask": masks.causal() & masks.chunked(2), "causal": True}, "cu_seqlens with padding=1: .* take this"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fn(packed, packed, packed, cu_seqlens=[0, 3, 7], padding=1, **how)
+    able = "balanced, llama3, ring, ring_allgather, ulysses, usp and zigzag_llama3 take this"
+    with pytest.raises(ValueError) as error:
+        fn(packed, packed, packed, cu_seqlens=[0, 4, 8], mask=masks.chunked(2), causal=True)
+    assert str(error.value) == (
+        "mask=chunked(chunk=2), causal attention with cu_seqlens=[0, 4, 8]: zigzag takes causal attention only; " + able
+    )
+
+
 def test_what_cannot_be_padding_is_refused_in_one_line():
     fn, x = attention.make("zigzag"), torch.randn(1, 8, 2, 4)
     for wrong in (-1, True, 8, 1.5):

@@ -71,7 +71,7 @@ INVALID = [
     (["model=encoder_decoder_tiny", "attention=zigzag"], "model=encoder_decoder_tiny: causal=false", "zigzag", "ring, ring_allgather"),
     (["model=encoder_decoder_tiny", "attention=auto"], "attention=auto model=encoder_decoder_tiny", "name a variant"),
     (["model=gpt_oss_layer", "attention=zigzag"], "model=gpt_oss_layer: window=(127, 0)", "zigzag has no sliding window"),
-    (["model=decoder_medium", "attention=zigzag"], "model=decoder_medium: mask=dca", "take every mask"),
+    (["model=decoder_medium", "attention=zigzag"], "model=decoder_medium: mask=dca", "take this"),
     (["baseline=singel"], "baseline=singel", "did you mean single"),
     (["timing.method=warmpu"], "timing.method=warmpu", "did you mean warmup"),
     (["hardware.name=tpu"], "hardware=tpu", "did you mean cpu"),
