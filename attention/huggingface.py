@@ -129,8 +129,9 @@ class HuggingFace:
         return ShardedCache(self.fn, self.model.config.get_text_config().num_hidden_layers, tokens)
 
     def reduce_gradients(self) -> None:
-        """Sums the gradients over the ranks, once per optimizer step. FSDP and DDP over these ranks do so by themselves, but to the mean: leave this
-        out, and multiply the loss by `cp.fn.world`."""
+        """Sums the gradients over the ranks, once per optimizer step. FSDP and DDP over these ranks do so by themselves, but to
+        the mean: leave this out, and multiply the loss by `cp.fn.world`. Raises ValueError for gradients that hold a sum
+        already."""
         reduce_used_gradients(self.model, self.fn.group)
 
 
@@ -154,7 +155,7 @@ def attend(
     if unknown := {name for name, x in given.items() if x is not None and x is not False} - UNUSED:
         raise _refused(module, f"{', '.join(sorted(unknown))}: not understood by context_parallel; leave it out")
     if layout is None:
-        raise _refused(module, f"{NAME}=None: the model must pass it on to its attention; use another model")
+        raise _refused(module, f"{NAME}=None: the model must get all of cp.shard(...), and pass it on")
     q, k, v = (_autocast(x.transpose(1, 2)) for x in (query, key, value))
     return layout.attend(module, q, k, v, **options), None
 
@@ -177,7 +178,7 @@ def with_layout(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tup
     if sharded:
         if given.get("labels") is not None and given.get("shift_labels") is None:
             raise _refused(model, "labels: their tokens are sharded, they are not; give them to cp.shard")
-        for name in ("logits_to_keep", "inputs_embeds"):
+        for name in ("logits_to_keep", "inputs_embeds", "past_key_values", "cache"):
             if isinstance(x := given.get(name), Tensor) or x:
                 raise _refused(model, f"{name}: of this rank's tokens alone; leave it out, and use cp.unshard(logits)")
     return args, given | {NAME: layout}

@@ -269,7 +269,7 @@ def test_a_model_is_freed_after_its_last_reference():
     assert model() is None
 
 
-def test_an_adapter_s_wrapper_is_taken():
+def test_the_wrapper_of_peft_is_taken():
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
     model = jobs.model_of("llama")
     exact = model(IDS, labels=IDS).loss
@@ -335,6 +335,7 @@ def test_shard_refuses_what_it_does_not_understand(cp, given, message):
         ({"num_items_in_batch": None}, "the model passes no num_items_in_batch to its loss"),
         ({"logits_to_keep": 1}, r"logits_to_keep: .*use cp.unshard\(logits\)"),
         ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds: of this rank's tokens alone"),
+        ({"past_key_values": [0]}, "past_key_values: of this rank's tokens alone"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
