@@ -1,8 +1,9 @@
 """One node's part of a world: starts its ranks through torch.distributed's elastic launch, and records which ranks
 failed. Usage: `python -m runner.launch.node FOLDER SPEC`. The program runs this for its own ranks, and so does each other
-process of a launched world. SPEC is a `WorldSpec` as JSON, with `store` (HOST, PORT, and the listening descriptor where this
-process serves it: the store through which the ranks find each other), `agent`, this process's number, and `first_local`,
-the number of its first rank on the node.
+process of a launched world. SPEC is a `WorldSpec` as JSON, with `store`, through which the ranks find each other (HOST, PORT,
+and the listening descriptor where this process serves it; null where this process starts all ranks, which then use a file of
+FOLDER, since any user of the machine can reach a port), `agent`, this process's number, and `first_local`, the number of its
+first rank on the node.
 
 Ranks are forked from a server that has imported what they need (runner.preload). They are not forked from this
 process, for two reasons. The elastic launch has threads, and a lock that a thread holds at the fork is never released
@@ -26,7 +27,7 @@ from multiprocessing import current_process, forkserver, resource_tracker, set_f
 from pathlib import Path
 from typing import Any
 
-from runner.launch.endpoint import wait_limit
+from runner.launch.endpoint import LOOPBACK, wait_limit
 from runner.launch.processes import die_with_parent
 
 PRELOAD = "runner.preload"  # by name: it imports what stands above this package
@@ -108,9 +109,12 @@ def main(folder: Path, spec: dict[str, Any]) -> int:
 
 
 def _store(spec: dict[str, Any]) -> Any:
-    """The world's store: served by this process on a descriptor, or else by the program's."""
-    from torch.distributed import TCPStore
+    """The store of the world's agents: in this process where it is the only one, served by this process on a descriptor, or
+    else by the program's."""
+    from torch.distributed import HashStore, TCPStore
 
+    if spec["store"] is None:
+        return HashStore()
     host, port, descriptor = spec["store"]
     serves = descriptor is not None
     limit = wait_limit(spec["start_timeout_s"])
@@ -123,11 +127,14 @@ def _write(path: Path, text: str) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def _register_rendezvous(store: Any, agent: int, agents: int) -> None:
+def _register_rendezvous(store: Any, spec: dict[str, Any]) -> None:
     """Make the elastic launch use `store` and the numbers that the processes have. The program is 0."""
     from torch.distributed import PrefixStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    agent, agents = spec["agent"], spec["agents"]
+    host, port, _ = spec["store"] or (LOOPBACK, 0, None)  # which ranks without this store do not use
 
     class WithStore(StaticTCPRendezvous):
         """The static rendezvous, which would open a store of its own, with the world's."""
@@ -136,11 +143,9 @@ def _register_rendezvous(store: Any, agent: int, agents: int) -> None:
             return BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(
-                PrefixStore("nodes", store), agent, agents, RendezvousStoreInfo(store.host, store.port)
-            )
+            return RendezvousInfo(PrefixStore("nodes", store), agent, agents, RendezvousStoreInfo(host, port))
 
-    handler = WithStore(store.host, store.port, agent, agents, run_id="world", timeout=1)
+    handler = WithStore(host, port, agent, agents, run_id="world", timeout=1)
     rendezvous_handler_registry.register(BACKEND, lambda _: handler)
 
 
@@ -153,7 +158,7 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any) -> int:
     from runner.launch.rank import live
 
     agents = spec["agents"]
-    _register_rendezvous(store, spec["agent"], agents)
+    _register_rendezvous(store, spec)
     config = LaunchConfig(
         min_nodes=agents,
         max_nodes=agents,
@@ -167,7 +172,8 @@ def _launch(folder: Path, spec: dict[str, Any], store: Any) -> int:
         local_addr="localhost" if spec["nodes"] == 1 else None,
     )
     try:
-        elastic_launch(config, live)(str(folder), spec["device"], spec["share_gpu"], spec["first_local"])
+        in_file = spec["store"] is None
+        elastic_launch(config, live)(str(folder), spec["device"], spec["share_gpu"], spec["first_local"], in_file)
     except ChildFailedError as error:
         first = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         offset = time.monotonic() - time.time()  # the ranks' states have monotonic times

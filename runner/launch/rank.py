@@ -83,8 +83,9 @@ class Rank:
         dist.barrier(group=self.control)
 
 
-def live(folder: str, device_type: str, share_gpu: bool, first_local: int = 0) -> None:
-    """The entry point of a rank process."""
+def live(folder: str, device_type: str, share_gpu: bool, first_local: int, in_file: bool) -> None:
+    """The entry point of a rank process. in_file: the ranks find each other through a file of the folder, not by
+    MASTER_ADDR and MASTER_PORT."""
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # these end a rank at once
         signal.signal(number, signal.SIG_DFL)
@@ -97,7 +98,7 @@ def live(folder: str, device_type: str, share_gpu: bool, first_local: int = 0) -
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
-        _live(rank, world, local, Path(folder), device_type, share_gpu)
+        _live(rank, world, local, Path(folder), device_type, share_gpu, in_file)
     except BaseException as error:  # otherwise the elastic launch leaves a file behind
         try:
             if _remote_rank_gone(str(error)):
@@ -109,17 +110,21 @@ def live(folder: str, device_type: str, share_gpu: bool, first_local: int = 0) -
     atexit.register(_end)
 
 
-def _live(rank: int, world: int, local: int, folder: Path, device_type: str, share_gpu: bool) -> None:
+def _live(rank: int, world: int, local: int, folder: Path, device_type: str, share_gpu: bool, in_file: bool) -> None:
     if device_type == "cpu":
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cores() // world))
     else:
         device = torch.device("cuda", 0 if share_gpu else local % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    meeting: dict[str, Any] = {"timeout": FOREVER}
+    if in_file:
+        meeting |= {"store": dist.FileStore(str(folder / "store"), world), "rank": rank, "world_size": world}
+        meeting["store"].set_timeout(FOREVER)
     if device_type == "cpu" or share_gpu:  # NCCL refuses two ranks on one GPU
-        dist.init_process_group("gloo", timeout=FOREVER)
+        dist.init_process_group("gloo", **meeting)
     else:
-        dist.init_process_group("nccl", timeout=FOREVER, device_id=device)
+        dist.init_process_group("nccl", device_id=device, **meeting)
     me = Rank(rank, world, device, folder, control=dist.new_group(backend="gloo", timeout=FOREVER))
     me.say("idle")
     _work(me)

@@ -61,12 +61,15 @@ class World:
         self.replies = os.open(self.folder / "replies", os.O_RDWR | os.O_NONBLOCK)
         self.buffer = b""
         self.log = (self.folder / "agent.log").open("wb")
-        host = self.head.host if self.head else endpoint.LOOPBACK
-        with endpoint.listen(None if spec.nodes == 1 else host) as listener:
-            descriptor, (own_host, port) = listener.fileno(), endpoint.local(listener)
-            plain = asdict(spec) | {"agent": 0, "first_local": 0, "store": (own_host, port, descriptor)}
-            self.agent = start_node(spec, plain, self.folder, self.log, (descriptor,))
-        self.number = self.head.open(spec, self.folder, (host, port)) if self.head else 0
+        plain: dict[str, Any] = asdict(spec) | {"agent": 0, "first_local": 0, "store": None}
+        if self.head is None:
+            self.agent = start_node(spec, plain, self.folder, self.log)
+        else:
+            with endpoint.listen(None if spec.nodes == 1 else self.head.host) as listener:
+                descriptor, (own_host, port) = listener.fileno(), endpoint.local(listener)
+                plain["store"] = own_host, port, descriptor
+                self.agent = start_node(spec, plain, self.folder, self.log, (descriptor,))
+            self.number = self.head.open(spec, self.folder, (self.head.host, port))
         self.pipe = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
         self.unsent = b""
 

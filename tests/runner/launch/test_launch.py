@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -475,11 +476,12 @@ def listening(pids):
     return {address for address in found if address}
 
 
-def test_a_world_on_one_node_listens_on_the_loopback_only(pool):
+def test_a_world_on_one_node_listens_on_the_loopback_only_and_meets_where_its_user_alone_can_read(pool):
     world = pool.get(WorldSpec(2, "cpu"))
     pids = world.call(faults.pids, {}).result
-    addresses = listening([*pids, world.agent.pid])
-    assert addresses == {"0100007F"}, addresses
+    assert listening(pids) == {"0100007F"}
+    assert listening([world.agent.pid]) == set()
+    assert (world.folder / "store").stat().st_size and stat.S_IMODE(world.folder.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e15])
