@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 PREFIX = "ab="
 ORDER = "order=interleaved"
 WHERE = "dry_run=", "order=", "output=", "resume=", "hydra"  # overrides that say nothing of a run's work
-# keys that are no setting of a run
-NONE = ("dry_run", "experiment", "hydra", "output", "order", "resume", "tracker", "until_limit")
+NONE = "experiment", "hydra"  # keys that are no setting of a run
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@
 
 The overrides are those of the command line; results lie in the same folders. Worlds stay warm between calls; `runner.close()`
 or the end of the process ends them. The working folder, signal handlers, logging and a Hydra program around are left as they
-are. One call at a time: not for several threads."""
+are. Calls from several threads wait for each other; a world ends with the thread that started it."""
 
 from __future__ import annotations
 
 import atexit
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner import app, interleave
+from runner import app, interleave, plan
 from runner.config import folders, overrides, resolve
 from runner.config.values import InvalidConfig, Refused, message
 from runner.output import reader, summary, terminal
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 MULTIRUN = "hydra.mode=MULTIRUN"  # which Hydra's command line sets for -m
+_one_call = threading.Lock()  # Hydra's state and the consoles are the process's
 
 
 def run(given: Sequence[str] = (), quiet: bool = True) -> Result:
@@ -100,7 +102,8 @@ def _samples(result: Result) -> Iterator[dict[str, Any]]:
 def _result(done: Any) -> Result:
     """The recorded result of one of Hydra's jobs. Raises the job's error."""
     _ = done.return_value
-    found = reader.read_result(Path(done.hydra_cfg.hydra.runtime.output_dir))
+    folder = Path(done.hydra_cfg.hydra.runtime.output_dir)
+    found = reader.read_result(folder) or plan.earlier(folder, resolve.identity(done.cfg))
     if found is None or isinstance(found, UnreadableFile):
         raise OSError(f"the result was removed or cannot be read: {found}")
     return found
@@ -112,7 +115,7 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
     the call ends the worlds, too."""
     if isinstance(given, str):
         raise InvalidConfig(f"{given!r}: give a list of overrides, as [{given!r}]")
-    with _undone(quiet):
+    with _one_call, _undone(quiet):
         resolve.register()
         interleave.register()
         if reason := overrides.problem([*given], multirun):
@@ -123,7 +126,6 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
             )
         texts = overrides.for_each_run([*given]) if multirun else [*given]
         app.begin()
-        folders.begin()
         atexit.register(close)
         try:
             # Hydra only warns of a searchpath that does not exist
@@ -137,6 +139,8 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
         except BaseException:  # a world may be in the middle of a job
             close()
             raise
+        finally:
+            folders.begin()
 
 
 @contextmanager

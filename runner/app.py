@@ -17,7 +17,7 @@ from runner import environment, plan, rounds, sweep
 from runner.config.experiment import Experiment
 from runner.config.place import joined
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
-from runner.config.values import InvalidConfig, Refused, UnsupportedHere
+from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
@@ -61,8 +61,6 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
     place = f"run {sweep.tally.place(hydra.job.num)}" if sweeping else ""
-    if cfg.dry_run:  # otherwise the plan has ended the program; here dry_run is one value of a sweep
-        raise Refused("dry_run=true: applies to the whole command; do not sweep it, write dry_run=true")
     if sweeping and cfg.resume:
         earlier = plan.earlier(folder, identity(cfg))
         if earlier is not None and earlier.status == "ok":
@@ -72,7 +70,7 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
                 sweep.tally.over(folder.name, "ok", ran=False)
                 return None
             try:
-                rest = _resumed(cfg, folder, earlier.plain, hydra.job.num)
+                rest = _resumed(cfg, earlier.folder, earlier.plain, hydra.job.num)
             except (InvalidConfig, UnsupportedHere) as error:
                 sweep.tally.over(folder.name, plan.refusal(error), ran=False)
                 note = f"{earlier.name}: kept as it is, without its other rounds: {error}"
@@ -102,15 +100,14 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
 
 
 def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | str:
-    """An interrupted run, ready for its missing rounds with the `launch` and `timing` options of this command; or the
-    reason why it cannot continue: samples are missing, or new samples would not be comparable. Raises InvalidConfig and
-    UnsupportedHere."""
+    """An interrupted run, ready for its missing rounds with the limits of this command; or the reason why it cannot continue:
+    samples are missing, or new samples would not be comparable. Raises InvalidConfig and UnsupportedHere."""
     if _taken(folder, earlier) is None:
         return "samples of its earlier rounds are missing"
     now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
     if changed := environment.changed(earlier["environment"], _surroundings(now)):
         return f"its environment has changed since its first rounds ({', '.join(changed)})"
-    earlier["experiment"] |= {"launch": asdict(now.launch), "timing": asdict(now.timing)}
+    earlier["experiment"]["launch"] = asdict(now.launch)
     return Unfinished(number, folder, earlier)
 
 

@@ -8,6 +8,7 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from attention.variants.registry import everything
 from runner import environment, rounds, sweep
 from runner.config.experiment import Experiment
 from runner.config.groups import groups
-from runner.config.resolve import experiment, identity, run_name, usable_gpus
+from runner.config.resolve import experiment, identity, key_of, run_name, usable_gpus
 from runner.config.rules.machine import MachineLimits, check_fits
 from runner.config.values import InvalidConfig, Refused, UnsupportedHere, message
 from runner.launch.processes import cores
@@ -58,15 +59,24 @@ def refusal(error: InvalidConfig | UnsupportedHere) -> str:
 
 
 def earlier(folder: Path, key: str) -> Result | None:
-    """The earlier result of this run. A file that cannot be read, or that belongs to another run, is reported on stderr
-    and not used."""
+    """The earlier result of this run, which may lie in another folder of the sweep. A file that cannot be read, or that belongs to
+    another run, is reported on stderr and not used."""
     found = reader.read_result(folder)
-    if isinstance(found, Result) and found.key != key:
+    if found is None and (other := _elsewhere(folder.parent).get(key)) is not None:
+        found = reader.read_result(other)
+    if isinstance(found, Result) and key not in (found.key, key_of(found.config)):
         found = UnreadableFile(folder / reader.RESULT, f"its key is {found.key}, this run's is {key}")
     if isinstance(found, UnreadableFile):
         reader.report_problems([found])
         return None
     return found
+
+
+@lru_cache
+def _elsewhere(sweep: Path) -> dict[str, Path]:
+    """The folders of a sweep's ok runs that an earlier version named by another key, by the key that they have now."""
+    found = ((one, key_of(one.config)) for one in reader.read_results(sweep, below=False)[0] if one.status == "ok")
+    return {key: one.folder for one, key in found if key != one.key}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Output folders: a new one for each invocation, tested for writing before the first run."""
+"""Output folders: a new one for each invocation, tested for writing before the first run. A sweep's is locked."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import time
@@ -13,9 +14,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.values import shown
+from runner.config.values import Refused, shown
 
 _stamps: dict[str, str] = {}  # by the folder that they stand in
+_locks: list[int] = []  # descriptors that lock the sweep's folder
 
 
 def now() -> str:
@@ -29,8 +31,10 @@ def stamp(parent: str) -> str:
 
 
 def begin() -> None:
-    """Forget the folders of an earlier invocation in this process: the next one gets a folder of its own."""
+    """Forget and unlock the folders of an earlier invocation in this process: the next one gets a folder of its own."""
     _stamps.clear()
+    while _locks:
+        os.close(_locks.pop())
 
 
 def claim() -> None:
@@ -50,6 +54,18 @@ def create(parent: Path, name: str) -> Path:
             return folder
         except FileExistsError:
             number += 1
+
+
+def lock(folder: Path) -> None:
+    """Keep other sweeps out of this sweep's folder until `begin` or the end of this program, by the file that Hydra writes there.
+    Raises Refused where another one has it, OSError where nothing can be locked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _locks.append(os.open(folder / "multirun.yaml", os.O_RDWR | os.O_CREAT, 0o666))
+    try:
+        fcntl.flock(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        reason = "another sweep is writing there; wait for its end, or give another folder"
+        raise Refused(f"hydra.sweep.dir={shown(str(folder))}: {reason}") from None
 
 
 def require_writable(folder: Path) -> None:
@@ -84,6 +100,8 @@ class WritableFolder(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if not config.dry_run:
             _prepare(config.hydra.sweep)
+            with suppress(OmegaConfBaseException, OSError):
+                lock(Path(config.hydra.sweep.dir))
 
 
 def _prepare(mode: DictConfig) -> None:

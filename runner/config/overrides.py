@@ -85,8 +85,6 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
             return f"{shown(text)}: every key has a value and none can be taken out; give it another, {name}=VALUE"
         if override.is_sweep_override() and not sweeps:
             return f"{shown(text)}: several values are a sweep; add -m"
-        if name == "dry_run" and override.is_sweep_override():
-            return f"{shown(text)}: applies to the whole command; write dry_run=true"
         if name == "experiment" and "canonical" in _values(override, known[name]):
             return f"{shown(text)}: has several sweeps; it stands alone: python -m runner +experiment=canonical [--only ...]"
         if name in known:
@@ -166,6 +164,8 @@ def check_sweep(parsed: list[Override], known: dict[str, list[str]]) -> int:
         text = shown(override.input_line)
         if number == 0:
             raise InvalidConfig(f"{text}: a sweep over no value; give at least one")
+        if number > 1 and key in schema.UNMEASURED:
+            raise InvalidConfig(f"{text}: applies to the whole command, as it changes nothing measured; give one value")
         if (runs := prod(counts.values())) > MOST_RUNS:
             raise InvalidConfig(f"{text}: {runs:g} runs; a sweep has at most {MOST_RUNS:,}; give fewer values")
     return prod(counts.values())

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -22,9 +24,10 @@ from runner.config.rules import attention, launch, model, timing, workload
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 
 LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
-# keys that do not change what is measured, and so are no part of a run's identity
-_NOT_IDENTITY = ("hydra", "dry_run", "order", "output", "resume", "tracker", "until_limit")
-# keys that came later, with the value for which earlier results keep their identity
+# limits of `launch`, hashed as most earlier results have them whatever they are
+_LIMITS = {"timeout_s": 300.0, "start_timeout_s": 300.0}
+# keys that came later, as GROUP.KEY in a group, with the value that stands for what was measured before there was the key.
+# A new key goes here, or no sweep of before can be resumed. A new default does not: something else is measured.
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
     "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None, "energy": True, "nvtx": False,
@@ -56,10 +59,22 @@ def usable_gpus(cfg: DictConfig) -> int:
 
 
 def identity(cfg: DictConfig) -> str:
-    """A short hash of the resolved configuration."""
+    """The key of a run: a short hash of what is measured, by the resolved configuration."""
     values = {key: OmegaConf.to_container(cfg[key], resolve=True) if OmegaConf.is_config(cfg[key]) else cfg[key]
-              for key in cfg if key not in _NOT_IDENTITY}  # fmt: skip
-    values = {key: value for key, value in values.items() if key not in _LATER or value != _LATER[key]}
+              for key in cfg if key != "hydra"}  # fmt: skip
+    return key_of(values)  # type: ignore[arg-type]
+
+
+def key_of(config: Mapping[str, Any]) -> str:
+    """As `identity`, of the configuration of a stored result. Results of earlier versions recorded another key."""
+    values = {key: dict(x) if isinstance(x, dict) else x for key, x in config.items() if key not in schema.UNMEASURED}
+    if "launch" in values:
+        values["launch"] |= _LIMITS
+    for path, before in _LATER.items():
+        group, _, key = path.rpartition(".")
+        holder = values.get(group, {}) if group else values
+        if holder.get(key) == before:
+            holder.pop(key, None)
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 

@@ -28,6 +28,12 @@ TIMING_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+# keys that change nothing of what is measured, and so no run's key: they belong to the whole command
+UNMEASURED = (
+    "dry_run", "order", "output", "resume", "tracker", "until_limit", "launch.timeout_s", "launch.start_timeout_s",
+)  # fmt: skip
+
+
 @dataclass
 class Named:
     name: str = "auto"

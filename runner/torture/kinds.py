@@ -217,12 +217,12 @@ def _resumed(trial: Trial) -> list[str]:
 
 
 def together(trial: Trial) -> list[str]:
-    """Two programs with the same sweep in one folder."""
+    """Two programs with the same sweep in one folder: the second is refused while the first writes there."""
     programs = []
     for _ in range(2):
         programs.append(trial.start(*SHORT, "attention=ring,zigzag"))
         time.sleep(trial.rng.uniform(0.0, 2.0))
-    wrong = [text for one in programs for text in one.wait(_slowed(LIMIT_S)).wrong(0)]
+    wrong = [text for one in programs for text in one.wait(_slowed(LIMIT_S)).wrong(0, 2)]
     found, more = trial.results(2)
     return wrong + more + _not_ok(found)
 

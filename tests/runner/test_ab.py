@@ -39,7 +39,6 @@ def test_it_is_a_sweep_over_two_values_that_take_turns(given, written, first, se
         (["ab=kernel:math"], "must be ab=KEY:FIRST,SECOND"),
         (["ab=kernel:math,flex,sdpa_flash"], "must be ab=KEY:FIRST,SECOND"),
         (["ab=kernel:math,math"], "both values are the same; seed is one to see the noise"),
-        (["ab=output:a,b"], "output is no setting of a run"),
         (["ab=hydra.sweep.dir:a,b"], "no setting of a run"),
         (["ab=kernel:math,flex", "ab=seed:1,2"], "one key is compared; sweep over the other one"),
         (["ab=kernel:math,flex", "kernel=flex"], "kernel=flex: ab=kernel:math,flex gives both values; leave it out"),

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, caps
     again = runner.run(["attention=ring", "world_size=2", *TINY])
     assert again.folder.parent != result.folder.parent, "a later run must not replace an earlier one"
     assert again.experiment.seed == result.experiment.seed
+
+
+@pytest.mark.slow
+def test_calls_of_several_threads_are_done_one_after_another(here, capsys):
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda seed: runner.run(["world_size=1", f"seed={seed}", *TINY]), (1, 2)))
+    assert [(result.status, result.experiment.seed) for result in found] == [("ok", 1), ("ok", 2)]
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow

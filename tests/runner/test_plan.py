@@ -1,6 +1,8 @@
 """The plan of a command before it starts, in this process and without a world; where a sweep is while it runs."""
 
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 from hydra import initialize_config_module
@@ -12,7 +14,7 @@ from runner.config.resolve import identity, run_name
 from runner.config.values import Refused, UnsupportedHere
 from runner.launch.processes import cores
 from runner.measure import duration, kernels, metrics
-from runner.output import display, results
+from runner.output import display, reader, results
 from runner.tally import Tally
 from tests.support.composing import configured, resolved
 from tests.support.recorded import measured
@@ -106,10 +108,26 @@ def test_a_resumed_sweep_keeps_what_is_ok_goes_on_and_knows_the_times_of_before(
     assert [run.seconds for run in found.runs[:2]] == [60, 60]
 
 
+STORED = Path(__file__).parents[2] / "results" / "cpu-x2" / "model_sharded"  # packed
+
+
+@pytest.mark.parametrize("key", [None, "0" * 8])
+def test_stored_runs_are_kept_whatever_their_limits_were_and_an_earlier_version_named_them(planned, tmp_path, key):
+    shutil.copytree(STORED, tmp_path / "sweep")
+    if key is not None:
+        for name, value in reader.packed_results(STORED).items():
+            named = {"key": key, "name": name.replace(value["key"], key)}
+            results.write_result(tmp_path / "sweep" / named["name"], value | named)
+        (tmp_path / "sweep" / "results.parquet").unlink()
+    given = ["+experiment=model_sharded", "world_size=1,2,4", "config=default", "seed=null", "resume=true"]
+    found = planned(*given, "launch.timeout_s=900", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert [run.state for run in found.runs] == [plan.KEPT] * 3
+
+
 def test_a_command_that_is_refused_as_a_whole_is_refused(tmp_path):
     with (
         initialize_config_module("runner.conf", version_base="1.3"),
-        pytest.raises(Refused, match="dry_run=true: applies to"),
+        pytest.raises(Refused, match="dry_run=true,false: applies to"),
     ):
         given = [*CPU, f"hydra.sweep.dir={tmp_path}", "dry_run=true,false"]
         GlobalHydra.instance().hydra.multirun("config", app.execute, given, with_log_configuration=False)

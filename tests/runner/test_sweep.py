@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner import sweep
-from runner.config import overrides
+from runner.config import folders, overrides
 from runner.config.values import InvalidConfig, Refused
 from tests.runner.test_cli import SMALL, only, results_in, run
 from tests.support.composing import configured
@@ -111,7 +111,7 @@ def test_runs_are_counted_without_being_made():
 def test_an_experiments_own_sweep_is_counted_too():
     def started(**params):
         hydra = {"sweeper": {"params": params}, "overrides": {"task": ["batch=1,2"]}}
-        sweep.Count().on_multirun_start(OmegaConf.create({"hydra": hydra}))
+        sweep.Count().on_multirun_start(OmegaConf.create({"hydra": hydra, "until_limit": False}))
 
     started(seq_len="64,128")
     assert sweep.tally.place(2).startswith("3 of 4, ")
@@ -180,6 +180,27 @@ def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert only(out)["status"] == "ok"
+
+
+def test_a_second_sweep_into_a_folder_is_refused_while_the_first_writes_there(tmp_path):
+    given = [
+        sys.executable,
+        "-m",
+        "runner",
+        "-m",
+        "seed=1,2",
+        f"output={tmp_path}",
+        f"hydra.sweep.dir={tmp_path / 'sweep'}",
+    ]
+    folders.lock(tmp_path / "sweep")
+    try:
+        done = subprocess.run(given, capture_output=True, text=True, timeout=120)
+    finally:
+        folders.begin()
+    reason = "another sweep is writing there; wait for its end, or give another folder"
+    assert (done.returncode, done.stderr) == (2, f"invalid: hydra.sweep.dir={tmp_path / 'sweep'}: {reason}\n")
+    folders.lock(tmp_path / "sweep")
+    folders.begin()
 
 
 @pytest.mark.slow

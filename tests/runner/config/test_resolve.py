@@ -5,6 +5,7 @@ import re
 import statistics
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,9 +17,10 @@ from attention.variants.registry import VARIANTS
 from runner.config.document_lengths import real_lengths
 from runner.config.experiment import PHASES, Experiment
 from runner.config.groups import groups
-from runner.config.resolve import identity, run_name
+from runner.config.resolve import identity, key_of, run_name
 from runner.config.rules.machine import MachineLimits, check_fits, input_bytes
 from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.output import reader
 from tests.support.composing import composed, python, resolved
 
 # overrides, then what the message must say: the value, the rule, the way out
@@ -576,8 +578,18 @@ def test_identity_differs_with_everything_that_is_measured():
 
 def test_identity_does_not_depend_on_where_results_go_or_on_resuming():
     plain = identity(composed("attention=ring"))
-    assert identity(composed("attention=ring", "output=/elsewhere", "resume=true")) == plain
+    given = ["output=/elsewhere", "resume=true", "launch.timeout_s=9", "launch.start_timeout_s=9", "order=sequential"]
+    assert identity(composed("attention=ring", *given)) == plain
     assert identity(composed("attention=ring", "hydra.job.name=other", return_hydra_config=True)) == plain
+
+
+def test_stored_results_keep_their_keys():
+    """A key of the configuration that is added needs an entry in _LATER."""
+    found = reader.read_results(Path(__file__).parents[3] / "results")[0]
+    changed = {one.config["launch"]["timeout_s"] for one in found if key_of(one.config) != one.key}
+    assert changed == {20.0, 30.0}  # limits, which were hashed too
+    now = [one for one in found if one.folder.parent.name in ("model_sharded", "extreme_lengths")]
+    assert now and [identity(composed(*one.environment.overrides)) for one in now] == [one.key for one in now]
 
 
 def test_identity_is_that_of_the_values_and_not_of_how_they_were_given():
