@@ -42,6 +42,7 @@ from attention.planner import Plans, call_spec, padded_layout, plan_of
 from attention.reduction.lse_merge import merge
 from attention.replay import Replay, check_old_option, check_replay
 from attention.runtime import private
+from attention.runtime.uploads import hold_for_caller
 from attention.shard_check import check_shards
 from attention.tensors import token_dim, token_indices
 from attention.transports import Transport
@@ -359,6 +360,7 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """(out, LSE); the LSE is valid only with `return_lse`. given: the call's arguments other than q, k and v."""
         plan = self.plan(q, k, v, **given, return_lse=return_lse)
+        hold_for_caller(plan.transport.captured)
         at = self._padding_at(plan.problem.cu_seqlens[-1], given["padding"], q.device)
         if at is not None:  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
             q, k, v = (x.index_fill(token_dim(x), at, 0) for x in (q, k, v))
@@ -370,7 +372,7 @@ class ContextParallel:
             out = calls.attend(q, k, v, plan, self.group)
         else:
             sinks = None if given["sinks"] is None else given["sinks"].contiguous()
-            out, lse = attend(q, k, v, sinks, plan, self.replay.strategy(plan, q.device))
+            out, lse = attend(q, k, v, sinks, plan, self.replay.strategy(plan))
         if at is not None:  # a band does not exclude the padding's queries
             out = out.index_fill(token_dim(q), at, 0)
             lse = lse.index_fill(-1, at, -torch.inf) if return_lse and lse is not None else lse

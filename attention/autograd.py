@@ -17,6 +17,7 @@ from attention.kernels.fit import fit
 from attention.replay import key_of
 from attention.runtime import private
 from attention.runtime.strategy import Strategy
+from attention.runtime.uploads import hold_for_caller
 from attention.transports import Transport
 
 
@@ -83,6 +84,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:  # other ranks may have a gradient, and communicate with this rank
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
+        hold_for_caller(ctx.plan.transport.captured)
         with torch.no_grad():
             (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
             grads = _backward(given, saved, ctx.plan, ctx.strategy)

@@ -4,7 +4,6 @@ there and results from there takes the GPU some tens of µs."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from attention import profiling
 from attention.batched_copy import copy_all
-from attention.errors import UnsupportedCall
+from attention.errors import UnsupportedCall, warn
 from attention.runtime import private
 from attention.runtime.strategy import Key, Run, Strategy
 from attention.runtime.streams import capturing, current
@@ -35,9 +34,10 @@ class GraphReplay:
 
     def __init__(self, fallback: Strategy | None = None) -> None:
         self.fallback = fallback
-        self.graphs: OrderedDict[Hashable, _Graph | None] = OrderedDict()
+        self.graphs: OrderedDict[Hashable, _Graph | Strategy | None] = (
+            OrderedDict()
+        )  # a strategy: of what can't be captured
         self.places: dict[torch.device, _Place] = {}
-        self.refused: dict[Hashable, Strategy] = {}
         _every.add(self)
 
     def __call__(self, key: Key, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -47,11 +47,11 @@ class GraphReplay:
         if profiling.active() or capturing(device):
             return run(*inputs)
         form = (key.owner, key.stage, device, *(x.shape for x in inputs))
-        if form in self.refused:
-            return self.refused[form](key, run, inputs)
         graph = self.graphs.get(form)
         if graph is not None:
             self.graphs.move_to_end(form)
+            if not isinstance(graph, _Graph):
+                return graph(key, run, inputs)
             key.begin()
             return graph.replay(inputs)
         inputs = [x.contiguous() for x in inputs]  # as a graph's own are, so that nothing is compiled in its capture
@@ -62,7 +62,7 @@ class GraphReplay:
         else:
             while len(self.graphs) >= MOST:
                 _, oldest = self.graphs.popitem(last=False)
-                if oldest is not None:
+                if isinstance(oldest, _Graph):
                     oldest.finish()
             self.graphs[form] = None
         return results
@@ -77,9 +77,8 @@ class GraphReplay:
             del self.places[device]  # what a broken capture leaves of it is not used again
             if self.fallback is None or not isinstance(error, UnsupportedCall):
                 raise
-            warnings.warn(f"{error}; its launches are replayed from now on", stacklevel=3)
-            self.refused[form] = self.fallback
-            del self.graphs[form]
+            warn(f"{error}; its launches are replayed from now on")
+            self.graphs[form] = self.fallback
 
     def forget(self) -> None:
         self.graphs.clear()

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import warnings
 from collections.abc import Iterable
 
 
 class UnsupportedCall(ValueError):
     """The kernel exists but cannot do this call, or cannot run on this machine."""
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the caller's program that led here."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("attention", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -244,8 +244,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         if isinstance(each.kernel, ForPatterns):
             for call in (call for step in each.steps for call in step.calls):
                 each.kernel.check(call.call)
-    settings.replay.strategy(plan, spec.device)
-    return plan
+    return replace(plan, replay=settings.replay.choose(plan, spec.device))
 
 
 def _mixed(spec: CallSpec, settings: Settings, problem: Problem) -> tuple[Component, ...]:

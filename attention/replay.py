@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from attention.cuda_graphs import GraphReplay
-from attention.errors import UnsupportedCall
+from attention.errors import UnsupportedCall, warn
 from attention.executors.plan import Plan
 from attention.executors.policy import MOST_TRACED, REPLAY, TRACED, replays_launches
 from attention.runtime.launch_replay import LaunchReplay
@@ -29,28 +28,34 @@ def check_old_option(options: dict[str, Any]) -> None:
 
 
 class Replay:
-    """Of one function: the strategy of its calls, and what it has recorded and captured."""
+    """How one function's calls are replayed, and what it has recorded and captured."""
 
     def __init__(self, asked: str):
         self.asked = asked
         self.launches = LaunchReplay()
         self.graphs = GraphReplay(fallback=self.launches if asked == "auto" else None)
+        self.warned: set[str] = set()  # obstacles
 
-    def strategy(self, plan: Plan, device: torch.device) -> Strategy:
-        """Raises UnsupportedCall for replay=graphs where the plan can't be captured, and warns for replay=launches where
-        its launches can't be recorded."""
+    def choose(self, plan: Plan, device: torch.device) -> Literal["none", "launches", "graphs"]:
+        """How the calls of a plan are replayed. Raises UnsupportedCall for replay=graphs where it can't be captured, and
+        warns once for replay=launches where its launches can't be recorded."""
         if self.asked == "none":
-            return eager
+            return "none"
         if self.asked != "launches":
             reason = graphs_obstacle(plan, device)
             if reason is None:
-                return self.graphs
+                return "graphs"
             if self.asked == "graphs":
                 raise UnsupportedCall(f"replay=graphs: {reason}")
         obstacle = launches_obstacle(plan)
-        if obstacle is not None and self.asked == "launches":
-            warnings.warn(f"replay=launches: calls stay eager: {obstacle}", stacklevel=2)
-        return eager if obstacle else self.launches
+        if obstacle is not None and self.asked == "launches" and obstacle not in self.warned:
+            self.warned.add(obstacle)
+            warn(f"replay=launches: calls stay eager: {obstacle}")
+        return "none" if obstacle else "launches"
+
+    def strategy(self, plan: Plan) -> Strategy:
+        strategies: dict[str, Strategy] = {"none": eager, "launches": self.launches, "graphs": self.graphs}
+        return strategies[plan.replay]
 
 
 def key_of(plan: Plan, stage: str) -> Key:

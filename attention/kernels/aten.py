@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -373,20 +376,24 @@ def flash2_backward(
     return settle(grads, into)
 
 
-class _deterministic:
-    """Sets PyTorch's global switch, which aten's flash backward reads."""
+_switch = Lock()
 
-    def __init__(self, on: bool):
-        self.on = on
 
-    def __enter__(self) -> None:
-        self.before = torch.are_deterministic_algorithms_enabled()
-        if self.on and not self.before:
+@contextmanager
+def _deterministic(on: bool) -> Iterator[None]:
+    """Sets PyTorch's global switch, which aten's flash backward reads. One thread at a time: another's end would reset it."""
+    if not on:
+        yield
+        return
+    with _switch:
+        before = torch.are_deterministic_algorithms_enabled()
+        if not before:
             torch.use_deterministic_algorithms(True)
-
-    def __exit__(self, *exc: object) -> None:
-        if self.on and not self.before:
-            torch.use_deterministic_algorithms(False)
+        try:
+            yield
+        finally:
+            if not before:
+                torch.use_deterministic_algorithms(False)
 
 
 def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:

@@ -1,5 +1,5 @@
 """Launches of FlashAttention-4's compiled kernels, which the package caches. While a call of ours is recorded, a kernel
-from a cache goes through `submit`. A launch in any other way ends the recording."""
+from a cache goes through `submit`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from attention.runtime.private import flash4_caches
-from attention.runtime.submit import check_submitted, recording, refuse_recording, submit
+from attention.runtime.submit import recording, refuse_recording, submit
 
 R = TypeVar("R")
 
 
-class _Local(threading.local):
-    submits = False  # whether the package's launches are submitted
-
-
-_local = _Local()
+_watching = threading.Lock()
 
 
 class _Kernel:
@@ -32,12 +28,8 @@ class _Kernel:
         self.kernel, self.function = kernel, function
 
     def __call__(self, *arguments: Any, **named: Any) -> object:
-        name = f"the FlashAttention-4 kernel of {self.function}"
-        if not _local.submits:
-            check_submitted(name)
-            return self.kernel(*arguments, **named)
         if named or any(map(_hides_tensor, arguments)):
-            refuse_recording(f"{name} takes tensors within other arguments")
+            refuse_recording(f"the FlashAttention-4 kernel of {self.function} takes tensors within other arguments")
         return submit(partial(self.kernel, **named) if named else self.kernel, *arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,21 +61,24 @@ class Launches:
     def __init__(self, module: ModuleType):
         functions = flash4_caches(module)
         self.why_not = functions if isinstance(functions, str) else None
-        for function in functions if not isinstance(functions, str) else ():
-            if not isinstance(function.compile_cache, _Cache):
-                function.compile_cache = _Cache(function.compile_cache, function.__name__)
+        self.functions = () if isinstance(functions, str) else functions
 
     def call(self, run: Callable[[], R]) -> R:
-        """`run()`, a call of the package. While this thread records, its launches are submitted."""
+        """`run()`, a call of the package. While this thread records, its launches are submitted: for that time alone, the
+        package has other caches. A thread that does not record may use them, too."""
         if not recording():
             return run()
         if self.why_not is not None:
             refuse_recording(self.why_not)
-        _local.submits = True
-        try:
-            return run()
-        finally:
-            _local.submits = False
+        with _watching:
+            caches = [function.compile_cache for function in self.functions]
+            try:
+                for function, cache in zip(self.functions, caches, strict=True):
+                    function.compile_cache = _Cache(cache, function.__name__)
+                return run()
+            finally:
+                for function, cache in zip(self.functions, caches, strict=True):
+                    function.compile_cache = cache
 
 
 def _hides_tensor(x: object) -> bool:

@@ -1,8 +1,8 @@
 """Records the launches of a call, for a `LaunchTrace` that replays them with other tensors.
 
 Launches reach the recorder in two ways: through `submit`, and as PyTorch's own operators, which it intercepts. It
-refuses, by name, what it cannot replay: an unknown operator, and a launch by Triton, the CUDA driver or
-FlashAttention-4 that did not go through `submit`. Then there is no trace, and calls stay eager."""
+refuses, by name, what it cannot replay: an unknown operator, and a launch by Triton or the CUDA driver that did not go
+through `submit`. Then there is no trace, and calls stay eager."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@ what to launch."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention import profiling
+from attention.errors import warn
 from attention.runtime import private
 from attention.runtime.launch_recorder import LaunchRecorder, shared
 from attention.runtime.launch_trace import LaunchTrace
@@ -83,7 +83,7 @@ class LaunchReplay:
         else:
             traces[form] = [*failed, found]
             if len(failed) + 1 == TRIES:
-                warnings.warn(f"replay=launches: this {key.stage} stays eager: {found}", stacklevel=3)
+                warn(f"replay=launches: this {key.stage} stays eager: {found}")
         return results
 
 

@@ -42,14 +42,14 @@ def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 
 T = TypeVar("T")
-_captured: dict[int, object] = {}  # for graphs that the caller captures
 
 
 class _Holders(threading.local):
-    """A thread's stack of the dicts that keep captured objects alive; the innermost is last."""
+    """A thread's stack of the dicts that keep captured objects alive; the innermost is last. The first is for graphs that
+    the caller captures."""
 
     def __init__(self) -> None:
-        self.stack: list[dict[int, object]] = [_captured]
+        self.stack: list[dict[int, object]] = [{}]
 
 
 _holders = _Holders()
@@ -60,6 +60,11 @@ def held(x: T, device: torch.device) -> T:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _holders.stack[-1][id(x)] = x
     return x
+
+
+def hold_for_caller(into: dict[int, object]) -> None:
+    """From now on, objects that are `held` in this thread, outside `holding`, live as long as `into`."""
+    _holders.stack[0] = into
 
 
 @contextmanager

@@ -24,8 +24,7 @@ from attention.runtime.streams import on_device
 from attention.runtime.submit import submit
 from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Waits, Watch, watchdog
 
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by PyTorch where it makes symmetric memory
 MEMORY_FILE = "attention"  # in /proc: "/memfd:attention"
 WORDS = 2  # int32 words per flag: the flag, and the mark of a wait for it
 POLL_S = 20e-6  # between two reads of a flag on a CPU
@@ -96,11 +95,19 @@ def symmetric_buffer(
 ) -> tuple[Tensor, Any]:
     """A symmetric tensor and its handle. Collective. Raises RuntimeError, on every rank, where symmetric memory is not
     available."""
-    with together(group):
-        symmetric = private.symmetric_memory()
-        buffer = symmetric.empty(shape, dtype=dtype, device=device)
-    with together(group):
-        handle = symmetric.rendezvous(buffer, group.group_name)
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        with together(group):
+            symmetric = private.symmetric_memory()
+            buffer = symmetric.empty(shape, dtype=dtype, device=device)
+        with together(group):
+            handle = symmetric.rendezvous(buffer, group.group_name)
+    finally:  # the caller's own symmetric memory may use multicast
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before
     return buffer, handle
 
 

@@ -63,6 +63,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.bytes_received: dict[str, int] = {}  # by phase, the bytes moved into this rank by eager calls
+        self.captured: dict[int, object] = {}  # what CUDA graphs read that the caller captured around calls
 
     def counted(self, what: str, size: int) -> None:
         """Counts bytes that were moved into this rank."""

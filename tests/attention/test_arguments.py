@@ -1,9 +1,12 @@
 """What a caller may give: right, or refused in one line with the value, the rule and the way out."""
 
 import copy
+import os
 import pickle
 import pydoc
 import re
+import subprocess
+import sys
 from importlib import resources
 
 import numpy as np
@@ -332,6 +335,17 @@ def test_help_shows_what_the_package_is_for():
     for name in attention.__all__:
         assert name in attention.__doc__ and name in dir(attention)
     assert "make(name: 'str'" in text and "names() -> " in text
+
+
+def test_an_import_sets_no_environment_variable():
+    code = """
+import os
+before = dict(os.environ)
+import attention, attention.transports, attention.transports.symmetric, attention.kernels.flash4
+assert dict(os.environ) == before, set(os.environ) - set(before)
+"""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("TORCH_SYMM")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_both_packages_say_that_they_are_typed():

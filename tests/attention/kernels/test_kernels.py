@@ -1,12 +1,13 @@
 """The kernels of a CPU against plain fp64 attention, and the choice among all kernels."""
 
 import random
+import threading
 
 import pytest
 import torch
 
 from attention import kernels
-from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal, select
+from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, aten, refusal, select
 from attention.kernels import math as math_kernel
 from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import TOLERANCES, assert_matches, assert_split_matches, inputs, normal
@@ -235,3 +236,19 @@ def test_a_packed_call_carries_its_cumulated_lengths():
     assert call.cu_q.tolist() == [0, 3, 3, 7] and call.cu_k.tolist() == [0, 1, 6, 8]
     assert call.cu_q.dtype == call.cu_k.dtype == torch.int32
     assert not Call(1.0).packed
+
+
+def test_the_deterministic_switch_is_one_threads_at_a_time():
+    on = []
+
+    def other():
+        with aten._deterministic(True):
+            on.append(torch.are_deterministic_algorithms_enabled())
+
+    with aten._deterministic(True):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive() and torch.are_deterministic_algorithms_enabled()
+    thread.join(10)
+    assert on == [True] and not torch.are_deterministic_algorithms_enabled()

@@ -169,27 +169,23 @@ def test_a_function_without_its_cache_is_named_and_nothing_is_recorded(package):
     assert "no compile_cache" in recorded(backward, given)
 
 
-def test_a_kernel_that_is_launched_past_submit_ends_the_recording_by_name(package):
+def test_the_package_keeps_its_caches_but_for_the_time_of_a_recorded_call(package):
     module, _ = package(private.FLASH4_VERSION)
+    functions = [getattr(module, name) for name in private.FLASH4_FUNCTIONS]
+    caches = [function.compile_cache for function in functions]
     given = backward_inputs(0)
-    backward(*given)  # compiles
-    launch = module._bwd_postprocess_convert.compile_cache[0]
 
-    def run(dout, q, *rest):
-        out = torch.empty_like(q)
-        launch(q.flatten(-2), out, 1.0)
-        return (out,)
+    def unchanged():
+        return all(function.compile_cache is cache for function, cache in zip(functions, caches, strict=True))
 
-    assert recorded(run, given) == "the FlashAttention-4 kernel of after was launched without `submit`"
-    assert torch.equal(run(*given)[0], given[1])  # which is no recording
-
-    def by_the_package(*given):
-        return module._flash_attn_bwd(
-            *given[1:4], given[4], given[0], given[5], causal=True, softmax_scale=0.3, deterministic=True,
-            dq=torch.empty_like(given[1]), dk=torch.empty_like(given[2]), dv=torch.empty_like(given[3]),
-        )  # fmt: skip
-
-    assert "kernel of before was launched without `submit`" in recorded(by_the_package, given)
+    backward(*given)
+    assert unchanged()
+    during = []
+    with pytest.MonkeyPatch.context() as patch:
+        whole = module._flash_attn_bwd
+        patch.setattr(module, "_flash_attn_bwd", lambda *a, **b: during.append(unchanged()) or whole(*a, **b))
+        assert isinstance(recorded(backward, given), LaunchTrace)
+    assert during == [False] and unchanged()
 
 
 def test_a_kernel_that_takes_tensors_within_others_ends_the_recording(package):
