@@ -143,7 +143,10 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
         results.write_result(folder, value)
         _note_sweep(folder.parent)
     where = "; ".join(filter(None, [sweep.tally.place(number), sweep.tally.counts()]))
-    display.out.print(f"{display.run_line(Result.of(value, folder))} ({where})", soft_wrap=True)
+    result = Result.of(value, folder)
+    display.out.print(f"{display.run_line(result)} ({where})", soft_wrap=True)
+    if result.group("timing").get("phase_runs") and not more:
+        display.phase_tables(result)
     return Unfinished(number, folder, value) if more else None
 
 

@@ -188,6 +188,7 @@ class Timing:
     precision: float
     time_cap_s: float
     profile_runs: int
+    phase_runs: int | None = None  # results of earlier versions have none
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class TimingConf:
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
     time_cap_s: float = 60.0  # adaptive
     profile_runs: int = 3  # profiler
+    phase_runs: int | None = None  # iterations whose phases are recorded; null: those of 0.2 s, at most 15
 
 
 @dataclass

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attention import profiling
 from attention.api import ContextParallel
 from attention.models import Batch, Config
 from attention.models.split import Split
+from attention.models.transformer import PROJECTIONS
 from runner.config.values import UnsupportedHere
 
 
@@ -38,6 +41,19 @@ class Decoder(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.cp = context_parallel(self.model, fn)
         self.config = config
+        self._mark_phases()
+
+    def _mark_phases(self) -> None:
+        """As in `attention.models.Transformer`. What attends has a `layer_idx`; beside it in a layer is the MLP."""
+        marked = {self.model.get_output_embeddings(): "comp_head"}
+        for module in self.model.modules():
+            children = [child for child in module.children() if "norm" not in type(child).__name__.lower()]
+            if hasattr(module, "layer_idx") and not any(hasattr(child, "layer_idx") for child in children):
+                marked |= dict.fromkeys(children, PROJECTIONS)
+            elif any(hasattr(child, "layer_idx") for child in children) and not isinstance(module, nn.ModuleList):
+                marked |= {child: "comp_mlp" for child in children if not hasattr(child, "layer_idx")}
+        for module, name in marked.items():
+            module.forward = partial(profiling.layer, name, module.forward)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Logits already: a model may scale or cap them in a way of its own."""

@@ -165,9 +165,8 @@ class _Run:
     def record_phases(self) -> None:
         if self.spec.phases and self.work.has_phases:
             self.me.say("phases", self.iteration_s)
-            self.result |= phases.measure(
-                self.me, self.work, self._watch(), length.phase_runs(self.measured_s), self.spec.nvtx
-            )
+            runs = length.phase_runs(self.spec, self.measured_s)
+            self.result |= phases.measure(self.me, self.work, self._watch(), runs, self.spec.nvtx)
 
     def profile(self) -> None:
         if self.spec.timing.method == "profiler":

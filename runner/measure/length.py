@@ -17,13 +17,13 @@ def iterations(spec: Experiment, each_s: float) -> int:
     options = spec.timing
     found = (options.timing_runs + options.warmup_runs + 1) * options.layers
     if spec.phases:
-        found += phase_runs(each_s) + LEADING_RUNS
+        found += phase_runs(spec, each_s) + LEADING_RUNS
     return found + (LEADING_RUNS + options.profile_runs if options.method == "profiler" else 0)
 
 
-def phase_runs(iteration_s: float) -> int:
+def phase_runs(spec: Experiment, iteration_s: float) -> int:
     """The iterations whose phases are recorded."""
-    return max(1, min(MOST_PHASE_RUNS, int(PHASES_S / iteration_s)))
+    return spec.timing.phase_runs or max(1, min(MOST_PHASE_RUNS, int(PHASES_S / iteration_s)))
 
 
 def baseline_runs(runs: int, iteration_s: float) -> int:

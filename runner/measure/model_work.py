@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention import profiling
 from attention.api import ContextParallel
 from attention.executors.plan import Plan
 from attention.models import Batch, Kind, Transformer, reduce_gradients, shard
@@ -111,7 +112,8 @@ class ModelWork:
         elif which == "backward":
             self._backward(keep=False)
         else:
-            self.optimizer.step()
+            with profiling.phase("comp_optimizer"):
+                self.optimizer.step()
             self.steps += 1
 
     def _forward(self) -> None:
@@ -122,7 +124,7 @@ class ModelWork:
             if not self.backward:
                 self.logits = self.model(batch)
                 return
-            self.loss = batch.loss(self.model(batch))
+            self.loss = profiling.layer("comp_loss", batch.loss, self.model(batch))
             self.losses.append(self.loss.detach())
 
     def _backward(self, keep: bool) -> None:

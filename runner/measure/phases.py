@@ -7,12 +7,12 @@ import platform
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median, pstdev
 from typing import Any
 
 import torch
 
-from attention.profiling import WHOLE, Recorder, recording
+from attention.profiling import WHOLE, Recorder, in_order, recording
 from runner.environment import boot_id
 from runner.launch.rank import Rank
 from runner.measure import timing
@@ -118,7 +118,7 @@ def summarize(rows: list[Row], world: int) -> dict[str, Any]:
     """A summary of the recorded rows; rows with phase `pass` are a rank's whole pass. For each pass, on the slowest
     rank: every phase with its share, compute, exposed communication, the rest (`other`: CPU launch overhead and gaps),
     the skew of compute between ranks, and stragglers. These are means over the same iterations, the middle half by
-    length of the pass, so they add up. Each phase also has its median over all iterations.
+    length of the pass, so they add up. Each phase also has its median, mean, deviation and total over all iterations.
 
     comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; other phases overlap them."""
     passes: dict[str, dict[int, list[dict[str, float]]]] = {}
@@ -159,13 +159,16 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
 
     def phase(name: str) -> dict[str, Any]:
         ms, by_rank = middle[slowest].get(name, 0.0), medians(name)
-        return {"ms": ms, "share": share(ms), "median_ms": by_rank[slowest], "by_rank_ms": by_rank}
+        every = [each[slowest].get(name, 0.0) for each in iterations]
+        spread = {"mean_ms": mean(every), "deviation_ms": pstdev(every), "total_ms": sum(every)}
+        return {"ms": ms, "share": share(ms), "median_ms": by_rank[slowest], **spread, "by_rank_ms": by_rank}
 
-    names = sorted({name for each in iterations for name in each[slowest]} - {WHOLE})
+    names = in_order({name for each in iterations for name in each[slowest]} - {WHOLE})
     computes, waits = together("comp_"), together("wait_")
     compute, exposed, usual = computes[slowest], waits[slowest], median(computes)
     return {
         "rank": slowest,
+        "iterations": len(iterations),
         "total_ms": total,
         "phases": {name: phase(name) for name in names},
         "compute_ms": compute,

@@ -76,8 +76,7 @@ def run_table(result: Result) -> None:
     _print([f"clocks while timing: {clocks}"] if clocks else [])
     _print([energy_text(result.energy)] if result.energy else [])
     _print([result.environment.commit])
-    for which, phases in result.phases.items():
-        _phases(which, phases)
+    phase_tables(result)
     peaks = [
         gib(rank.peak_resident or 0)
         if rank.peak_allocated is None
@@ -222,17 +221,27 @@ def _correctness(found: fields.Correctness) -> None:
         _print([f"the timed outputs were not checked: {found.timed.why}"])
 
 
+def phase_tables(result: Result) -> None:
+    """Print a table of the phases of each pass."""
+    for which, phases in result.phases.items():
+        _phases(which, phases)
+
+
 def _phases(which: str, found: fields.PassPhases) -> None:
+    count = f"{found.iterations} iterations " if found.iterations else ""
     _print([
-        f"Phases of {which}, timed separately, on rank {found.rank}: {found.total_ms:.3f} ms, compute {found.compute_share:.0%}, "
-        f"exposed communication {found.exposed_communication_ms:.3f} ms ({found.communication_share:.0%}), "
-        f"skew between ranks {found.skew:.0%}"
+        f"Phases of {which}, {count}timed separately, on rank {found.rank}: {found.total_ms:.3f} ms, computation "
+        f"{found.compute_ms:.3f} ms ({found.compute_share:.0%}), exposed communication "
+        f"{found.exposed_communication_ms:.3f} ms ({found.communication_share:.0%}), skew between ranks {found.skew:.0%}"
     ])  # fmt: skip
-    table = _table(None, "phase", "ms", "share", "medians by rank, ms")
+    table = _table(None, "phase", "ms", "share", "mean ± deviation", "total ms", "medians by rank, ms")
     for name, phase in found.phases.items():
         share = "overlaps" if not name.startswith(("comp_", "wait_")) or phase.share is None else f"{phase.share:.0%}"
-        table.add_row(name, f"{phase.ms or 0:.3f}", share, " ".join(f"{ms:.3f}" for ms in phase.by_rank_ms))
-    table.add_row("other", f"{found.other_ms:.3f}", f"{found.other_share:.0%}", "")
+        spread = f"{phase.mean_ms:.3f} ± {phase.deviation_ms:.3f}" if phase.mean_ms is not None else ""
+        total = f"{phase.total_ms:.3f}" if phase.total_ms is not None else ""
+        by_rank = " ".join(f"{ms:.3f}" for ms in phase.by_rank_ms)
+        table.add_row(name, f"{phase.ms or 0:.3f}", share, spread, total, by_rank)
+    table.add_row("other", f"{found.other_ms:.3f}", f"{found.other_share:.0%}")
     show(table, words=("medians by rank, ms",))
 
 
@@ -247,7 +256,7 @@ def run_line(result: Result) -> str:
 # the columns of a sweep's table that a narrow terminal leaves out, in this order
 LEFT_OUT = (
     "seed", "sequences", "rel L2", "L2 read", "memory read", "KV bytes, model", "exp. bwd", "exp. fwd", "dtype", "timing", "mode",
-    "transport", "eff.", "config", "bwd ms", "fwd ms", "kernel", "status", "TFLOP/s",
+    "transport", "baseline ms", "speedup", "eff.", "config", "bwd ms", "fwd ms", "kernel", "status", "TFLOP/s",
 )  # fmt: skip
 WRAPPED = ("options", "settings", "sequences", "timing")
 LEFT = ("attention", "config", "kernel", "status", "settings")

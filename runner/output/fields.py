@@ -3,9 +3,11 @@ field that a run may lack is None or empty."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, dataclass_transform
 
+from attention import masks
 from attention.masks.mask import short
 from runner.environment import commit_text
 
@@ -24,9 +26,15 @@ class NamedMask(Part):
 
     @property
     def text(self) -> str:
-        """The mask as on the command line; long lists are cut short."""
-        found = {key: short(_tuples(value)) for key, value in self.parameters.items() if value is not None}
-        return f"{self.name}({', '.join(f'{key}={value}' for key, value in found.items())})"
+        """The mask with those parameters that differ from the defaults of its function; long lists are cut short."""
+        made = getattr(masks, self.name, None)
+        known = inspect.signature(made).parameters if made else {}
+        shown = [
+            f"{key}={short(_tuples(value))}"
+            for key, value in self.parameters.items()
+            if value is not None and (key not in known or known[key].default != value)
+        ]
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
 
 
 def _tuples(value: Any) -> Any:
@@ -314,15 +322,22 @@ class Baseline(Part):
 
 
 class Phase(Part):
+    """ms: the mean of the middle half of the iterations, by length of the pass; the others are of all iterations."""
+
     ms: float | None = None  # the oldest results have a median only
     share: float | None = None
+    mean_ms: float | None = None
+    deviation_ms: float | None = None
+    total_ms: float | None = None
     by_rank_ms: list[float] = field(default_factory=list)
 
 
 class PassPhases(Part):
     exposed_communication_ms: float
     rank: int | None = None
+    iterations: int | None = None
     total_ms: float = 0.0
+    compute_ms: float = 0.0
     compute_share: float = 0.0
     communication_share: float = 0.0
     other_ms: float = 0.0

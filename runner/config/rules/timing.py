@@ -22,7 +22,7 @@ def resolved(cfg: DictConfig, device: str) -> Timing:
 
 def check_group(cfg: DictConfig) -> None:
     timing = cfg.timing
-    for key, least in {"timing_runs": 1, "profile_runs": 1, "warmup_runs": 0, "layers": 1}.items():
+    for key, least in {"timing_runs": 1, "profile_runs": 1, "phase_runs": 1, "warmup_runs": 0, "layers": 1}.items():
         if timing[key] is not None:
             whole(f"timing.{key}", timing[key], least, MOST_RUNS)
     for key in ("warmup_ms", "settle_ms"):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from attention.profiling import Recorder, phase, recording
+from attention.profiling import Recorder, layer, phase, record, recording
 from runner.launch.files import WorldSpec
 from runner.measure.phases import bandwidths, on_one_clock, shares, summarize
 from runner.output import display
@@ -69,8 +69,10 @@ def test_the_slowest_ranks_phases_and_their_shares():
     phases = found["phases"]
     assert set(phases) == {"comp_block", "comp_merge", "wait_kv", "comm_kv"}
     # the steps of an iteration are summed
-    assert phases["comp_block"] == {"ms": 5, "share": 0.5, "median_ms": 5, "by_rank_ms": [5, 3]}
-    assert phases["wait_kv"] == {"ms": 2.5, "share": 0.25, "median_ms": 2.5, "by_rank_ms": [2.5, 1]}
+    every = {"mean_ms": 5, "deviation_ms": 0, "total_ms": 15}
+    assert phases["comp_block"] == {"ms": 5, "share": 0.5, "median_ms": 5, "by_rank_ms": [5, 3], **every}
+    every = {"mean_ms": 2.5, "deviation_ms": 0, "total_ms": 7.5}
+    assert phases["wait_kv"] == {"ms": 2.5, "share": 0.25, "median_ms": 2.5, "by_rank_ms": [2.5, 1], **every}
 
 
 def test_compute_exposed_communication_and_the_rest_are_the_whole_and_transfers_run_beside():
@@ -92,9 +94,11 @@ def test_phases_are_medians_over_the_iterations():
         ],
         1,
     )["forward"]
-    assert found["total_ms"] == 12
-    assert found["phases"]["comp_block"]["median_ms"] == 5  # of 2, 91 and 5
-    assert found["phases"]["comp_block"]["ms"] == 91  # of the pass of 12
+    assert (found["total_ms"], found["iterations"]) == (12, 3)
+    block = found["phases"]["comp_block"]  # 2, 91 and 5
+    assert (block["median_ms"], block["total_ms"]) == (5, 98)
+    assert block["ms"] == 91  # of the pass of 12
+    assert (block["mean_ms"], block["deviation_ms"]) == pytest.approx((98 / 3, 41.27), abs=0.01)
 
 
 def test_sums_are_of_the_middle_half_of_the_iterations():
@@ -164,6 +168,53 @@ def test_nothing_is_recorded_without_a_recorder():
     with phase("comp_block", 1):
         pass
     assert recorder.spans == []
+
+
+def test_phases_outside_of_a_run_have_a_table():
+    with record() as phases:
+        for ms in (2, 6):
+            with phase("mine"), phase("comp_block"):
+                time.sleep(ms / 1e3)
+    assert [*map(len, phases.ms.values())] == [2, 2]
+    assert 8 <= sum(phases.ms["comp_block"]) <= sum(phases.ms["mine"]) <= phases.total_ms
+    titles, *lines = str(phases).splitlines()
+    assert titles.split() == ["phase", "count", "mean", "ms", "deviation", "total", "ms", "share"]
+    assert [line.split()[0] for line in lines] == ["comp_block", "mine", "whole"]
+    _, count, mean, deviation, total, share = lines[1].split()
+    assert (count, float(total)) == ("2", pytest.approx(2 * float(mean), abs=2e-3))
+    assert float(deviation) >= 0.5 and 0 < float(share.rstrip("%")) <= 100
+    assert lines[-1].endswith("100.0%")
+
+
+def test_a_layers_backward_is_a_phase_that_others_interrupt():
+    x = torch.ones(4, requires_grad=True)
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            with phase("wait_kv"):
+                return 2 * grad
+
+    def two(x, factor):
+        return Recomputed.apply(x) * factor, x + 1
+
+    recorder = Recorder(CPU)
+    with recording(recorder):
+        first = layer("comp_first", two, x * 1, 3.0)
+        out = layer("comp_second", torch.sum, first[0] * first[1])
+        out.backward()
+    assert [span.name for span in recorder.spans] == [
+        *("comp_first", "comp_second"), "comp_second", "comp_first", "wait_kv", "comp_first",
+    ]  # fmt: skip
+    assert recorder.layer is None
+    ends = [end for span in recorder.spans for end in span.since(0)]
+    assert ends == sorted(ends)  # no two at one time
+    assert x.grad.tolist() == [18.0] * 4  # of 6 x (x + 1)
+    assert layer("comp_first", two, x, 3.0)[0]._backward_hooks is None
 
 
 def test_spans_come_in_the_order_in_which_they_ended():
