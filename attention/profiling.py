@@ -1,4 +1,5 @@
-"""The executors mark their phases here, and users their own blocks. Nothing is recorded unless a recorder is active.
+"""The executors mark their phases here, models their layers, and users their own blocks. Nothing is recorded unless a recorder
+is active: that of a run, or of `record`.
 
 Names: `comp_*` is compute. `comm_*` is a transfer. `wait_*` is the time that the compute stream (on a CPU, the calling
 thread) waits for a transfer. It is exposed communication, unless another stream computes meanwhile. Any other name is a
@@ -7,14 +8,18 @@ block of a user's, which may hold phases and is timed as a whole."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import mean, pstdev
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 NO_STEP = -1
 WHOLE = "pass"  # the phase that is the whole pass
+KINDS = ("comp_", "wait_", "comm_")  # in the order of tables
 
 
 class Span(Protocol):
@@ -29,13 +34,13 @@ class Span(Protocol):
 
 class _CpuSpan:
     def __init__(self, name: str, step: int):
-        self.name, self.step, self.start, self.stop = name, step, time.perf_counter_ns(), 0
+        self.name, self.step, self.begin, self.finish = name, step, time.perf_counter_ns(), 0
 
     def end(self) -> None:
-        self.stop = time.perf_counter_ns()
+        self.finish = time.perf_counter_ns()
 
     def since(self, mark: int) -> tuple[float, float]:
-        return (self.start - mark) / 1e6, (self.stop - mark) / 1e6
+        return (self.begin - mark) / 1e6, (self.finish - mark) / 1e6
 
 
 class _CudaSpan:
@@ -62,6 +67,7 @@ class Recorder:
         self.spans: list[Span] = []
         self.span = _CudaSpan if device.type == "cuda" else _CpuSpan
         self.annotate = annotate or nullcontext
+        self.layer: _Phase | None = None  # the one whose backward is going on
 
 
 _active: Recorder | None = None
@@ -77,19 +83,98 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
         _active = before
 
 
+class Phases:
+    """What `record` recorded. `ms` has the length of each execution, by phase; `total_ms` is that of the whole block."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, list[float]] = defaultdict(list)
+        self.total_ms = 0.0
+
+    def table(self) -> str:
+        """A line for each phase: how often it ran, mean, deviation and total in ms, and its share of the whole block."""
+        width = max(map(len, [*self.ms, "whole block"]))
+        lines = [f"{'phase':{width}}  {'count':>6}  {'mean ms':>10}  {'deviation':>10}  {'total ms':>10}  {'share':>6}"]
+        for name, ms in [*((name, self.ms[name]) for name in in_order(self.ms)), ("whole block", [self.total_ms])]:
+            share = sum(ms) / self.total_ms if self.total_ms else 0.0
+            numbers = f"{len(ms):6}  {mean(ms):10.3f}  {pstdev(ms):10.3f}  {sum(ms):10.3f}  {share:6.1%}"
+            lines.append(f"{name:{width}}  {numbers}")
+        return "\n".join(lines)
+
+    __str__ = table
+
+
+@contextmanager
+def record() -> Iterator[Phases]:
+    """Records the phases of the calls in it, outside of a run:
+
+        with attention.profiling.record() as phases:
+            with attention.profiling.phase("mine"):
+                y = f(x)
+        print(phases)
+
+    The phases are complete when the block ends. On CUDA their times are those between events on the current stream, and
+    the end waits for the device. Launch replay is off meanwhile."""
+    phases, recorder = Phases(), Recorder(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+    whole: Any = recorder.span(WHOLE, NO_STEP)
+    try:
+        with recording(recorder):
+            yield phases
+    finally:
+        whole.end()
+        if isinstance(whole, _CudaSpan):
+            torch.cuda.synchronize()
+        for span in [*recorder.spans, whole]:
+            begin, end = span.since(whole.begin)
+            if span is whole:
+                phases.total_ms = end
+            else:
+                phases.ms[span.name].append(end - begin)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The names of phases in the order of tables: compute, waiting, transfers, then blocks of a user's."""
+    return sorted(names, key=lambda name: (*(not name.startswith(kind) for kind in KINDS), name))
+
+
 class _Phase:
     def __init__(self, recorder: Recorder, name: str, step: int):
         self.recorder, self.name, self.step = recorder, name, step
 
     def __enter__(self) -> None:
+        self.within = self.recorder.layer
+        self._pause(self.within)
+        self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+        if self.within is not None:  # a layer's backward goes on: it recomputed its forward, which has phases
+            self.recorder.layer = self.within
+            self.within.start()
+
+    def start(self) -> None:
         self.range = self.recorder.annotate(self.name)
         self.range.__enter__()
         self.current = self.recorder.span(self.name, self.step)
 
-    def __exit__(self, *exc: object) -> None:
+    def end(self) -> None:
         self.current.end()
         self.recorder.spans.append(self.current)
         self.range.__exit__(None, None, None)
+
+    def start_backward(self) -> None:
+        """Instead of the layer whose backward was going on."""
+        self._pause(self.recorder.layer)
+        self.recorder.layer = self
+        self.start()
+
+    def end_backward(self) -> None:
+        if self.recorder.layer is self:
+            self._pause(self)
+
+    def _pause(self, layer: _Phase | None) -> None:
+        if layer is not None:
+            layer.end()
+            self.recorder.layer = None
 
 
 _NOTHING = nullcontext()
@@ -111,8 +196,34 @@ def phase(name: str, step: int = NO_STEP) -> _Phase | nullcontext[None]:
     and a run's phase table and `phases.csv` have a row `mine`, in ms, on each rank and in each pass. On CUDA the time is
     that between two events on the current stream. Blocks may hold phases and other blocks; unless its name begins with
     `comp_`, `wait_` or `comm_`, a block overlaps what it holds and is not part of the sum. Outside of a run's phase
-    pass this does nothing. Raises ValueError for the name `pass`, which the table gives to the whole pass, and for
+    pass and of `record` this does nothing. Raises ValueError for the name `pass`, which the table gives to the whole pass, and for
     one that is empty or has a comma or a line break."""
     if _active is not None and (not name or name == WHOLE or set(name) & set(",\r\n")):
         raise ValueError(f"phase({name!r}): is no name of a phase; give a word, such as phase('mine')")
     return _NOTHING if _active is None else _Phase(_active, name, step)
+
+
+def layer(name: str, fn: Callable[..., Any], x: Tensor, *more: Any, **named: Any) -> Any:
+    """fn(x, *more, **named), as a phase of the forward and one of the backward: from the gradient of its outputs, a tensor or a
+    tuple, to that of x. Records nothing, and adds no hook, unless a recorder is active."""
+    if _active is None:
+        return fn(x, *more, **named)
+    with phase(name):
+        out = fn(x, *more, **named)
+    outs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor) and y.requires_grad]
+    if x.requires_grad and outs:
+        going: list[_Phase] = []
+
+        def start(_: Tensor) -> None:
+            if _active is not None and not going:
+                going.append(_Phase(_active, name, NO_STEP))
+                going[0].start_backward()
+
+        def end(_: Tensor) -> None:
+            if going:
+                going.pop().end_backward()
+
+        for y in outs:
+            y.register_hook(start)
+        x.register_hook(end)
+    return out

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import masks
+from attention import masks, profiling
 from attention.api import ContextParallel
 from attention.models.batch import Batch
 from attention.models.config import Config, Kind, Latent
 
 STD = 0.02  # of initial weights
 EPS = 1e-6  # of RMSNorm
+PROJECTIONS = "comp_projections"  # the phase of queries, keys, values and the output; attention has phases of its own
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
@@ -100,7 +101,8 @@ class Attention(nn.Module):
         return {"mask": kind.mask, "sinks": self.sinks, "softcap": kind.softcap, "scale": kind.scale}
 
     def forward(self, x: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
-        return self.out(self.attend(*self.heads(x, memory, positions), **self.options).flatten(2))
+        q, k, v = profiling.layer(PROJECTIONS, self.heads, x, memory, positions)
+        return profiling.layer(PROJECTIONS, self.out, self.attend(q, k, v, **self.options).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -131,7 +133,7 @@ class TransformerBlock(nn.Module):
         x = x + self.attention(normed, normed, positions)
         if self.cross is not None and memory is not None:
             x = x + self.cross(between[0](x), memory, positions)
-        return x + self.mlp(last(x))
+        return x + profiling.layer("comp_mlp", lambda x: self.mlp(last(x)), x)
 
 
 FULL = Kind(masks.full())
@@ -175,7 +177,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By the output layer, which is the embedding."""
-        return F.linear(hidden, self.embedding.weight)
+        return profiling.layer("comp_head", F.linear, hidden, self.embedding.weight)
 
     def hidden(self, batch: Batch) -> Tensor:
         """What the output layer takes, `[B, s, C]`."""

@@ -45,6 +45,7 @@ class Asked:
     kv_lengths: Any = None  # of a decode: a list of lengths, or how they are drawn
     prefix: int | None = None
     named_mask: fields.NamedMask | None = None
+    mask_as_given: fields.NamedMask | None = None  # without what follows from the length
     causal: bool | None = None
     window: tuple[int, int] | None = None
     seqlens: Any = None  # a list of lengths, or how they are drawn
@@ -63,7 +64,7 @@ class Asked:
         flat["model"] = None if flat["model"] == "none" else flat["model"]
         flat |= {"timing": result.group("timing"), "device": None, "options": dict(variant)}
         flat["options"].pop("name", None)
-        flat["named_mask"] = _named_mask(result.group("mask"))
+        flat["named_mask"] = flat["mask_as_given"] = _named_mask(result.group("mask"))
         if config.get("world_size") == "auto" and (ranks := re.search(r"_w(\d+)_", result.name)):
             flat["world_size"] = int(ranks[1])  # the name has the number that auto stands for
         found = vars(what_parses(Asked, flat))

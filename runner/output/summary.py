@@ -19,7 +19,7 @@ COLUMNS = (
     "name", "status", "model", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len",
     "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "causal", "window", "q_len", "kv_lengths", "prefix", "seqlens", "dtype", "mode", "seed", "timing", "settings",
     "rounds", "forward_ms", "forward_iqr", "backward_ms", "backward_iqr", "optimizer_ms", "optimizer_iqr", "total_ms", "back_to_back_ms", "tokens_per_s",
-    "tflops_per_device", "sol", "mfu", "parameters", "first_loss", "loss", "speedup", "efficiency", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes",
+    "tflops_per_device", "sol", "mfu", "parameters", "first_loss", "loss", "baseline_ms", "speedup", "efficiency", "flops", "density", "sparsity_ratio", "connections", "mask_build_ms", "exposed_forward_ms", "exposed_backward_ms", "kv_read_bytes", "kv_bytes_saved", "speedup_over_separate",
     "forward_memory_read_bytes", "forward_l2_read_bytes", "peak_bytes", "joules_per_token", "tflops_per_watt", "rel_l2_out", "reason",
 )  # fmt: skip
 # the columns of summary.md and of the printed table: title and format
@@ -35,8 +35,9 @@ SHOWN = (
     ("rounds", "rounds", "{}"), ("status", "status", "{}"), ("forward_ms", "fwd ms", "{:.3f}"),
     ("backward_ms", "bwd ms", "{:.3f}"), ("optimizer_ms", "step ms", "{:.3f}"), ("total_ms", "total ms", "{:.3f}"), ("tflops_per_device", "TFLOP/s", "{:.3g}"),
     ("mfu", "MFU", "{:.1%}"), ("parameters", "parameters", "{:,}"), ("first_loss", "first loss", "{:.3f}"), ("loss", "loss", "{:.3f}"),
-    ("efficiency", "eff.", "{:.0%}"), ("exposed_forward_ms", "exp. fwd", "{:.3f}"),
+    ("baseline_ms", "baseline ms", "{:.3f}"), ("speedup", "speedup", "{:.2f}"), ("efficiency", "eff.", "{:.0%}"), ("exposed_forward_ms", "exp. fwd", "{:.3f}"),
     ("exposed_backward_ms", "exp. bwd", "{:.3f}"), ("kv_read_bytes", "KV bytes, model", "{:,}"),
+    ("kv_bytes_saved", "saved", "{:.1%}"), ("speedup_over_separate", "over separate", "{:.2f}"),
     ("forward_memory_read_bytes", "memory read", "{:,}"), ("forward_l2_read_bytes", "L2 read", "{:,}"),
     ("joules_per_token", "J/token", "{:.3g}"), ("tflops_per_watt", "TFLOP/s/W", "{:.3g}"), ("rel_l2_out", "rel L2", "{:.1e}"),
 )  # fmt: skip
@@ -82,7 +83,7 @@ def _asked(result: Result) -> dict[str, Any]:
 
 
 def _measured(result: Result) -> dict[str, Any]:
-    timing, metrics = result.timing, result.last_metrics
+    timing, metrics, last = result.timing, result.last_metrics, next(reversed(result.passes), "")
     found: dict[str, Any] = {f"exposed_{which}_ms": p.exposed_communication_ms for which, p in result.phases.items()}
     if result.correctness and "out" in result.correctness.tensors:
         found["rel_l2_out"] = result.correctness.tensors["out"].rel_l2
@@ -100,10 +101,13 @@ def _measured(result: Result) -> dict[str, Any]:
     if result.energy:
         found |= {key: getattr(result.energy, key) for key in ("joules_per_token", "tflops_per_watt")}
     found["rounds"] = timing.rounds.text
-    found["speedup"], found["efficiency"] = result.gain or (None, None)
+    if result.baseline and result.gain:
+        found["baseline_ms"] = result.baseline.passes.get(last)
+        found["speedup"], found["efficiency"] = result.gain
     if timing.counters and (counted := timing.counters.passes.get("forward")):
         found |= {f"forward_{key}": getattr(counted, key) for key in ("memory_read_bytes", "l2_read_bytes")}
-        found["kv_read_bytes"] = max(result.metrics.kv_bytes_read_by_rank, default=0) or None  # the model, to compare
+    found["flops"] = result.metrics.flops.get(last)
+    found["kv_read_bytes"] = max(result.metrics.kv_bytes_read_by_rank, default=0) or None  # of a grouping, by the model
     return found
 
 
@@ -133,7 +137,25 @@ def sweep_rows(folder: Path) -> list[dict[str, Any]]:
     rows = [row(result) for result in found]
     for entry, text in zip(rows, _settings(found, rows), strict=True):
         entry["settings"] = text
+    _add_gain_over_separate(found, rows)
     return rows
+
+
+def _add_gain_over_separate(found: list[Result], rows: list[dict[str, Any]]) -> None:
+    """Adds to the row of each grouping the share of the modelled bytes that it saves, and its speedup, over the run with
+    grouping=separate that is otherwise the same."""
+    alike: dict[str, dict[str, dict[str, Any]]] = {}
+    for result, entry in zip(found, rows, strict=True):
+        options = dict(result.asked.options)
+        if result.timed and entry["kv_read_bytes"] and "grouping" in options:
+            grouping = options.pop("grouping")
+            alike.setdefault(str(vars(result.asked) | {"options": options}), {})[grouping] = entry
+    for entries in alike.values():
+        separate = entries.get("separate", {})
+        for entry in entries.values() if separate else ():
+            ms = "total_ms" if entry["total_ms"] else "forward_ms"
+            entry["speedup_over_separate"] = separate[ms] / entry[ms]
+            entry["kv_bytes_saved"] = 1 - entry["kv_read_bytes"] / separate["kv_read_bytes"]
 
 
 def _settings(found: list[Result], rows: list[dict[str, Any]]) -> list[str | None]:

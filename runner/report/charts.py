@@ -133,6 +133,19 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[Row]:
     return [found[key] for key in order if key in found]
 
 
+def dense_points(runs: Sequence[Run], axes: Axes, which: str) -> list[Row]:
+    """As `points`, of the dense attention that was timed beside sparse runs: its times alone."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for run in sorted(runs, key=lambda run: -run.environment.started_at):
+        measured = which if which in run.passes else "forward"
+        if (ms := run.dense_ms.get(measured)) is not None:
+            over = getattr(run, axes.over) if axes.over else None
+            row = line(run, "dense attention", axes.panel) | {"kernel": run.kernel, "pass": measured, "over": over}
+            row |= {"time": short(ms)} | dict.fromkeys(("p10", "p90", "tflops", "tflops_p10", "tflops_p90"))
+            found.setdefault((row["panel"], over), row)
+    return list(found.values())
+
+
 @dataclass(frozen=True)
 class Shown(Generic[Item]):
     """What a chart shows: rows or runs. `note` says in a sentence what it leaves out, and is empty where that is nothing."""

@@ -32,17 +32,19 @@ def each_over_several_kernels(runs: Sequence[Run]) -> bool:
 
 def labels(runs: Sequence[Run], without: Collection[str] = ()) -> dict[Run, str]:
     """A label for each run: its variant, and those of its options, kernel, transport, replay and timing in which the
-    runs differ. Runs of one label differ in their workload only. `without`: members of WAYS that the table shows
-    elsewhere."""
+    runs differ. Runs of one label differ in their workload only. The variant dense under one sparse mask is named by the
+    mask. `without`: members of WAYS that the table shows elsewhere."""
     varying = varying_options(runs)
     valid = [run for run in runs if run.status != "invalid"]
     ways = [key for key in WAYS if key not in without and len({getattr(run, key) for run in valid}) > 1]
     one_variant = len({run.attention for run in runs}) == 1
+    one_mask = {run.mask for run in runs} if any(run.sparsity for run in runs) else set()
     found: dict[Run, str] = {}
     for run in runs:
         parts = [options_text(run, varying), *(_way(run, key) for key in ways)]
         if not one_variant or not any(parts):
-            parts.insert(0, str(run.attention))
+            by_mask = one_variant and run.attention == "dense" and len(one_mask) == 1
+            parts.insert(0, str(run.mask if by_mask else run.attention))
         found[run] = " ".join(filter(None, parts))
     asked_one = "asked_kernel" not in without and len({run.asked_kernel for run in valid}) == 1
     return _with_kernels(found) if asked_one and len({run.kernel for run in runs if run.ok}) > 1 else found

@@ -146,6 +146,22 @@ class Run:
         return tuple(getattr(self, key) for key in WORKLOAD)
 
     @property
+    def flops(self) -> float:
+        """Of the last pass, of all ranks."""
+        return self.row["flops"] or 0
+
+    @property
+    def sparsity(self) -> float:
+        """The share of the pairs that the mask removes from dense attention in its direction."""
+        return (self.result.metrics.sparsity_ratio if self.result.metrics else None) or 0.0
+
+    @property
+    def dense_ms(self) -> dict[str, float]:
+        """The times of dense attention, where that was the run's baseline, by pass."""
+        baseline = self.result.baseline
+        return baseline.passes if self.ok and baseline and baseline.kind == "dense" else {}
+
+    @property
     def tflops(self) -> float | None:
         """TFLOP/s per device of the last pass."""
         return self.result.last_metrics.tflops_per_device if self.result.last_metrics else None
@@ -190,13 +206,14 @@ def _features(asked: Asked) -> str | None:
 
 
 def _mask(asked: Asked) -> str | None:
-    """The mask in a few words: the one by name, and the band of causal and window where it hides anything."""
+    """The mask in a few words: the one by name, with the parameters that were given, and the band of causal and window
+    where it hides anything. It is the same at every length, though open parameters follow from the length."""
     if asked.causal is None or asked.window is None:
         return None
-    band = Band.of(asked.causal, asked.window)
-    if asked.named_mask is None:
-        return band.describe()
-    return asked.named_mask.text if band.full else f"{asked.named_mask.text} & {band.describe()}"
+    band = Band.of(asked.causal, asked.window).describe()
+    named = asked.mask_as_given or asked.named_mask
+    parts = [] if named is None else [named.text]
+    return " & ".join(dict.fromkeys(part for part in [*parts, band] if part != "full")) or "full"
 
 
 def _pack(asked: Asked) -> str | None:

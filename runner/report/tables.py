@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.measure.statistics import OVERHEAD
-from runner.output.terminal import gib
+from runner.output.terminal import flop, gib
 from runner.report.labels import labels, varying_options
-from runner.report.runs import FACTS, PASSES, Run
+from runner.report.runs import FACTS, PASSES, WORKLOAD, Run
 from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, counted, differing, digits, fact
 
@@ -39,7 +39,7 @@ def rate_title(runs: Sequence[Run]) -> str:
 def runs_table(runs: Sequence[Run]) -> Table:
     """A row for each run: the facts in which the runs differ, and what was measured. Columns without a text are left
     out."""
-    varying, against = varying_options(runs), scaling(runs)
+    varying, against, trained = varying_options(runs), scaling(runs), _training_ratios(runs)
     columns: dict[str, Callable[[Run], str]] = {
         FACTS[key]: lambda run, key=key: fact(run, key, varying)  # type: ignore[misc]
         for key in differing(runs)
@@ -52,14 +52,18 @@ def runs_table(runs: Sequence[Run]) -> Table:
     timed = [(run.ms("total"), run.back_to_back) for run in runs]
     if any(total and back_to_back and abs(back_to_back - total) > LATE * total for total, back_to_back in timed):
         columns["back to back ms"] = lambda run: digits(run.back_to_back)
+    if any(run.sparsity for run in runs):
+        columns |= {"sparsity": _sparsity, "FLOPs": lambda run: flop(run.flops) if run.ok else ""}
     columns |= {
         rate_title(runs): _rate,
+        "dense ms": lambda run: digits(next(reversed(run.dense_ms.values()), None)),
         "speedup": lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else "",
         "efficiency": lambda run: f"{against[run].efficiency:.0%}{against[run].mark}" if run in against else "",
         "exposed comm. forward ms": lambda run: _exposed(run, "forward"),
         "exposed comm. backward ms": lambda run: _exposed(run, "backward"),
         "peak memory a rank": lambda run: gib(run.result.peak_bytes or 0) if run.ok else "",
         **MODEL,
+        RATIO: lambda run: f"{trained[run]:.2f}" if run in trained else "",
         "forward ms against do_bench's": lambda run: _do_bench(run, "forward"),
         "backward ms against do_bench's": lambda run: _do_bench(run, "backward"),
     }
@@ -75,7 +79,9 @@ def models_table(runs: Sequence[Run]) -> Table:
         raise ValueError("--table models: none of these runs is of a model; use --table runs")
     whole = runs_table(of_models)
     facts = [FACTS[key] for key in differing(of_models)]
-    kept = [i for i, title in enumerate(whole.titles) if title in (*facts, "status", "peak memory a rank", *MODEL)]
+    kept = [
+        i for i, title in enumerate(whole.titles) if title in (*facts, "status", "peak memory a rank", *MODEL, RATIO)
+    ]
     rows = [[row[i] for i in kept] for row in whole.rows]
     return Table([whole.titles[i] for i in kept], rows, whole.left, failures(of_models))
 
@@ -94,6 +100,16 @@ def _loss(run: Run) -> str:
     return f"{curve[0]:.4f} to {curve[-1]:.4f} ({len(curve)} steps)" if curve else ""
 
 
+def _training_ratios(runs: Sequence[Run]) -> dict[Run, float]:
+    """The time of a model's training step over that of its inference, where both are among the runs."""
+    named = labels(runs)
+    work = {run: (named[run], *(getattr(run, key) for key in WORKLOAD if key != "mode")) for run in runs}
+    inference = {work[run]: ms for run in runs if run.mode == "inference" and (ms := run.ms("total"))}
+    trainings = [run for run in runs if run.mode == "training" and work[run] in inference]
+    return {run: ms / inference[work[run]] for run in trainings if (ms := run.ms("total"))}
+
+
+RATIO = "training / inference"  # of their times
 MODEL = {"parameters": _parameters, "tokens/s": _tokens_per_s, "loss": _loss}  # of runs of a model
 
 
@@ -107,6 +123,11 @@ def _median(run: Run, which: str) -> str:
 
 def _rate(run: Run) -> str:
     return f"{run.tflops:.3g}" if run.tflops is not None and run.tflops < 0.1 else digits(run.tflops)
+
+
+def _sparsity(run: Run) -> str:
+    known = run.ok and run.result.metrics and run.result.metrics.sparsity_ratio is not None
+    return f"{run.sparsity:.1%}" if known else ""
 
 
 def _exposed(run: Run, which: str) -> str:

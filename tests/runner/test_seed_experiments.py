@@ -10,6 +10,12 @@ import pytest
 
 from runner import app
 from runner.config import overrides
+from runner.output import display, results, summary
+from runner.output.record import Result
+from runner.report import charts, tables
+from runner.report.panels import memory
+from runner.report.runs import read
+from tests.runner.test_cli import run as program
 from tests.support.composing import composed, configured, resolved
 
 TINY = ["config=tiny", "hardware=cpu", "batch=1", "timing.timing_runs=2", "timing.warmup_runs=1", "timing.settle_ms=0"]
@@ -42,9 +48,122 @@ def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeyp
     assert value["correctness"]["passed"]
     if name == "dilated_features":
         assert "memory_pool=true keeps nothing" in value["chosen"]["note"]
-    if name == "tree_profile":
-        text = (tmp_path / "phases.csv").read_text()
-        assert all(f",comm_{what}," in text for what in ("max_lse", "sum_den", "sum_num")), text[:300]
+
+
+# A command of docs/seeds.md in a tiny form, and what the page promises of it
+TOKENS = ["seq_len=128", "heads=2", "kv_heads=2", "head_dim=16"]
+TIMES = ("Correctness passed", "forward", "backward", "total", "tokens/s", "speedup", "eff.", "Peak memory by rank")
+PROMISED = {
+    "a ring": (["attention=ring", *TOKENS], (*TIMES, "median of 2 samples", "wait_kv")),
+    "a packed ring": (["attention=ring_varlen", *TOKENS], TIMES),
+    "zigzag": (["attention=zigzag", *TOKENS], TIMES),
+    "a profile": (
+        ["attention=ring", "timing=profiler", *TOKENS],
+        ("profile, rank 0", "profile, rank 1", "kernels.csv", "kernel_times.csv", "trace_rank1.json.gz"),
+    ),
+    "sparse beside dense": (
+        ["attention=dense", "mask=dca", "baseline=dense", "world_size=1", *TOKENS],
+        ("fewer than dense", "density", "dense", "speedup"),
+    ),
+    "a training": (
+        ["+experiment=model_quick", "mode=training", "world_size=1", *RUNS["model_quick"], "model=decoder_tiny"],
+        ("parameters", "loss over", "optimizer", "tokens/s", "comp_mlp", "comp_head", "comp_loss", "comp_optimizer"),
+    ),
+    "an inference": (
+        ["+experiment=model_quick", "mode=inference", "world_size=1", *RUNS["model_quick"], "model=decoder_tiny"],
+        ("parameters", "tokens/s", "comp_projections", "comp_mlp", "comp_head"),
+    ),
+}  # fmt: skip
+
+
+def done(pool, monkeypatch, folder: Path, *given: str) -> Result:
+    """A tiny run on the warm pool, as its folder keeps it."""
+    monkeypatch.setattr(app, "pool", pool)
+    value = app.run(configured(*TINY, "world_size=2", *given), folder, seed=1)
+    assert value["status"] == "ok", value["reason"]
+    results.write_result(folder, value)
+    return Result.of(value, folder)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_command_of_the_page_prints_or_records_what_the_page_promises(name, pool, tmp_path, monkeypatch, capsys):
+    given, promised = PROMISED[name]
+    result = done(pool, monkeypatch, tmp_path, *given)
+    capsys.readouterr()
+    display.run_table(result)
+    text = capsys.readouterr().out + " ".join(path.name for path in tmp_path.iterdir())
+    assert [word for word in promised if word not in text] == []
+    row = summary.row(result)
+    assert row["kernel"] == "sdpa_flash" and row["dtype"] == "bf16" and row["flops"] > 0 and row["peak_bytes"] > 0
+    if name == "sparse beside dense":
+        assert row["sparsity_ratio"] > 0 and row["flops"] < result.metrics.dense_flops["total"]
+        assert row["speedup"] == pytest.approx(row["baseline_ms"] / row["total_ms"])
+
+
+@pytest.mark.slow
+def test_the_profile_of_tree_attention_prints_the_phases_of_each_run_of_its_sweep(tmp_path):
+    sizes = [*RUNS["tree_profile"], "heads=2", "kv_heads=2", "seq_len=256,512", "baseline=none"]
+    ended = program(
+        tmp_path, "+experiment=tree_profile", "world_size=2", "timing.phase_runs=4", *TINY, *sizes, small=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("Phases of forward, 4 iterations timed separately") == 2
+    assert re.search(r"computation \d+\.\d+ ms \(\d+%\), exposed communication \d+\.\d+ ms \(\d+%\)", ended.stdout)
+    computation = ("shard_kv", "local_attention", "num_den", "final_output")
+    for name in (*(f"comp_{x}" for x in computation), *(f"comm_{x}" for x in ("max_lse", "sum_den", "sum_num"))):
+        # ms, share, mean ± deviation, total, the ranks' medians
+        numbers = r" +\d+\.\d+ +(\d+%|overlaps) +\d+\.\d+ ± \d+\.\d+ +\d+\.\d+ +\d+\.\d+ \d+\.\d+"
+        assert len(re.findall(name + numbers, ended.stdout)) == 2, name
+    tables_of_runs = [*tmp_path.rglob("phases.csv")]
+    assert len(tables_of_runs) == 2
+    for path in tables_of_runs:
+        assert {line.split(",")[0] for line in path.read_text().splitlines()[1:]} == set("0123")
+
+
+def test_dense_and_sparse_attention_are_two_curves_over_the_length(pool, tmp_path, monkeypatch):
+    for mask in ("full", "dca"):
+        for tokens in (128, 256):
+            given = ["attention=dense", f"mask={mask}", "world_size=1", *TOKENS, f"seq_len={tokens}", "baseline=dense"]
+            done(pool, monkeypatch, tmp_path / f"{mask}{tokens}", *given)
+    runs = read([tmp_path])
+    axes = charts.Axes.of(runs)
+    assert axes.over == "seq_len"
+    for rows in (charts.few_lines(charts.points(runs, axes)), charts.few_lines(memory._rows(runs, 1))):
+        places = [(row["label"], row["panel"], row["over"]) for row in rows]
+        assert sorted(places) == [(mask, "", tokens) for mask in ("dca", "full") for tokens in (128, 256)]
+    sparse = [run for run in runs if run.mask == "dca"]
+    axes = charts.Axes.of(sparse)
+    assert {row["label"] for row in charts.points(sparse, axes)} == {"dca"}
+    beside = charts.dense_points(sparse, axes, "total")
+    assert {(row["label"], row["over"], row["time"]) for row in beside} == {
+        ("dense attention", run.seq_len, charts.short(run.dense_ms["total"])) for run in sparse
+    }
+    titles = tables.runs_table(runs).titles
+    assert {"sparsity", "FLOPs", "dense ms", "speedup"} <= set(titles)
+
+
+def test_inference_and_training_of_a_model_have_their_ratio_in_the_report(pool, tmp_path, monkeypatch):
+    for mode in ("inference", "training"):
+        given = [*RUNS["model_quick"], "model=decoder_tiny", "world_size=1", f"mode={mode}", "phases=false"]
+        done(pool, monkeypatch, tmp_path / mode, "+experiment=model_quick", *given)
+    runs = read([tmp_path])
+    assert {run.mask for run in runs} == {"causal"}  # not causal & causal
+    by_mode = {run.mode: run.ms("total") for run in runs}
+    table = tables.models_table(runs)
+    ratios = [row[table.titles.index(tables.RATIO)] for row in table.rows]
+    assert sorted(ratios) == ["", f"{by_mode['training'] / by_mode['inference']:.2f}"]
+
+
+def test_groupings_have_their_modelled_bytes_what_they_save_and_their_speedup(pool, tmp_path, monkeypatch):
+    for grouping in ("separate", "packed"):
+        given = ["attention=grouped", f"attention.grouping={grouping}", "world_size=1", "baseline=none", *TOKENS]
+        done(pool, monkeypatch, tmp_path / grouping, *given)
+    separate, packed = summary.summarize_sweep(tmp_path)
+    assert packed["kv_read_bytes"] == 192 * 2 * 2 * 16 * 2  # prefixes of 64 and 128 keys, and as many values
+    assert (separate["speedup_over_separate"], packed["kv_bytes_saved"]) == (1, 0)
+    assert packed["speedup_over_separate"] == separate["total_ms"] / packed["total_ms"]
+    heading = (tmp_path / "summary.md").read_text().splitlines()[0]
+    assert all(title in heading for title in ("KV bytes, model", "saved", "over separate"))
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.report.charts import KINDS, OVER, Axes, Row, Shown, few_points, one_panel, points, shown
+from runner.report.charts import KINDS, OVER, Axes, Row, Shown, dense_points, few_points, one_panel, points, shown
 from runner.report.comparison import comparable
 from runner.report.drawing import Height, bars, doubling, lines, tips
 from runner.report.panels.panel import Panel
@@ -33,9 +33,10 @@ def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
         ("label:N", "attention"), ("panel:N", "workload"), ("kernel:N", "kernel"), ("time:Q", "ms"), ("p10:Q", "p10 ms"),
         ("p90:Q", "p90 ms"), ("tflops:Q", rate),
     )  # fmt: skip
-    kept: Shown[Row] = shown(rows) if axes.over else few_points(one_panel(rows) or rows, MOST_BARS)
     made = []
     for kind, height in heights.items():
+        drawn = rows + dense_points(timed, axes, which) if kind == "time" else rows
+        kept: Shown[Row] = shown(drawn) if axes.over else few_points(one_panel(drawn) or drawn, MOST_BARS)
         if axes.over:
             chart = lines(
                 kept.rows, doubling(kept.rows, "over", over_title(axes), axes.over == "seq_len"), height, tooltip

@@ -82,13 +82,18 @@ def test_the_gate_passes_models_of_transformers(in_world, config):
     assert in_world(models.each_gated, 2, experiments=specs) == dict.fromkeys(specs)
 
 
-def test_many_types_are_understood(config):
+def test_many_types_are_understood_and_have_the_phases_of_a_model(config):
     """Their layers attend as their configurations were read, else the forward would be refused."""
     for kind in TYPES.keys() - GATED:
         spec = resolved(*RUN, config(kind, **without(kind)), "attention=dense", "world_size=1")
         fn = attention.make("dense")
         decoder = Decoder(spec.model.huggingface, spec.model.config(spec.workload), fn, False, torch.float32)
-        assert decoder(shard(fn, torch.arange(64).view(1, 64))).isfinite().all(), kind
+        with attention.profiling.record() as phases:
+            logits = decoder(shard(fn, torch.arange(64).view(1, 64)))
+            assert logits.isfinite().all(), kind
+            logits.sum().backward()
+        assert {"comp_projections", "comp_mlp", "comp_block"} <= phases.ms.keys(), kind
+        assert len(phases.ms["comp_head"]) == 2, kind  # and its backward
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_oss", "deepseek_v3", "gpt2"])

@@ -124,10 +124,24 @@ def test_a_summary_of_failures_only_can_be_written(tmp_path):
 def test_what_was_counted_stands_in_the_summary_beside_the_models_bytes():
     value = measured("grouped")
     value["metrics"]["kv_bytes_read_by_rank"] = [10, 12]
-    assert summary.row(Result.of(value))["kv_read_bytes"] is None
+    assert summary.row(Result.of(value))["kv_read_bytes"] == 12
     value["timing"]["counters"] = {"passes": {"forward": {"memory_read_bytes": 5, "l2_read_bytes": 7}}}
     found = summary.row(Result.of(value))
     assert [found[key] for key in ("kv_read_bytes", "forward_memory_read_bytes", "forward_l2_read_bytes")] == [12, 5, 7]
+
+
+def test_a_grouping_stands_beside_separate_calls_that_are_otherwise_the_same(tmp_path):
+    runs = [("separate", 2, 40, 4.0), ("fused", 2, 30, 2.0), ("separate", 4, 80, 8.0), ("packed", 4, 80, 10.0)]
+    for i, (grouping, n_groups, size, ms) in enumerate([*runs, ("fused", 8, 90, 3.0)]):
+        value = measured(f"run{i}")
+        value["experiment"]["options"] = {"n_groups": n_groups, "grouping": grouping}
+        value["metrics"]["kv_bytes_read_by_rank"] = [size]
+        value["timing"]["passes"]["total"]["median"] = ms
+        value["environment"] = {"started_at": i}
+        results.write_result(tmp_path / value["name"], value)
+    rows = summary.sweep_rows(tmp_path)
+    assert [row["speedup_over_separate"] for row in rows] == [1, 2, 1, 0.8, None]
+    assert [row["kv_bytes_saved"] for row in rows] == [0, 0.25, 0, 0, None]
 
 
 def swept(folder, *overrides: list[str] | None) -> list[dict]:
