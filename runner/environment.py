@@ -186,6 +186,7 @@ def gpu_memory_bytes() -> int | None:
     return max(visible or found.values(), default=None)
 
 
+@lru_cache
 def torch_has_cuda() -> bool:
     """Whether the installed PyTorch is built for CUDA, from its version file: importing it takes seconds."""
     found = importlib.util.find_spec("torch")
@@ -241,10 +242,10 @@ def gpu_uuid(device: Any) -> str:
     return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
 
 
-if __name__ == "__main__":  # python -m runner.environment > runner/COMMIT
-    print(stamp())
-
-
 def cache_folder() -> Path:
     """What is kept between invocations."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "attention-runner")
+
+
+if __name__ == "__main__":  # python -m runner.environment > runner/COMMIT
+    print(stamp())

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 from pathlib import Path
 
 from runner import ROOT
@@ -17,8 +18,10 @@ def cores() -> int:
 
 
 def search_path() -> str:
-    """PYTHONPATH for `python -P`: this program's packages, then the working folder, then the path of this process."""
-    return os.pathsep.join([ROOT, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """PYTHONPATH for `python -P`: this program's packages, then the working folder where this process imports from it, too, then the
+    path of this process."""
+    here = [os.getcwd()] if {"", os.getcwd()}.intersection(sys.path) else []
+    return os.pathsep.join([ROOT, *here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def die_with_parent() -> None:

@@ -39,7 +39,7 @@ KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
 def compare(
     me: Rank, experiment: Experiment, work: AttentionWork, outputs: dict[str, Tensor], with_scales: bool
 ) -> Compared:
-    """`Kind.compare` of attention: out, dq, dk, dv, dsinks and the LSE."""
+    """`WorkloadKind.compare` of attention: out, dq, dk, dv, dsinks and the LSE."""
     tflop = pieces.tflop(experiment)
     affordable = FP64_TFLOP[experiment.device] / (10 if experiment.workload.dtype in HALF else 1)
     dtype = torch.float64 if tflop <= affordable else torch.float32

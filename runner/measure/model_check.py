@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 
 
 def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors, with_scales: bool) -> Compared:
-    """`Kind.compare` of a model."""
+    """`WorkloadKind.compare` of a model."""
     limits = {name: tolerance(experiment, None) for name in outputs}
     scales = {name: torch.ones(x.shape[:-1]) for name, x in outputs.items()} if with_scales else {}
     layers, there = work.config.layers, None

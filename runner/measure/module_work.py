@@ -70,7 +70,7 @@ def named(found: dict[str, Tensor]) -> dict[str, Tensor]:
 def compare(
     me: Rank, experiment: Experiment, work: ModuleWork, outputs: dict[str, Tensor], with_scales: bool
 ) -> Compared:
-    """`Kind.compare` of the module. Every rank compares all that it computed."""
+    """`WorkloadKind.compare` of the module. Every rank compares all that it computed."""
     affordable = FP64_TFLOP[experiment.device] / (10 if experiment.workload.dtype in HALF else 1)
     dtype = torch.float64 if pieces.tflop(experiment) <= affordable else torch.float32
     me.say("check_reference")

@@ -41,16 +41,8 @@ SHOWN = (
     ("forward_memory_read_bytes", "memory read", "{:,}"), ("forward_l2_read_bytes", "L2 read", "{:,}"),
     ("joules_per_token", "J/token", "{:.3g}"), ("tflops_per_watt", "TFLOP/s/W", "{:.3g}"), ("rel_l2_out", "rel L2", "{:.1e}"),
 )  # fmt: skip
-NONE_COUNTS = {
-    "q_len",
-    "kv_lengths",
-    "prefix",
-    "seqlens",
-    "v_head_dim",
-    "scale",
-    "softcap",
-    "sinks",
-}  # an empty cell of these says that there is none
+# an empty cell of these says that there is none
+NONE_COUNTS = {"q_len", "kv_lengths", "prefix", "seqlens", "v_head_dim", "scale", "softcap", "sinks", "mask"}
 # of those, the ones shown only where the runs differ in them
 WHERE_DIFFERENT = {
     "batch", "q_len", "kv_lengths", "prefix", "seqlens", "heads", "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "sparsity_ratio", "causal", "window", "mode", "seed",

@@ -22,8 +22,6 @@ TOKENS = (
     "datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + 'M' : "
     "datum.value >= 1024 ? format(datum.value / 1024, '~g') + 'K' : format(datum.value, '~g')"
 )
-# a long title of a panel takes several lines
-TITLE = "length(datum.label) > 44 ? split(datum.label, ', ') : datum.label"
 TITLE = r"split(datum.label, '\n')"  # of a panel, in lines
 BLUE, GREY = "#4c78a8", "#bab0ac"
 QUIET = "#888"  # what runs are held against: seen on light and on dark
@@ -139,9 +137,8 @@ def lines(
     under: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A line for each label, dashed for external packages, a panel for each `panel`, with points (`marks`) and thin lines
-    over the spread. dash: each label has a dash of its own, since lines may lie on each other. alike: as in
-    `facets`. under: makes a layer below of
-    a chart of these rows."""
+    over the spread. dash: each label has a dash of its own, since lines may lie on each other. alike: as in `facets`.
+    under: makes a layer below, of a chart of these rows."""
     rows = height.filled(rows)
     base = alt.Chart(alt.Data(values=rows))
     points = base.encode(x=x, y=height.y(rows), color=colored(rows), tooltip=list(tooltip))

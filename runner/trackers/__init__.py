@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from runner.output.record import Result
-from runner.output.summary import row
+from runner.output.summary import COLUMNS, row
 
 NONE = "none"
 TRACKERS = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}  # by name, the extra that installs it
 # columns of a summary that are asked for, not measured
-ASKED = (
-    "status", "model", "attention", "options", "config", "world_size", "device", "kernel", "transport", "batch", "seq_len", "heads",
-    "kv_heads", "head_dim", "v_head_dim", "scale", "softcap", "sinks", "mask", "causal", "window", "q_len", "seqlens", "dtype", "mode",
-    "seed", "timing", "rounds", "reason",
-)  # fmt: skip
+ASKED = (*COLUMNS[COLUMNS.index("status") : COLUMNS.index("forward_ms")], "reason")
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_pa
         (tmp_path / "attention" / "__init__.py").write_text("raise RuntimeError('imported')\n")
         command = [sys.executable, "-m", "runner"]
     else:
+        (tmp_path / "queue.py").write_text("raise RuntimeError('imported')\n")  # as a module of Python's
         module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][
             "attention-runner"
         ].partition(":")

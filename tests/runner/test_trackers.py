@@ -28,6 +28,11 @@ def test_a_tracker_gets_what_was_asked_and_what_was_measured(tmp_path):
     assert run.parameters["attention"] == "zigzag" and run.parameters["status"] == "ok"
     assert (run.metrics["forward_ms"], run.metrics["peak_bytes"]) == (4.0, 300.0)
     assert not set(run.metrics) & set(run.parameters)
+    decode = measured("tree") | {"config": {"prefix": 4096, "kv_lengths": "random"}}
+    decode["experiment"]["workload"] |= {"q_len": 1, "prefix": 4096, "kv_lengths": [7, 9]}
+    asked = Tracked.of(value(tmp_path, "none", decode), tmp_path)
+    assert (asked.parameters["prefix"], asked.parameters["kv_lengths"]) == (4096, "7,9")
+    assert "prefix" not in asked.metrics
     assert run.tags == {"key": "0", "host": "h", "commit": "c0ffee"}
 
 

@@ -207,6 +207,12 @@ def test_what_auto_took_and_what_a_resumed_sweep_kept_do_not_hide_or_add_setting
     assert [row["settings"] for row in rows] == [None, "kernel=auto", "kernel=sdpa_flash"]
 
 
+def test_a_mask_beside_none_is_shown():
+    rows = [summary.row(Result.of(measured(name))) for name in "ab"]
+    rows[1]["mask"] = "chunked of 512"
+    assert "| mask |" in summary.markdown(rows) and "| chunked of 512 |" in summary.markdown(rows)
+
+
 def test_packed_batches_beside_single_sequences_are_said_to_be_other_work(capsys):
     rows = [summary.row(Result.of(measured(name))) for name in "ab"]
     rows[1]["seqlens"] = "512,512"
