@@ -1,6 +1,6 @@
 """The kernels inside PyTorch, called through aten, the only interface that returns the LSE: `sdpa_flash` (PyTorch's CPU
-flash attention, on CUDA FlashAttention-2), `sdpa_cudnn`, `sdpa_efficient`, and `flash2`, which takes the same
-FlashAttention-2 kernels where the package flash-attn is not installed."""
+flash attention, on CUDA FlashAttention-2), `sdpa_cudnn` and `sdpa_efficient`. Also `flash2`, which is the package flash-attn where
+that is installed, else the same FlashAttention-2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,14 +99,14 @@ class SdpaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.is_cuda:
-            return flash2_forward(q, k, v, call, into)
+            return FLASH_ATTENTION_2.forward(q, k, v, call, into)
         return decompose.forward(_CpuRectangles(), q, k, v, call, into)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if q.is_cuda:
-            return flash2_backward(dout, q, k, v, out, lse, call, into)
+            return FLASH_ATTENTION_2.backward(dout, q, k, v, out, lse, call, into)
         return decompose.backward(_CpuRectangles(), dout, q, k, v, out, lse, call, into)
 
 
@@ -218,10 +221,9 @@ class SdpaEfficient(decompose.Decomposed):
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
-@fitted
-class Flash2:
-    name = "flash2"
-    summary = "FlashAttention-2: the flash-attn package where it is built, else the same kernels inside PyTorch"
+class FlashAttention2:
+    """FlashAttention-2 inside PyTorch, on CUDA. Subclasses run it by other functions, which have its interface and limits."""
+
     align = 16
 
     def missing(self, device: str) -> str | None:
@@ -231,35 +233,135 @@ class Flash2:
         return half_only(shape) or head_dim_rule(shape, 256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        package = flash_attn_interface()
-        if package is None:
-            return flash2_forward(q, k, v, call, into)
-        options = {
-            "dropout_p": 0.0,
-            "softmax_scale": call.scale,
-            "causal": call.mask.right == 0,
-            "window_size_left": call.mask.left,
-            "window_size_right": call.mask.right,
-            "softcap": 0.0,
-            "alibi_slopes": None,
-            "return_softmax": False,
-        }
-        if call.packed:
-            out, lse, *_ = private.FLASH2.of(package).varlen_forward(
-                q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, **options
-            )
-        else:
-            out, lse, *_ = private.FLASH2.of(package).forward(q, k, v, **options)
-        return settle((out, lse), into)
+        if bound_lost(q, k, call):
+            return decompose.forward(self, q, k, v, call, into)
+        return settle(self.rectangle(q, k, v, call), into)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
-        # the package's kernel is PyTorch's, whose signature changes less
-        return flash2_backward(dout, q, k, v, out, lse, call, into)
+        if bound_lost(q, k, call):
+            return decompose.backward(self, dout, q, k, v, out, lse, call, into)
+        return settle(self.rectangle_backward(dout, q, k, v, out, lse, call), into)
+
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        out, lse = self.run(q, k, v, call, *_max_lengths(q, k, call))
+        mark_rows_without_keys(lse, q, k, call)
+        return out, lse
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> Triple:
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        return self.run_backward(dout, q, k, v, out, lse, call, *_max_lengths(q, k, call))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call, max_q: int, max_k: int) -> Pair:
+        """Shapes as in `Call`. max_q, max_k: of the longest sequence."""
+        out, lse, *_ = private.aten("_flash_attention_forward")(
+            q,
+            k,
+            v,
+            call.cu_q,
+            call.cu_k,
+            max_q,
+            max_k,
+            0.0,
+            call.mask.causal,
+            False,
+            scale=call.scale,
+            **_flash2_window(call.mask),
+        )
+        return out, lse
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        max_q: int,
+        max_k: int,
+    ) -> Triple:
+        """The backward of `run`, from the final out and lse."""
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        with _deterministic(call.deterministic):
+            grads: Triple = private.aten("_flash_attention_backward")(
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                call.cu_q,
+                call.cu_k,
+                max_q,
+                max_k,
+                0.0,
+                call.mask.causal,
+                seed,
+                seed,
+                scale=call.scale,
+                **_flash2_window(call.mask),
+            )
+        return grads
 
 
-def flash_attn_interface() -> Any | None:
+FLASH_ATTENTION_2 = FlashAttention2()
+
+
+@fitted
+class Flash2(FlashAttention2):
+    name = "flash2"
+
+    @property
+    def summary(self) -> str:
+        return f"FlashAttention-2: {self.note or 'inside PyTorch, as the package flash-attn is not installed'}"
+
+    @property
+    def note(self) -> str | None:
+        return None if flash_attn() is None else f"the package flash-attn {metadata.version('flash-attn')}"
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call, max_q: int, max_k: int) -> Pair:
+        package = flash_attn()
+        if package is None:
+            return super().run(q, k, v, call, max_q, max_k)
+        options = _package_options(call) | {"return_softmax": False}
+        if call.packed:
+            out, lse, *_ = package.varlen_forward(q, k, v, call.cu_q, call.cu_k, max_q, max_k, **options)
+        else:
+            out, lse, *_ = package.forward(q, k, v, **options)
+        return out, lse
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        max_q: int,
+        max_k: int,
+    ) -> Triple:
+        package = flash_attn()
+        if package is None:
+            return super().run_backward(dout, q, k, v, out, lse, call, max_q, max_k)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        options = _package_options(call) | {"deterministic": call.deterministic}
+        tensors = (dout, q, k, v, out, lse, *grads)
+        if call.packed:
+            package.varlen_backward(*tensors, call.cu_q, call.cu_k, max_q, max_k, **options)
+        else:
+            package.backward(*tensors, **options)
+        return grads
+
+
+@cache
+def flash_attn() -> SimpleNamespace | None:
     """The low-level functions of the package flash-attn 2, or None. flash-attn-4 installs a `flash_attn`, too, but
     without this module."""
     if importlib.util.find_spec("flash_attn") is None:
@@ -271,7 +373,19 @@ def flash_attn_interface() -> Any | None:
     wrong = private.FLASH2.wrong(package)
     if wrong:
         warnings.warn(wrong, stacklevel=2)
-    return None if wrong else package
+    return None if wrong else private.FLASH2.of(package)
+
+
+def _package_options(call: Call) -> dict[str, Any]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": call.scale,
+        "causal": call.mask.right == 0,
+        "window_size_left": call.mask.left,
+        "window_size_right": call.mask.right,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
 
 
 def _flash2_window(mask: Band) -> dict[str, int]:
@@ -280,16 +394,6 @@ def _flash2_window(mask: Band) -> dict[str, int]:
 
 def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
     return (call.max_q, call.max_k) if call.packed else (q.shape[1], k.shape[1])
-
-
-class _Flash2Rectangles:
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-        return flash2_forward(q, k, v, call)
-
-    def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> Triple:
-        return flash2_backward(dout, q, k, v, out, lse, call)
 
 
 def _lengths(q: Tensor, k: Tensor, call: Call) -> list[tuple[int, int]]:
@@ -318,62 +422,6 @@ def mark_rows_without_keys(lse: Tensor, q: Tensor, k: Tensor, call: Call) -> Non
     """The LSE of a query that sees no key is -inf; FlashAttention-2 and -3 return +inf."""
     if some_row_without_keys(q, k, call):
         lse.masked_fill_(lse == torch.inf, -torch.inf)
-
-
-def flash2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-    """FlashAttention-2 inside PyTorch, on CUDA; shapes as in `Call`."""
-    if bound_lost(q, k, call):
-        return decompose.forward(_Flash2Rectangles(), q, k, v, call, into)
-    out, lse, *_ = private.aten("_flash_attention_forward")(
-        q,
-        k,
-        v,
-        call.cu_q,
-        call.cu_k,
-        *_max_lengths(q, k, call),
-        0.0,
-        call.mask.causal,
-        False,
-        scale=call.scale,
-        **_flash2_window(call.mask),
-    )
-    mark_rows_without_keys(lse, q, k, call)
-    return settle((out, lse), into)
-
-
-def flash2_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    into: Triple | None = None,
-) -> Triple:
-    """The backward of `flash2_forward`, from the final out and lse."""
-    if bound_lost(q, k, call):
-        return decompose.backward(_Flash2Rectangles(), dout, q, k, v, out, lse, call, into)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    with _deterministic(call.deterministic):
-        grads = private.aten("_flash_attention_backward")(
-            dout.contiguous(),
-            q,
-            k,
-            v,
-            out.contiguous(),
-            lse.contiguous(),
-            call.cu_q,
-            call.cu_k,
-            *_max_lengths(q, k, call),
-            0.0,
-            call.mask.causal,
-            seed,
-            seed,
-            scale=call.scale,
-            **_flash2_window(call.mask),
-        )
-    return settle(grads, into)
 
 
 _switch = Lock()

@@ -145,8 +145,11 @@ class Kernel(Protocol):
     cannot do one, or None."""
 
     name: str
-    summary: str
     align: int  # bytes: the first element and every row of q, k, v, dout, out and the results lie on multiples of it
+
+    @property
+    def summary(self) -> str:
+        """What runs, for the catalog."""
 
     def missing(self, device: str) -> str | None:
         """Why the kernel cannot run on this machine's `device` ("cpu" or "cuda"), or None."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.kernels import decompose
-from attention.kernels.aten import HALF, flash2_backward
+from attention.kernels.aten import FLASH_ATTENTION_2, HALF
 from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Into, Pair, Shape, Triple
 from attention.kernels.math import Math
@@ -43,7 +43,7 @@ class TritonFlash:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if q.is_cuda and q.dtype in HALF:
-            return flash2_backward(dout, q, k, v, out, lse, call, into)
+            return FLASH_ATTENTION_2.backward(dout, q, k, v, out, lse, call, into)
         return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call, into)
 
 

@@ -495,11 +495,13 @@ def _parameters(function: Any) -> set[str] | None:
 
 
 _BAND = ("softmax_scale", "causal", "window_size_left", "window_size_right")
-_FLASH2 = (*_BAND, "dropout_p", "softcap", "alibi_slopes", "return_softmax")
+_FLASH2 = (*_BAND, "dropout_p", "softcap", "alibi_slopes")
 FLASH2 = Functions(
     "PyTorch's own FlashAttention-2 is used instead",
-    forward=("_flash_attn_forward", *_FLASH2),
-    varlen_forward=("_flash_attn_varlen_forward", *_FLASH2),
+    forward=("_flash_attn_forward", *_FLASH2, "return_softmax"),
+    varlen_forward=("_flash_attn_varlen_forward", *_FLASH2, "return_softmax"),
+    backward=("_flash_attn_backward", *_FLASH2, "deterministic"),
+    varlen_backward=("_flash_attn_varlen_backward", *_FLASH2, "deterministic"),
 )
 FLASH3 = Functions(
     "kernel=flash3 is refused",
@@ -532,13 +534,16 @@ def flash4_caches(module: ModuleType) -> list[Any] | str:
     return list({id(x): x for x in vars(module).values() if hasattr(x, "compile_cache")}.values())
 
 
-def xformers_without_cuda(library: Any) -> str | None:
-    """Why the operators of `xformers._cpp_lib` refuse every call. None: they don't, or the library does not tell."""
-    try:
-        if library._built_with_cuda:
-            return None
-        return " ".join(str(library._cpp_library_load_exception).split("\n  ")[:2])
-    except AttributeError as error:
-        instead = "whether it was built for CUDA shows at the first call"
-        warnings.warn(f"xformers._cpp_lib is not as expected ({error}): {instead}", stacklevel=2)
-        return None
+# the arguments of xformers' FlashAttention-2 operators
+XFORMERS = {
+    "FwOp": "query key value cu_seqlens_q cu_seqlens_k seqused_k max_seqlen_q max_seqlen_k p softmax_scale is_causal "
+    "window_left window_right return_softmax block_tables",
+    "BwOp": "grads_share_storage grad query key value out lse cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k p softmax_scale "
+    "is_causal window_left window_right rng_state",
+}
+
+
+def other_arguments(operator: Any, names: str) -> str | None:
+    """The arguments of an operator as a message, if they are not these; None if they are."""
+    found = " ".join(x.name for x in operator.default._schema.arguments)
+    return None if found == names else f"{operator} takes {found}, not {names}"

@@ -62,23 +62,6 @@ def test_flash4_writes_to_rows_on_multiples_of_16_bytes_only():
     assert flash4.writable(lse[..., 1:4], align=4) and not flash4.writable(lse[..., ::2], align=4)
 
 
-def test_xformers_gets_a_bias_class_for_every_dense_band():
-    assert xformers.band_bias(FULL, 9, 9) is None
-    assert xformers.band_bias(CAUSAL, 9, 12) == ("LowerTriangularFromBottomRightMask", ())
-    assert xformers.band_bias(Band(5, 0), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 0))
-    assert xformers.band_bias(Band(5, -1), 9, 12) == ("LocalAttentionFromBottomRightMask", (5, 12))
-
-
-def test_xformers_takes_packed_batches_whole_where_it_has_a_bias_for_them():
-    assert xformers.pack_bias(packed(FULL, *PACK)) == ("BlockDiagonalMask", 0)
-    long_keys = ((3, 0, 8), (3, 5, 9))
-    assert xformers.pack_bias(packed(CAUSAL, *long_keys)) == ("BlockDiagonalCausalFromBottomRightMask", 0)
-    local = ("BlockDiagonalCausalLocalAttentionFromBottomRightMask", 5)
-    assert xformers.pack_bias(packed(Band(4, 0), *long_keys)) == local
-    assert xformers.pack_bias(packed(CAUSAL, *PACK)) is None
-    assert xformers.pack_bias(packed(Band(4, 2), *long_keys)) is None
-
-
 def test_a_partial_flash_attn_is_hidden_only_while_xformers_is_imported(tmp_path, monkeypatch):
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)

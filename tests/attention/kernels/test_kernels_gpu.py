@@ -1,5 +1,6 @@
 """The kernels of a GPU against plain fp64 attention, and the merge kernel against the eager one."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -178,6 +179,14 @@ def test_a_kernel_takes_and_writes_tensors_of_any_strides(name, how, sizes):
         for x, target, exact in zip(found, into_grads, grads, strict=True):
             assert x is target
             torch.testing.assert_close(x, exact, rtol=2e-2, atol=2e-3)
+
+
+def test_xformers_works_wherever_it_is_installed():
+    if importlib.util.find_spec("xformers") is None:
+        pytest.skip("xformers is not installed")
+    kernel = KERNELS["xformers"]
+    assert kernel.missing("cuda") is None
+    assert "fa2F@" in kernel.summary and "fa2B@" in kernel.summary
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "sdpa_flash"])

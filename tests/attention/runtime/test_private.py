@@ -136,12 +136,9 @@ def test_the_compilers_errors_and_the_profilers_threads_are_done_without(monkeyp
         assert private.profile_all_threads() == {}
 
 
-def test_an_xformers_that_does_not_tell_is_tried():
-    assert private.xformers_without_cuda(SimpleNamespace(_built_with_cuda=True)) is None
-    broken = SimpleNamespace(_built_with_cuda=False, _cpp_library_load_exception="no library\n  at all\n  really")
-    assert private.xformers_without_cuda(broken) == "no library at all"
-    with pytest.warns(UserWarning, match=r"xformers\._cpp_lib is not as expected"):
-        assert private.xformers_without_cuda(SimpleNamespace()) is None
+def test_an_operator_with_other_arguments_is_named():
+    assert private.other_arguments(torch.ops.aten.sinc, "self") is None
+    assert private.other_arguments(torch.ops.aten.sinc, "query key") == "aten.sinc takes self, not query key"
 
 
 class Compiled:
