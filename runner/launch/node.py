@@ -1,6 +1,6 @@
 """One node's part of a world: starts its ranks through torch.distributed's elastic launch, and records which ranks
 failed. Usage: `python -m runner.launch.node FOLDER SPEC`. The program runs this for its own ranks, and so does each other
-process of a launched world. SPEC is a `WorldSpec` as JSON, with `store`, through which the ranks find each other (HOST, PORT,
+process of a launched world. SPEC is a `WorldSpec` as JSON without `env`, with `store`, through which the ranks meet (HOST, PORT,
 and the listening descriptor where this process serves it; null where this process starts all ranks, which then use a file of
 FOLDER, since any user of the machine can reach a port), `agent`, this process's number, and `first_local`, the number of its
 first rank on the node.

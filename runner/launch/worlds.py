@@ -219,7 +219,8 @@ def start_node(
 ) -> subprocess.Popen[bytes]:
     """Start an agent (`runner.launch.node`). `plain`: the spec as plain data, with additions. The agent has its own session, so
     that Ctrl-C reaches only this process."""
-    command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(plain)]
+    readable = {key: value for key, value in plain.items() if key != "env"}  # a command line, by every user
+    command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(readable)]
     environment, null = node_environment(spec, folder), subprocess.DEVNULL
     return subprocess.Popen(
         command, stdin=null, stdout=log, stderr=log, env=environment, start_new_session=True, pass_fds=descriptors

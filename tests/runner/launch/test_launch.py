@@ -113,6 +113,15 @@ def test_a_world_that_is_still_starting_is_not_waited_for(after_s, patient):
     assert not world.folder.exists()
 
 
+def test_a_command_line_holds_no_value_of_launch_env():
+    world = World(WorldSpec(1, "cpu", env=(("NAME", "hidden"),)))
+    try:
+        line, variables = (Path(f"/proc/{world.agent.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+    finally:
+        world.close()
+    assert b"hidden" not in line and b"NAME=hidden" in variables
+
+
 def test_a_timeout_names_the_limit_that_it_went_over():
     world = World(WorldSpec(2, "cpu", start_timeout_s=0.2))
     outcome = world.call(faults.pids, {}, timeout_s=60)
@@ -131,6 +140,7 @@ def test_a_refusal_leaves_the_world_alive(pool):
     world = pool.get(WorldSpec(2, "cpu"))
     outcome = world.call(faults.refuse, {})
     assert (outcome.status, outcome.reason) == ("unsupported", "not here")
+    assert all(0 <= time.monotonic() - state["since"] < 600 for state in world.files.states())  # no clock that is set
     assert world.call(faults.echo, {"value": 3}).result == [3, 3]
 
 
