@@ -62,7 +62,8 @@ def process_group(group: object) -> dist.ProcessGroup | None:
             f"group={_text(group)}: a mesh of {group.ndim} dimensions must be cut to the one of the sequence; for instance "
             'mesh["cp"]'
         )
-    return group.get_group()
+    inside = group.get_coordinate() is not None
+    return group.get_group() if inside else dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[return-value]
 
 
 def _text(value: object) -> str:

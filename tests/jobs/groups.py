@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pickle import dumps
 from typing import Any
 
@@ -87,10 +88,9 @@ def two_groups(me: Rank, transport: str) -> float:
 
 
 def outside(me: Rank, kinds: list[str]) -> list[str]:
-    """The messages of `make` on rank 1 for a group that contains rank 0 alone."""
-    group = dist.new_group([0])
+    """The messages of `make` on rank 1 for a group, and for a mesh, that contains rank 0 alone."""
     messages = []
-    for name in kinds:
+    for name, group in product(kinds, (dist.new_group([0]), dist.DeviceMesh("cpu", [0]))):
         given = {"tokens": 8, "heads": 2, "head_dim": 16} if name == "auto" else {}
         try:
             attention.make(name, group=group, **given)
