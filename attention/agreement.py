@@ -1,40 +1,50 @@
-"""The agreement: when a rank makes a plan, the ranks compare their descriptions of it before they communicate. If they
-disagree, all of them raise the same error, which names the field, its values and their ranks.
+"""Ranks that do not agree. All ranks of a group make the same calls in the same order. `Calls` numbers them, and names the
+ranks and the reason where that does not hold:
 
-The plans over one process group are numbered in the order in which they are made, by whatever function: ranks must call
-the functions over a group in the same order anyway. For plan n, each rank writes its description to the group's store
-and increments a counter. The last rank compares all descriptions and writes the verdict, which the other ranks await.
-Only one description per rank and the last verdict stay in the store, so a training that makes a plan at every step does
-not fill it. No GPU and no transport is involved.
+- A call that needs a new plan first compares the ranks' descriptions of it, the call's number included. The last rank to
+  arrive compares them, and all ranks raise its verdict.
+- A rank whose call raises leaves a note in the group's store, with the call's number. Ranks that wait for it for more than
+  a second read the note, raise it, and leave notes of their own. Before its next call, a rank that left a note waits for
+  the notes of all others. So it never sends them data of one call that they take for another's.
+- A rank that raised while it waited for a transfer can't take it back. Then the group is of no further use: all
+  later calls raise, too.
 
-A rank waits for a limited time. Then it writes the verdict itself: the ranks that did not arrive, and the descriptions
-of the others. `python -m benchmarks.agreement` measures the cost. On one host with two busy cores, the median is 0.3 ms
-for 2 ranks, and 0.9 ms for 4 ranks, which share the cores. In addition, a rank waits for the slowest rank's plan."""
+Calls that succeed and whose plan exists do not use the store. Failed calls divide a group's time into epochs; notes of
+earlier ones are deleted. A rank waits for a limited time. `python -m benchmarks.agreement` measures the cost of a comparison. On
+one host with two busy cores, the median is 0.3 ms for 2 ranks, and 0.9 ms for 4 ranks, which share the cores."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as finished
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from attention.runtime import private
 
 TIMEOUT_S = 300.0  # a rank may be late for good reasons: it compiles, or loads a checkpoint
-REFUSAL_S = 1.0  # time for a rank whose call raised an error to make another, correct call
+PATIENCE_S = 1.0  # a wait this long is unusual, so it may cost something
+LINGER_S = 3.0  # how long a failed rank stays for the others to read its note, which may be in a store that it holds
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 1e-4, 0.1
 MOST_RANKS = 8  # listed in a message
 MOST_TEXT = 500  # characters of another rank's error
+MOST_TAG = 2**31 - 1
+GLOO_SIGNS = ("gloo", "pair closure")  # in the message of a transfer that a remote rank or a timeout ended
 
 Asked = Mapping[str, str]
 
 
 class Disagreement(ValueError):
-    """The ranks of a group ask for different plans, or some of them for none."""
+    """The ranks of a group make different calls, or some of them none."""
 
 
 def seconds(agreement: Any) -> float:
@@ -47,169 +57,305 @@ def seconds(agreement: Any) -> float:
     raise ValueError(f"agreement={agreement!r}: must be true, false, or the seconds to wait for the other ranks")
 
 
-@dataclass(frozen=True)
-class PlanVerdict:
-    """The outcome for one plan. message: why the ranks do not agree, or empty. without: ranks that the others gave up waiting
-    for; these take part in the next plan instead."""
+class Calls:
+    """This rank's calls over a group, by all functions that compare ranks. As a context it surrounds whatever may raise or
+    communicate. Without a group it compares nothing. Other threads use the store, too, so no operation on it may block."""
 
-    message: str = ""
-    without: Sequence[int] = ()
+    def __init__(self, group: dist.ProcessGroup | None = None, store: dist.Store | None = None):
+        self._group, self.store = None if group is None else weakref.ref(group), store
+        self.rank, self.world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.timeout_s = TIMEOUT_S
+        self.number = 0  # of the last call
+        self.place = (0, "")  # the call in which this rank is or was last, and what it does there
+        self.epoch = 0  # failed calls that all ranks know of
+        self.plans = 0  # that were compared in this epoch
+        self.failed = False  # this rank left a note, which ends the epoch
+        self.broken = ""  # why the group is of no further use
 
-
-@dataclass
-class AgreementRounds:
-    """This rank's part in the agreements of one group. store: the group's store, with a prefix. Other threads use the store,
-    too, so no operation on it may block."""
-
-    store: dist.Store
-    rank: int
-    world: int
-    number: int = 0  # of the last plan
-    refused: bool = False  # this rank's last call raised an error before the next plan was made
-
-    def check(self, asked: Asked, timeout_s: float) -> None:
-        """Raises Disagreement unless all ranks have the same description `asked`."""
-        missed = ""
-        self._leave_refused()
-        while self.rank in (verdict := self._round(asked, timeout_s)).without:
-            missed = f". Before this, the other ranks gave up: {verdict.message}"
-        if verdict.message:
-            raise Disagreement(verdict.message + missed)
-
-    def refuse(self, error: Exception) -> None:
-        """Tells the ranks that make the next plan why this rank does not."""
-        self._leave_refused()
-        note = {"plan": self.number + 1, "error": str(error)[:MOST_TEXT]}
-        self.store.set(_refused(self.rank), json.dumps(note))
-        self.refused = True
-
-    def _leave_refused(self) -> None:
-        """Withdraws the note that the last call raised an error. If the others gave up waiting for it, skips that plan."""
-        if not self.refused:
-            return
-        self.store.delete_key(_refused(self.rank))
-        self.refused = False
-        if self.store.check([f"verdict/{self.number + 1}"]):
-            self.number += 1
-            if self.store.add(f"arrived/{self.number}", 1) == self.world:
-                self.store.delete_key(f"arrived/{self.number}")
-
-    def _round(self, asked: Asked, timeout_s: float) -> PlanVerdict:
+    def begin(self, timeout_s: float) -> None:
+        """Numbers a call, in which this rank waits so long for others."""
         self.number += 1
-        n, store = self.number, self.store
-        store.set(_key(self.rank), json.dumps({"plan": n, "asked": asked}))
-        if store.add(f"arrived/{n}", 1) < self.world:
-            return self._await(timeout_s)
-        found = store.multi_get([_key(rank) for rank in range(self.world)])
-        verdict = self._decide(PlanVerdict(_difference([json.loads(x)["asked"] for x in found])))
-        store.delete_key(f"arrived/{n}")
-        store.delete_key(f"verdict/{n - 1}")  # all ranks have read it
-        return verdict
+        self.place, self.timeout_s = (self.number, ""), timeout_s
 
-    def _await(self, timeout_s: float) -> PlanVerdict:
-        """The verdict on the current plan. Polls, because a store's own wait blocks other threads, prints warnings and
-        can't be interrupted."""
-        start, key = time.monotonic(), f"verdict/{self.number}"
-        while not self.store.check([key]):
+    @contextmanager
+    def backward(self, number: int) -> Iterator[None]:
+        """The context of the backward of that call."""
+        with self:
+            self.place = (number, "backward")
+            yield
+
+    @property
+    def compare(self) -> bool:
+        return self.store is not None
+
+    @property
+    def where(self) -> str:
+        number, stage = self.place
+        return f"the {stage} of call {number}" if stage else f"call {number}"
+
+    @property
+    def tag(self) -> int:
+        """Of messages, so that those of different calls never meet."""
+        number, stage = self.place
+        return (2 * number + (stage == "backward")) % MOST_TAG
+
+    def __enter__(self) -> None:
+        if self.failed:
+            self._settle()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or self.store is None:
+            return
+        if self.broken and not isinstance(error, Disagreement):
+            raise Disagreement(self.broken) from error
+        if not self.failed:
+            self._leave_note(error)
+            self._linger()
+
+    def check(self, asked: Asked) -> None:
+        """Raises Disagreement, on every rank, unless all ranks have the same description `asked` of a new plan, which is
+        text by field."""
+        if self.store is None:
+            return
+        with _store_answers():
+            self.plans += 1
+            plan = f"{self.epoch}.{self.plans}"
+            described = {"calls over this group": str(self.number), **asked}
+            self.store.set(f"asked/{self.rank}", json.dumps({"plan": plan, "asked": described}))
+            if self.store.add(f"arrived/{plan}", 1) == self.world:
+                every = self.store.multi_get([f"asked/{rank}" for rank in range(self.world)])
+                difference = _difference([json.loads(x)["asked"] for x in every])
+                self.store.set(f"verdict/{plan}", json.dumps(difference))
+                self._delete(f"arrived/{plan}", f"verdict/{self.epoch}.{self.plans - 1}")  # all ranks have read these
+            else:
+                self._await([f"verdict/{plan}"], lambda: self._absence(plan))
+                difference = json.loads(self.store.get(f"verdict/{plan}"))
+        if difference:
+            raise Disagreement(difference)
+
+    def wait(self, transfer: Future[object]) -> None:
+        """Returns when a transfer is over. Raises Disagreement if other ranks do not take part in it."""
+        if self.store is None:
+            finished([transfer])
+            return
+        waited = 0.0  # a count, not a clock: a process that is stopped for a while gets its time back
+        while finished([transfer], PATIENCE_S).not_done:
+            if not waited:
+                self._write(f"at/{self.rank}", self.where)
+            waited += PATIENCE_S
+            why = self.news() or (self._late(waited) if waited >= self.timeout_s else "")
+            if why:
+                self._give_up(why)
+                self._interrupt()
+                self._linger()
+                raise Disagreement(self.broken)
+        error = transfer.exception()
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in GLOO_SIGNS):
+            why = self.news() or (f"{self._late(waited)} ({str(error).splitlines()[0]})" if waited else "")
+            if why:
+                self._give_up(why)
+                self._linger()
+                raise Disagreement(self.broken) from error
+
+    def news(self) -> str:
+        """Why a wait for other ranks has to end, or empty. To be asked if it takes longer than `PATIENCE_S`."""
+        if self.store is not None and not self.broken:
+            with suppress(RuntimeError):  # the store is gone; so is a rank
+                if why := self._failure():
+                    self._give_up(why)
+        return self.broken
+
+    def _give_up(self, why: str) -> None:
+        if not self.broken:
+            self.broken = (
+                f"{why}. The ranks are out of step, and this group is of no further use: start all ranks again"
+            )
+            self._leave_note(Disagreement(self.broken))
+
+    def _leave_note(self, error: Exception) -> None:
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        told = isinstance(error, Disagreement)
+        note = {"call": self.number, "where": self.where, "error": text[:MOST_TEXT], "told": told}
+        self.failed = True
+        self._write(f"failed/{self.epoch}/{self.rank}", json.dumps(note | {"broken": bool(self.broken)}))
+        self._write(f"failed/{self.epoch}", "some")
+
+    def _settle(self) -> None:
+        """Returns when all ranks have left notes of the same call. Raises Disagreement if that can't be."""
+        if self.broken:
+            raise Disagreement(self.broken)
+        assert self.store is not None
+        with _store_answers():
+            self._await(self._note_keys(), self._unanswered)
+            notes = self._notes()
+            calls = _by_value({rank: f"call {note['call']}" for rank, note in notes.items()})
+            self.broken = next((note["error"] for note in notes.values() if note["broken"]), "")
+            if len(calls) > 1 and not self.broken:
+                self.broken = (
+                    "after an error the ranks are out of step, and this group is of no further use: they were in "
+                    f"{', '.join(f'{call} on {_ranks(ranks)}' for call, ranks in calls.items())}; start all ranks again"
+                )
+            if self.broken:
+                raise Disagreement(self.broken)
+            # every rank is through with the epoch, and with its notes by the end of the next one
+            plan = f"{self.epoch}.{self.plans}"
+            last = self.epoch - 1
+            self._delete(f"arrived/{plan}", f"verdict/{plan}", f"failed/{last}", f"failed/{last}/{self.rank}")
+        self.epoch += 1
+        self.plans, self.failed = 0, False
+
+    def _await(self, keys: list[str], late: Callable[[], str]) -> None:
+        """Returns when the store has all keys. Polls, because a store's own wait blocks other threads, prints warnings and
+        can't be interrupted. Raises Disagreement if another rank failed, or with what `late` says after the timeout."""
+        assert self.store is not None
+        start = time.monotonic()
+        while not self.store.check(keys):
             waited = time.monotonic() - start
-            failure = self._refusal() if waited > REFUSAL_S else None
-            if failure is None and waited > timeout_s:
-                failure = self._absence(timeout_s)
-            if failure is not None:
-                return self._decide(failure)
+            why = self._failure() if waited > LONGEST_SLEEP_S else ""
+            why = why or (late() if waited > self.timeout_s else "")
+            if why:
+                raise Disagreement(why)
             time.sleep(min(max(waited / 3, SHORTEST_SLEEP_S), LONGEST_SLEEP_S))
-        return PlanVerdict(**json.loads(self.store.get(key)))
 
-    def _decide(self, verdict: PlanVerdict) -> PlanVerdict:
-        """Writes the verdict, unless another rank has written one. Returns the verdict in the store."""
-        holds = self.store.compare_set(f"verdict/{self.number}", "", json.dumps(asdict(verdict)))
-        return PlanVerdict(**json.loads(holds))
-
-    def _refusal(self) -> PlanVerdict | None:
-        errors: dict[int, str] = {}
-        for rank in range(self.world):
-            if self.store.check([_refused(rank)]):
-                note = json.loads(self.store.get(_refused(rank)))
-                if note["plan"] == self.number:
-                    errors[rank] = note["error"]
-        if not errors:
-            return None
-        message = "; ".join(
-            f"{_ranks(ranks)} refused {'its' if len(ranks) == 1 else 'their'} call, which other ranks made: {error}"
-            for error, ranks in _by_value(errors).items()
+    def _failure(self) -> str:
+        """What the notes of other ranks say of this rank's call or an earlier one; empty if there are none."""
+        assert self.store is not None
+        if self.failed or not self.store.check([f"failed/{self.epoch}"]):
+            return ""
+        notes = {rank: note for rank, note in self._notes().items() if note["call"] <= self.number}
+        for note in notes.values():
+            if note["told"]:
+                return str(note["error"])
+        return "; ".join(
+            f"{_ranks(ranks)} raised an error in {reason}"
+            for reason, ranks in _by_value(
+                {rank: f"{note['where']}, which other ranks made: {note['error']}" for rank, note in notes.items()}
+            ).items()
         )
-        return PlanVerdict(message, list(errors))
 
-    def _absence(self, timeout_s: float) -> PlanVerdict | None:
-        """A verdict that names the ranks that did not arrive, with the descriptions of the others; None if all have arrived."""
-        came: dict[int, str] = {}
-        for rank in range(self.world):
-            if self.store.check([_key(rank)]):
-                note = json.loads(self.store.get(_key(rank)))
-                if note["plan"] == self.number:
-                    came[rank] = ", ".join(f"{field} {value}" for field, value in note["asked"].items())
+    def _note_keys(self) -> list[str]:
+        return [f"failed/{self.epoch}/{rank}" for rank in range(self.world)]
+
+    def _notes(self) -> dict[int, dict[str, Any]]:
+        """The notes of this epoch by rank."""
+        return {rank: json.loads(text) for rank, text in self._read(self._note_keys()).items()}
+
+    def _absence(self, plan: str) -> str:
+        """Names the ranks that did not arrive, with the descriptions of the others; empty if all have arrived."""
+        notes = {rank: json.loads(x) for rank, x in self._read([f"asked/{rank}" for rank in range(self.world)]).items()}
+        came = {
+            rank: ", ".join(f"{field} {value}" for field, value in note["asked"].items())
+            for rank, note in notes.items()
+            if note["plan"] == plan
+        }
         absent = [rank for rank in range(self.world) if rank not in came]
         if not absent:
-            return None
+            return ""
         asked = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in _by_value(came).items())
-        message = (
-            f"{_ranks(absent)} did not make this plan within {timeout_s:g} s. Either their calls differ in number or order, "
-            f"or they reuse an earlier plan, or they have agreement=False, or they are late (give agreement=SECONDS to "
-            f"wait longer). Asked for by {asked}"
+        return (
+            f"{_ranks(absent)} did not make this plan within {self.timeout_s:g} s. Either their calls differ in number or "
+            f"order, or they reuse an earlier plan, or they have agreement=False, or they are late (give agreement=SECONDS "
+            f"to wait longer). Asked for by {asked}"
         )
-        return PlanVerdict(message, absent)
+
+    def _unanswered(self) -> str:
+        silent = [rank for rank in range(self.world) if rank not in self._notes()]
+        return (
+            f"{_ranks([self.rank])} raised an error in {self.where}, and {_ranks(silent)} did not make that call within "
+            f"{self.timeout_s:g} s: all ranks must make the same calls in the same order"
+        )
+
+    def _late(self, waited_s: float) -> str:
+        """Names the ranks that do not wait where this rank does, and where they waited last."""
+        with suppress(RuntimeError):
+            places = self._read([f"at/{rank}" for rank in range(self.world)])
+            absent = [rank for rank in range(self.world) if rank != self.rank and places.get(rank) != self.where]
+            last = "".join(f"; rank {rank} last waited in {places[rank]}" for rank in absent if rank in places)
+            if absent:
+                return (
+                    f"{_ranks(absent)} did not reach the transfers of {self.where} within {waited_s:g} s: either not "
+                    f"called there, or late (give agreement=SECONDS to wait longer){last}"
+                )
+        return f"the transfers of {self.where} did not end within {waited_s:g} s"
+
+    def _interrupt(self) -> None:
+        """Ends all transfers of a gloo group, here and on ranks that wait for this one. Otherwise the thread that waits
+        would keep this process from its end. Gloo closes its connections when a wait times out."""
+        group = self._group() if self._group else None
+        if group is not None and private.backend(group, torch.device("cpu")) == "gloo":
+            with suppress(RuntimeError):
+                other = (self.rank + 1) % self.world
+                waiting = dist.irecv(torch.empty(1), group=group, group_src=other, tag=MOST_TAG)
+                assert waiting is not None
+                waiting.wait(timedelta(milliseconds=1))
+
+    def _linger(self) -> None:
+        """Stays until all ranks have left notes, but not for long: the process may end next, and with it the store."""
+        assert self.store is not None
+        end = time.monotonic() + LINGER_S
+        with suppress(RuntimeError):
+            while not self.store.check(self._note_keys()) and time.monotonic() < end:
+                time.sleep(LONGEST_SLEEP_S)
+
+    def _read(self, keys: list[str]) -> dict[int, bytes]:
+        """By rank, those of the keys that the store has."""
+        assert self.store is not None
+        return {rank: self.store.get(key) for rank, key in enumerate(keys) if self.store.check([key])}
+
+    def _write(self, key: str, text: str) -> None:
+        assert self.store is not None
+        with suppress(RuntimeError):  # the store is gone; the caller has an error to raise, or will see one
+            self.store.set(key, text)
+
+    def _delete(self, *keys: str) -> None:
+        assert self.store is not None
+        for key in keys:
+            self.store.delete_key(key)
 
 
-def check(group: dist.ProcessGroup | None, asked: Asked, timeout_s: float) -> None:
-    """Compares the descriptions of a plan by the ranks of the group. asked: this rank's description, as text by field.
-    Raises Disagreement on every rank that made a plan."""
-    rounds = _rounds_of(group)
-    if rounds is not None:
-        rounds.check(asked, timeout_s)
-
-
-def refuse(group: dist.ProcessGroup | None, error: Exception) -> None:
-    """To be called when a call raised an error before or after its agreement. Ranks that wait for this rank then learn why
-    it does not arrive. Does not wait, and raises nothing."""
+@contextmanager
+def _store_answers() -> Iterator[None]:
     try:
-        rounds = _rounds_of(group)
-        if rounds is not None:
-            rounds.refuse(error)
-    except (RuntimeError, ValueError):  # the store or the group is gone; the caller raises the call's error
-        pass
+        yield
+    except RuntimeError as error:
+        raise Disagreement(
+            f"the process group's store does not answer. The process that holds it, usually that of rank 0, has ended, "
+            f"perhaps since the ranks made different calls: its output says why ({str(error).splitlines()[0]})"
+        ) from error
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, AgreementRounds | None] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 
 
-def _rounds_of(group: dist.ProcessGroup | None) -> AgreementRounds | None:
-    """None if this PyTorch does not give the group's store."""
-    found = group or private.default_group()
-    if found not in _known:
-        store = private.store(found)
-        rank, world = dist.get_rank(found), dist.get_world_size(found)
-        _known[found] = AgreementRounds(dist.PrefixStore("agreement", store), rank, world) if store else None
-    return _known[found]
+def calls_over(group: dist.ProcessGroup | None) -> Calls:
+    """This rank's calls over a group. They compare nothing if this PyTorch does not give the group's store."""
+    group = group or private.default_group()
+    if group not in _known:
+        store = private.store(group)
+        _known[group] = Calls(group, dist.PrefixStore("agreement", store) if store else None)
+    return _known[group]
 
 
 def _difference(asked: Sequence[Asked]) -> str:
     """The fields in which the ranks differ, as a message; empty if there are none."""
-    if all(each == asked[0] for each in asked):
+    if all(fields == asked[0] for fields in asked):
         return ""
-    found = []
-    for field in dict.fromkeys(field for each in asked for field in each):
-        values = _by_value({rank: each.get(field, "none") for rank, each in enumerate(asked)})
+    differences = []
+    for field in dict.fromkeys(field for fields in asked for field in fields):
+        values = _by_value({rank: fields.get(field, "none") for rank, fields in enumerate(asked)})
         if len(values) > 1:
-            found.append(f"{field}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items()))
-    return f"the ranks of a call disagree. {'. '.join(found)}. Give the same on all ranks"
+            differences.append(
+                f"{field}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            )
+    return f"the ranks of a call disagree. {'. '.join(differences)}. Give the same on all ranks"
 
 
 def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
     """The ranks that have each value."""
-    found: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
-        found.setdefault(value, []).append(rank)
-    return found
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -217,11 +363,3 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > MOST_RANKS:
         return f"ranks {listed}, … ({len(ranks)} in all)"
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
-
-
-def _refused(rank: int) -> str:
-    return f"refused/{rank}"
-
-
-def _key(rank: int) -> str:
-    return f"rank/{rank}"

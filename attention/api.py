@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pickle import PicklingError
 from typing import Any, Literal, TypeVar, cast, overload
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels, transports
-from attention.agreement import Disagreement, refuse, seconds
+from attention.agreement import Calls, calls_over, seconds
 from attention.arguments import (
     Lengths,
     check_cu_seqlens,
@@ -151,6 +150,17 @@ def _not_compiled(call: Method) -> Method:
     return cast(Method, inner)
 
 
+def _noted(call: Method) -> Method:
+    """Errors of the call reach the ranks that wait for this one (see `attention.agreement`)."""
+
+    @wraps(call)
+    def inner(self: ContextParallel, *args: Any, **options: Any) -> Any:
+        with self.calls:
+            return call(self, *args, **options)
+
+    return cast(Method, inner)
+
+
 class ContextParallel:
     """A context-parallel attention function; `make` builds it. It can be copied, and it can be pickled if it is over
     the default group. So can a module that contains it. Unpickled in a process without a process group, such as a worker
@@ -191,6 +201,8 @@ class ContextParallel:
         self.transports: dict[torch.device, Transport] = {}
         self.plans = Plans()
         self.replay = Replay(self.asked_replay)
+        compared = self.world > 1 and self.agreement_s > 0 and not self.alone
+        self.calls = calls_over(self.group) if compared else Calls()
 
     def __copy__(self) -> ContextParallel:
         """A function with the same arguments and group, but with plans and transports of its own. Deep copies use
@@ -276,6 +288,7 @@ class ContextParallel:
         return (part, added) if pad else part
 
     @_not_compiled
+    @_noted
     def unshard(self, x: Tensor, cu_seqlens: Lengths = None, padding: int = 0) -> Tensor:
         """The inverse of `shard`: the global tensor, on every rank, from the parts of all ranks. x: this rank's part of
         out, of a gradient of q, k or v, or of anything else that `shard` takes. The out of a decode is already global.
@@ -300,6 +313,7 @@ class ContextParallel:
         return padded_layout(self, padding).shards(lengths, self.world)
 
     @_not_compiled
+    @_noted
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
         window: tuple[int, int] = (-1, -1), cu_seqlens: Lengths = None, mask: Mask | None = None,
@@ -341,10 +355,10 @@ class ContextParallel:
         uses the LSE undetached. The backward reads out, so write `out = out + x`, not `out += x`.
         Raises ValueError for shapes, masks or lengths that the variant can't do, UnsupportedCall (a ValueError)
         when the kernel can't, and TypeError for an unknown argument."""
+        self.calls.begin(self.agreement_s)
         if dropout or unknown:
-            with self._errors_reported():
-                check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
-                raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+            check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
+            raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
         given = {
             "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask,
             "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "sinks": sinks, "softcap": softcap,
@@ -391,9 +405,8 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse) over the keys of each element and those of the prefix. given: arguments of the call on each element's
         keys. Sinks are applied in this call only."""
-        with self._errors_reported():
-            shared = check_prefix(prefix, k, v, self.variant)
-            check_no_window(given["causal"], given["window"], given["mask"])
+        shared = check_prefix(prefix, k, v, self.variant)
+        check_no_window(given["causal"], given["window"], given["mask"])
         out, lse = self(q, k, v, **given, return_lse=True)
         batch, n, heads, head_dim = q.shape
         queries = q.reshape(1, batch * n, heads, head_dim)
@@ -403,24 +416,12 @@ class ContextParallel:
         merge(out, lse, out, lse, found[0].view(out.shape), found[1].view(heads, batch, n).transpose(0, 1))
         return out, lse
 
+    @_noted
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
         """The plan of a call with these arguments: the schedule bound to this rank, its kernel and its transport."""
-        with self._errors_reported():
-            self._check_group(communicates=True)
-            spec = call_spec(self, q, k, v, **given)
-            return plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
-
-    @contextmanager
-    def _errors_reported(self) -> Iterator[None]:
-        """Reports an error in this context to the ranks that wait in the agreement."""
-        try:
-            yield
-        except Disagreement:
-            raise
-        except Exception as error:
-            if self.world > 1 and self.agreement_s:
-                refuse(self.group, error)
-            raise
+        self._check_group(communicates=True)
+        spec = call_spec(self, q, k, v, **given)
+        return plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
 
     def _check_group(self, communicates: bool = False) -> None:
         """Raises ValueError if the function has no process group, and either there is one now or it needs one."""
@@ -444,8 +445,9 @@ class ContextParallel:
             if isinstance(self.variant, External):  # only `unshard` uses ours, since the package communicates by itself
                 name = "nccl" if device.type == "cuda" else "gloo"
             # a baseline runs in a larger world with self.world = 1: nothing to move
-            made = transports.select(name, device, self.group) if self.world > 1 else None
-            self.transports[device] = made or transports.Nothing()
+            made = transports.select(name, device, self.group) if self.world > 1 else transports.Nothing()
+            made.follow(self.calls)
+            self.transports[device] = made
         return self.transports[device]
 
 

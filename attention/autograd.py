@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
         out, lse, *saved = _forward(inputs, plan, strategy, True)
         node = inputs[0].new_empty(0)
         ctx.save_for_backward(*saved, node)
-        ctx.plan, ctx.strategy = plan, strategy
+        ctx.plan, ctx.strategy, ctx.call = plan, strategy, plan.transport.calls.number
         ctx.set_materialize_grads(False)  # an LSE that no loss uses has no gradient, rather than zeros
         ctx.like = out.shape, out.dtype, out.device
         return out, lse, node
@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
         hold_for_caller(ctx.plan.transport.captured)
-        with torch.no_grad():
+        with torch.no_grad(), ctx.plan.transport.calls.backward(ctx.call):
             (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
             grads = _backward(given, saved, ctx.plan, ctx.strategy)
         return None, None, *_first_order(grads, dout, node, ctx.plan.variant.name)

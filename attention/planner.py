@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import agreement, kernels, transports
+from attention import kernels, transports
+from attention.agreement import Asked, Calls
 from attention.arguments import (
     Lengths,
     check_causal,
@@ -32,7 +33,7 @@ from attention.arguments import (
 from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
-from attention.executors.plan import KeyLengths, Plan, PlannedComponent, plan_steps, resized
+from attention.executors.plan import KeyLengths, Plan, PlannedComponent, PlannedStep, plan_steps, resized
 from attention.external import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.mixtures import Component, components
@@ -73,7 +74,7 @@ class Settings(Protocol):
     world: int
     layout: Layout
     group: dist.ProcessGroup | None
-    agreement_s: float  # how long a new plan waits for the other ranks; 0: ranks are not compared
+    calls: Calls
 
 
 class CallSpec(NamedTuple):
@@ -216,10 +217,16 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     _check_call(spec, settings)
     kernel = _kernel(spec, settings, problem)
     of_parts = _part_kernels(spec, settings, problem)
-    if settings.world > 1 and settings.agreement_s:  # before `connect`, which is collective
-        agreement.check(settings.group, _asked(spec, batch, settings, made, kernel), settings.agreement_s)
-    transport = connect(spec.device)
     place, head = divmod(settings.rank, problem.ulysses)
+    steps = plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device)
+    _check_patterns(kernel, steps)  # which differ by rank, so ranks agree afterwards
+    for c, part_kernel in zip(_mixed(spec, settings, problem), of_parts, strict=True):
+        if isinstance(part_kernel, ForPatterns):
+            of_part = plan_steps(c.problem, c.place(place), _like(spec, settings), False, spec.device)
+            _check_patterns(part_kernel, of_part)
+    if settings.calls.compare:  # before `connect`, which is collective
+        settings.calls.check(_asked(spec, batch, settings, made, kernel))
+    transport = connect(spec.device)
     # whether one rank's kernel can write into another's memory
     writable = settings.world > 1 and spec.device.type == "cuda" and transport.pulls and shape.dtype != torch.float64
     plan = Plan(
@@ -237,14 +244,16 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         kernel=kernel,
         transport=transport,
         options=options.resolved(writable),
-        steps=plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device),
+        steps=steps,
     )
     plan = replace(plan, parts=_parts(plan, spec, settings, of_parts))
-    for each in (plan, *(part.plan for part in plan.parts())):
-        if isinstance(each.kernel, ForPatterns):
-            for call in (call for step in each.steps for call in step.calls):
-                each.kernel.check(call.call)
     return replace(plan, replay=settings.replay.choose(plan, spec.device))
+
+
+def _check_patterns(kernel: Kernel, steps: Sequence[PlannedStep]) -> None:
+    if isinstance(kernel, ForPatterns):
+        for call in (call for step in steps for call in step.calls):
+            kernel.check(call.call)
 
 
 def _mixed(spec: CallSpec, settings: Settings, problem: Problem) -> tuple[Component, ...]:
@@ -382,7 +391,7 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     return chosen if spec.lengths_on is None or reads_lengths else ByElement(chosen)
 
 
-def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Kernel) -> agreement.Asked:
+def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Kernel) -> Asked:
     """What must be equal on all ranks, by field."""
     variant, shape, total = settings.variant, spec.shape, spec.cu_seqlens[-1]
     transport = settings.transport_name

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.agreement import Calls
 from attention.geometry.schedules import length
 from attention.profiling import phase
 from attention.runtime.private import backend, default_group
@@ -32,6 +33,9 @@ class Collective(Transport):
         if x.device not in self.by_device:
             self.by_device[x.device] = backend(self.group or default_group(), x.device) == "gloo"
         return self.by_device[x.device]
+
+    def follow(self, calls: Calls) -> None:
+        self.calls = self.queue.calls = calls
 
     def join(self) -> None:
         self.queue.join()
@@ -71,14 +75,14 @@ class _Sent:
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.sends and not messages.receives:
             return Done()
-        transport, what = self.transport, self.what
+        transport, what, tag = self.transport, self.what, self.transport.calls.tag
         outgoing = [(m.remote, take(self.tensors[m.tensor], m.source).contiguous()) for m in messages.sends]
         incoming = [(m.remote, _landing(m, into[m.into])) for m in messages.receives]
         transport.counted(what, sum(x.nbytes for _, x in incoming))
 
         def run() -> None:
             with phase(f"comm_{what}", step):
-                _exchange(outgoing, incoming, transport.group)
+                _exchange(outgoing, incoming, transport.group, tag)
 
         def place() -> None:
             ends = zip(messages.receives, incoming, strict=True)
@@ -105,7 +109,10 @@ def _landing(message: Message, into: Tensor) -> Tensor:
 
 
 def _exchange(
-    outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup | None
+    outgoing: Sequence[tuple[int, Tensor]],
+    incoming: Sequence[tuple[int, Tensor]],
+    group: dist.ProcessGroup | None,
+    tag: int,
 ) -> None:
     if any(x.is_cuda for _, x in (*outgoing, *incoming)):
         operations = [dist.P2POp(dist.irecv, x, group=group, group_peer=remote) for remote, x in incoming]
@@ -113,8 +120,8 @@ def _exchange(
         for issued in dist.batch_isend_irecv(operations):
             issued.wait()
         return
-    pending = [dist.irecv(_bytes(x), group=group, group_src=remote) for remote, x in incoming]
-    pending += [dist.isend(_bytes(x), group=group, group_dst=remote) for remote, x in outgoing]
+    pending = [dist.irecv(_bytes(x), group=group, group_src=remote, tag=tag) for remote, x in incoming]
+    pending += [dist.isend(_bytes(x), group=group, group_dst=remote, tag=tag) for remote, x in outgoing]
     for work in pending:
         if work is not None:
             work.wait()

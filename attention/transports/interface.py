@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from attention.agreement import Calls
 from attention.geometry.transfers import Intervals
 from attention.runtime.priority_stream import Inline, PriorityStream
 
@@ -56,6 +57,7 @@ class Transport:
 
     name: str
     note: str | None = None  # why it replaces the transport that was asked for
+    calls = Calls()  # in which it moves tokens
     pulls = False  # whether ranks read only what they need from remote memory
     priority_stream: PriorityStream = (
         Inline()
@@ -68,6 +70,10 @@ class Transport:
     def counted(self, what: str, size: int) -> None:
         """Counts bytes that were moved into this rank."""
         self.bytes_received[what] = self.bytes_received.get(what, 0) + size
+
+    def follow(self, calls: Calls) -> None:
+        """From now on, moves the tokens of these calls."""
+        self.calls = calls
 
     def begin(self) -> None:
         """Called at the beginning of a forward or backward, on the caller's stream."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as finished
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from attention.agreement import Calls
 from attention.profiling import phase
 from attention.runtime.streams import Follow, On, capturing, current, record, wait
 from attention.transports.interface import Handle
@@ -32,6 +32,8 @@ class StartedTransfer(Protocol):
 
 class Queue:
     """A subclass says how work is started. On CUDA, `settle` and `join` have an effect only while a CUDA graph is captured."""
+
+    calls = Calls()  # in which its work is waited for
 
     def issue(
         self,
@@ -110,7 +112,7 @@ class _HostTransfer:
         self.queue, self.future = queue, future
 
     def wait(self) -> None:
-        finished([self.future])
+        self.queue.calls.wait(self.future)
 
     def finish(self) -> None:
         self.queue.join()  # raises an earlier failure first, which may be the cause

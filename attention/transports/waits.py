@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from attention.agreement import PATIENCE_S, Calls, calls_over
 from attention.runtime.cuda_driver import function
 from attention.runtime.private import timeout_s
 
@@ -69,8 +70,10 @@ class Remote:
     """The remote ranks of a group, as seen by waits for them. Ranks are numbered within the group; messages give global
     ranks. Construction is collective. `failed`: the first failure, after which data in shared memory cannot be trusted."""
 
+    calls = Calls()
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._group, self.device = weakref.ref(group), device
+        self._group, self.device, self.calls = weakref.ref(group), device, calls_over(group)
         self.rank = dist.get_rank(group)
         world = dist.get_world_size(group)
         self.names = [dist.get_global_rank(group, rank) for rank in range(world)]
@@ -111,13 +114,16 @@ class Remote:
                     "its own output says why; start all ranks again"
                 )
         group = self._group()
+        if waited_s > PATIENCE_S and (news := self.calls.news()):
+            return f"{me} waited for rank {self.names[ranks[0]]} {action}, but {news}"
         limit_s = float("inf") if group is None else timeout_s(group, self.device)
         if waited_s < limit_s:
             return None
         names = ", ".join(str(self.names[rank]) for rank in ranks)
         return (
             f"{me} waited {limit_s:g} s, the process group's timeout, for rank {names} {action}: it raised, hangs, is late or "
-            "made another call; start all ranks again, with a longer timeout where a call takes that long"
+            f"made another call (this rank is in {self.calls.where}); start all ranks again, with a longer timeout where a call takes "
+            "that long"
         )
 
 
