@@ -120,9 +120,11 @@ class Calls:
         with _store_answers():
             self.plans += 1
             plan = f"{self.epoch}.{self.plans}"
-            described = {"calls over this group": str(self.number), **asked}
+            described = {**asked, "calls over this group": str(self.number)}
             self.store.set(f"asked/{self.rank}", json.dumps({"plan": plan, "asked": described}))
             if self.store.add(f"arrived/{plan}", 1) == self.world:
+                if why := self._failure():  # another rank gave up before
+                    raise Disagreement(why)
                 every = self.store.multi_get([f"asked/{rank}" for rank in range(self.world)])
                 difference = _difference([json.loads(x)["asked"] for x in every])
                 self.store.set(f"verdict/{plan}", json.dumps(difference))
@@ -175,7 +177,7 @@ class Calls:
     def _leave_note(self, error: Exception) -> None:
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         told = isinstance(error, Disagreement)
-        note = {"call": self.number, "where": self.where, "error": text[:MOST_TEXT], "told": told}
+        note = {"call": self.number, "where": self.where, "error": text if told else text[:MOST_TEXT], "told": told}
         self.failed = True
         self._write(f"failed/{self.epoch}/{self.rank}", json.dumps(note | {"broken": bool(self.broken)}))
         self._write(f"failed/{self.epoch}", "some")

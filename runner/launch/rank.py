@@ -206,7 +206,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _remote_rank_gone(text: str) -> bool:
-    signs = ("Connection", "onnection reset", "Broken pipe", "closed by peer", "gloo", "NCCL", "transport=symm: rank")
+    signs = (
+        "Connection",
+        "onnection reset",
+        "Broken pipe",
+        "closed by peer",
+        "gloo",
+        "NCCL",
+        "transport=symm: rank",
+        "Disagreement",
+    )
     return any(sign in text for sign in signs)
 
 

@@ -1,5 +1,6 @@
 """Ranks that ask for different plans are found when the plan is made, on every rank, in real gloo worlds."""
 
+import multiprocessing
 import pickle
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 import attention
 from attention.agreement import TIMEOUT_S
 from tests.jobs import agreement
+from tests.support.ports import free_port
 
 PACKED = {"make": {"name": "llama3"}, "x": {"packed": True}, "call": {"cu_seqlens": [0, 10, 32], "causal": True}}
 DECODE = {"make": {"name": "tree"}, "x": {"queries": 1}}
@@ -83,30 +85,81 @@ def test_functions_called_in_another_order_are_found(in_world):
 
 
 def test_a_rank_that_comes_too_late_is_told_and_later_calls_agree(in_world):
-    (late, then), *others = in_world(agreement.late, 2)
-    assert "rank 1 did not make this plan within 1.5 s" in late
-    assert "Before this, the other ranks gave up: rank 0 did not make this plan" in late
-    assert "rank 0 did not make this plan within 1.5 s" in others[0][0]
-    assert then == others[0][1] == "none"
+    for late, then in in_world(agreement.late, 2):
+        assert "rank 0 did not make this plan within 1.5 s" in late
+        assert then == "none", then
 
 
-def test_a_call_that_one_rank_refuses_ends_on_all_ranks_with_its_reason(in_world):
-    messages, seconds = zip(*in_world(agreement.refused_by_one, 4), strict=True)
-    assert "rank 1 refused" not in messages[1]  # its own error
-    for rank in (0, 2, 3):
-        assert "rank 1 refused its call, which other ranks made: " in messages[rank]
-        assert messages[1].partition(": ")[2] in messages[rank]
+@pytest.mark.parametrize("late", [False, True])
+def test_a_call_that_some_ranks_refuse_ends_on_all_ranks_with_a_reason(in_world, late):
+    first, then, seconds = zip(*in_world(agreement.refused_by_some, 4, late=late), strict=True)
+    for rank in (1, 2):
+        assert "raised an error" not in first[rank]  # its own error
+    for rank in (0, 3):
+        assert "rank 1 raised an error in call " in first[rank]
+        assert first[1].partition(": ")[2] in first[rank]
+    assert then == ("none",) * 4
     assert max(seconds) < 15
 
 
-def test_after_a_call_that_two_ranks_refuse_all_agree_again(in_world):
-    first, then = zip(*in_world(agreement.refused_by_two, 4), strict=True)
-    assert all("rank 1 refused its call" in first[rank] for rank in (0, 3))
-    assert then == ("none",) * 4
+@pytest.mark.parametrize(("bad", "transport"), [(0, "gloo"), (1, "gloo"), (1, "symm")])
+def test_batches_of_different_steps_never_meet_where_one_rank_skips_one(in_world, bad, transport):
+    others, skipping = in_world(agreement.skips_a_batch, 2, bad=bad, transport=transport)
+    why = f"rank 1 raised an error in call {bad + 1}, which other ranks made: softcap=-1.0"
+    for step, (other, mine) in enumerate(zip(others, skipping, strict=True)):
+        if step == bad:
+            assert why in other
+            assert mine.startswith("own: softcap=-1.0")
+        elif step > bad > 0:  # the others' transfers of the bad step can't be taken back
+            assert why in other
+            assert why in mine
+            assert "start all ranks again" in mine
+        else:
+            assert other == mine == [step]
 
 
-def test_a_rank_may_correct_a_refused_call(in_world):
-    assert in_world(agreement.corrected, 2) == ["none", "none"]
+def test_a_mask_that_fits_the_layout_on_one_rank_only_is_named_on_both(in_world):
+    base, other = {"make": {"name": "balanced"}, "call": {"causal": True}}, {"call": {"causal": False}}
+    found = in_world(agreement.disagree, 2, odd=1, base=base, other=other)
+    for message in found["first"]:
+        assert "mask=full: this balanced layout was made for causal" in message
+    assert "rank 1 raised an error in call " in found["first"][0], found
+    assert found["then"] == ["none"] * 2
+
+
+def test_an_error_within_a_call_is_named_by_the_ranks_that_wait(in_world):
+    *others, own = in_world(agreement.raises_within, 4)
+    assert "raised an error" not in own[0]
+    for message, seconds in others:
+        assert "rank 3 raised an error in call 2, which other ranks made: AttributeError: " in message
+        assert seconds < 15
+
+
+@pytest.mark.parametrize("then", ["waits", "calls"])
+def test_a_backward_that_one_rank_skips_is_named(in_world, then):
+    skipping, waiting = in_world(agreement.skips_a_backward, 2, then=then)
+    of_backward = "rank 0 did not reach the transfers of the backward of call 1 within 2 s"
+    of_call = "rank 1 did not reach the transfers of call 2 within 2 s"
+    if then == "waits":
+        assert of_backward in waiting
+        assert skipping == "none"
+    else:  # whichever gives up first
+        assert all(of_backward in message or of_call in message for message in (waiting, skipping)), skipping
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("differ", "scale: 0.5 on rank 0, 1.5 on rank 1"), ("refuse", "softcap=-1.0")]
+)
+def test_every_rank_names_the_reason_where_the_rank_with_the_store_leaves_first(how, reason):
+    context = multiprocessing.get_context("spawn")
+    messages, port = context.Queue(), free_port()
+    ranks = [context.Process(target=agreement.leaves_first, args=(rank, port, how, messages)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for _, message in [messages.get(timeout=100) for _ in ranks]:
+        assert reason in message
+    for rank in ranks:
+        rank.join()
 
 
 def test_what_all_ranks_refuse_is_no_disagreement(in_world):
@@ -124,7 +177,7 @@ def test_groups_agree_separately(in_world):
 
 def test_many_packed_batches_leave_no_keys_in_the_store(in_world):
     before, after = in_world(agreement.keys_in_store, 2, packs=40)
-    assert after == before
+    assert after <= before + 2  # where each rank waited for long, if it did
 
 
 def test_without_agreement_ranks_are_not_compared(in_world):

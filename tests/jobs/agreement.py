@@ -1,7 +1,8 @@
-"""Jobs in which ranks ask for different plans, or in which one makes none."""
+"""Jobs in which ranks make different calls, or in which one makes none."""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -10,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attention
-from attention import agreement as checked
-from attention.agreement import Disagreement
+from attention.agreement import Disagreement, calls_over
 from attention.masks.mask import Banded
 from runner.launch.rank import Rank
 
@@ -65,7 +65,7 @@ def skip(me: Rank, absent: list[int], how: str) -> list[Any]:
     """(message, seconds until it) by rank, where the absent ranks make no plan while the others do. how: "skipped", they
     make no call; "reused", they repeat an earlier call; "off", they have agreement=False."""
     late = me.rank in absent
-    fn = _function(agreement=False if late and how == "off" else 1.5)
+    fn = _function(group=_group(me), agreement=False if late and how == "off" else 1.5)
     if how == "reused":
         fn(*_inputs())
     start = time.perf_counter()
@@ -97,37 +97,77 @@ def late(me: Rank) -> list[tuple[str, str]]:
     return me.gather((first, _message(_function(), _inputs(), {})))
 
 
-def refused_by_one(me: Rank) -> list[Any]:
-    """(Message, seconds) by rank, where rank 1 gives v a head too many, which is refused before its plan."""
+def refused_by_some(me: Rank, late: bool) -> list[Any]:
+    """(Messages of two calls, seconds of the first) by rank. Ranks 1 and 2 refuse the first, each for its own reason, rank 2
+    perhaps when the others have given up."""
     fn = _function()
     q, k, v = _inputs()
-    if me.rank == 1:
-        v = torch.cat([v, v], 2)
-    start = time.perf_counter()
-    return me.gather((_message(fn, [q, k, v], {}), time.perf_counter() - start))
-
-
-def corrected(me: Rank) -> list[str]:
-    """Rank 1 first tries a call that is refused, then makes the call that all make."""
-    fn = _function()
-    if me.rank == 1:
-        q, k, v = _inputs()
-        _message(fn, [q, k, torch.cat([v, v], 2)], {})
-    return me.gather(_message(fn, _inputs(), {}))
-
-
-def refused_by_two(me: Rank) -> list[Any]:
-    """The messages of two calls by rank, the first of which ranks 1 and 2 refuse, each for its own reason, rank 2 when the
-    others have given up."""
-    fn = _function()
-    q, k, v = _inputs()
-    if me.rank == 2:
+    if me.rank == 2 and late:
         time.sleep(2.0)
     first = [q, k, torch.cat([v] * (me.rank + 1), 2)] if me.rank in (1, 2) else [q, k, v]
+    start = time.perf_counter()
     refused = _message(fn, first, {})
-    if me.rank in (1, 2):
-        time.sleep(2.0)  # a call that comes sooner would stand for the refused one
-    return me.gather((refused, _message(fn, _inputs(), {})))
+    seconds = time.perf_counter() - start
+    return me.gather((refused, _message(fn, _inputs(), {}), seconds))
+
+
+def skips_a_batch(me: Rank, bad: int, transport: str) -> list[Any]:
+    """By rank and step, the message, or the values of out, which should be the step's number: rank 1 refuses the call of
+    step `bad`, and goes on to the next one."""
+    fn = _function("zigzag", group=_group(me), transport=transport)
+    steps = []
+    for step in range(3):
+        x = torch.full((1, 16, 2, 8), float(step))
+        try:
+            out = fn(x, x, x, causal=True, softcap=-1.0 if (me.rank, step) == (1, bad) else None)
+            steps.append(sorted({round(value, 3) for value in out.flatten().tolist()}))
+        except Disagreement as error:
+            steps.append(str(error))
+        except ValueError as error:
+            steps.append(f"own: {error}")
+    return me.gather(steps)
+
+
+def raises_within(me: Rank) -> list[Any]:
+    """(Message, seconds) by rank of a call whose plan exists and whose kernel raises on the last rank."""
+    fn = _function(group=_group(me))
+    fn(*_inputs())
+    if me.rank == me.world - 1:
+        object.__setattr__(next(iter(fn.plans.values())), "kernel", None)
+    start = time.perf_counter()
+    try:
+        fn(*_inputs())
+        message = "none"
+    except (ValueError, AttributeError) as error:
+        message = str(error)
+    return me.gather((message, time.perf_counter() - start))
+
+
+def skips_a_backward(me: Rank, then: str) -> list[Any]:
+    """The messages of two ranks, of which rank 0 makes no backward. then: it waits, or makes its next call."""
+    fn = _function(group=_group(me), agreement=2)
+    out = fn(*_inputs(gradient=True))
+    message = "none"
+    try:
+        if me.rank == 1:
+            out.sum().backward()
+        elif then == "calls":
+            fn(*_inputs(gradient=True))
+    except Disagreement as error:
+        message = str(error)
+    return me.gather(message)
+
+
+def leaves_first(rank: int, port: int, how: str, messages: Any) -> None:
+    """The process of rank 0 holds the store, and ends as soon as its call has raised. how: ranks differ, or rank 0
+    refuses."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    call: dict[str, Any] = {"scale": 0.5 + rank} if how == "differ" else {"softcap": -1.0 if rank == 0 else 1.0}
+    messages.put((rank, _message(_function(), _inputs(), call)))
+    messages.close()
+    messages.join_thread()
+    os._exit(0)
 
 
 def refused_by_all(me: Rank) -> list[str]:
@@ -139,7 +179,7 @@ def refused_by_all(me: Rank) -> list[str]:
 
 def keys_in_store(me: Rank, packs: int) -> list[int]:
     """The keys in the group's store after 3 plans, and after `packs` more plans of packed batches."""
-    group = dist.new_group(list(range(me.world)))
+    group = _group(me)
     fn = _function("llama3", group=group)
     found = []
     for count in (3, packs):
@@ -147,15 +187,14 @@ def keys_in_store(me: Rank, packs: int) -> list[int]:
             cu = [0, 5 + i + count, 64 * me.world]
             fn(*_inputs(packed=True, tokens=64), cu_seqlens=cu, causal=True)
         me.barrier()
-        found.append(_rounds(group).store.num_keys())
+        found.append(calls_over(group).store.num_keys())
         me.barrier()
     return found
 
 
-def _rounds(group: Any) -> Any:
-    rounds = checked._rounds_of(group)
-    assert rounds is not None
-    return rounds
+def _group(me: Rank) -> dist.ProcessGroup:
+    """All ranks, in a group of its own, which may be of no use afterwards."""
+    return dist.new_group(list(range(me.world)))
 
 
 def in_subgroups(me: Rank) -> list[str]:
@@ -171,9 +210,9 @@ def in_subgroups(me: Rank) -> list[str]:
 
 def off(me: Rank) -> list[int]:
     """How many agreements calls of an equal function with agreement=False make."""
-    group = dist.new_group(list(range(me.world)))
+    group = _group(me)
     _function(group=group, agreement=False)(*_inputs())
-    return me.gather(_rounds(group).number)
+    return me.gather(calls_over(group).number)
 
 
 def is_a_disagreement(me: Rank) -> list[bool]:
