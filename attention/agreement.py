@@ -299,10 +299,10 @@ class Calls:
             while not self.store.check(self._note_keys()) and time.monotonic() < end:
                 time.sleep(LONGEST_SLEEP_S)
 
-    def _read(self, keys: list[str]) -> dict[int, bytes]:
+    def _read(self, keys: list[str]) -> dict[int, str]:
         """By rank, those of the keys that the store has."""
         assert self.store is not None
-        return {rank: self.store.get(key) for rank, key in enumerate(keys) if self.store.check([key])}
+        return {rank: self.store.get(key).decode() for rank, key in enumerate(keys) if self.store.check([key])}
 
     def _write(self, key: str, text: str) -> None:
         assert self.store is not None

@@ -78,8 +78,9 @@ def make(
     if a capture works, else launches, else none. With name="auto", "auto" means graphs if they should be faster, else
     launches.
     agreement: a call that needs a new plan (new shapes, mask or lengths) first compares what all ranks ask for (see
-    `attention.agreement` for the cost). Ranks that disagree raise the same ValueError. A rank waits 300 s for the others, or so
-    many seconds. False: ranks that disagree may fail, hang or compute wrong results. Equal on all ranks.
+    `attention.agreement` for the cost). Ranks that disagree raise the same ValueError, and so does a call that raises on
+    one of them. A rank waits 300 s for the others, or so many seconds. False: ranks that disagree may fail, hang or
+    compute wrong results. Equal on all ranks.
     check: for debugging; every call compares hashes of q, k and v over the ranks, which synchronises, and raises ValueError
     on all ranks if two ranks give equal ones, since they are then not shards. Equal on all ranks.
     options: the variant's own (`python -m runner.catalog attention` lists them). name="auto" picks the variant that

@@ -76,16 +76,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if dlse is not None:
-            raise UnsupportedCall(
-                "lse: the loss depends on it, and it has no gradient; give lse.detach() to treat it as a constant"
-            )
         *saved, node = ctx.saved_tensors
         if dout is None:  # other ranks may have a gradient, and communicate with this rank
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
         hold_for_caller(ctx.plan.transport.captured)
         with torch.no_grad(), ctx.plan.transport.calls.backward(ctx.call):
+            if dlse is not None:
+                raise UnsupportedCall(
+                    "lse: the loss depends on it, and it has no gradient; give lse.detach() to treat it as a constant"
+                )
             (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
             grads = _backward(given, saved, ctx.plan, ctx.strategy)
         return None, None, *_first_order(grads, dout, node, ctx.plan.variant.name)

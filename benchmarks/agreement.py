@@ -3,7 +3,7 @@
     python -m benchmarks.agreement [--world 4] [--calls 300] [--sequences 64]
 
 Each call is of a new packed batch, so that each makes a plan. Ranks start together. Prints for each rank the median and the 90th
-percentile in milliseconds: of `agreement.check` alone, waits for the other ranks included, and of a whole new plan with and without
+percentile in milliseconds: of `Calls.check` alone, waits for the other ranks included, and of a whole new plan with and without
 agreement."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import attention
-from attention import agreement
+from attention.agreement import calls_over
 
 TOKENS = 4096  # of each rank
 
@@ -55,7 +55,7 @@ def ranks_main(rank: int, world: int, port: int, calls: int, sequences: int) -> 
         packs = lengths(next(seeds), TOKENS * world, sequences)
         return lambda: fn.plan(q, k, v, cu_seqlens=packs, causal=True)
 
-    found = [milliseconds(lambda _: agreement.check(None, asked, 60), calls)]
+    found = [milliseconds(lambda _: calls_over(None).check(asked), calls)]
     for given in (True, False):
         fn = attention.make("llama3", agreement=given)
         ready = [plan(fn) for _ in range(calls)]

@@ -183,8 +183,9 @@ def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[
     part in one forward, backward or decode (`which`) and then raises half-way, hangs, or calls something else
     (`doing`)."""
     group = dist.new_group(list(range(me.world)), timeout=timedelta(seconds=100))
-    fn = attention.make("ring_decode" if which == "decode" else "zigzag", group=group, transport="symm")
-    other = attention.make("ulysses", group=group, transport="symm")
+    how: dict[str, Any] = {"group": group, "transport": "symm", "agreement": False}
+    fn = attention.make("ring_decode" if which == "decode" else "zigzag", **how)
+    other = attention.make("ulysses", **how)
     x = [torch.randn(1, 8, 4, 16, device=me.device).requires_grad_(which == "backward") for _ in range(3)]
     out: list[torch.Tensor] = []
 
