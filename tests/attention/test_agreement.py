@@ -127,6 +127,13 @@ def test_a_mask_that_fits_the_layout_on_one_rank_only_is_named_on_both(in_world)
     assert found["then"] == ["none"] * 2
 
 
+def test_a_pattern_that_one_rank_cannot_do_is_refused_before_any_rank_communicates(in_world):
+    first, then = zip(*in_world(agreement.refuses_its_pattern, 2), strict=True)
+    assert "rank 1 raised an error in call " in first[0]
+    assert all("not this pattern" in message for message in first)
+    assert then == ("none", "none")
+
+
 def test_an_error_within_a_call_is_named_by_the_ranks_that_wait(in_world):
     *others, own = in_world(agreement.raises_within, 4)
     assert "raised an error" not in own[0]

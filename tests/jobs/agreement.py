@@ -12,6 +12,8 @@ from torch import Tensor
 
 import attention
 from attention.agreement import Disagreement, calls_over
+from attention.kernels.patterns import ForPatterns
+from attention.masks import rectangles
 from attention.masks.mask import Banded
 from runner.launch.rank import Rank
 
@@ -109,6 +111,23 @@ def refused_by_some(me: Rank, late: bool) -> list[Any]:
     refused = _message(fn, first, {})
     seconds = time.perf_counter() - start
     return me.gather((refused, _message(fn, _inputs(), {}), seconds))
+
+
+def refuses_its_pattern(me: Rank) -> list[Any]:
+    """The messages of two equal calls by rank. In the first, the kernel refuses the pattern of the last rank's block, as
+    those that take some patterns only do."""
+
+    def refuse(*_: object) -> None:
+        raise attention.UnsupportedCall("not this pattern")
+
+    fn, check, mask = _function("llama3"), ForPatterns.check, rectangles([((8, 24), (0, 8), (-1, -1))])
+    if me.rank == me.world - 1:
+        ForPatterns.check = refuse  # type: ignore[method-assign,assignment]
+    try:
+        first = _message(fn, _inputs(), {"mask": mask})
+    finally:
+        ForPatterns.check = check  # type: ignore[method-assign]
+    return me.gather((first, _message(fn, _inputs(), {"mask": mask})))
 
 
 def skips_a_batch(me: Rank, bad: int, transport: str) -> list[Any]:
