@@ -54,9 +54,16 @@ def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeyp
 TOKENS = ["seq_len=128", "heads=2", "kv_heads=2", "head_dim=16"]
 TIMES = ("Correctness passed", "forward", "backward", "total", "tokens/s", "speedup", "eff.", "Peak memory by rank")
 PROMISED = {
-    "a ring": (["attention=ring", *TOKENS], (*TIMES, "median of 2 samples", "wait_kv")),
+    "a ring": (["attention=ring", *TOKENS, "timing.timing_runs=3"], (*TIMES, "median of 3 samples", "wait_kv")),
     "a packed ring": (["attention=ring_varlen", *TOKENS], TIMES),
     "zigzag": (["attention=zigzag", *TOKENS], TIMES),
+    "packed sequences": (["attention=llama3", "seqlens=[32,96]", "timing.warmup_runs=2", *TOKENS], TIMES),
+    "groupings on ranks": (["attention=zigzag_llama3", "attention.grouping=packed", *TOKENS], TIMES),
+    "head groups": (["attention=ring_dilated", "attention.mixing=head_groups", *PAIRS], TIMES),
+    "dilated tiles": (
+        ["attention=balanced", "mask=block_sparse", "mask.pattern=dilated_sparse", "mask.block=16", *TOKENS],
+        (*TIMES, "mask block_sparse(pattern=dilated_sparse, block=16)", "fewer than dense"),
+    ),
     "a profile": (
         ["attention=ring", "timing=profiler", *TOKENS],
         ("profile, rank 0", "profile, rank 1", "kernels.csv", "kernel_times.csv", "trace_rank1.json.gz"),
@@ -95,6 +102,7 @@ def test_a_command_of_the_page_prints_or_records_what_the_page_promises(name, po
     assert [word for word in promised if word not in text] == []
     row = summary.row(result)
     assert row["kernel"] == "sdpa_flash" and row["dtype"] == "bf16" and row["flops"] > 0 and row["peak_bytes"] > 0
+    assert result.timing.passes["forward"].n == (3 if name == "a ring" else 2)
     if name == "sparse beside dense":
         assert row["sparsity_ratio"] > 0 and row["flops"] < result.metrics.dense_flops["total"]
         assert row["speedup"] == pytest.approx(row["baseline_ms"] / row["total_ms"])
