@@ -242,9 +242,8 @@ def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:
     environment["ATTENTION_LAUNCHER"] = str(os.getpid())
     environment["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    environment.setdefault(
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"
-    )  # that of external packages; the library does without
+    # symmetric memory of external packages; the library's own never uses multicast
+    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # later worlds reuse what FlashAttention-4 compiled
     environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     environment["PYTHONPATH"] = search_path()

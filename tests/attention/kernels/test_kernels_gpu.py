@@ -289,21 +289,17 @@ def test_launches_of_flash4_are_recorded_and_replayed(heads, mask, head_dim, pac
                 torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-3)
 
 
-def test_a_kernel_of_flash4_that_is_launched_past_submit_ends_the_recording_by_name():
+def test_flash4_keeps_its_caches_after_a_recording():
     flash4 = KERNELS["flash4"]
     if flash4.missing("cuda"):
         pytest.skip(flash4.missing("cuda"))
     q, k, v, _, call = case(CAUSAL, (512, 512), torch.bfloat16)
     flash4.forward(q, k, v, call)
-    package = flash4_interface()[0]
-
-    def run(q, k, v):
-        return package._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:1]
-
+    function = flash4_interface()[0]._flash_attn_fwd
+    before = function.compile_cache
     recorder = LaunchRecorder((q, k, v), lambda: 0)
-    assert "FlashAttention-4 kernel of _flash_attn_fwd was launched without `submit`" in recorder.trace(
-        recorder.record(run)
-    )
+    assert isinstance(recorder.trace(recorder.record(lambda *xs: flash4.forward(*xs, call))), LaunchTrace)
+    assert function.compile_cache is before
 
 
 def test_flash4_takes_lengths_given_once_for_queries_and_keys_for_no_others():
