@@ -62,7 +62,8 @@ class Calls:
     communicate. Without a group it compares nothing. Other threads use the store, too, so no operation on it may block."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, store: dist.Store | None = None):
-        self._group, self.store = None if group is None else weakref.ref(group), store
+        self._group = None if group is None else weakref.ref(group)
+        self.store: Any = store  # None: nothing is compared
         self.rank, self.world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.timeout_s = TIMEOUT_S
         self.number = 0  # of the last call
@@ -186,7 +187,6 @@ class Calls:
         """Returns when all ranks have left notes of the same call. Raises Disagreement if that can't be."""
         if self.broken:
             raise Disagreement(self.broken)
-        assert self.store is not None
         with _store_answers():
             self._await(self._note_keys(), self._unanswered)
             notes = self._notes()
@@ -209,7 +209,6 @@ class Calls:
     def _await(self, keys: list[str], late: Callable[[], str]) -> None:
         """Returns when the store has all keys. Polls, because a store's own wait blocks other threads, prints warnings and
         can't be interrupted. Raises Disagreement if another rank failed, or with what `late` says after the timeout."""
-        assert self.store is not None
         start = time.monotonic()
         while not self.store.check(keys):
             waited = time.monotonic() - start
@@ -221,7 +220,6 @@ class Calls:
 
     def _failure(self) -> str:
         """What the notes of other ranks say of this rank's call or an earlier one; empty if there are none."""
-        assert self.store is not None
         if self.failed or not self.store.check([f"failed/{self.epoch}"]):
             return ""
         notes = {rank: note for rank, note in self._notes().items() if note["call"] <= self.number}
@@ -293,7 +291,6 @@ class Calls:
 
     def _linger(self) -> None:
         """Stays until all ranks have left notes, but not for long: the process may end next, and with it the store."""
-        assert self.store is not None
         end = time.monotonic() + LINGER_S
         with suppress(RuntimeError):
             while not self.store.check(self._note_keys()) and time.monotonic() < end:
@@ -301,16 +298,13 @@ class Calls:
 
     def _read(self, keys: list[str]) -> dict[int, str]:
         """By rank, those of the keys that the store has."""
-        assert self.store is not None
         return {rank: self.store.get(key).decode() for rank, key in enumerate(keys) if self.store.check([key])}
 
     def _write(self, key: str, text: str) -> None:
-        assert self.store is not None
         with suppress(RuntimeError):  # the store is gone; the caller has an error to raise, or will see one
             self.store.set(key, text)
 
     def _delete(self, *keys: str) -> None:
-        assert self.store is not None
         for key in keys:
             self.store.delete_key(key)
 
