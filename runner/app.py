@@ -17,7 +17,7 @@ from runner import environment, plan, rounds, sweep
 from runner.config.experiment import Experiment
 from runner.config.place import joined
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
-from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.values import InvalidConfig, UnsupportedHere, plain
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
@@ -25,6 +25,7 @@ from runner.measure import metrics, ncu
 from runner.measure.statistics import Samples
 from runner.output import display, results, summary
 from runner.output.record import Result
+from runner.redaction import redacted
 
 pool = Pool()
 sweeps: list[Path] = []
@@ -62,7 +63,12 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     sweeping = hydra.mode == RunMode.MULTIRUN
     place = f"run {sweep.tally.place(hydra.job.num)}" if sweeping else ""
     if sweeping and cfg.resume:
-        earlier = plan.earlier(folder, identity(cfg))
+        try:
+            earlier = plan.earlier(folder, identity(cfg))
+        except InvalidConfig as error:
+            sweep.tally.over(folder.name, plan.refusal(error), ran=False)
+            display.err.print(escape(f"invalid: {error}"), soft_wrap=True)
+            return None
         if earlier is not None and earlier.status == "ok":
             _note_sweep(folder.parent)
             if not rounds.unfinished(earlier.plain):
@@ -107,6 +113,7 @@ def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int
     now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
     if changed := environment.changed(earlier["environment"], _surroundings(now)):
         return f"its environment has changed since its first rounds ({', '.join(changed)})"
+    earlier["config"]["tracker"] = plain(cfg.tracker)  # with what the file has without its secrets
     earlier["experiment"]["launch"] = asdict(now.launch)
     return Unfinished(number, folder, earlier)
 
@@ -121,12 +128,16 @@ def _surroundings(spec: Experiment) -> dict[str, Any]:
 
 
 def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
-    """The samples of a result: for each rank, a list for each pass. None if some are missing in the file. The file is written
-    before the result, so it may contain one round more, which is left out."""
+    """The samples of a result: for each rank, a list for each pass. None if some are missing in the file, or it is another run's. The
+    file is written before the result, so it may contain one round more, which is left out."""
     try:
-        return rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
+        samples = results.read_samples(folder / "samples.parquet")
     except (OSError, ValueError, KeyError):  # ValueError: no parquet file
         return None
+    passes = set(value["timing"]["passes"]) - {"total"}
+    if len(samples) != value["experiment"]["world_size"] or any(set(rank) != passes for rank in samples):
+        return None
+    return rounds.first(samples, sum(rounds.of_samples(value)))
 
 
 def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
@@ -166,7 +177,7 @@ def further(earlier: Unfinished) -> Unfinished | None:
         if _stopping(error):
             raise
         with results.writing(earlier.folder), (earlier.folder / "run.log").open("a") as log:
-            log.write("".join(traceback.format_exception(error)))
+            log.write(redacted("".join(traceback.format_exception(error))))
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}; see run.log"
         failed = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
         _ended(earlier, failed)
@@ -228,8 +239,8 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     for messages. compared: the number of runs that the sweep compares, including this one."""
     started = time.monotonic()
     name = run_name(cfg, usable_gpus(cfg))
-    plain = {str(k): v for k, v in OmegaConf.to_container(cfg, resolve=True).items() if k != "hydra"}  # type: ignore[union-attr]
-    about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": plain}
+    config = {key: value for key, value in plain(cfg).items() if key != "hydra"}
+    about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": config}
     try:
         gpus = usable_gpus(cfg)
         spec = experiment(cfg, gpus, seed)

@@ -19,6 +19,7 @@ from attention.masks.band import Band
 from attention.measured import rates
 from attention.measured.rates import CallClass, Rate
 from runner import environment
+from runner.reading import read_text
 
 if TYPE_CHECKING:  # --help needs no torch
     from torch import Tensor
@@ -249,7 +250,7 @@ def main(arguments: list[str]) -> int:
         print(f"{done} of {len(wanted)} classes within {asked.limit_s:g} s; --limit-s gives more", file=sys.stderr)
     for path in (rates.path() if asked.write else None, asked.output):
         if path is not None:
-            old = rates.parse(path.read_text()) if path.exists() else []
+            old = rates.parse(read_text(path)) if path.exists() else []
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(rates.render(rates.renewed(old, made)))
             print(f"written: {path}")

@@ -22,7 +22,6 @@ PACKAGES = (
     "ring-flash-attn", "yunchang", "transformer-engine",
 )  # fmt: skip
 VARIABLES = re.compile(r"^(NCCL|TORCH|CUDA|OMP|MKL|GLOO|PYTORCH|TRITON|NVSHMEM|SLURM_(JOB_ID|NNODES|NTASKS|NODELIST))")
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 DIRTY = {"1": True, "true": True, "dirty": True, "0": False, "false": False, "clean": False}
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = Path(__file__).with_name("COMMIT")  # in a copy without .git; git ignores it
@@ -56,7 +55,7 @@ def host() -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "git": _git(),
         "argv": ["-m", "runner", *sys.argv[1:]],
-        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k) and not SECRET.search(k)},
+        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k)},
     }
 
 

@@ -45,7 +45,7 @@ create table runs (
 def opened(path: Path, write: bool = False) -> Iterator[sqlite3.Connection]:
     """The database; `write` creates it, and keeps all or nothing of what is done. Raises ValueError for a file that is
     not ours."""
-    if not write and not path.exists():
+    if not path.is_file() and (path.exists() or not write):
         raise ValueError(f"{path}: no such file; `python -m runner.history add DIR` makes it")
     try:
         mode = "rwc" if write else "ro"

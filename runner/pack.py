@@ -27,6 +27,7 @@ from runner.output import commands, reader, summary
 from runner.output.record import Result
 from runner.output.results import replacing, write_text
 from runner.output.run_tables import TABLES, completed, read_table
+from runner.reading import read_parquet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,7 +110,7 @@ def _kept(path: Path, replaced: set[str]) -> list[pa.Table]:
     """The packed table of the runs that are not replaced; empty where there is no such file."""
     if not path.exists():
         return []
-    table = pq.read_table(path)
+    table = read_parquet(path)
     table = table.filter(pc.invert(pc.is_in(table["run"], pa.array(sorted(replaced), pa.string()))))
     return [completed(table, path.stem)]
 
@@ -130,7 +131,7 @@ def _verify(runs: Sequence[Result], target: Path) -> None:
             raise ValueError(f"{run.folder}: packed into {target}, its result reads back otherwise")
     for kind, name in TABLES.items():
         path = target / f"{kind}.parquet"
-        all_runs = pq.read_table(path) if path.exists() else None
+        all_runs = read_parquet(path) if path.exists() else None
         for run in runs:
             path = run.folder / name
             table = read_table(path) if path.exists() else None

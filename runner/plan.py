@@ -60,13 +60,16 @@ def refusal(error: InvalidConfig | UnsupportedHere) -> str:
 
 def earlier(folder: Path, key: str) -> Result | None:
     """The earlier result of this run, which may lie in another folder of the sweep. A file that cannot be read, or that belongs to
-    another run, is reported on stderr and not used."""
+    another run, is reported on stderr and not used. Raises InvalidConfig for a result of a newer program, which would be
+    overwritten."""
     found = reader.read_result(folder)
     if found is None and (other := _elsewhere(folder.parent).get(key)) is not None:
         found = reader.read_result(other)
     if isinstance(found, Result) and key not in (found.key, key_of(found.config)):
         found = UnreadableFile(folder / reader.RESULT, f"its key is {found.key}, this run's is {key}")
     if isinstance(found, UnreadableFile):
+        if found.newer:
+            raise InvalidConfig(f"{found}; give another hydra.sweep.dir=FOLDER, or remove it to run anew")
         reader.report_problems([found])
         return None
     return found
@@ -240,13 +243,13 @@ class _Planner:
         gpus = usable_gpus(cfg)
         about = run_name(cfg, gpus), job
         folder = Path(cfg.hydra.sweep.dir) if self.sweeping else None
-        before = earlier(folder / about[0], identity(cfg)) if folder is not None else None
-        if not (cfg.resume and before is not None and before.status == "ok"):
-            before = None
-        goes_on = before is not None and rounds.unfinished(before.plain)
-        if before is not None and not goes_on:
-            return Planned(*about, KEPT)
         try:
+            before = earlier(folder / about[0], identity(cfg)) if folder is not None and cfg.resume else None
+            if before is not None and before.status != "ok":
+                before = None
+            goes_on = before is not None and rounds.unfinished(before.plain)
+            if before is not None and not goes_on:
+                return Planned(*about, KEPT)
             if self.seed is None:
                 self.seed = sweep.fresh_seed() if folder is None else sweep.known_seed(folder)
             spec = experiment(cfg, gpus, self.seed)

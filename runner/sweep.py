@@ -17,6 +17,7 @@ from runner.config import overrides
 from runner.config.resolve import series
 from runner.config.values import InvalidConfig, Refused
 from runner.output import reader
+from runner.reading import read_text
 from runner.tally import Tally
 
 SEEDS = 1 << 31
@@ -108,7 +109,7 @@ def _publish(written: Path, path: Path) -> None:
 
 def _recorded(folder: Path) -> int | None:
     with suppress(OSError, ValueError):
-        seed = int((folder / SEED).read_text())
+        seed = int(read_text(folder / SEED, 100))
         return seed if 0 <= seed < SEEDS else None
     return None
 

@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from attention.autotune.choice import AUTO
 from attention.variants.registry import everything, variant
 from runner import environment
-from runner.config import folders, models, schema
+from runner.config import folders, hydra_files, models, schema
 from runner.config.experiment import Experiment
 from runner.config.groups import groups
 from runner.config.masks import NONE
@@ -36,7 +36,8 @@ _LATER = {
 
 
 def register() -> None:
-    """Make the schema and the names of folders known to Hydra."""
+    """Make the schema, the names of folders and how files are read and written known to Hydra."""
+    hydra_files.register()
     ConfigStore.instance().store(name="schema", node=schema.RunConf)
     if not OmegaConf.has_resolver("run_name"):
         OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)))

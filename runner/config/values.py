@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from attention.errors import nearest
+from runner.redaction import redacted
 
 LARGEST = (1 << 31) - 1  # of any whole number here
 FINITE = sys.float_info.max
@@ -34,7 +35,7 @@ def message(error: BaseException) -> str:
     cause."""
     while not str(error) and error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = redacted(" ".join(str(error).split())) or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_MESSAGE])
 
 
@@ -59,8 +60,8 @@ def written(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: as `written`, on one line, shortened in the middle."""
-    text = written(value)
+    """A value for a message: as `written`, without secrets, on one line, shortened in the middle."""
+    text: str = redacted(written(value))
     cut = len(text) - LONGEST
     if cut > 0:
         text = f"{text[: LONGEST // 2]} ...{cut:,} more characters... {text[-LONGEST // 2 :]}"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.redaction import redacted
+
 TAIL_LINES = 20
 STACKS_S = 3.0  # most that ranks get to write their stacks
 STACK_S = 0.1  # a log that has not grown for so long holds the whole stack
@@ -92,11 +94,10 @@ class WorldFiles:
         return []
 
     def copy_logs(self, target: Path, offsets: dict[int, int]) -> None:
-        """Append what each rank has logged since its offset. Raises OSError."""
+        """Append what each rank has logged since its offset, without secrets. Raises OSError."""
         with target.open("a") as out:
             for rank, offset in offsets.items():
-                for line in self.lines(rank, offset):
-                    out.write(f"[rank {rank}] {line}\n")
+                out.write(redacted("".join(f"[rank {rank}] {line}\n" for line in self.lines(rank, offset))))
 
     def request_stacks(self) -> None:
         """Make each rank write its stack to its log, and wait until it is there, which takes a while on a busy

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import environment
+from runner.reading import read_text
 
 RATES = ("matmul_tflops", "copy_gb_s", "link_gb_s")
 KNOWN_BY = ("torch", "threads", "gpu", "cuda", "nccl", "machine_id", "cpu", "cores")
@@ -25,7 +26,7 @@ def path(facts: Mapping[str, Any], world: int, dtype: str) -> Path:
 def read(file: Path) -> dict[str, Any] | None:
     """The ceilings in a file; None where it holds none."""
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        found: dict[str, Any] = json.loads(read_text(file))
         return found if all(found[name] > 0 for name in RATES[:2]) and found["measured_at"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

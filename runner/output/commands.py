@@ -20,7 +20,7 @@ def exit_status(command: Callable[[], int], os_error: int = 1) -> int:
     try:
         return command()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error.filename}: could not be read or written ({error.strerror})", file=sys.stderr)

@@ -357,6 +357,12 @@ class Comm(Part):
     clocks: Clocks | None = None  # older versions recorded none
 
 
+class Failure(Part):
+    """What a lost world left: the end of the log of the rank that failed first."""
+
+    log_tail: list[str] = field(default_factory=list)
+
+
 class RankProfile(Part):
     """An iteration under the profiler."""
 

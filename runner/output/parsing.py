@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import types
 import typing
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def decoded(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError also for what JSON or UTF-8 lacks: NaN, infinity, 1e999, a NUL, half of a
+    surrogate pair."""
+
+    def number(digits: str) -> float:
+        if not math.isfinite(found := float(digits)):
+            raise ValueError(f"has the number {digits[:40]}, which is not finite")
+        return found
+
+    def whole(digits: str) -> int:
+        number(digits)
+        return int(digits)
+
+    value = json.loads(text, parse_constant=number, parse_float=number, parse_int=whole)
+    if _NUL.search(text):
+        raise ValueError("has a NUL within a text")
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("has a text that is no Unicode: half of a surrogate pair") from None
+    return value
 
 
 def parsed(kind: Any, value: Any, at: str = "") -> Any:

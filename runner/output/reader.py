@@ -11,7 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runner.output.record import Result
+from runner.output.parsing import decoded
+from runner.output.record import NewerSchema, Result
+from runner.reading import read_parquet, read_text
 
 RESULT, PACKED = "result.json", "results.parquet"
 
@@ -22,6 +24,7 @@ class UnreadableFile:
 
     path: Path
     why: str
+    newer: bool = False  # a result of a later version of this program
 
     def __str__(self) -> str:
         return f"{self.path}: left out: {self.why}"
@@ -77,8 +80,9 @@ def report_problems(problems: Iterable[UnreadableFile]) -> None:
 
 def _read(path: Path, folder: Path, text: str | None = None, run: str = "") -> Result | UnreadableFile:
     """The result in `text`, or else in the file `path`."""
+    newer = False
     try:
-        return Result.of(json.loads(path.read_text() if text is None else text), folder)
+        return Result.of(decoded(read_text(path) if text is None else text), folder)
     except RecursionError:
         why = "nested too deep"
     except json.JSONDecodeError as error:
@@ -88,8 +92,8 @@ def _read(path: Path, folder: Path, text: str | None = None, run: str = "") -> R
     except OSError as error:
         why = f"could not be read ({error.strerror})"
     except ValueError as error:
-        why = str(error)
-    return UnreadableFile(path, f"run {run}: {why}" if run else why)
+        why, newer = str(error), isinstance(error, NewerSchema)
+    return UnreadableFile(path, f"run {run}: {why}" if run else why, newer)
 
 
 def _packed(path: Path) -> dict[str, str] | UnreadableFile:
@@ -104,10 +108,9 @@ def _packed(path: Path) -> dict[str, str] | UnreadableFile:
 @lru_cache(maxsize=4)
 def _packed_at(path: Path, modified: int, size: int) -> dict[str, str] | UnreadableFile:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, columns=["name", "result"])
+        table = read_parquet(path, ["name", "result"]).cast(pa.schema({"name": pa.string(), "result": pa.string()}))
         return dict(zip(table["name"].to_pylist(), table["result"].to_pylist(), strict=True))
-    except (OSError, pa.ArrowException, KeyError) as error:
+    except (OSError, ValueError, pa.ArrowException, KeyError) as error:
         return UnreadableFile(path, f"is no packed sweep ({' '.join(str(error).split())[:100]})")

@@ -14,7 +14,15 @@ from runner.output import fields
 from runner.output.parsing import parsed, shown, what_parses
 
 SCHEMA_VERSION = 2  # the newest that can be read; older ones can be, too
+LONGEST_NAME = 255  # of a file
+LATEST = 1e11  # Unix time
+MEASURED = ("timing", "metrics", "baseline", "memory", "energy", "phases", "comm", "profile", "model")
+SMALLEST, LARGEST = 1e-60, 1e60  # of measured numbers: their products and ratios are finite and not 0
 STATUSES = ("ok", "invalid", "unsupported", "incorrect", "oom", "timeout", "crash")
+
+
+class NewerSchema(ValueError):
+    """A result that a later version of this program wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,7 @@ class Result:
     name: str
     status: str
     reason: str | None = None
+    failure: fields.Failure | None = None
     config: dict[str, Any] = field(default_factory=dict)
     experiment: fields.Experiment | None = None
     chosen: fields.Chosen | None = None
@@ -103,6 +112,7 @@ class Result:
     phases: dict[str, fields.PassPhases] = field(default_factory=dict)
     comm: fields.Comm | None = None
     profile: list[fields.RankProfile] = field(default_factory=list)
+    artifacts: dict[str, str] = field(default_factory=dict)  # files of the run's folder, by what they hold
     plain: dict[str, Any] = field(default_factory=dict, repr=False)
     folder: Path = field(default_factory=Path)
 
@@ -113,8 +123,10 @@ class Result:
             raise ValueError(f"must be a JSON object, is {shown(value)}")
         version = value.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
-            raise ValueError(f"schema_version {version} is newer than {SCHEMA_VERSION}, which this program reads")
+            raise NewerSchema(f"schema_version {version} is newer than {SCHEMA_VERSION}, which this program reads")
         found: Result = parsed(Result, {k: v for k, v in value.items() if k not in ("plain", "folder")})
+        for name in MEASURED:
+            _check_numbers(value.get(name), name)
         _check(found)
         return dataclasses.replace(found, plain=value, folder=folder or Path(found.name))
 
@@ -195,6 +207,13 @@ def _check(result: Result) -> None:
         raise ValueError(f"status must be one of {', '.join(STATUSES)}, is {shown(result.status)}")
     if result.status == "ok" and result.timing is None and not result.reason:
         raise ValueError("status is ok and timing is null, without a reason")
+    for what, name in {"name": result.name, **result.artifacts}.items():
+        if not name or len(name.encode()) > LONGEST_NAME or Path(name).name != name:
+            raise ValueError(f"{what} must be the name of a file, is {shown(name)}")
+    if not 0 <= result.environment.started_at <= LATEST:
+        raise ValueError(f"environment.started_at must be a Unix time, is {shown(result.environment.started_at)}")
+    if result.experiment is not None:
+        _check_sizes(result.experiment)
     if result.timing is None:
         return
     for name in ("metrics", "memory", "experiment"):
@@ -210,3 +229,28 @@ def _check(result: Result) -> None:
     baseline = result.baseline
     if baseline is not None and not set(baseline.speedup) == set(baseline.efficiency):
         raise ValueError("baseline.speedup and baseline.efficiency must be of the same passes")
+    for which, times in result.timing.passes.items():
+        if not min(x for x in (times.n, times.median, times.p10, times.p90, *(times.ci95 or ())) if x is not None) > 0:
+            raise ValueError(f"timing.passes.{which} must have a number of samples and times above 0")
+
+
+def _check_sizes(experiment: fields.Experiment) -> None:
+    """Raises ValueError for a size of the work that no run has."""
+    for name, size in {**vars(experiment.workload), "world_size": experiment.world_size}.items():
+        if name in ("causal", "window", "sinks", "scale", "softcap"):
+            continue
+        for one in size if isinstance(size, list) else [size]:
+            if isinstance(one, int) and not 0 < one < 1 << 31:
+                raise ValueError(f"experiment: {name} must be a size, is {shown(size)}")
+
+
+def _check_numbers(value: Any, at: str) -> None:
+    """Raises ValueError for a number beyond SMALLEST and LARGEST."""
+    if isinstance(value, dict):
+        for key, x in value.items():
+            _check_numbers(x, f"{at}.{key}")
+    elif isinstance(value, list):
+        for x in value:
+            _check_numbers(x, at)
+    elif isinstance(value, (int, float)) and value and not SMALLEST <= abs(value) <= LARGEST:
+        raise ValueError(f"{at} must be 0 or from {SMALLEST:g} to {LARGEST:g} in size, is {shown(value)}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from runner.output.reader import RESULT
 from runner.output.record import SCHEMA_VERSION, STATUSES
+from runner.redaction import redacted
 
 FIELDS = (
     "schema_version", "key", "name", "status", "reason", "failure", "config", "experiment", "chosen", "environment",
@@ -69,13 +70,14 @@ def result(**fields: Any) -> dict[str, Any]:
     unknown = set(fields) - set(FIELDS)
     assert not unknown, f"{unknown} not in the result schema"
     assert fields["status"] in STATUSES, fields["status"]
+    fields["reason"] = redacted(fields.get("reason"))  # which is printed, too
     return {"schema_version": SCHEMA_VERSION, **{name: fields.get(name) for name in FIELDS[1:]}}
 
 
 def write_result(folder: Path, value: dict[str, Any]) -> None:
-    """Write result.json. Raises OSError."""
+    """Write result.json, without secrets. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / RESULT, json.dumps(finite(value), indent=1) + "\n")
+    write_text(folder / RESULT, json.dumps(finite(redacted(value)), indent=1) + "\n")
 
 
 def finite(value: Any) -> Any:
@@ -109,11 +111,14 @@ def write_samples(path: Path, samples: list[dict[str, list[float]]], rounds: Seq
 
 
 def read_samples(path: Path) -> list[dict[str, list[float]]]:
-    """Read samples.parquet: by rank, the ms of each iteration by pass. Raises OSError."""
-    import pyarrow.parquet as pq
+    """Read samples.parquet: by rank, the ms of each iteration by pass. Raises OSError, ValueError and KeyError."""
+    from runner.output.run_tables import read_table
 
-    columns = pq.read_table(path).to_pydict()
-    found: list[dict[str, list[float]]] = [{} for _ in range(max(columns["rank"]) + 1)]
+    columns = read_table(path).to_pydict()
+    ranks = set(columns["rank"])
+    if ranks != set(range(len(ranks))):
+        raise ValueError(f"{path}: has samples of {len(ranks)} ranks, which are not the first {len(ranks)}")
+    found: list[dict[str, list[float]]] = [{} for _ in ranks]
     for rank, which, ms in zip(columns["rank"], columns["pass"], columns["ms"], strict=True):
         found[rank].setdefault(which, []).append(ms)  # rows are in the order of iterations
     return found

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as csv
-import pyarrow.parquet as pq
 
 from runner.output.reader import RESULT
 from runner.output.record import Result
+from runner.reading import MOST_TABLE_BYTES, read_parquet, read_regular
 
 # the file in a run's folder; a packed sweep has NAME.parquet, where the column `run` comes before the others
 TABLES = {
@@ -20,16 +21,37 @@ WHOLE = ("iteration", "round", "rank", "step", "calls")  # columns of whole numb
 
 
 def read_table(path: Path) -> pa.Table:
-    """The table in a run's folder, with the types that a packed sweep has. Raises OSError and pyarrow's errors."""
-    found = csv.read_csv(path) if path.suffix == ".csv" else pq.read_table(path)
+    """The table in a run's folder, with the types that a packed sweep has. Raises OSError, ValueError and KeyError."""
+    if path.suffix == ".csv":
+        found = csv.read_csv(pa.BufferReader(read_regular(path, MOST_TABLE_BYTES)))
+    else:
+        found = read_parquet(path)
 
     def kind(name: str) -> pa.DataType:
         if name in WHOLE:
             return pa.int32()
         return pa.float64() if name.endswith(("ms", "us")) else pa.string()
 
-    found = found.cast(pa.schema([(name, kind(name)) for name in found.column_names]))
-    return completed(found, path.stem)
+    try:
+        found = found.cast(pa.schema([(name, kind(name)) for name in found.column_names]))
+    except pa.ArrowException as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    found = completed(found, path.stem)
+    _check(found, path.stem)
+    return found
+
+
+def _check(table: pa.Table, kind: str) -> None:
+    """Raises ValueError and KeyError for a table that no run writes."""
+    for column in table.columns:
+        if pa.types.is_floating(column.type) and not pc.all(pc.is_finite(column)).as_py() and len(column.drop_null()):
+            raise ValueError("has a number that is not finite")
+    if kind == "samples" and not (
+        all(table[name].null_count == 0 for name in ("iteration", "round", "rank", "pass", "ms"))
+        and pc.all(pc.greater(table["ms"], 0)).as_py() is not False
+        and pc.all(pc.greater_equal(table["rank"], 0)).as_py() is not False
+    ):
+        raise ValueError("has samples without a rank, a pass, or a time above 0")
 
 
 def completed(table: pa.Table, kind: str) -> pa.Table:
@@ -53,8 +75,10 @@ def table_of(run: Result, kind: str) -> list[dict[str, Any]] | None:
             return read_table(path).to_pylist()
         # a resumed sweep leaves a packed run a folder without a result
         if packed.exists() and not (run.folder / RESULT).exists():
-            return pq.read_table(packed, filters=[("run", "=", run.name)]).drop_columns(["run"]).to_pylist() or None
-    except (OSError, KeyError, pa.ArrowException) as error:
+            rows = read_parquet(packed).filter(pc.field("run") == run.name).drop_columns(["run"])
+            _check(rows, "")
+            return rows.to_pylist() or None
+    except (OSError, KeyError, ValueError) as error:
         why = " ".join(str(error).split())[:100]
         raise ValueError(f"{path if path.exists() else packed}: no table ({why})") from None
     return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from attention.autotune.choice import Duration
+from runner.reading import read_text
 from runner.report.modelled import Kind, Point, points
 from runner.report.runs import Run
 
@@ -104,7 +105,7 @@ def stored(path: Path = STORED) -> Validation | None:
     """The validation of the results that this project keeps."""
     if not path.exists():
         return None
-    given = json.loads(path.read_text())
+    given = json.loads(read_text(path))
     by = tuple(((a, b, c, d), factor) for (a, b, c, d), factor in given.pop("factors"))
     errors = tuple(Errors(**each) for each in given.pop("errors"))
     return Validation(**given | {"calibrated_on": tuple(given["calibrated_on"])}, errors=errors, factors=by)

@@ -23,6 +23,7 @@ from runner.config import folders
 from runner.output import commands
 from runner.output.results import write_text
 from runner.output.summary import escaped
+from runner.reading import read_text
 from runner.report import charts, page, parts, tables
 from runner.report.comparison import COMPARED, comparison_table
 from runner.report.headline import headline_table
@@ -116,7 +117,7 @@ def _made(folder: Path) -> Path:
 def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str]) -> int:
     """Replace a section of a file by a table, a chart and the command that made them."""
     file: Path = options.into
-    text = file.read_text()
+    text = read_text(file)
     pattern = _between(options.section)
     if len(pattern.findall(text)) != 1:
         raise ValueError(
@@ -160,7 +161,7 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
 def refresh(file: Path) -> int:
     """Make every section of the file again by the command in it; relative paths start at the working directory. Raises
     ValueError for a section without a command."""
-    text = file.read_text()
+    text = read_text(file)
     names = re.findall(r"^<!-- report:(\S+) -->$", text, re.MULTILINE)
     if not names:
         raise ValueError(f"--refresh {file}: has no <!-- report:NAME --> section")

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from runner.output.reader import RESULT
+from runner.reading import read_regular
 from runner.report.fair import spread
 from runner.report.labels import varying_options
 from runner.report.runs import FACTS, PASSES, Run
@@ -21,6 +22,7 @@ from runner.report.table import differing, fact
 from runner.report.tables import environment_facts, rate_title
 
 LOG_LINES = 15
+MOST_LOG_BYTES = 64 << 10  # of the end of a log
 # where a run's output goes, which its repetition does not need
 LEFT_OUT = ("output=", "hydra.", "resume=")
 
@@ -183,11 +185,11 @@ def log_tail(run: Run) -> str | None:
     """The last lines of a failed run's log."""
     if run.status == "ok":
         return None
-    tail = (run.result.plain.get("failure") or {}).get("log_tail")
-    if tail:
-        return tail if isinstance(tail, str) else "\n".join(map(str, tail))
+    if run.result.failure and run.result.failure.log_tail:
+        return "\n".join(run.result.failure.log_tail)
     try:
-        lines = (run.result.folder / "run.log").read_text(errors="replace").splitlines()
+        end = read_regular(run.result.folder / "run.log", MOST_LOG_BYTES, follow=False, end=True)
+        lines = end.decode(errors="replace").splitlines()
     except OSError:
         return None
     return "\n".join(lines[-LOG_LINES:]) or None
@@ -198,12 +200,12 @@ def files(run: Run, out: Path) -> dict[str, str]:
     folder = run.result.folder
     if not folder.is_dir():
         return {}
-    named = {"result": RESULT, **(run.result.plain.get("artifacts") or {})}
+    named = {"result": RESULT, **run.result.artifacts}
     below = os.path.relpath(folder.resolve(), out.resolve())
     return {
-        str(name): quote(os.path.join(below, file))
+        name: quote(os.path.join(below, file))
         for name, file in named.items()
-        if isinstance(file, str) and (folder / file).is_file()
+        if (folder / file).is_file() and not (folder / file).is_symlink()
     }
 
 

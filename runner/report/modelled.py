@@ -16,6 +16,7 @@ from attention.variants.registry import VARIANTS
 from runner.report.runs import Run
 
 PASSES = ("forward", "backward")
+ODD_OPTIONS = (ValueError, TypeError, ArithmeticError)  # raised for those of an earlier version
 
 
 def known(run: Run) -> bool:
@@ -94,7 +95,7 @@ def points(runs: Iterable[Run]) -> list[Point]:
         try:
             candidate = Candidate(name, VARIANTS[name].parse(run.options))
             made = estimate(candidate, task(run), machine(run), run.kernel or "", run.transport or "symm")
-        except ValueError:  # options of an earlier version
+        except ODD_OPTIONS:
             continue
         for which, model in zip(PASSES, made.both, strict=False):
             ms = run.ms(which)
@@ -122,7 +123,7 @@ def kernel_bytes(run: Run, which: str) -> int | None:
         problem = VARIANTS[run.attention or ""].problem(
             made.cu_seqlens, made.world, made.mask, run.options, made.q_tokens
         )
-    except ValueError:  # options of an earlier version
+    except ODD_OPTIONS:
         return None
     directions = {"forward": (False,), "backward": (True,)}.get(which, (False, True))
     return max(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.output.results import finite
+from runner.output.summary import escaped
 from runner.output.terminal import gib
 from runner.report.labels import varying_options
 from runner.report.pairs import Pair, settings_apart
@@ -133,7 +134,7 @@ def text(pair: Pair) -> str:
 
 
 def markdown(of: Comparison) -> str:
-    return "\n".join([table(of.pairs).markdown(), *of.notes, of.summary])
+    return "\n".join([table(of.pairs).markdown(), *map(escaped, [*of.notes, of.summary])])
 
 
 def as_json(of: Comparison) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.output.record import Result
 from runner.output.summary import COLUMNS, row
+from runner.redaction import redacted
 
 NONE = "none"
 TRACKERS = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}  # by name, the extra that installs it
@@ -19,7 +20,7 @@ ASKED = (*COLUMNS[COLUMNS.index("status") : COLUMNS.index("forward_ms")], "reaso
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker gets of a run: its name, what was asked, what was measured, tags, and its folder."""
+    """What a tracker gets of a run, without secrets: its name, what was asked, what was measured, tags, and its folder."""
 
     name: str
     parameters: dict[str, str | int | float | bool]
@@ -30,7 +31,7 @@ class Tracked:
 
     @staticmethod
     def of(value: dict[str, Any], folder: Path) -> Tracked:
-        flat = {key: found for key, found in row(Result.of(value, folder)).items() if found is not None}
+        flat = {key: found for key, found in row(Result.of(redacted(value), folder)).items() if found is not None}
         numbers = {key: float(x) for key, x in flat.items() if isinstance(x, (int, float)) and key not in ASKED}
         environment = value["environment"]
         tags = {
@@ -61,6 +62,6 @@ def track(value: dict[str, Any], folder: Path) -> str | None:
     except ImportError as error:
         return f"tracker={name}: not installed ({error}); pip install -e '.[{TRACKERS[name]}]'; the result is in its folder"
     except Exception as error:  # whatever another package raises
-        why = " ".join(str(error).split())[:300] or "no message"
+        why = redacted(" ".join(str(error).split()))[:300] or "no message"
         return f"tracker={name}: {type(error).__name__}: {why}; the result is in its folder"
     return None

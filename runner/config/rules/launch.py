@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from runner import environment
+from runner import redaction
 from runner.config import place
 from runner.config.experiment import PHASES, PHASES_AFTER_CHECK, Experiment
 from runner.config.schema import Launch
@@ -71,7 +71,7 @@ def _check_env(variables: Any) -> None:
     for name, value in ((str(name), value) for name, value in variables.items()):
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise InvalidConfig(f"launch.env: {shown(name)} is no variable's name; use letters, digits and _")
-        if environment.SECRET.search(name):
+        if redaction.NAME.search(name):
             raise InvalidConfig(f"launch.env.{name}: results record what stands here; set what is secret outside")
         if value is None or OmegaConf.is_config(value):
             raise InvalidConfig(f"launch.env.{name}={shown(value)}: must be a text or a number")

@@ -118,7 +118,7 @@ def chosen(runs: Sequence[Run], which: str, most: int, placed: bool) -> tuple[li
     phases of several ranks. placed: those whose phases have a begin and an end, and those with such kernels."""
 
     def has_any(result: Result) -> bool:
-        return bool(result.phases or (placed and "kernel_times" in (result.plain.get("artifacts") or ())))
+        return bool(result.phases or (placed and "kernel_times" in result.artifacts))
 
     several_ranks = [run for run in comparable(runs) if run.ok and (run.world_size or 1) > 1 and run.ms(which)]
     recorded = [run for run in several_ranks if has_any(run.result)]

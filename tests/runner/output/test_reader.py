@@ -6,11 +6,14 @@ import re
 import pytest
 
 from runner import compare, plan
+from runner.config.values import InvalidConfig
 from runner.output import results, summary
+from runner.output.parsing import decoded
 from runner.output.reader import UnreadableFile, read_result, read_results
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
+from tests.runner.test_regular_files import IRREGULAR, irregular
 from tests.support.recorded import files, measured, refused
 
 
@@ -51,6 +54,8 @@ ODD = {
     "list": (b"[]", r"must be a JSON object, is \[\]"),
     "number": (b"3", "must be a JSON object, is 3"),
     "deep": (b"[" * 100_000, "nested too deep"),
+    "beyond a float": (b'{"config": 1e999}', "has the number 1e999, which is not finite"),
+    "longer than a float": (b'{"config": 1%s}' % (b"0" * 400), "which is not finite"),
     **{f"no {key}": (changed(key, ...), f"{key} is missing") for key in ("name", "status", "key", "schema_version")},
     **{
         f"{path}={new!r}": (changed(path, new), said)
@@ -83,6 +88,23 @@ ODD = {
             ("memory", {"by_rank": [3]}, r"memory.by_rank\[0\] must be an object"),
             ("baseline", {"speedup": {"total": 2}}, "of the same passes"),
             ("phases", {"forward": 1}, "phases.forward must be an object, is 1"),
+            ("failure", ["x"], r'failure must be an object, is \["x"\]'),
+            ("failure", {"log_tail": 3}, "failure.log_tail must be a list, is 3"),
+            ("artifacts", ["x"], "artifacts must be an object"),
+            ("artifacts", {"log": "/etc/passwd"}, 'log must be the name of a file, is "/etc/passwd"'),
+            ("artifacts", {"log": "x" * 5000}, 'log must be the name of a file, is "x'),
+            ("name", "../x", 'name must be the name of a file, is "../x"'),
+            ("environment", {"started_at": 1e20}, r"environment.started_at must be a Unix time, is 1e\+20"),
+            ("timing.passes.total.median", -1, "timing.passes.total must have a number of samples and times above 0"),
+            ("timing.passes.total.ci95", [0, 1], "timing.passes.total must have a number of samples and times above 0"),
+            ("timing.passes.total.median", 1e308, r"timing.passes.total.median must be 0 or from .*, is 1e\+308"),
+            ("timing.passes.total.median", 5e-324, "timing.passes.total.median must be 0 or from .*, is 5e-324"),
+            ("memory.by_rank", [{"graphs": 10**70}], "memory.by_rank.graphs must be 0 or from"),
+            ("experiment.workload.heads", 0, "experiment: heads must be a size, is 0"),
+            ("environment", {"started_at": float("inf")}, "has the number Infinity, which is not finite"),
+            ("config", {"a": float("nan")}, "has the number NaN, which is not finite"),
+            ("config", {"a": "\0"}, "has a NUL within a text"),
+            ("reason", "\ud800", "half of a surrogate pair"),
         )
     },
 }
@@ -137,9 +159,9 @@ def test_a_refused_runs_configuration_may_hold_anything(tmp_path, key, value):
 
 @pytest.mark.parametrize(
     ("content", "key", "said"),
-    [(ODD[name][0], "0", "left out") for name in ("empty", "object", "list", "no status", "schema_version=99")]
+    [(ODD[name][0], "0", "left out") for name in ("empty", "object", "list", "no status")]
     + [(json.dumps(measured("a")).encode(), "abc", "its key is 0, this run's is abc")],
-    ids=["empty", "object", "list", "no status", "newer", "foreign key"],
+    ids=["empty", "object", "list", "no status", "foreign key"],
 )
 def test_resume_runs_again_what_is_no_result_of_this_run_and_names_it(tmp_path, capsys, content, key, said):
     path = tmp_path / "a" / "result.json"
@@ -150,6 +172,29 @@ def test_resume_runs_again_what_is_no_result_of_this_run_and_names_it(tmp_path, 
     results.write_result(path.parent, measured("a"))
     assert plan.earlier(path.parent, "0").status == "ok"
     assert plan.earlier(tmp_path / "b", "0") is None
+
+
+def test_resume_refuses_to_overwrite_a_result_of_a_newer_version(tmp_path):
+    (tmp_path / "result.json").write_bytes(ODD["schema_version=99"][0])
+    with pytest.raises(InvalidConfig, match="schema_version 99 is newer than 2.* give another hydra.sweep.dir=FOLDER"):
+        plan.earlier(tmp_path, "0")
+
+
+@pytest.mark.parametrize("text", [r"a\\u0000", r"\ud83d\ude00", "1e308", "\u2028"])
+def test_odd_texts_and_numbers_that_json_has_are_read(text):
+    assert decoded(f'["{text}"]') == json.loads(f'["{text}"]')
+
+
+@pytest.mark.parametrize("name", ["result.json", "results.parquet"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large"])
+def test_only_regular_files_up_to_a_size_are_read_as_results(tmp_path, kind, name):
+    results.write_result(tmp_path / "good", measured("good"))
+    path = tmp_path / ("odd" if name == "result.json" else "") / name
+    path.parent.mkdir(exist_ok=True)
+    irregular(path, kind)
+    found, problems = read_results(tmp_path)
+    assert [result.name for result in found] == ["good"]
+    assert [one.path for one in problems] == [path] and re.search(IRREGULAR, problems[0].why)
 
 
 def test_an_older_result_is_read(tmp_path):

@@ -1,0 +1,121 @@
+"""Only regular files up to a size are read: a FIFO would hang, a device fill the memory."""
+
+import os
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from runner import reading, sweep
+from runner.config.huggingface import loaded
+from runner.config.hydra_files import check_yaml
+from runner.config.values import InvalidConfig
+from runner.history import opened
+from runner.output import results
+from runner.output.record import Result
+from runner.report.entries import files, log_tail
+from runner.report.runs import Run
+from tests.support.recorded import refused
+
+IRREGULAR = "not a regular file|Is a directory|at most"
+
+
+def irregular(path, kind):
+    """Make a file that must not be read."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, reading.MOST_TABLE_BYTES + 1)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large"])
+def test_nothing_else_is_read(tmp_path, kind):
+    path = tmp_path / "x"
+    irregular(path, kind)
+    with pytest.raises(OSError, match=IRREGULAR):
+        reading.read_regular(path, 100)
+    with pytest.raises(OSError, match=IRREGULAR):
+        reading.read_parquet(path)
+    with pytest.raises(InvalidConfig, match=rf"model.config=.*x: no configuration of a model \(.*({IRREGULAR})"):
+        loaded(str(path), None, {})
+    with pytest.raises(InvalidConfig, match=rf"x: .*({IRREGULAR})"):
+        check_yaml(path)
+    with pytest.raises(ValueError, match=r"no such file|cannot be used"), opened(path):
+        pass
+    path.rename(tmp_path / sweep.SEED)
+    assert sweep.known_seed(tmp_path) == sweep.fresh_seed()
+
+
+def test_a_file_is_read_whole_or_its_end(tmp_path):
+    (tmp_path / "x").write_text("hello")
+    (tmp_path / "link").symlink_to("x")
+    assert reading.read_text(tmp_path / "link", 5) == "hello"
+    assert reading.read_regular(tmp_path / "x", 2, end=True) == b"lo"
+    with pytest.raises(OSError, match="symbolic link"):
+        reading.read_regular(tmp_path / "link", follow=False)
+
+
+def test_a_page_neither_follows_nor_names_links_in_a_runs_folder(tmp_path):
+    (tmp_path / "secret").write_text("the content")
+    for name in ("run.log", "trace.gz"):
+        (tmp_path / name).symlink_to("secret")
+    value = refused("a", "crash", "why") | {"artifacts": {"log": "run.log", "trace": "trace.gz"}}
+    run = Run.of(Result.of(value, tmp_path))
+    assert log_tail(run) is None and files(run, tmp_path) == {}
+
+
+SAMPLES = {"iteration": [0, 1], "round": [0, 0], "rank": [0, 0], "pass": ["forward"] * 2, "ms": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank": [0, 2_000_000_000]}, {"rank": [0, -5]}, {"rank": [None, 0]}, {"rank": ["a", "b"]}, {"rank": [[], []]},
+        {"ms": [None, 1.0]}, {"ms": [0.0, 1.0]}, {"ms": [float("nan"), 1.0]}, {"pass": [None, "forward"]},
+        {"iteration": [None, 0]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_samples_that_no_run_writes_are_refused(tmp_path, changes):
+    path = tmp_path / "samples.parquet"
+    pq.write_table(pa.table(SAMPLES), path)
+    assert results.read_samples(path) == [{"forward": [1.0, 2.0]}]
+    pq.write_table(pa.table(SAMPLES | changes), path)
+    with pytest.raises(ValueError, match=r"samples|finite|cast|Failed to parse"):
+        results.read_samples(path)
+
+
+def aliases(depth):
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, depth)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("text", [aliases(9), "a: &a [*a]", f"a: {'x' * (1 << 20)}"], ids=["9^9", "circle", "large"])
+def test_a_configuration_that_would_take_minutes_is_refused_at_once(tmp_path, text):
+    (tmp_path / "y.yaml").write_text(text)
+    started = time.monotonic()
+    with pytest.raises(InvalidConfig, match=r"y\.yaml: .*at most"):
+        check_yaml(tmp_path / "y.yaml")
+    (tmp_path / "y.yaml").write_text(aliases(3))
+    check_yaml(tmp_path / "y.yaml")
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ('{"num_hidden_layers": 10000000}', {}), ('{"text_config": {"n_layer": 10000000}}', {}),
+        ('{"num_local_experts": 10000000}', {}), ("{}", {"layers": 10_000_000}),
+    ],
+)  # fmt: skip
+def test_a_model_of_more_layers_than_can_be_built_is_refused_at_once(tmp_path, text, sizes):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidConfig, match="=10000000: must be at most 1,024"):
+        loaded(str(tmp_path / "config.json"), None, sizes)
