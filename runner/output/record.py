@@ -157,13 +157,15 @@ class Result:
     @property
     def ceilings(self) -> dict[str, float]:
         """The rates measured on this machine: `matmul_tflops`, `copy_gb_s` and, of several ranks, `link_gb_s`."""
-        found = (self.plain.get("environment") or {}).get("ceilings")
-        names = ("matmul_tflops", "copy_gb_s", "link_gb_s")
-        return (
-            {key: found[key] for key in names if isinstance(found.get(key), (int, float))}
-            if isinstance(found, dict)
-            else {}
-        )
+        recorded = (self.plain.get("environment") or {}).get("ceilings")
+        rates = {
+            key: rate
+            for key in ("matmul_tflops", "copy_gb_s", "link_gb_s")
+            if isinstance(recorded, dict)
+            and isinstance(rate := recorded.get(key), (int, float))
+            and SMALLEST <= rate <= LARGEST
+        }
+        return rates if {"matmul_tflops", "copy_gb_s"} <= rates.keys() else {}
 
     @property
     def gain(self) -> tuple[float, float] | None:
@@ -237,10 +239,11 @@ def _check(result: Result) -> None:
 def _check_sizes(experiment: fields.Experiment) -> None:
     """Raises ValueError for a size of the work that no run has."""
     for name, size in {**vars(experiment.workload), "world_size": experiment.world_size}.items():
-        if name in ("causal", "window", "sinks", "scale", "softcap"):
+        if name in ("causal", "sinks", "scale", "softcap"):
             continue
-        for one in size if isinstance(size, list) else [size]:
-            if isinstance(one, int) and not 0 < one < 1 << 31:
+        least = -1 if name == "window" else 1
+        for one in size if isinstance(size, (list, tuple)) else [size]:
+            if isinstance(one, int) and not least <= one < 1 << 31:
                 raise ValueError(f"experiment: {name} must be a size, is {shown(size)}")
 
 

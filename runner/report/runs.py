@@ -210,7 +210,10 @@ def _mask(asked: Asked) -> str | None:
     where it hides anything. It is the same at every length, though open parameters follow from the length."""
     if asked.causal is None or asked.window is None:
         return None
-    band = Band.of(asked.causal, asked.window).describe()
+    try:
+        band = Band.of(asked.causal, asked.window).describe()
+    except ValueError:  # for which the run was refused
+        return None
     named = asked.mask_as_given or asked.named_mask
     parts = [] if named is None else [named.text]
     return " & ".join(dict.fromkeys(part for part in [*parts, band] if part != "full")) or "full"

@@ -128,7 +128,7 @@ def test_a_file_that_is_no_result_is_named_in_a_line_and_the_others_are_kept(tmp
     assert capsys.readouterr().err == f"{problems[0]}\n"
 
 
-@pytest.mark.parametrize("value", [None, 3, [], ["x"], "x", {}, {"name": 3}, {"name": ["x"]}, True])
+@pytest.mark.parametrize("value", [None, 3, [], [-5, 0], ["x"], "x", {}, {"name": 3}, {"name": ["x"]}, True])
 @pytest.mark.parametrize(
     "key",
     [
@@ -176,7 +176,7 @@ def test_resume_runs_again_what_is_no_result_of_this_run_and_names_it(tmp_path, 
 
 def test_resume_refuses_to_overwrite_a_result_of_a_newer_version(tmp_path):
     (tmp_path / "result.json").write_bytes(ODD["schema_version=99"][0])
-    with pytest.raises(InvalidConfig, match="schema_version 99 is newer than 2.* give another hydra.sweep.dir=FOLDER"):
+    with pytest.raises(InvalidConfig, match=r"schema_version 99 is newer than 2.* give another hydra\.sweep\.dir=FOLDER"):
         plan.earlier(tmp_path, "0")
 
 
