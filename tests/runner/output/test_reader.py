@@ -176,7 +176,9 @@ def test_resume_runs_again_what_is_no_result_of_this_run_and_names_it(tmp_path, 
 
 def test_resume_refuses_to_overwrite_a_result_of_a_newer_version(tmp_path):
     (tmp_path / "result.json").write_bytes(ODD["schema_version=99"][0])
-    with pytest.raises(InvalidConfig, match=r"schema_version 99 is newer than 2.* give another hydra\.sweep\.dir=FOLDER"):
+    with pytest.raises(
+        InvalidConfig, match=r"schema_version 99 is newer than 2.* give another hydra\.sweep\.dir=FOLDER"
+    ):
         plan.earlier(tmp_path, "0")
 
 
