@@ -232,8 +232,10 @@ def _check(result: Result) -> None:
     if baseline is not None and not set(baseline.speedup) == set(baseline.efficiency):
         raise ValueError("baseline.speedup and baseline.efficiency must be of the same passes")
     for which, times in result.timing.passes.items():
-        if not min(x for x in (times.n, times.median, times.p10, times.p90, *(times.ci95 or ())) if x is not None) > 0:
-            raise ValueError(f"timing.passes.{which} must have a number of samples and times above 0")
+        if not (times.n > 0 and times.median > 0):
+            raise ValueError(f"timing.passes.{which} must have samples and a median above 0")
+        if times.ci95 is not None and times.ci95[0] > times.ci95[1]:
+            raise ValueError(f"timing.passes.{which}.ci95 must be from less to more, is {shown(times.ci95)}")
 
 
 def _check_sizes(experiment: fields.Experiment) -> None:
