@@ -121,7 +121,7 @@ class Plan:
     def note(self, dtype: torch.dtype) -> str | None:
         """A remark for the result on how the problem was divided, and on options without effect for inputs of this dtype; or
         None."""
-        found = [self.problem.schedule.note]
+        found = [self.problem.schedule.note(self.problem)]
         pools = getattr(self.options, "memory_pool", False)
         if pools and not (self.options.copies or any(self.accumulates(keys, dtype) for keys in (False, True))):
             found.append(

@@ -86,8 +86,7 @@ class Mixture(Schedule):
             yield pair, pair % rate, tuple(range(first, first + n))
             first += n
 
-    @property
-    def note(self) -> str | None:
+    def note(self, problem: Problem) -> str | None:
         """The pairs where nobody named them, which segments were cut to the sequence, and which are shorter than the others of
         their pair."""
         found = []

@@ -76,8 +76,7 @@ class Step:
 class Schedule(ABC):
     """The steps of every rank. `rank` is a place in the schedule: with Ulysses groups, the number of a group."""
 
-    @property
-    def note(self) -> str | None:
+    def note(self, problem: Problem) -> str | None:
         """A remark for the result on how the problem was divided, or None."""
         return None
 

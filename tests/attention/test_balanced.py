@@ -1,5 +1,6 @@
-"""The layout that is made for a mask: even work for every mask and for documents of real lengths, and a quick plan."""
+"""The layout that is made for a mask: even work for every mask and for documents of any lengths, and a quick plan."""
 
+import random
 import time
 
 import numpy as np
@@ -7,12 +8,20 @@ import pytest
 
 import attention
 from attention import masks
-from attention.geometry.cuts import rank_pairs
-from attention.variants.balanced import assigned
+from attention.geometry.layouts import positions
+from attention.geometry.schedules import Problem
+from attention.geometry.trades import PairsBefore
+from attention.geometry.transfers import gather_move
+from attention.variants.balanced import assigned, balance
 from attention.variants.registry import VARIANTS
 from runner.config.document_lengths import real_lengths
 
 WORLDS = (2, 3, 8, 64)
+MOST_RANGES = 32  # of a rank: each is a kernel call or a copy
+
+
+def problem_of(mask: masks.Mask, tokens: int, world: int, **options) -> Problem:
+    return VARIANTS["balanced"].problem((0, tokens), world, mask, {"mask": mask, **options})
 
 
 def every_mask(tokens: int) -> list[masks.Mask]:
@@ -26,7 +35,7 @@ def every_mask(tokens: int) -> list[masks.Mask]:
         masks.prefix_lm(2 * part),
         masks.block_causal_documents([5 * part, part, tokens - 6 * part]),
         masks.prefix_lm_documents([5 * part, tokens - 5 * part], [part, 2 * part]),
-        masks.shared_prompt(4 * part, [3 * part] * 4),
+        masks.shared_prompt(4 * part, [*[3 * part] * 3, tokens - 13 * part]),
         masks.global_window(part, part // 2, causal=True),
         masks.global_window(part, part // 2),
         *(
@@ -40,17 +49,71 @@ def every_mask(tokens: int) -> list[masks.Mask]:
     ]
 
 
+@pytest.mark.parametrize("each", [1024, 1021])
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_rank_has_as_many_tokens_and_nearly_as_many_pairs(world):
-    tokens = 1024 * world
+def test_every_rank_has_as_many_tokens_and_nearly_as_many_pairs(world, each):
+    tokens = each * world
     for mask in every_mask(tokens):
         shards = assigned(mask, tokens, world, None)
-        assert {sum(map(len, shard)) for shard in shards} == {1024}, mask
+        assert {sum(map(len, shard)) for shard in shards} == {each}, mask
         assert sorted(t for shard in shards for r in shard for t in r) == list(range(tokens)), mask
-        problem = VARIANTS["balanced"].problem((0, tokens), world, mask, {"mask": mask})
-        work = [rank_pairs(problem, rank) for rank in range(world)]
-        assert sum(work) == mask.pairs(tokens)
-        assert max(work) <= 1.05 * np.mean(work), (mask, max(work) / np.mean(work))
+        assert max(map(len, shards)) <= MOST_RANGES, mask
+        assert balance(problem_of(mask, tokens, world)) <= 1.05, mask
+
+
+def random_pack(seed: int) -> tuple[masks.Mask, int, int]:
+    """Documents under some mask, their tokens and a world, of which each rank has at least 64 tokens."""
+    draw = random.Random(seed)
+    world = draw.choice([2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64])
+    tokens = world * draw.randint(64, max(64, 16384 // world))
+    lengths = real_lengths(tokens, seed)
+    if seed % 4 == 0:
+        return masks.prefix_lm_documents(lengths, [draw.randint(0, n) for n in lengths]), tokens, world
+    inner = (masks.causal(), masks.full(), masks.sliding_window(draw.randint(1, 2000)))[seed % 3]
+    return masks.documents(lengths, inner), tokens, world
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_random_packs_are_even_on_any_number_of_tokens(first):
+    for seed in range(first, first + 100):
+        mask, tokens, world = random_pack(seed)
+        problem = problem_of(mask, tokens, world)
+        assert balance(problem) <= 1.05 and problem.schedule.note(problem) is None, (seed, tokens, world, mask)
+
+
+def test_pairs_before_a_query_are_those_of_the_matrix():
+    for tokens in (16 * 64, 16 * 61 + 5):
+        for mask in every_mask(tokens):
+            rows = mask.dense(tokens).sum(1).numpy()
+            before = PairsBefore(mask.rectangles(tokens), tokens)
+            assert (before(np.arange(tokens + 1)) == np.append(0, np.cumsum(rows))).all(), mask
+
+
+@pytest.mark.parametrize("chunks", [1, 7, 64])
+def test_chunks_say_how_finely_a_rank_is_cut_before_it_trades(chunks):
+    mask = masks.documents(real_lengths(8 * 1021, 3))
+    shards = assigned(mask, 8 * 1021, 8, chunks)
+    assert {sum(map(len, shard)) for shard in shards} == {1021}
+    assert balance(problem_of(mask, 8 * 1021, 8, chunks=chunks)) <= 1.05
+
+
+def test_a_rank_receives_only_keys_that_its_queries_see():
+    tokens, world = 4 * 331, 4
+    for mask in every_mask(tokens):
+        problem, dense = problem_of(mask, tokens, world), mask.dense(tokens).numpy()
+        for rank, shard in enumerate(assigned(mask, tokens, world, None)):
+            mine = positions(shard)
+            seen = dense[mine].any(0)
+            seen[mine] = False
+            assert gather_move(problem, rank).route.received_tokens == seen.sum(), mask
+
+
+def test_where_a_few_queries_have_most_pairs_the_result_says_how_uneven_ranks_are():
+    mask = masks.global_window(8, 3)  # three queries see all 4096 keys, the others some 20 each
+    problem = problem_of(mask, 4096, 64)
+    rest = 63 * 20
+    assert balance(problem) == pytest.approx((4096 + rest) / (mask.pairs(4096) / 64), rel=0.01)
+    assert problem.schedule.note(problem) == "the busiest rank has 3.64 times the mean of the ranks' pairs"
 
 
 def test_a_million_tokens_for_64_ranks_are_dealt_out_in_a_moment():
