@@ -31,10 +31,10 @@ class NamedMask:
 def named(name: str, parameters: dict[str, Any], tokens: int, lengths: Sequence[int] | None) -> NamedMask:
     """The mask with its open parameters (null) filled in for a sequence of so many tokens. lengths: of the sequences of
     a packed batch."""
-    found = dict(parameters)
+    found, values = dict(parameters), _OPEN | _OPEN_OF.get(name, {})
     for key, value in parameters.items():
-        if value is None and key in _OPEN:
-            found[key] = _OPEN[key](found, tokens, lengths)
+        if value is None and key in values:
+            found[key] = values[key](found, tokens, lengths)
     return NamedMask(name, found)
 
 
@@ -73,12 +73,15 @@ def _are_whole(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(isinstance(n, int) for n in values)
 
 
-def _share(of: int) -> Callable[[dict[str, Any], int, Sequence[int] | None], int]:
-    return lambda found, tokens, lengths: max(1, tokens // of)
+Open = Callable[[dict[str, Any], int, Sequence[int] | None], Any]
+
+
+def _share(of: int, most: int | None = None) -> Open:
+    return lambda found, tokens, lengths: min(max(1, tokens // of), most or tokens)
 
 
 # what null stands for, by parameter, from the parameters so far, the tokens, and the lengths of a packed batch
-_OPEN: dict[str, Callable[[dict[str, Any], int, Sequence[int] | None], Any]] = {
+_OPEN: dict[str, Open] = {
     "left": _share(8),
     "chunk": _share(4),
     "prefix": _share(4),
@@ -89,5 +92,7 @@ _OPEN: dict[str, Callable[[dict[str, Any], int, Sequence[int] | None], Any]] = {
     "parts": _halves,
     "window": _share(8),
     "global_tokens": _share(64),
-    "random": _share(8),
+}
+_OPEN_OF: dict[str, dict[str, Open]] = {
+    "dca": {"window": _share(4, 2048), "global_tokens": _share(64, 128), "random": _share(16, 512)}
 }

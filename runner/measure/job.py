@@ -49,6 +49,14 @@ def run(me: Rank, experiment: dict[str, Any], folder: str | None) -> dict[str, A
             memory.empty_caches(me.device)
 
 
+def _removes_nothing(spec: Experiment) -> str | None:
+    """A note where a mask that should make attention sparse leaves it dense."""
+    call, named = spec.workload, spec.workload.named_mask
+    if named is None or named.name in ("full", "causal") or call.batch_pairs < call.dense.batch_pairs:
+        return None
+    return f"mask={named.name} removes no pair of {call.seq_len:,} tokens: attention is dense; take more tokens or other parameters"
+
+
 class _Run:
     """A run in stages, each of which adds its fields to `result`."""
 
@@ -61,7 +69,9 @@ class _Run:
         self.spec = replace(made, options=self.work.resolved())
         if self.spec != spec:
             self.result["experiment"] = self.spec.plain()
-        self.result["chosen"] = self.work.report() | about
+        report = self.work.report()
+        notes = filter(None, [report.get("note"), _removes_nothing(self.spec)])
+        self.result["chosen"] = report | {"note": "; ".join(notes) or None} | about
 
     def result_of_all(self) -> dict[str, Any]:
         self.estimate()

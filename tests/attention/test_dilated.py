@@ -176,7 +176,8 @@ def test_the_default_dilates_and_has_all_tokens_in_long_sequences():
 
 def test_what_was_made_of_segments_is_noted():
     def note(tokens, **given):
-        return MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, given).schedule.note
+        problem = MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, given)
+        return problem.schedule.note(problem)
 
     pairs = {"segments": [8, 32], "rates": [1, 2]}
     assert note(64, **pairs) is None

@@ -7,7 +7,7 @@ from runner.config.overrides import problem
 from runner.config.resolve import identity, run_name
 from runner.config.values import InvalidConfig
 from runner.measure import metrics
-from tests.runner.test_cli import results_in, run
+from tests.runner.test_cli import only, results_in, run
 from tests.support.composing import configured, resolved
 
 SIZE = ("attention=ring", "seq_len=128", "batch=1", "hardware=cpu", "world_size=2")
@@ -54,6 +54,23 @@ def test_causal_window_and_sequences_beside_a_mask_hold_too():
     assert alone.pairs > causal.pairs > window.pairs
     assert alone.pairs > packed.pairs
     assert window.dense.causal and not alone.dense.causal and packed.dense.seqlens is None
+
+
+def test_the_experiment_of_random_keys_is_sparse_on_short_sequences_too():
+    for tokens in (256, 1024, 8192, 131072):
+        spec = resolved("+experiment=sparse_dca", *SIZE, "attention=dense", "world_size=1", f"seq_len={tokens}")
+        assert metrics.sparsity(spec)["sparsity_ratio"] > 0.4, tokens
+        found = spec.workload.named_mask.parameters
+        if tokens >= 8192:
+            assert (found["window"], found["global_tokens"], found["random"]) == (2048, 128, 512)
+
+
+def test_a_mask_that_removes_nothing_is_said(tmp_path):
+    done = run(
+        tmp_path, "attention=dense", "mask=dca", "mask.window=256", "world_size=1", "phases=false", "hardware=cpu"
+    )
+    said = "mask=dca removes no pair of 128 tokens: attention is dense"
+    assert said in only(tmp_path)["chosen"]["note"] and f"note: {said}" in done.stdout
 
 
 def test_documents_are_those_of_a_packed_batch_where_there_is_one():
