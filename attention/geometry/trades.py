@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ GRAINS = (128, 16, 1)  # a trade is a multiple of so many tokens: kernels work b
 GRAINS_OF_RANK = 16  # at least, but for single tokens
 
 Numbers = NDArray[np.int64]
+Pairs = NDArray[Any]  # int64, or float64 where sums may pass it
 
 
 class PairsBefore:
@@ -52,11 +54,11 @@ class PairsBefore:
         self.row = np.cumsum(step + np.append(0, (self.slope * gap)[:-1]))
         self.sum = np.append(0, np.cumsum(self._added(slice(None), gap))[:-1])
 
-    def __call__(self, position: Numbers) -> NDArray[np.generic]:
+    def __call__(self, position: Numbers) -> Pairs:
         i = np.searchsorted(self.at, position, "right") - 1
         return self.sum[i] + self._added(i, position - self.at[i])
 
-    def _added(self, i: slice | Numbers, n: NDArray[np.generic]) -> NDArray[np.generic]:
+    def _added(self, i: slice | Numbers, n: Pairs) -> Pairs:
         return self.row[i] * n + self.slope[i] * (n * (n - 1) // 2)
 
 
@@ -158,13 +160,13 @@ def _end(before: PairsBefore, parts: Parts, at: Numbers, sizes: Numbers, sign: i
 
 def _difference(
     before: PairsBefore, parts: Parts, at: tuple[Numbers, Numbers], ends: tuple[NDArray[np.bool_], NDArray[np.bool_]]
-) -> Callable[[Numbers], NDArray[np.generic]]:
+) -> Callable[[Numbers], Pairs]:
     """The pairs of so many tokens at the chosen ends of the first parts, less those of the second ones."""
     signs = [np.where(end, -1, 1) for end in ends]
     borders = [np.where(end, parts.stop[part], parts.start[part]) for part, end in zip(at, ends, strict=True)]
     known = [before(border) for border in borders]
 
-    def moved(many: Numbers) -> NDArray[np.generic]:
+    def moved(many: Numbers) -> Pairs:
         first, second = (
             sign * (before(border + sign * many) - pairs)
             for sign, border, pairs in zip(signs, borders, known, strict=True)
@@ -174,9 +176,7 @@ def _difference(
     return moved
 
 
-def _nearest(
-    moved: Callable[[Numbers], NDArray[np.generic]], wanted: NDArray[np.float64], most: Numbers, grain: int
-) -> Numbers:
+def _nearest(moved: Callable[[Numbers], Pairs], wanted: NDArray[np.float64], most: Numbers, grain: int) -> Numbers:
     """How many tokens, up to `most` grains, move nearly as many pairs as are wanted."""
     below, above = np.zeros_like(most), most
     for _ in range(int(most.max(initial=0)).bit_length()):
