@@ -234,6 +234,11 @@ class Experiment:
         return self.chosen is not None and self.chosen.module
 
     @property
+    def sharing(self) -> int:
+        """The ranks that share the work: one where each does all of it."""
+        return 1 if self.chosen is not None and self.chosen.layout.replicated else self.world_size
+
+    @property
     def head_pairs(self) -> int:
         """(query, key) pairs of all heads and batch elements; of dilated attention as often as pairs of segment and rate have them."""
         call = self.workload

@@ -167,7 +167,7 @@ class _Run:
     def measure_energy(self, passes: Passes) -> None:
         if self.spec.energy:
             found, layers = self.result["metrics"], self.spec.timing.layers
-            flops = found["flops"].get("total", found["flops"]["forward"])
+            flops = found["flops"].get("total", found["flops"]["forward"]) * self.me.world // self.spec.sharing
             seconds = self.measured_s * layers
             measured = energy.measure(self.me, passes, self._watch(), seconds, layers, found["tokens"], flops)
             self.result["energy"] = measured

@@ -47,14 +47,15 @@ def projections(experiment: Experiment) -> int:
 def sparsity(experiment: Experiment) -> dict[str, Any]:
     """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element, the mean of them
     where they differ. density: of all queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
-    is causal if no query sees a later key. dense_flops: FLOPs of that."""
-    work = experiment.workload
+    is causal if no query sees a later key. Both are None where a pair may count several times. dense_flops: FLOPs of dense attention."""
+    work, dilation = experiment.workload, experiment.dilation
+    repeats = dilation is not None and dilation.mixing == "longnet" and len(dilation.pairs) > 1
     pairs = experiment.head_pairs / (work.batch * work.heads)
     keys = sum(work.ends) / work.batch + (work.prefix or 0)
     return {
         "connections": round(pairs),
-        "density": pairs / (work.queries * keys),
-        "sparsity_ratio": 1 - pairs * work.batch / work.dense.batch_pairs,
+        "density": None if repeats else pairs / (work.queries * keys),
+        "sparsity_ratio": None if repeats else 1 - pairs * work.batch / work.dense.batch_pairs,
         "dense_flops": flops(replace(experiment.dense, variant="dense", options={})),
     }
 
@@ -77,7 +78,7 @@ def compute(
     if experiment.model is not None:
         passes = model_metrics.passes(experiment, median_ms, ceilings, pulls)
         found["matmul_tflops"] = ceilings["matmul_tflops"] if ceilings else None
-        return at({**found, "passes": passes}, median_ms, experiment.world_size)
+        return at({**found, "passes": passes}, median_ms, experiment)
     passes = {}
     for which in median_ms:
         # the exchange of an external package does not follow a schedule
@@ -88,18 +89,21 @@ def compute(
             passes[which] |= {"memory_bytes": moved} | _limit(
                 sizes, which, max(by_rank), moved, _most(received), ceilings
             )
-    return at({**found, "passes": passes}, median_ms, experiment.world_size)
+    return at({**found, "passes": passes}, median_ms, experiment)
 
 
-def at(found: dict[str, Any], median_ms: dict[str, float], world: int) -> dict[str, Any]:
-    """The metrics of `compute` for a run on `world` ranks, with other medians (pass to ms)."""
-    passes = {}
+def at(found: dict[str, Any], median_ms: dict[str, float], experiment: Experiment) -> dict[str, Any]:
+    """The metrics of `compute`, with other medians (pass to ms)."""
+    passes, sharing = {}, float(experiment.sharing)
+    if experiment.model is None and not experiment.is_module:  # where the counts are of all the work
+        own = sum(found["flops_forward_by_rank"]) / experiment.world_size
+        sharing = found["flops"]["forward"] / max(own, 1)
     for which, ms in median_ms.items():
         entry = {key: x for key, x in found["passes"][which].items() if key != "no_sol"}
         most = _most(entry["bytes_received_by_rank"])
         entry |= {
             "tokens_per_s": found["tokens"] / ms * 1e3,
-            "tflops_per_device": found["flops"][which] / ms / world / 1e9,
+            "tflops_per_device": found["flops"][which] / ms / sharing / 1e9,
             "received_gb_s": most / ms / 1e6 if most is not None else None,
         }
         if found.get("matmul_tflops"):  # of a model

@@ -166,7 +166,11 @@ def _time_notes(timing: fields.Timing, metrics: fields.Metrics, baseline: fields
     passes = timing.passes.values()
     noisy = "; ! means noisy, an IQR above 5% of the median" if any(times.noisy for times in passes) else ""
     trend = "; ~ means that samples rose or fell while they were taken" if any(times.trend for times in passes) else ""
-    yield f"ms is the median of {timing.passes['forward'].n} samples, TFLOP/s are of one device{noisy}{trend}"
+    n = timing.passes["forward"].n
+    of_what = (
+        "mean of all calls, timed together" if timing.method == "simple" else f"median of {n} sample{'s' * (n != 1)}"
+    )
+    yield f"ms is the {of_what}; TFLOP/s are of one device{noisy}{trend}"
     if timing.overhead_high:
         us, share = timing.overhead_ms * 1e3, timing.overhead_share
         yield f"timing itself takes {us:.1f} us, {share:.1%} of the shortest pass"

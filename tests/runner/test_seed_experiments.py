@@ -55,6 +55,7 @@ TOKENS = ["seq_len=128", "heads=2", "kv_heads=2", "head_dim=16"]
 TIMES = ("Correctness passed", "forward", "backward", "total", "tokens/s", "speedup", "eff.", "Peak memory by rank")
 PROMISED = {
     "a ring": (["attention=ring", *TOKENS, "timing.timing_runs=3"], (*TIMES, "median of 3 samples", "wait_kv")),
+    "a single mean": (["attention=ring", "timing=simple", *TOKENS], ("ms is the mean of all calls",)),
     "a packed ring": (["attention=ring_varlen", *TOKENS], TIMES),
     "zigzag": (["attention=zigzag", *TOKENS], TIMES),
     "packed sequences": (["attention=llama3", "seqlens=[32,96]", "timing.warmup_runs=2", *TOKENS], TIMES),

@@ -46,9 +46,7 @@ def check_fits(run: Experiment, machine: MachineLimits) -> None:
 
 def input_bytes(run: Experiment) -> int:
     """Bytes of a rank's shards of q, k, v and, with a backward, of the output's gradient."""
-    call = run.workload
-    replicated = run.chosen is not None and run.chosen.layout.replicated
-    world = 1 if replicated else run.world_size
+    call, world = run.workload, run.sharing
     queries = call.queries if call.q_len is not None else -(-call.seq_len // world)
     found = queries * call.shapes.q_token + -(-call.seq_len // world) * call.shapes.kv_token
     found += -(-(call.prefix or 0) // world) * call.shapes.kv_token // call.batch

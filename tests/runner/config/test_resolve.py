@@ -638,3 +638,9 @@ def test_tiny_variants_are_all_that_can_do_its_workload():
         with suppress(InvalidConfig):
             able.add(resolved("+experiment=tiny_variants", f"attention={name}").variant)
     assert sorted(swept) == sorted(able)
+
+
+def test_kv_heads_follow_heads_where_a_workload_has_as_many():
+    call = resolved("config=medium", "seq_len=16384", "heads=32").workload
+    assert (call.heads, call.kv_heads) == (32, 32)
+    assert resolved("config=medium", "kv_heads=8").workload.kv_heads == 8

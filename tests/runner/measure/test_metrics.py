@@ -82,6 +82,25 @@ def test_every_rank_of_dense_does_the_whole_work():
         assert counts.rank_flops(problem, SHAPES) == [FLOP * counts.global_pairs((0, 48), mask)] * 3
 
 
+@pytest.mark.parametrize(
+    ("given", "shares"),
+    [(["attention=dense"], 1), (["attention=ring"], 4), (["attention=dense", "model=decoder_tiny"], 1)]
+    + [([f"attention={name}", "q_len=2", "causal=false"], n) for name, n in (("ring_decode", 1), ("tree", 4))],
+)
+def test_a_devices_rate_is_of_its_own_work(given, shares):
+    found = metrics.compute(resolved(*given, *SIZES, "seq_len=64", "world_size=4"), {"forward": 1.0}, None)
+    rate = found["flops"]["forward"] / shares / 1e9
+    assert found["passes"]["forward"]["tflops_per_device"] == pytest.approx(rate)
+
+
+def test_no_sparsity_is_said_of_a_mixture_that_counts_pairs_several_times():
+    mixture = ["attention=dilated", "attention.segments=[16,64]", "attention.rates=[1,2]", "seq_len=64", *SIZES]
+    once = metrics.sparsity(resolved(*mixture, "heads=2"))
+    assert 0 < once["sparsity_ratio"] < 1 and 0 < once["density"] < 1
+    often = metrics.sparsity(resolved(*mixture, "heads=2", "attention.mixing=longnet"))
+    assert often["sparsity_ratio"] is None and often["density"] is None
+
+
 def test_causal_work_by_rank():
     # ring: 10 pairs against 10 + 16; zigzag: tokens 0 1 6 7 against 2 3 4 5, 1 + 2 + 7 + 8 = 3 + 4 + 5 + 6
     assert metrics.compute(small("ring"), {"forward": 1.0}, None)["flops_forward_by_rank"] == [10 * FLOP, 26 * FLOP]
