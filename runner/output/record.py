@@ -4,6 +4,7 @@ fields."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -250,12 +251,12 @@ def _check_sizes(experiment: fields.Experiment) -> None:
 
 
 def _check_numbers(value: Any, at: str) -> None:
-    """Raises ValueError for a number beyond SMALLEST and LARGEST."""
+    """Raises ValueError for a number beyond SMALLEST and LARGEST. A run's own NaN and infinities are null in its file."""
     if isinstance(value, dict):
         for key, x in value.items():
             _check_numbers(x, f"{at}.{key}")
     elif isinstance(value, list):
         for x in value:
             _check_numbers(x, at)
-    elif isinstance(value, (int, float)) and value and not SMALLEST <= abs(value) <= LARGEST:
+    elif isinstance(value, (int, float)) and value and math.isfinite(value) and not SMALLEST <= abs(value) <= LARGEST:
         raise ValueError(f"{at} must be 0 or from {SMALLEST:g} to {LARGEST:g} in size, is {shown(value)}")

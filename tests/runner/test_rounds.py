@@ -131,6 +131,7 @@ def begun(folder, name, samples) -> app.Unfinished:
     """A run with one round of three, of one sample, and its samples."""
     value = measured(name)
     one = {"samples": 1, "median_ms": {"forward": 4.0}}
+    value["timing"]["passes"] = {which: value["timing"]["passes"][which] for which in samples[0]}
     value["timing"]["rounds"] = {"done": 1, "of": 3, "drift": {}, "by_round": [one]}
     results.write_result(folder / name, value)
     results.write_samples(folder / name / "samples.parquet", samples)
@@ -149,7 +150,7 @@ def test_samples_of_a_round_that_the_result_lacks_are_left_out_and_too_few_are_n
 
 
 def test_a_run_goes_on_only_with_the_commit_and_on_the_machine_of_its_first_rounds(tmp_path):
-    run, cfg = begun(tmp_path, "ring", [{"forward": [1.0]}]), configured("hardware=cpu")
+    run, cfg = begun(tmp_path, "ring", [{"forward": [1.0]}] * 2), configured("hardware=cpu")
     run.value["environment"] = json.loads(json.dumps(app._surroundings(spec())))  # as a result's file has it
     assert isinstance(app._resumed(cfg, run.folder, run.value, 0), app.Unfinished)
     run.value["environment"] |= {"git": {"commit": "0" * 40, "dirty": False}, "machine_id": "another"}

@@ -10,6 +10,7 @@ from runner.config.values import InvalidConfig
 from runner.output import results, summary
 from runner.output.parsing import decoded
 from runner.output.reader import UnreadableFile, read_result, read_results
+from runner.output.record import Result
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
@@ -197,6 +198,11 @@ def test_only_regular_files_up_to_a_size_are_read_as_results(tmp_path, kind, nam
     found, problems = read_results(tmp_path)
     assert [result.name for result in found] == ["good"]
     assert [one.path for one in problems] == [path] and re.search(IRREGULAR, problems[0].why)
+
+
+def test_a_result_in_memory_may_have_numbers_that_are_null_in_its_file():
+    value = measured("a") | {"comm": {"drift": float("nan")}}
+    assert Result.of(value).status == "ok"
 
 
 def test_an_older_result_is_read(tmp_path):
