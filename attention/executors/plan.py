@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,24 +16,23 @@ from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard
 from attention.geometry.mixtures import Component, Meeting, components, meeting
-from attention.geometry.schedules import Block, Problem, Step, length, most_keys, steps
+from attention.geometry.schedules import Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
     Intervals,
     Move,
     Piece,
-    Place,
     Route,
     gather_move,
     joined,
+    key_places,
     move,
+    packed_together,
     side_by_side,
     step_routes,
-    where,
 )
 from attention.kernels import Call, Kernel
 from attention.kernels.by_element import ByElement
 from attention.kernels.interface import KvLengths
-from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.runtime.priority_stream import Inline, PriorityStream
 from attention.runtime.uploads import held, uploaded
@@ -196,13 +195,12 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
     that all calls share."""
     planned = []
     most, routes = most_keys(problem), step_routes(problem, rank)
-    known: dict[tuple[int, bool, Intervals], tuple[LocalCall, ...]] = {}  # most steps of a ring share their blocks
+    known: dict[int, tuple[LocalCall, ...]] = {}  # most steps of a ring share their blocks
     for i, step in enumerate(steps(problem, rank)):
-        keys = step.keys
-        alike = id(step.blocks), step.owner == rank, keys
+        alike = id(step.blocks)
         if alike not in known:
-            known[alike] = tuple(_calls(step, where(step, rank), like, packed, device))
-        planned.append(PlannedStep(step.owner, keys, length(keys), known[alike], routes[i], most[i]))
+            known[alike] = tuple(_calls(step, like, packed, device))
+        planned.append(PlannedStep(step.owner, step.keys, length(step.keys), known[alike], routes[i], most[i]))
     return tuple(planned)
 
 
@@ -254,30 +252,15 @@ def _uploaded(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return uploaded(np.array(lengths, np.int32), device)
 
 
-def _calls(step: Step, place: Place, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:
+def _calls(step: Step, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:
     """Under a pattern, or in a dense batch: one call for each block. In a packed batch: one call over all sequences for all
     blocks with the same mask and group."""
-    alike: dict[tuple[Band, int], list[tuple[Block, Intervals]]] = {}
-    for block, k in _tiles(step.blocks, place):
-        if isinstance(block.mask, Pattern) or not packed:
-            yield LocalCall((block.q,), k, like.under(block.mask))
-        else:
-            alike.setdefault((block.mask, block.group), []).append((block, k))
-    for (mask, _), found in alike.items():
-        q_lengths = [block.q[1] - block.q[0] for block, _ in found]
-        k_lengths = [length(k) for _, k in found]
+    if not packed or any(isinstance(block.mask, Pattern) for block in step.blocks):
+        yield from (LocalCall((b.q,), key_places(step, b), like.under(b.mask)) for b in step.blocks)
+        return
+    for (mask, _), together in packed_together(step.blocks).items():
+        q_lengths = [block.q[1] - block.q[0] for block in together]
+        k_lengths = [block.k[1] - block.k[0] for block in together]
         call = like.of_packed(mask, q_lengths, k_lengths, device)
-        yield LocalCall(joined(block.q for block, _ in found), joined(x for _, k in found for x in k), call)
-
-
-def _tiles(blocks: Iterable[Block], place: Place) -> list[tuple[Block, Intervals]]:
-    """The blocks and where their keys lie. Blocks without a mask over the same queries are joined to one block over all their
-    keys."""
-    found: list[tuple[Block, Intervals]] = []
-    for block in blocks:
-        k = place(block.k)
-        if found and block.mask.full and (block.q, block.mask) == (found[-1][0].q, found[-1][0].mask):
-            found[-1] = (found[-1][0], joined((*found[-1][1], *k)))
-        else:
-            found.append((block, k))
-    return found
+        keys = joined(x for block in together for x in key_places(step, block))
+        yield LocalCall(joined(block.q for block in together), keys, call)

@@ -131,7 +131,7 @@ def copied_bytes(problem: Problem, shapes: Shapes, place: int, backward: bool) -
 def _calls(problem: Problem, place: int) -> list[tuple[Intervals, Intervals]]:
     """The queries and keys of each call on a packed batch, of calls that are alike once."""
     alike = {(id(step.blocks), step.owner == place, step.keys): step for step in steps(problem, place)}
-    return [call for step in alike.values() for call in packed_calls(step, place)]
+    return [call for step in alike.values() for call in packed_calls(step)]
 
 
 def _queries(found: Iterable[Step]) -> tuple[Intervals, ...]:

@@ -136,7 +136,7 @@ def place_work(problem: Problem, place: int) -> tuple[Work, ...]:
             )
         # full blocks of the same queries are one call
         calls = list({(b.q, None if b.mask.full else b.k): b for b in step.blocks}.values())
-        together = packed_calls(step, place)
+        together = packed_calls(step)
         found.append(
             Work(
                 tuple(pairs.items()),

@@ -3,12 +3,13 @@ Sq lies at position N - Sq + i of N keys, also where there are fewer keys than q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from attention.geometry.layouts import sizes_of
-from attention.geometry.schedules import Block, LocalSchedule, Problem, RingSchedule, tiles
-from attention.masks.band import CAUSAL, FULL, Band, Intervals, tile
+from attention.geometry.schedules import Block, Buffers, Problem, Schedule, Step
+from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
 from attention.memo import memo
 
 Ends = tuple[int, int]  # the least and the largest number of keys of a batch element
@@ -72,28 +73,38 @@ def _by_owner(problem: Problem) -> tuple[tuple[Block, ...], ...]:
     return tuple((each,) if each else () for each in found)
 
 
-def _blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
-    return _by_owner(problem)[owner]
+class _Decode(Schedule):
+    """The steps of a decode, whose queries are on every rank."""
 
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        raise NotImplementedError("a decode's blocks are made one by one")
 
-def _keys(problem: Problem, rank: int, owner: int) -> Intervals:
-    return tuple(each.k for each in _blocks(problem, rank, owner))
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        found = []
+        for owner in self.owners(problem, rank):
+            blocks = _by_owner(problem)[owner]
+            keys = tuple(each.k for each in blocks)
+            if owner != rank:  # they arrive from the first on
+                blocks = tuple(replace(each, k=(0, each.k[1] - each.k[0])) for each in blocks)
+            found.append(Step(owner, keys, partial(tuple, blocks)))
+        return tuple(found)
 
-
-class _Tree(LocalSchedule):
-    def examples(self, problem: Problem) -> Sequence[int]:
-        return range(problem.world)
+    def owners(self, problem: Problem, rank: int) -> list[int]:
+        return [rank]
 
     def masks(self, problem: Problem) -> set[Band]:
         return masks(problem)
 
 
-class _Ring(RingSchedule):
+class _Ring(_Decode):
+    def owners(self, problem: Problem, rank: int) -> list[int]:
+        return [(rank - i) % problem.world for i in range(problem.world)]
+
+    def sends(self, problem: Problem, rank: int, i: int) -> tuple[int, Intervals] | None:
+        return ((rank + i) % problem.world, tuple(each.k for each in _by_owner(problem)[rank])) if i else None
+
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
         return (0, *[most_seen(problem)] * (problem.world - 1))
-
-    def masks(self, problem: Problem) -> set[Band]:
-        return masks(problem)
 
 
 def most_seen(problem: Problem, ends: Ends | None = None) -> int:
@@ -104,5 +115,15 @@ def most_seen(problem: Problem, ends: Ends | None = None) -> int:
     return max((b.k[1] - b.k[0] for blocks in found for b in blocks if b), default=0)
 
 
-TREE = _Tree(lambda problem, rank: _blocks(problem, rank, rank))
-RING = _Ring(_blocks, _keys)
+def tiles(band: Band, q: Interval, q_shift: int, k: Interval, k_shift: int) -> list[Block]:
+    """The block of queries `q` and keys `k`, trimmed to the pairs that the band allows; no block if there are none. q and k
+    are sequence positions; the shifts turn them into local slices."""
+    found = tile(band, q, k)
+    if found is None:
+        return []
+    (a, b), (c, d), left_over = found
+    return [Block((a + q_shift, b + q_shift), (c + k_shift, d + k_shift), left_over)]
+
+
+TREE = _Decode()
+RING = _Ring()

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens
-from attention.geometry.schedules import GATHER, LOCAL, Problem, Schedule, Step
+from attention.geometry.schedules import GATHER, LOCAL, Buffers, Problem, Schedule, Step
 from attention.masks.documents import Documents
 from attention.masks.mask import Banded, Mask
 from attention.masks.padded import Padded
@@ -66,11 +66,11 @@ class Mixture(Schedule):
     asked: tuple[tuple[int, int], ...] = ()
     by_default: bool = False
 
-    def count(self, problem: Problem) -> int:
-        return 0
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        raise NotImplementedError("a mixture has no steps; its components have them")
 
-    def step(self, problem: Problem, rank: int, i: int) -> Step:
-        raise IndexError(f"step {i}: a mixture has no steps; its components do")
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        return ()
 
     def assigned(self, heads: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """(pair, offset, query heads) of each component."""

@@ -1,31 +1,34 @@
-"""Schedules. A schedule gives each rank a number of steps. A step lists the blocks *(query slice, key slice, mask)*
-that the rank computes against the keys of one owner. Slices are local: a query slice lies in the rank's own shard, a
-key slice in the owner's shard. After a gather the owner is `SEQUENCE`, and key slices lie in the whole sequence.
-Executors, costs and transfers are derived from these steps. A test of each schedule checks that the blocks of all ranks
-cover every pair of the mask exactly once.
+"""Schedules: the steps in which a rank meets keys. A step has the keys that it needs of one owner, and the blocks *(query
+slice, key slice, mask)* that the rank computes against them: the mask, cut at the rank's queries and at these keys. After a
+gather the owner is `SEQUENCE`. Query slices lie in the rank's own shard, key slices in the keys of the step as they lie for
+the rank: its own shard in place, other keys side by side.
 
-A schedule builds any one step of any rank by itself and says who reads whose keys. So a rank builds its own W steps and the steps
-of the ranks that read its shard, but never all W x W steps of the world. Pure Python."""
+A schedule builds the steps of one rank by itself. Executors, costs and transfers are derived from them. A test of each
+variant checks that the blocks of all ranks cover every pair of the mask exactly once. Without torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from attention.geometry import cuts
-from attention.geometry.layouts import CuSeqlens, Layout
-from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
+from attention.geometry.cuts import Places
+from attention.geometry.layouts import CuSeqlens, Layout, size
+from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
+from attention.masks.rectangles import joined, trimmed
 from attention.masks.sequences import of_sequences
 from attention.memo import memo
 
-SEQUENCE = -1  # the owner of keys that were gathered into sequence order
+SEQUENCE = -1  # the owner of keys that were gathered
 MANY_SEQUENCES = 8  # with more, a packed batch moves whole shards: one interval instead of one for each sequence
 
 
@@ -45,82 +48,113 @@ class Block:
         return self.mask.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
 
+@dataclass(frozen=True, eq=False)
 class Step:
-    """The blocks of one step, and the keys that it needs. The blocks are built at first use: of a remote rank's
-    step usually only the keys are needed. `order`: the keys, in the order in which they arrive. By default they are the
-    sorted union of the blocks' keys; give `order` if the order differs, or if the keys are known without the blocks."""
+    """keys: the tokens that the step needs, in the order in which they lie for the rank: intervals of the owner's shard, or
+    after a gather of the sequence. They contain the keys of all blocks, and may contain more. The blocks are made at first
+    use: of a remote rank's step usually only the keys are needed. Equal steps of a ring share one tuple. where: from a
+    block's key slice to where its keys lie, if they lie in another order than that of the sequence."""
 
-    def __init__(self, owner: int, make: Callable[[], Iterable[Block]] = tuple, order: Intervals | None = None):
-        self.owner, self.make, self.order = owner, make, order
-        self._blocks: tuple[Block, ...] | None = None
+    owner: int
+    keys: Intervals
+    make: Callable[[], tuple[Block, ...]] = tuple
+    where: Callable[[Interval], Intervals] | None = None
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        if self._blocks is None:
-            self._blocks = tuple(self.make()) if self.order != () else ()
-        return self._blocks
-
-    @property
-    def keys(self) -> Intervals:
-        """The owner's keys that the step needs: disjoint intervals, in the order in which they lie for this rank. They
-        contain the keys of all blocks, and may contain more."""
-        if self.order is None:
-            self.order = union(b.k for b in self.blocks)
-        return self.order
+        return self.make()
 
     @property
     def pairs(self) -> int:
-        return sum(b.pairs for b in self.blocks)
+        return sum(block.pairs for block in self.blocks)
+
+
+class Buffers(NamedTuple):
+    """The keys that a rank computes against, by step: see `Step`. cut: the mask's parts at the rank's queries and these keys,
+    by step."""
+
+    owners: Sequence[int]
+    keys: Sequence[Intervals]
+    cut: Callable[[], cuts.Cut]
 
 
 class Schedule(ABC):
-    """The steps of every rank. `rank` is a place in the schedule: with Ulysses groups, the number of a group."""
+    """`rank` is a place in the schedule: with Ulysses groups, the number of a group. merges: whether neighbouring blocks become
+    one where they can."""
+
+    merges = True
 
     def note(self, problem: Problem) -> str | None:
         """A remark for the result on how the problem was divided, or None."""
         return None
 
-    def count(self, problem: Problem) -> int:
-        """The number of steps, the same on every rank."""
-        return 1
-
     @abstractmethod
-    def step(self, problem: Problem, rank: int, i: int) -> Step:
-        """Step `i` of a rank."""
+    def buffers(self, problem: Problem, rank: int) -> Buffers: ...
 
-    def readers(self, problem: Problem, rank: int, i: int) -> Sequence[int]:
-        """The remote ranks that use this rank's keys in their step `i`."""
-        return ()
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        """The steps of one rank, as many on every rank."""
+        buffers = self.buffers(problem, rank)
+        blocks = _Blocks(problem, rank, buffers)
+        numbered = enumerate(zip(buffers.owners, buffers.keys, strict=True))
+        return tuple(Step(owner, keys, partial(blocks.of_step, i)) for i, (owner, keys) in numbered)
 
-    def received(self, problem: Problem, rank: int, i: int) -> Intervals:
-        """The keys that a rank receives before step `i`, as intervals of the owner's shard; for a gather, the gathered
-        keys as intervals of the sequence. Empty if the step uses the local KV."""
-        step = self.step(problem, rank, i)
-        return () if step.owner == rank else step.keys
-
-    def examples(self, problem: Problem) -> Sequence[int]:
-        """Representative ranks: their blocks have every mask that occurs, and in each step one of them receives as many
-        keys as any rank does."""
-        return range(problem.world)
+    def sends(self, problem: Problem, rank: int, i: int) -> tuple[int, Intervals] | None:
+        """The remote rank that gets keys of this rank for its step `i`, and which; None where a step's keys do not come from
+        one owner."""
+        return None
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
         """For each step, the most keys that any rank receives before it, or has gathered."""
-        ranks = self.examples(problem)
-        return tuple(max(length(self.received(problem, r, i)) for r in ranks) for i in range(self.count(problem)))
+        return (0,)
 
     def masks(self, problem: Problem) -> set[Band]:
-        """All masks that blocks of any rank have, where the mask is a band in every sequence."""
-        ranks = self.examples(problem)
-        blocks = (b for rank in ranks for step in steps(problem, rank) for b in step.blocks)
-        return {b.mask for b in blocks if isinstance(b.mask, Band)}
+        """All masks that blocks of any rank have, where the mask is a window in every sequence."""
+        return {b.mask for step in steps(problem, 0) for b in step.blocks if isinstance(b.mask, Band)}
+
+
+class _Blocks:
+    """The blocks of all steps of one rank: cut at once, and when the first of them is asked for."""
+
+    def __init__(self, problem: Problem, rank: int, buffers: Buffers):
+        self.problem, self.rank, self.buffers = problem, rank, buffers
+        self.made: dict[int, tuple[Block, ...]] = {}
+
+    @cached_property
+    def cut(self) -> tuple[cuts.Cut, list[int], list[int]]:
+        x = self.buffers.cut()
+        if not self.problem.is_cut:
+            x = cuts.settled(cuts.merged(x) if self.problem.schedule.merges else x)
+        return x, *cuts.first_alike(x, len(self.buffers.owners))
+
+    def of_step(self, i: int) -> tuple[Block, ...]:
+        x, alike, border = self.cut
+        if not self.problem.is_cut:
+            first = alike[i]
+            if first not in self.made:
+                self.made[first] = _bands(x[:, border[first] : border[first + 1]])
+            return self.made[first]
+        if border[i] == border[i + 1]:
+            return ()
+        n_q, own = (
+            size(layout.shards(self.problem.cu_seqlens, self.problem.world)[self.rank])
+            for layout in (self.problem.q_layout, self.problem.layout)
+        )
+        n_k = own if self.buffers.owners[i] == self.rank else length(self.buffers.keys[i])
+        rows = joined(trimmed(x[: cuts.BUFFER, border[i] : border[i + 1]].T))
+        return (Block((0, n_q), (0, n_k), Pattern(n_q, n_k, rows)),)
+
+
+def _bands(x: cuts.Cut) -> tuple[Block, ...]:
+    columns = (*x[: cuts.LO].tolist(), cuts.bands_of(x), cuts.groups_of(x))
+    return tuple(Block((q0, q1), (k0, k1), band, group) for q0, q1, k0, k1, band, group in zip(*columns, strict=True))
 
 
 @dataclass(frozen=True)
 class Problem:
     """The attention problem that a schedule divides among ranks. `layout`: of the keys and values. `q_layout`: of the
     queries during the computation. `cu_seqlens`: the global ones, (0, S) for a dense batch. `form`: the
-    mask. A band applies within every sequence, and each schedule builds its blocks. Any other mask is defined over all
-    positions, and `geometry.cuts` cuts it into blocks."""
+    mask. A band applies within every sequence, and gives blocks with a band. Any other mask is defined over all
+    positions, and gives blocks with a pattern."""
 
     cu_seqlens: CuSeqlens
     world: int
@@ -152,148 +186,181 @@ class Problem:
         return self.form if isinstance(self.form, Mask) else of_sequences(self.form, self.cu_seqlens)
 
     @property
+    def longest(self) -> Problem:
+        """The same problem over the longest sequence alone."""
+        return replace(self, cu_seqlens=(0, max(b - a for a, b in pairwise(self.cu_seqlens))))
+
+    @property
+    def alike_by_distance(self) -> bool:
+        """Whether the keys and masks of a step depend on the difference of rank and owner alone."""
+        return not self.is_cut and (not self.band.windowed or self.layout.chunks == 1)
+
+    @property
+    def moves_shards(self) -> bool:
+        """Whether a ring sends whole shards of many sequences: one interval instead of one for each sequence."""
+        return not self.keys_differ and len(self.cu_seqlens) - 1 > MANY_SEQUENCES
+
+    @property
     def keys_differ(self) -> bool:
         """Whether each rank may need only a few of the keys, which differ from rank to rank."""
         return not isinstance(self.form, Band) or self.form.windowed
 
 
-@dataclass(frozen=True)
+def _cut(problem: Problem, rank: int, keys: Places) -> cuts.Cut:
+    return cuts.cut(cuts.mask_rows(problem), cuts.query_places(problem, rank), keys)
+
+
 class LocalSchedule(Schedule):
     """One step, against the local KV."""
 
-    blocks: Callable[[Problem, int], Iterable[Block]]
-
-    def step(self, problem: Problem, rank: int, i: int) -> Step:
-        if problem.is_cut:
-            return cut_step(problem, rank, rank)
-        return Step(rank, partial(self.blocks, problem, rank))
-
-    def examples(self, problem: Problem) -> Sequence[int]:
-        """One rank: no rank receives keys, and the blocks of whole sequences have the problem's own mask."""
-        return (0,)
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        own = cuts.key_places(problem).only(rank)
+        return Buffers((rank,), (_whole(own),), partial(_cut, problem, rank, own.numbered(0)))
 
 
-@dataclass(frozen=True)
 class RingSchedule(Schedule):
-    """W steps, step i against the keys of rank r - i (mod W). `blocks(problem, rank, owner)`: the step's blocks.
-    `keys(problem, rank, owner)`: the owner's keys that the step needs; None if they must be derived from the blocks.
-    The kind of a step's blocks depends only on the difference rank - owner."""
+    """W steps, step i against the keys of rank r - i (mod W)."""
 
-    blocks: Callable[[Problem, int, int], Iterable[Block]]
-    keys: Callable[[Problem, int, int], Intervals | None] | None = None
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        world, held = problem.world, cuts.key_places(problem)
+        x = _cut(problem, rank, held)
+        whole = _whole(held.only(rank))
+        if problem.moves_shards:
+            by_owner = [whole if n else () for n in np.bincount(x[cuts.BUFFER], minlength=world).tolist()]
+        else:
+            keys = cuts.keys_by_buffer(x)
+            by_owner = cuts.intervals_by(keys[:, 0], keys[:, 1] - keys[:, 0], keys[:, 2], world)
+            own = np.searchsorted(keys[:, 2], (rank, rank + 1))  # stays in place
+            in_place = [(*interval, rank) for interval in whole]
+            x = cuts.side_by_side(x, np.array([*keys[: own[0]], *in_place, *keys[own[1] :]]).reshape(-1, 3))
+        by_owner[rank] = whole
+        owners = [(rank - i) % world for i in range(world)]
+        x = cuts.renumbered(x, (rank - x[cuts.BUFFER]) % world)
+        return Buffers(owners, [by_owner[owner] for owner in owners], lambda: x)
 
-    def count(self, problem: Problem) -> int:
-        return problem.world
+    def sends(self, problem: Problem, rank: int, i: int) -> tuple[int, Intervals] | None:
+        reader = (rank + i) % problem.world
+        return (reader, sent(problem, rank)[reader]) if i else None
 
-    def owner(self, problem: Problem, rank: int, i: int) -> int:
-        return (rank - i) % problem.world
+    def most_keys(self, problem: Problem) -> tuple[int, ...]:
+        world = problem.world
+        if problem.moves_shards:
+            return (0, *[problem.cu_seqlens[-1] // world] * (world - 1))
+        if problem.alike_by_distance:
+            # the first and the last rank: their steps together have every distance
+            keys = [cuts.keys_by_buffer(_cut(problem, rank, cuts.key_places(problem))) for rank in (0, world - 1)]
+            first, last = (np.bincount(x[:, 2], x[:, 1] - x[:, 0], world).astype(np.int64) for x in keys)
+            return (0, *np.maximum(first[:0:-1], last[-2::-1]).tolist())
+        needs = cuts.needs_by_rank(problem)
+        row, parts = cuts.key_places(problem).within(needs[:, 0], needs[:, 1])
+        by_pair = np.bincount(needs[row, 2] * world + parts.of, parts.lengths, world * world).reshape(world, world)
+        ranks = np.arange(world)
+        return (0, *[int(by_pair[ranks, (ranks - i) % world].max()) for i in range(1, world)])
 
-    def step(self, problem: Problem, rank: int, i: int) -> Step:
-        owner = self.owner(problem, rank, i)
-        if problem.is_cut:
-            return cut_step(problem, rank, owner)
-        known = self.keys(problem, rank, owner) if self.keys else None
-        return Step(owner, partial(self.blocks, problem, rank, owner), known)
-
-    def received(self, problem: Problem, rank: int, i: int) -> Intervals:
-        if problem.is_cut:
-            return cuts.needs_by_owner(problem, rank)[self.owner(problem, rank, i)] if i else ()
-        known = self.keys(problem, rank, self.owner(problem, rank, i)) if i and self.keys else None
-        return super().received(problem, rank, i) if known is None else known
-
-    def readers(self, problem: Problem, rank: int, i: int) -> Sequence[int]:
-        return ((rank + i) % problem.world,) if i else ()
-
-    def examples(self, problem: Problem) -> Sequence[int]:
-        """The first and the last rank: their steps together have every difference rank - owner."""
-        return range(problem.world) if problem.is_cut else sorted({0, problem.world - 1})
+    def masks(self, problem: Problem) -> set[Band]:
+        if not problem.alike_by_distance:
+            return {FULL, CAUSAL, problem.band, Band(1, 1)}  # representatives of all that there are
+        ranks = {0, problem.world - 1}
+        blocks = (b for rank in ranks for step in steps(problem, rank) for b in step.blocks)
+        return {b.mask for b in blocks if isinstance(b.mask, Band)}
 
 
 class GatherSchedule(Schedule):
     """One step against all keys that the rank needs, gathered in sequence order. Each query chunk is one block against
     the keys that it sees."""
 
-    def step(self, problem: Problem, rank: int, i: int) -> Step:
-        if problem.is_cut:
-            return cut_step(problem, rank, SEQUENCE)
-        return Step(SEQUENCE, partial(gathered, problem, rank), cuts.needs(problem, rank))
+    merges = False  # the chunks of a sequence stay apart: see `nested_prefixes`
+
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        needs = cuts.needs(problem, rank)
+        lengths = needs[:, 1] - needs[:, 0]
+        keys = tuple(zip(*needs.T.tolist(), strict=True))
+        at = np.cumsum(lengths) - lengths
+        places = Places(needs[:, 0], needs[:, 1], at, np.zeros_like(at))
+        return Buffers((SEQUENCE,), (keys,), partial(_cut, problem, rank, places))
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
-        if self.pieces(problem, 0, 0) is not None:
-            return super().most_keys(problem)
-        return (cuts.most_needed(problem),)
+        return (int(cuts.needed(problem).max(initial=0)),)
 
     def masks(self, problem: Problem) -> set[Band]:
         return cuts.bands(problem)
 
-    def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]] | None:
-        """The tokens of an owner's shard that a rank gathers: pairs (interval of the shard, interval of the rank's
-        gathered keys). None: the overlap of the shard with the keys that the rank needs, which the caller computes."""
-        return None
+
+class GatherShards(GatherSchedule):
+    """As `GatherSchedule`, but each owner's whole shard is gathered, one shard after another: for packed batches of many
+    sequences. The needed keys of a shard are many intervals, the whole shard is one."""
+
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        (step,) = super().steps(problem, rank)
+        shards = cuts.key_places(problem).by_shard()
+        keys = tuple(zip(shards.start.tolist(), shards.stop.tolist(), strict=True))
+        return (replace(step, keys=keys, where=within(shards.numbered(0).side_by_side().resorted())),)
+
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        whole = np.array([[0], [problem.cu_seqlens[-1]], [0], [0]])
+        return Buffers((SEQUENCE,), ((),), partial(_cut, problem, rank, Places(*whole)))
+
+    def most_keys(self, problem: Problem) -> tuple[int, ...]:
+        return (problem.cu_seqlens[-1],)
 
 
-class GatherByOwner(GatherSchedule):
-    """As `GatherSchedule`, but each owner's whole shard is gathered, one shard after another. For packed batches of
-    many sequences: the needed keys of a shard are many intervals, the whole shard is one."""
+class LocalFirst(GatherSchedule):
+    """Two steps: the local keys in place, then the needed keys of all other ranks, owner after owner. Every query must see
+    these completely or not at all, so their order does not matter."""
 
-    def step(self, problem: Problem, rank: int, i: int) -> Step:
-        order = by_owner(problem.layout, problem.cu_seqlens, problem.world)
-        return Step(SEQUENCE, partial(gathered, problem, rank), order)
+    merges = True
 
-    def examples(self, problem: Problem) -> Sequence[int]:
-        return (0,)
+    def buffers(self, problem: Problem, rank: int) -> Buffers:
+        held = cuts.key_places(problem)
+        own, wanted = held.only(rank), cuts.shared(cuts.needs(problem, rank), held.without(rank))
+        keys = tuple(zip(wanted.start.tolist(), wanted.stop.tolist(), strict=True))
+        places = own.numbered(0).beside(wanted.numbered(1).side_by_side())
+        return Buffers((rank, SEQUENCE), (_whole(own), keys), partial(_cut, problem, rank, places))
 
-    def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]] | None:
-        n = problem.cu_seqlens[-1] // problem.world
-        return [((0, n), (owner * n, (owner + 1) * n))]
-
-
-def _whole_sequences(problem: Problem, rank: int) -> Iterator[Block]:
-    for start, stop in pairwise(problem.cu_seqlens):
-        yield from tiles(problem.band, (0, stop - start), start, (0, stop - start), start)
+    def most_keys(self, problem: Problem) -> tuple[int, ...]:
+        return (0, int(cuts.needed(problem).max(initial=0)) - problem.cu_seqlens[-1] // problem.world)
 
 
-def cut_step(problem: Problem, rank: int, owner: int) -> Step:
-    """A step of a mask that is cut: one block with all of the rank's queries."""
-
-    def blocks() -> Iterator[Block]:
-        found = cuts.on_gathered(problem, rank) if owner == SEQUENCE else cuts.on_owner(problem, rank, owner)
-        if found.all_pairs:
-            yield Block((0, found.n_q), (0, found.n_k), found)
-
-    keys = cuts.needs(problem, rank) if owner == SEQUENCE else cuts.needs_by_owner(problem, rank)[owner]
-    return Step(owner, blocks, keys)
-
-
-LOCAL = LocalSchedule(_whole_sequences)
+LOCAL = LocalSchedule()
+RING = RingSchedule()
 GATHER = GatherSchedule()
-GATHER_BY_OWNER = GatherByOwner()
+GATHER_SHARDS = GatherShards()
+LOCAL_FIRST = LocalFirst()
 
 
-def gathered(problem: Problem, rank: int) -> list[Block]:
-    """A rank's query chunks against all keys in sequence order."""
-    blocks: list[Block] = []
-    at = 0
-    seen = [0] * len(problem.cu_seqlens)  # chunks of each sequence so far
-    for chunk in problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]:
-        assert chunk.step == 1 or len(chunk) < 2, f"the {problem.q_layout.name} layout's chunks are not contiguous"
-        for number in range(bisect_right(problem.cu_seqlens, chunk.start) - 1, len(seen) - 1):
-            start, stop = problem.cu_seqlens[number : number + 2]
-            if start >= chunk.stop:
+def _whole(shard: Places) -> Intervals:
+    """All tokens of one shard as one interval."""
+    n = int(shard.lengths.sum())
+    return ((0, n),) if n else ()
+
+
+@memo(lambda found, *_: sum(map(len, found)))
+def sent(problem: Problem, rank: int) -> list[Intervals]:
+    """For each rank the keys of this rank's shard that it needs."""
+    if problem.moves_shards:
+        whole = _whole(cuts.key_places(problem).only(rank))
+        return [whole if keys else () for keys in sent(problem.longest, rank)]
+    held = cuts.key_places(problem).only(rank)
+    x = cuts.cut(cuts.mask_rows(problem), cuts.query_places(problem), held, by_queries=True)
+    keys = cuts.keys_by_buffer(x)
+    return cuts.intervals_by(keys[:, 0], keys[:, 1] - keys[:, 0], keys[:, 2], problem.world)
+
+
+def within(places: Places) -> Callable[[Interval], Intervals]:
+    """A function from an interval of the sequence to where its tokens lie in a buffer of these places, which it must be in."""
+    rows = list(zip(places.start.tolist(), places.stop.tolist(), places.at.tolist(), strict=True))
+    starts = [start for start, *_ in rows]
+
+    def where(interval: Interval) -> Intervals:
+        found: list[Interval] = []
+        for start, stop, at in rows[max(bisect_right(starts, interval[0]) - 1, 0) :]:
+            if start >= interval[1]:
                 break
-            a, b = max(chunk.start, start), min(chunk.stop, stop)
-            if a < b:
-                q, k = (a - start, b - start), (0, stop - start)
-                blocks += tiles(problem.band, q, at - q[0], k, start, seen[number])
-                seen[number] += 1
-                at += b - a
-    return blocks
+            low, high = at + max(interval[0] - start, 0), at + min(stop, interval[1]) - start
+            found[-1:] = [(found[-1][0], high)] if found and found[-1][1] == low else [*found[-1:], (low, high)]
+        return tuple(found)
 
-
-@memo(lambda found, *_: len(found))
-def by_owner(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Intervals:
-    """All keys, shard by shard. All ranks share the cached object."""
-    return tuple((r.start, r.stop) for shard in layout.shards(cu_seqlens, world) for r in shard if r)
+    return where
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
@@ -315,7 +382,7 @@ def length(intervals: Intervals) -> int:
 
 
 def _weight(found: tuple[Step, ...], problem: Problem, *_: object) -> int:
-    weight = sum([len(problem.cu_seqlens) + len(step.order or ()) for step in found])
+    weight = sum([len(problem.cu_seqlens) + len(step.keys) for step in found])
     if problem.is_cut:  # kernels keep tables with a pattern: of its rectangles, and of each query's intervals
         tokens = problem.cu_seqlens[-1]
         weight += tokens // 8 + len(problem.mask.rectangles(tokens))
@@ -325,7 +392,7 @@ def _weight(found: tuple[Step, ...], problem: Problem, *_: object) -> int:
 @memo(_weight)
 def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
     """All steps of one rank, cached."""
-    return tuple(problem.schedule.step(problem, rank, i) for i in range(problem.schedule.count(problem)))
+    return problem.schedule.steps(problem, rank)
 
 
 @memo(lambda found, *_: len(found))
@@ -335,17 +402,10 @@ def most_keys(problem: Problem) -> tuple[int, ...]:
 
 
 def rank_pairs(problem: Problem, rank: int) -> int:
-    """The number of (query, key) pairs that a rank computes. Contiguous queries are counted against all keys of their
-    sequences, without building the schedule's steps; for others the pairs of the steps are added up."""
-    if problem.is_cut:
-        return cuts.rank_pairs(problem, rank)
-    shard = problem.q_layout.shards(problem.cu_seqlens, problem.world)[rank]
-    if problem.q_tokens is None and all(chunk.step == 1 for chunk in shard):
-        return sum(block.pairs for block in gathered(problem, rank))
-    found = steps(problem, rank)
-    alike = {id(step.blocks): step for step in found}  # most steps of a ring share their blocks
-    times = Counter(id(step.blocks) for step in found)
-    return sum(step.pairs * times[key] for key, step in alike.items())
+    """The number of (query, key) pairs that a rank computes."""
+    if problem.q_tokens is not None:
+        return sum(step.pairs for step in steps(problem, rank))
+    return cuts.rank_pairs(problem, rank)
 
 
 def masks(problem: Problem) -> tuple[Band, ...]:
@@ -357,32 +417,3 @@ def masks(problem: Problem) -> tuple[Band, ...]:
     if problem.q_tokens is None and not problem.band.windowed:
         return tuple(dict.fromkeys((FULL, problem.band)))
     return tuple(sorted(problem.schedule.masks(problem), key=lambda m: (m.left, m.right)))
-
-
-def whole_shard(problem: Problem) -> Intervals:
-    """All keys of a shard, where all shards have the same length."""
-    n = problem.cu_seqlens[-1] // problem.world
-    return ((0, n),) if n else ()
-
-
-@memo(lambda found, *_: len(found))
-def equal_shards(problem: Problem) -> Intervals:
-    """(local start, local length) of every sequence under an equal per-sequence split."""
-    return tuple((a // problem.world, (b - a) // problem.world) for a, b in pairwise(problem.cu_seqlens))
-
-
-@memo(lambda found, *_: len(found))
-def shard_blocks(problem: Problem, mask: Band) -> tuple[Block, ...]:
-    """For every sequence under an equal split, the block of a rank's tokens against an owner's tokens at the same local
-    positions. All steps share one tuple, by which a plan recognises that their calls are alike."""
-    return tuple(Block((at, at + n), (at, at + n), mask) for at, n in equal_shards(problem) if n)
-
-
-def tiles(mask: Band, q: Interval, q_shift: int, k: Interval, k_shift: int, group: int = 0) -> list[Block]:
-    """The block of queries `q` and keys `k`, trimmed to the pairs that the mask allows; no block if there are none. q and k
-    are sequence positions; the shifts turn them into local slices."""
-    found = tile(mask, q, k)
-    if found is None:
-        return []
-    (a, b), (c, d), left_over = found
-    return [Block((a + q_shift, b + q_shift), (c + k_shift, d + k_shift), left_over, group)]

@@ -4,23 +4,32 @@ the sender."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attention.geometry.cuts import needs_by_rank
+from attention.geometry import cuts
+from attention.geometry.cuts import Places, needs_by_rank
 from attention.geometry.layouts import Shard
-from attention.geometry.schedules import SEQUENCE, Block, GatherSchedule, Problem, Step, length, steps
-from attention.masks.band import Band, Interval, Intervals
-from attention.masks.pattern import Pattern
+from attention.geometry.schedules import (
+    SEQUENCE,
+    Block,
+    GatherSchedule,
+    GatherShards,
+    LocalFirst,
+    Problem,
+    Step,
+    length,
+    sent,
+    steps,
+)
+from attention.masks.band import Interval, Intervals
 from attention.memo import memo
-
-Place = Callable[[Interval], Intervals]
 
 
 @dataclass(frozen=True)
@@ -80,14 +89,10 @@ def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:
     routes = []
     placed = lru_cache(side_by_side)  # most steps need the same keys
     for i, step in enumerate(steps(problem, rank)):
-        receives: tuple[Piece, ...] = ()
-        if step.owner not in (rank, SEQUENCE) and step.keys:
-            receives = (Piece(step.owner, step.keys, placed(step.keys)),)
-        sends = []
-        for reader in problem.schedule.readers(problem, rank, i):
-            if keys := problem.schedule.received(problem, reader, i):
-                sends.append(Piece(reader, keys, placed(keys)))
-        routes.append(Route(tuple(sends), receives))
+        receives = (Piece(step.owner, step.keys, placed(step.keys)),) if step.keys else ()
+        remote = problem.schedule.sends(problem, rank, i)
+        sends = (Piece(*remote, placed(remote[1])),) if remote and remote[1] else ()
+        routes.append(Route(sends, receives if step.owner not in (rank, SEQUENCE) else ()))
     return tuple(routes)
 
 
@@ -186,75 +191,82 @@ def gather_move(problem: Problem, rank: int) -> Move:
     """This rank's part in the gather that brings each rank the keys that it needs."""
     schedule = problem.schedule
     assert isinstance(schedule, GatherSchedule)
-    if schedule.pieces(problem, rank, rank) is None:
-        keys = needs_by_rank(problem)
-        needs = _rows(np.concatenate(keys), np.repeat(np.arange(len(keys)), [len(each) for each in keys]))
-        return _move(_placed(problem.layout.shards(problem.cu_seqlens, problem.world)), needs, problem.world, rank)
-    sends: list[Piece] = []
-    receives: list[Piece] = []
-    for other in range(problem.world):
-        if other != rank:
-            for pieces, found in (
-                (sends, schedule.pieces(problem, other, rank)),
-                (receives, schedule.pieces(problem, rank, other)),
-            ):
-                if found:
-                    pieces.append(Piece(other, tuple(here for here, _ in found), tuple(there for _, there in found)))
-    return Move(Route(tuple(sends), tuple(receives)), tuple(schedule.pieces(problem, rank, rank) or ()))
+    if isinstance(schedule, GatherShards):
+        return _whole_shards(problem.cu_seqlens[-1] // problem.world, problem.world, rank)
+    if isinstance(schedule, LocalFirst):
+        return _remote_keys(problem, rank)
+    needs = needs_by_rank(problem)
+    wanted = _rows(needs[:, :2], needs[:, 2])
+    return _move(_placed(problem.layout.shards(problem.cu_seqlens, problem.world)), wanted, problem.world, rank)
 
 
-def within(keys: Intervals) -> Place:
-    """A function from an interval of the owner's tokens to its place in a buffer that holds the intervals `keys` side by
-    side."""
-    if len(keys) == 1:
-        ((first, end),) = keys
-
-        def moved(interval: Interval) -> Intervals:
-            if interval[0] == interval[1]:
-                return ()
-            assert first <= interval[0] and interval[1] <= end, f"{interval} is not within {keys}"
-            return ((interval[0] - first, interval[1] - first),)
-
-        return moved
-    places = sorted((start, stop, at) for (start, stop), (at, _) in zip(keys, side_by_side(keys), strict=True))
-    starts = [start for start, *_ in places]
-
-    def place(interval: Interval) -> Intervals:
-        found, at = [], interval[0]
-        for i in range(max(bisect_right(starts, at) - 1, 0), len(places)):
-            start, stop, here = places[i]
-            if not start <= at < min(stop, interval[1]):
-                break
-            found.append((here + at - start, here + min(stop, interval[1]) - start))
-            at = min(stop, interval[1])
-        assert at == interval[1], f"{interval} is not within {keys}"
-        return joined(found)
-
-    return place
+def _whole_shards(n: int, world: int, rank: int) -> Move:
+    """All shards of n tokens, one after another."""
+    whole = ((0, n),)
+    others = [other for other in range(world) if other != rank]
+    sends = tuple(Piece(other, whole, ((rank * n, rank * n + n),)) for other in others)
+    receives = tuple(Piece(other, whole, ((other * n, other * n + n),)) for other in others)
+    return Move(Route(sends, receives), (((0, n), (rank * n, rank * n + n)),))
 
 
-def where(step: Step, rank: int) -> Place:
-    """A function from an interval of a step's keys to its place in the tensor that this rank computes on. Local keys are used
-    in place, remote keys arrive side by side. A pattern already numbers its keys by place."""
-    if step.owner == rank or any(isinstance(block.mask, Pattern) for block in step.blocks):
-        return lambda interval: (interval,)
-    return within(step.keys)
+def _remote_keys(problem: Problem, rank: int) -> Move:
+    """The needed keys of all other ranks, owner after owner."""
+    world, n = problem.world, problem.cu_seqlens[-1] // problem.world
+    others = [other for other in range(world) if other != rank]
+    held = cuts.key_places(problem)
+    wanted = cuts.shared(cuts.needs(problem, rank), held.without(rank))
+    came = cuts.intervals_by(wanted.at, wanted.lengths, wanted.of, world)
+    before = np.bincount(wanted.of, wanted.lengths, world).astype(np.int64)
+    receives = _after(came, (np.cumsum(before) - before).tolist(), others)
+    # where this rank's keys begin for each reader: after those of earlier owners, of which its own are not sent
+    earlier = _tokens_below(held.where(held.of < rank))
+    needs = needs_by_rank(problem)
+    first = np.bincount(needs[:, 2], earlier(needs[:, 1]) - earlier(needs[:, 0]), world).astype(np.int64)
+    first[:rank] -= n
+    return Move(Route(_after(sent(problem, rank), first.tolist(), others), receives), ())
 
 
-def packed_calls(step: Step, rank: int) -> list[tuple[Intervals, Intervals]]:
-    """The kernel calls of a step of a packed batch: one for all blocks with the same mask and group. For each call its
-    queries, as intervals of the rank's queries, and its keys, as intervals of the step's keys as they lie for the
-    rank."""
-    place = where(step, rank)
-    alike: dict[tuple[Band | Pattern, int], list[Block]] = {}
-    for block in step.blocks:
+def _after(keys: list[Intervals], first: list[int], others: list[int]) -> tuple[Piece, ...]:
+    """Pieces of each rank's keys, side by side from `first` on."""
+    return tuple(
+        Piece(other, keys[other], tuple((a + first[other], b + first[other]) for a, b in side_by_side(keys[other])))
+        for other in others
+        if keys[other]
+    )
+
+
+def _tokens_below(places: Places) -> Callable[[cuts.Column], cuts.Column]:
+    """A function that counts the tokens of these places below each position. The places are sorted."""
+    total = np.append(0, np.cumsum(places.stop - places.start))
+    starts, stops = np.append(places.start, 1 << 60), places.stop
+
+    def below(position: cuts.Column) -> cuts.Column:
+        i = np.searchsorted(stops, position, "right")
+        found: cuts.Column = total[i] + np.maximum(position - starts[i], 0)
+        return found
+
+    return below
+
+
+def key_places(step: Step, block: Block) -> Intervals:
+    """Where a block's keys lie among those of its step."""
+    return step.where(block.k) if step.where else (block.k,)
+
+
+def packed_together(blocks: Iterable[Block]) -> dict[tuple[Any, int], list[Block]]:
+    """The blocks of each kernel call of a packed batch: all that have the same mask and group."""
+    alike: dict[tuple[Any, int], list[Block]] = {}
+    for block in blocks:
         alike.setdefault((block.mask, block.group), []).append(block)
+    return alike
+
+
+def packed_calls(step: Step) -> list[tuple[Intervals, Intervals]]:
+    """The kernel calls of a step of a packed batch: for each its queries, as intervals of the rank's queries, and its keys,
+    as intervals of the step's keys as they lie for the rank."""
     return [
-        (
-            joined(dict.fromkeys(block.q for block in found)),
-            joined(x for block in found for x in place(block.k)),
-        )
-        for found in alike.values()
+        (joined(dict.fromkeys(b.q for b in together)), joined(x for b in together for x in key_places(step, b)))
+        for together in packed_together(step.blocks).values()
     ]
 
 

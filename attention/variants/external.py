@@ -10,11 +10,10 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, replace
 
-from attention.geometry.layouts import CONTIGUOUS, CuSeqlens
+from attention.geometry.layouts import CONTIGUOUS
 from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
-from attention.geometry.schedules import GATHER, Problem, Schedule
-from attention.masks.band import Band
-from attention.variants import ring, stripe, zigzag
+from attention.geometry.schedules import GATHER, RING, Problem
+from attention.variants import stripe, zigzag
 from attention.variants.base import Chosen, Variant, register
 from attention.variants.llama3 import PACKED
 
@@ -60,13 +59,6 @@ class External(Variant[Chosen]):
         )
 
 
-class _HeadTail(External[Chosen]):
-    """A zigzag ring when causal; otherwise every rank sees everything, in whichever order the tokens lie."""
-
-    def plan(self, options: Chosen, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
-        return zigzag.SCHEDULE if mask.causal else ring.SCHEDULE
-
-
 @dataclass(frozen=True)
 class TorchOptions(Options):
     rotate: str = one_of(("allgather", "alltoall"), "allgather")
@@ -102,14 +94,14 @@ class _Yunchang(External[YunchangOptions]):
 USE = "a comparison with our variants"
 
 register(
-    _HeadTail(
+    External(
         name="torch_cp",
         summary="PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
         source="torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
         use=USE,
         executor="external",
         layout=zigzag.ZIGZAG,
-        schedule=zigzag.SCHEDULE,
+        schedule=RING,
         options=TorchOptions,
         windows=False,
         packs=False,
@@ -128,7 +120,7 @@ _RFA = External(
     use=USE,
     executor="external",
     layout=CONTIGUOUS,
-    schedule=ring.SCHEDULE,
+    schedule=RING,
     options=Options,
     windows=False,
     packs=False,
@@ -146,7 +138,7 @@ register(
         function="zigzag_ring_flash_attn_func",
         summary="ring-flash-attn's zigzag ring",
         layout=zigzag.ZIGZAG,
-        schedule=zigzag.SCHEDULE,
+        schedule=RING,
         causal_only=True,
     )
 )
@@ -157,7 +149,7 @@ register(
         function="stripe_flash_attn_func",
         summary="ring-flash-attn's striped ring",
         layout=stripe.STRIPE,
-        schedule=stripe.SCHEDULE,
+        schedule=RING,
         causal_only=True,
     )
 )
@@ -184,7 +176,7 @@ register(
         use=USE,
         executor="external",
         layout=zigzag.ZIGZAG,
-        schedule=zigzag.SCHEDULE,
+        schedule=RING,
         options=YunchangOptions,
         causal_only=True,
         windows=False,
@@ -197,14 +189,14 @@ register(
     )
 )
 register(
-    _HeadTail(
+    External(
         name="transformer_engine",
         summary="Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
         source="transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
         use=USE,
         executor="external",
         layout=zigzag.ZIGZAG,
-        schedule=zigzag.SCHEDULE,
+        schedule=RING,
         options=TransformerEngineOptions,
         windows=False,
         packs=False,

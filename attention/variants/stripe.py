@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from attention.geometry.layouts import Layout, Shard
 from attention.geometry.options import HeadParts
-from attention.geometry.schedules import Block, Problem, RingSchedule, equal_shards, shard_blocks, whole_shard
-from attention.masks.band import CAUSAL, Intervals
-from attention.memo import memo
+from attention.geometry.schedules import RING
 from attention.variants.base import Variant, register
 
 
@@ -22,26 +20,6 @@ def split(length: int, world: int) -> tuple[Shard, ...]:
 STRIPE = Layout("stripe", 1, split)
 
 
-def blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
-    """What `rank` computes against the keys of `owner`."""
-    return shard_blocks(problem, CAUSAL) if owner <= rank else _later(problem)
-
-
-@memo(lambda found, *_: len(found))
-def _later(problem: Problem) -> tuple[Block, ...]:
-    """Against the keys of any later rank."""
-    return tuple(Block((at + 1, at + n), (at, at + n - 1), CAUSAL) for at, n in equal_shards(problem) if n > 1)
-
-
-def keys(problem: Problem, rank: int, owner: int) -> Intervals:
-    """The owner's keys that the rank needs: all, but of later ranks the last of each sequence."""
-    if owner <= rank:
-        return whole_shard(problem)
-    return tuple(block.k for block in _later(problem))
-
-
-SCHEDULE = RingSchedule(blocks, keys)
-
 register(
     Variant(
         name="stripe",
@@ -50,9 +28,9 @@ register(
         use="causal sequences that are striped already; zigzag was faster where both were measured",
         executor="ring",
         layout=STRIPE,
-        schedule=SCHEDULE,
+        schedule=RING,
         options=HeadParts,
         causal_only=True,
-        windows=False,
+        any_mask=True,
     )
 )

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout
+from attention.geometry.layouts import CONTIGUOUS, Layout
 from attention.geometry.options import HeadParts, check_sharing, divisors, one_of, option, ulysses_group
-from attention.geometry.schedules import Schedule
+from attention.geometry.schedules import RING
 from attention.masks.band import Band
 from attention.masks.mask import Mask
-from attention.variants import ring, zigzag
+from attention.variants import zigzag
 from attention.variants.base import Variant, register, takers
 
 
@@ -44,14 +44,9 @@ class _Usp(Variant[UspOptions]):
     def outer(self, options: UspOptions) -> Layout:
         return CONTIGUOUS if options.ring == "contiguous" else self.layout
 
-    def plan(self, options: UspOptions, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
-        return ring.SCHEDULE if options.ring == "contiguous" else self.schedule
-
     def check_mask(self, options: UspOptions, mask: Band) -> None:
         if options.ring == "zigzag" and mask.right != 0:
             raise self.needs_causal("usp with ring=contiguous")
-        if options.ring == "zigzag" and mask.windowed:
-            raise self.no_window(mask, "ring=contiguous has one")
 
     def check_cut(self, options: UspOptions, mask: Mask, tokens: int) -> None:
         if options.ring == "zigzag" and not mask.is_causal(tokens):
@@ -66,7 +61,7 @@ register(
         use="more ranks than heads to divide among them: heads are divided within a group, a ring does the rest",
         executor="all_to_all",
         layout=zigzag.ZIGZAG,
-        schedule=zigzag.SCHEDULE,
+        schedule=RING,
         any_mask=True,
         options=UspOptions,
     )

@@ -12,17 +12,7 @@ from dataclasses import replace
 
 from attention.geometry.layouts import Layout, Shard, chunk
 from attention.geometry.options import HeadParts
-from attention.geometry.schedules import (
-    MANY_SEQUENCES,
-    Block,
-    Problem,
-    RingSchedule,
-    equal_shards,
-    shard_blocks,
-    whole_shard,
-)
-from attention.masks.band import CAUSAL, FULL, Intervals
-from attention.memo import memo
+from attention.geometry.schedules import RING
 from attention.variants.base import Variant, register
 
 
@@ -34,30 +24,6 @@ def split(length: int, world: int) -> tuple[Shard, ...]:
 ZIGZAG = Layout("zigzag", 2, split)
 
 
-def blocks(problem: Problem, rank: int, owner: int) -> tuple[Block, ...]:
-    """What `rank` computes against the keys of `owner`."""
-    return shard_blocks(problem, CAUSAL) if owner == rank else _remote(problem, owner < rank)
-
-
-@memo(lambda found, *_: len(found))
-def _remote(problem: Problem, earlier: bool) -> tuple[Block, ...]:
-    """The blocks for an earlier owner, all alike, or for a later one."""
-    shards = [(at, at + n // 2, at + n) for at, n in equal_shards(problem) if n]
-    if earlier:
-        return tuple(Block((at, end), (at, half), FULL) for at, half, end in shards)
-    return tuple(Block((half, end), (at, end), FULL) for at, half, end in shards)
-
-
-def keys(problem: Problem, rank: int, owner: int) -> Intervals | None:
-    """The owner's keys that the rank receives. Of an earlier rank only the first chunks are needed: one interval for
-    each sequence. With many sequences its whole shard is sent instead, as a single interval."""
-    if owner >= rank or len(problem.cu_seqlens) - 1 > MANY_SEQUENCES:
-        return whole_shard(problem)
-    return tuple((at, at + n // 2) for at, n in equal_shards(problem) if n)
-
-
-SCHEDULE = RingSchedule(blocks, keys)
-
 _ZIGZAG = register(
     Variant(
         name="zigzag",
@@ -66,10 +32,10 @@ _ZIGZAG = register(
         use="causal sequences where memory is short: a rank holds two KV shards at a time, never the whole KV",
         executor="ring",
         layout=ZIGZAG,
-        schedule=SCHEDULE,
+        schedule=RING,
         options=HeadParts,
         causal_only=True,
-        windows=False,
+        any_mask=True,
         twin="zigzag_varlen",
     )
 )

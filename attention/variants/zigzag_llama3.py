@@ -8,25 +8,12 @@ Source: petrpan26/ring-flash-attention, a fork of Zhu's (2025). `own_first` and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import GROUPINGS, GatherOptions, one_of
-from attention.geometry.schedules import (
-    GATHER,
-    GATHER_BY_OWNER,
-    MANY_SEQUENCES,
-    SEQUENCE,
-    Block,
-    GatherSchedule,
-    Problem,
-    Schedule,
-    Step,
-    equal_shards,
-)
-from attention.masks.band import FULL, Band, Interval
+from attention.geometry.schedules import GATHER, GATHER_SHARDS, LOCAL_FIRST, MANY_SEQUENCES, Schedule
+from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.variants import zigzag
 from attention.variants.base import Variant, register
@@ -55,67 +42,12 @@ class ZigzagLlama3Options(GatherOptions):
         return self.own_first
 
 
-class OwnFirst(GatherSchedule):
-    """Two steps: the local keys as in zigzag, then all remote keys. These are seen completely, so their order does not
-    matter."""
-
-    def count(self, problem: Problem) -> int:
-        return 2
-
-    def step(self, problem: Problem, rank: int, i: int) -> Step:
-        if i == 0:
-            return Step(rank, partial(zigzag.blocks, problem, rank, rank))
-        world = problem.world
-        earlier = list(range(rank))  # chunks of each sequence
-        later = [i for other in range(rank + 1, world) for i in (other, 2 * world - 1 - other)]
-        sequences = [x for x in zip(problem.cu_seqlens, equal_shards(problem), strict=False) if x[1][1]]
-
-        def chunks(start: int, n: int, which: Iterable[int]) -> list[Interval]:
-            c = n // 2
-            return [(start + i * c, start + (i + 1) * c) for i in which]
-
-        def blocks() -> Iterator[Block]:
-            for start, (at, n) in sequences:
-                half, end = at + n // 2, at + n
-                yield from [Block((at, half), k, FULL, 0) for k in chunks(start, n, earlier)]
-                yield from [Block((half, end), k, FULL, 1) for k in chunks(start, n, earlier + later)]
-
-        order = [k for start, (_, n) in sequences for k in chunks(start, n, earlier + later)]
-        return Step(SEQUENCE, blocks, tuple(order))
-
-    def examples(self, problem: Problem) -> Sequence[int]:
-        """The first rank has the fewest earlier ranks, so it needs the most keys."""
-        return (0,)
-
-    def pieces(self, problem: Problem, rank: int, owner: int) -> list[tuple[Interval, Interval]]:
-        world = problem.world
-        found: list[tuple[Interval, Interval]] = []
-        for at, n in equal_shards(problem):
-            if not n or owner == rank:
-                continue
-            c = n // 2
-            first = (2 * world - 2 - rank) * (at // 2)  # where the sequence's keys begin
-            if owner < rank:
-                place, taken = first + owner * c, c
-            else:
-                place, taken = first + (2 * owner - rank - 2) * c, n
-            source, target = (at, at + taken), (place, place + taken)
-            if found and (found[-1][0][1], found[-1][1][1]) == (source[0], target[0]):
-                before = found.pop()
-                source, target = (before[0][0], source[1]), (before[1][0], target[1])
-            found.append((source, target))
-        return found
-
-
-OWN_FIRST = OwnFirst()
-
-
 class _ZigzagLlama3(Variant[ZigzagLlama3Options]):
     def plan(self, options: ZigzagLlama3Options, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
         if world > 1 and options.begins_with_own(cu_seqlens, mask):
-            return OWN_FIRST
+            return LOCAL_FIRST
         many = len(cu_seqlens) - 1 > MANY_SEQUENCES and not mask.windowed
-        return GATHER_BY_OWNER if many and options.grouping != "fused" else GATHER
+        return GATHER_SHARDS if many and options.grouping != "fused" else GATHER
 
     def check_mask(self, options: ZigzagLlama3Options, mask: Band) -> None:
         super().check_mask(options, mask)

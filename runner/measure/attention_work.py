@@ -392,6 +392,6 @@ def build_ms(plan: Plan) -> float | None:
         return None
     cuts.forget()
     start = time.perf_counter()
-    for i in range(problem.schedule.count(problem)):
-        assert problem.schedule.step(problem, plan.rank, i).blocks is not None
+    for step in problem.schedule.steps(problem, plan.rank):
+        assert step.blocks is not None
     return (time.perf_counter() - start) * 1e3

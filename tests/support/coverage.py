@@ -66,7 +66,7 @@ def does(variant: Variant, mask: Band, options: Mapping[str, Any] | None = None)
     zigzag = variant.name == "usp" and {**variant.options.defaults(), **(options or {})}["ring"] == "zigzag"
     if (zigzag or variant.causal_only) and mask.right != 0:
         return False
-    return not (mask.windowed and (zigzag or not variant.windows))
+    return not (mask.windowed and not variant.windows)
 
 
 def packs(variant: Variant, world: int, options: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -129,8 +129,12 @@ def query_positions(problem: Problem, place: int) -> np.ndarray:
     return np.array(positions(problem.q_layout.shards(problem.cu_seqlens, problem.world)[place]), dtype=int)
 
 
-def key_positions(problem: Problem, step: Step) -> np.ndarray:
-    """The global places of the keys that a step's key slices index."""
+def key_positions(problem: Problem, place: int, step: Step) -> np.ndarray:
+    """The global positions of the keys of a rank's step as its blocks index them: its own shard in place, others side by side."""
     if step.owner == SEQUENCE:
-        return np.arange(problem.cu_seqlens[-1])
-    return np.array(positions(problem.layout.shards(problem.cu_seqlens, problem.world)[step.owner]), dtype=int)
+        at = np.arange(problem.cu_seqlens[-1])
+    else:
+        at = np.array(positions(problem.layout.shards(problem.cu_seqlens, problem.world)[step.owner]), dtype=int)
+    if step.owner == place or step.where:
+        return at
+    return np.concatenate([at[a:b] for a, b in step.keys]) if step.keys else at[:0]

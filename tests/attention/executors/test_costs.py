@@ -6,8 +6,7 @@ import pytest
 
 from attention.executors import costs
 from attention.executors.gather_costs import kv_bytes_read
-from attention.executors.timeline import place_work
-from attention.geometry import counts, schedules, transfers
+from attention.geometry import counts
 from attention.geometry.counts import Shapes
 from attention.geometry.options import TreeOptions
 from attention.geometry.schedules import Problem
@@ -276,30 +275,3 @@ def test_fused_chunks_read_each_prefix_once_and_separate_ones_as_often_as_it_is_
     assert kv_bytes_read(problem, shapes, 0, "separate") == 320 * token
     assert kv_bytes_read(problem, shapes, 0, "packed") == 320 * token
     assert kv_bytes_read(problem, shapes, 0, "fused") == 128 * token
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_costs_of_a_rank_build_its_steps_and_those_of_its_readers(name, monkeypatch):
-    """Not all steps of all ranks, which are 64 times as many."""
-    world, options = 64, settings(VARIANTS[name], 64)
-    decode = VARIANTS[name].decode
-    for chosen in options:
-        problem = made(name, 32 * world, world, FULL if decode else CAUSAL, 1 if decode else None, **chosen)
-        kind, built = type(problem.schedule), []
-        original = kind.step
-
-        def counted(self, problem, rank, i, original=original, built=built):
-            built.append((rank, i))
-            return original(self, problem, rank, i)
-
-        for kept in (schedules.steps, schedules.most_keys, transfers.step_routes, transfers.gather_move, place_work):
-            kept.cache_clear()
-        with monkeypatch.context() as patched:
-            patched.setattr(kind, "step", counted)
-            shapes = Shapes(batch=1, heads=64, kv_heads=64, head_dim=16, itemsize=2)
-            each, rank = costs.of(VARIANTS[name], problem, shapes, chosen), problem.ranks - 1
-            for backward in (False, True)[: 1 if decode else 2]:
-                each.bytes_received(rank, backward)
-                each.peak_bytes(rank, backward)
-                each.timeline(rank, backward)
-        assert 0 < len(built) <= 6 * problem.world + 2, problem

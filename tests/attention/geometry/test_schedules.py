@@ -16,16 +16,25 @@ import attention
 from attention.executors.plan import plan_steps
 from attention.geometry.layouts import CONTIGUOUS, positions
 from attention.geometry.options import check_heads
-from attention.geometry.schedules import GATHER, GATHER_BY_OWNER, SEQUENCE, Problem, length, masks, steps, union
+from attention.geometry.schedules import (
+    GATHER,
+    GATHER_SHARDS,
+    LOCAL_FIRST,
+    RING,
+    SEQUENCE,
+    Problem,
+    length,
+    masks,
+    steps,
+    union,
+)
 from attention.geometry.transfers import gather_move, move, needed_keys, step_routes
 from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Banded
 from attention.transports.symmetric import stretches
-from attention.variants import zigzag
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS, variant
-from attention.variants.zigzag_llama3 import OWN_FIRST
 from tests.support.coverage import (
     ANY_LENGTHS,
     DECODES,
@@ -56,7 +65,7 @@ def covered(problem: Problem, place: int) -> np.ndarray:
     q_at = query_positions(problem, place)
     count = np.zeros(global_pairs(problem).shape, dtype=int)
     for step in steps(problem, place):
-        k_at = key_positions(problem, step)
+        k_at = key_positions(problem, place, step)
         for block in step.blocks:
             assert 0 <= block.q[0] <= block.q[1] <= len(q_at) and 0 <= block.k[0] <= block.k[1] <= len(k_at)
             rows, keys = q_at[slice(*block.q)], k_at[slice(*block.k)]
@@ -101,6 +110,9 @@ def test_masks_are_those_of_all_blocks_and_full_or_the_problems_own(name, world)
             continue
         found = {b.mask for place in range(problem.world) for step in steps(problem, place) for b in step.blocks}
         known = set(masks(problem))
+        if problem.schedule is RING and problem.band.windowed and not problem.alike_by_distance:
+            assert {FULL, CAUSAL, Band(1, 1)} <= known, problem  # of windows a representative
+            continue
         assert found <= known, problem
         if problem.q_tokens is not None:  # also those for other numbers of keys
             assert known == {FULL} if problem.band.full or problem.q_tokens == 1 else {FULL, CAUSAL} <= known, problem
@@ -134,12 +146,7 @@ def test_remote_ranks_blocks_of_a_large_packed_batch_are_not_built(name):
     planned = plan_steps(problem, 1, Call(1.0), True, torch.device("cpu"))
     assert any(step.calls for step in planned)
     for place in {0, 2, 3}:
-        assert not any(vars(step)["_blocks"] for step in steps(problem, place))
-    for place in range(world):
-        for step in steps(problem, place):  # the keys that are known without the blocks are all that these touch
-            touched = {t for b in step.blocks for t in range(*b.k)}
-            known = {t for interval in step.keys for t in range(*interval)}
-            assert touched == known if name == "ring_varlen" else touched <= known
+        assert not any("blocks" in vars(step) for step in steps(problem, place))
 
 
 @pytest.mark.parametrize("name", ["zigzag", "zigzag_varlen", "zigzag_llama3", "ring_allgather", "usp"])
@@ -153,6 +160,8 @@ def test_balanced_variants_give_every_rank_the_same_causal_work(name, world):
 @every_world
 def test_stripe_is_balanced_to_within_a_tokens_worth(world):
     for problem in problems(VARIANTS["stripe"], world):
+        if not problem.band.causal:
+            continue
         totals = total_pairs(problem)
         n = problem.cu_seqlens[-1] // world
         # each token of rank r sees one key more than its neighbour on rank r - 1
@@ -164,7 +173,7 @@ def test_stripe_is_balanced_to_within_a_tokens_worth(world):
 @every_world
 def test_zigzag_ranks_do_the_same_work_at_every_step(name, world):
     for problem in problems(VARIANTS[name], world):
-        if problem.layout.name != "zigzag":
+        if problem.layout.name != "zigzag" or not problem.band.causal:
             continue
         work = [[step.pairs for step in steps(problem, place)] for place in range(problem.world)]
         assert all(places == work[0] for places in work), problem
@@ -241,14 +250,15 @@ def test_zigzag_chunks_make_one_call_each_against_their_prefix_of_every_sequence
             expected.append(((at, at + c), (start, start + (r + 1) * c), 0))
             expected.append(((at + c, at + 2 * c), (start, start + (2 * world - r) * c), 1))
             at, start = at + 2 * c, start + n
-        assert [(b.q, b.k, b.group) for b in step.blocks] == expected
+        at = key_positions(problem, r, step)
+        assert [(b.q, (at[b.k[0]], at[b.k[1] - 1] + 1), b.group) for b in step.blocks] == expected
 
 
 @pytest.mark.parametrize("name", ["zigzag_llama3", "grouped"])
 @every_world
 def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
     for problem in problems(VARIANTS[name], world):
-        if not problem.band.causal or problem.schedule is OWN_FIRST:
+        if not problem.band.causal or problem.schedule is LOCAL_FIRST:
             continue
         for rank in range(world):
             (step,) = steps(problem, rank)
@@ -262,11 +272,11 @@ def test_the_groups_of_a_sequence_attend_nested_prefixes_in_order(name, world):
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_with_own_first_only_others_keys_are_gathered_and_whole(world):
     for problem in problems(VARIANTS["zigzag_llama3"], world):
-        if problem.schedule is not OWN_FIRST:
+        if problem.schedule is not LOCAL_FIRST:
             continue
         for rank, shard in enumerate(problem.layout.shards(problem.cu_seqlens, world)):
             mine, others = steps(problem, rank)
-            plain = steps(replace(problem, schedule=zigzag.SCHEDULE), rank)[0]
+            plain = steps(replace(problem, schedule=RING), rank)[0]
             assert (mine.owner, mine.blocks, mine.keys) == (rank, plain.blocks, plain.keys)
             assert others.owner == SEQUENCE and all(block.mask.full for block in others.blocks)
             assert not set(positions(needed_keys(problem, rank))) & set(positions(shard))
@@ -278,11 +288,16 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
     cu = tuple(accumulate((2 * world * n for n in range(1, 10)), initial=0))
     chosen = VARIANTS["zigzag_llama3"]
     problem = chosen.problem(cu, world, CAUSAL)
-    assert problem.schedule is GATHER_BY_OWNER
+    assert problem.schedule is GATHER_SHARDS
     shards = problem.layout.shards(cu, world)
     for rank in range(world):
-        plain = steps(replace(problem, schedule=GATHER), rank)
-        assert [step.blocks for step in steps(problem, rank)] == [step.blocks for step in plain]
+        (step,), (plain,) = steps(problem, rank), steps(replace(problem, schedule=GATHER), rank)
+        at = key_positions(problem, rank, plain)  # the keys of a block are those of the sequence, wherever they lie
+        expected = [replace(b, k=(at[b.k[0]], at[b.k[1] - 1] + 1)) for b in plain.blocks]
+        assert list(step.blocks) == expected
+        held = [t for a, b in step.keys for t in range(a, b)]
+        for block in step.blocks:
+            assert [t for a, b in step.where(block.k) for t in held[a:b]] == list(range(*block.k))
         assert positions(needed_keys(problem, rank)) == [t for shard in shards for t in positions(shard)]
         assert gather_move(problem, rank) == move(shards, tuple(needed_keys(problem, i) for i in range(world)), rank)
         route = gather_move(problem, rank).route
@@ -314,8 +329,8 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
 )
 def test_single_sequences_begin_with_ones_own_keys(cu_seqlens, mask, options, expected):
     problem = VARIANTS["zigzag_llama3"].problem(cu_seqlens, 4, mask, options)
-    assert (problem.schedule is OWN_FIRST) == expected
-    assert VARIANTS["zigzag_llama3"].problem(cu_seqlens, 1, mask, options).schedule is not OWN_FIRST
+    assert (problem.schedule is LOCAL_FIRST) == expected
+    assert VARIANTS["zigzag_llama3"].problem(cu_seqlens, 1, mask, options).schedule is not LOCAL_FIRST
 
 
 @every_world

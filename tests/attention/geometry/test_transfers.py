@@ -63,7 +63,7 @@ def test_each_ring_step_receives_exactly_the_owners_keys_that_it_needs(name, wor
             for rank, route in enumerate(routes):
                 step = steps(problem, rank)[i]
                 sent = [taken(shards[step.owner], x.source) for x in routes[step.owner].sends if x.remote == rank]
-                wanted = needed(problem, rank, key_positions(problem, step))
+                wanted = needed(problem, rank, key_positions(problem, rank, step))
                 assert sent == ([wanted] if wanted and step.owner != rank else []), (problem, rank, i)
                 assert route.received_tokens == sum(len(message) for message in sent)
 
@@ -82,7 +82,7 @@ def test_the_way_back_brings_every_gradient_to_the_key_it_belongs_to(name, world
                 for piece in route.receives:
                     step = steps(problem, piece.remote)[i]
                     assert step.owner == rank
-                    wanted = needed(problem, piece.remote, key_positions(problem, step))
+                    wanted = needed(problem, piece.remote, key_positions(problem, rank, step))
                     assert taken(shards[rank], piece.target) == wanted
                     assert taken(wanted, piece.source) == wanted
 
