@@ -58,11 +58,11 @@ def test_a_refusal_names_what_the_caller_gave_and_all_that_would_work():
     x, packed = torch.randn(1, 7, 2, 4), torch.randn(8, 2, 4)
     with pytest.raises(ValueError, match=r"seq_len=7: .* 8 would work, or fn.shard\(x, pad=True\)"):
         fn.shard(x)
-    able = "balanced, llama3, ring, ring_allgather, ulysses and usp take every mask"
     with pytest.raises(ValueError) as error:
         fn(packed, packed, packed, cu_seqlens=[0, 4, 8], mask=masks.prefix_lm(2))
-    assert "some query sees a later key, and zigzag is for causal masks" in str(error.value) and able in str(
-        error.value
+    assert str(error.value) == (
+        "mask=prefix_lm(prefix=2), full attention with cu_seqlens=[0, 4, 8]: some query sees a later key, and zigzag is for "
+        "causal masks; balanced, llama3, ring, ring_allgather and ulysses take this"
     )
 
 
