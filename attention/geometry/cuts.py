@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attention.geometry.schedules import Problem
 
 Column = NDArray[np.int64]
+Rows = NDArray[np.int64]  # [n, ...]
 Cut = NDArray[np.int64]  # [8, n]: q0 q1 k0 k1 lo hi in local positions, the buffer of the keys, the mask's rectangle
 BUFFER, SOURCE = 6, 7
 
@@ -76,11 +77,6 @@ class Places:
         """Sorted by shard, then by where they lie in it: as a buffer that holds shard after shard."""
         order = np.lexsort((self.at, self.of))
         return Places(self.start[order], self.stop[order], self.at[order], self.of[order], self.step)
-
-    def side_by_side(self) -> Places:
-        """In the given order, each beginning where the one before it in the same buffer ends. `of` must ascend."""
-        before = np.cumsum(self.lengths) - self.lengths
-        return replace(self, at=before - before[np.searchsorted(self.of, self.of)])
 
     def resorted(self) -> Places:
         return Places.sorted(self.start, self.stop, self.at, self.of, self.step)
@@ -155,7 +151,7 @@ def _band_rows(band: Band, cu_seqlens: CuSeqlens) -> Rectangles:
 
 def forget() -> None:
     """Empties the caches, so that the next cut builds the mask's rectangles again."""
-    for kept in (built, layout_places, needs_by_rank):
+    for kept in (built, layout_places, needs_by_rank, remote_needs_by_rank):
         kept.cache_clear()
 
 
@@ -191,22 +187,17 @@ def _joined(low: Column, high: Column, of: Column, apart: int) -> NDArray[np.int
     return np.stack([start - of * apart, stop - of * apart, of], 1)
 
 
-def needs(problem: Problem, rank: int) -> NDArray[np.int64]:
-    """`[n, 2]`: the global positions of the keys that some query of the rank sees."""
-    found = needs_by_rank(problem)
-    return found[slice(*np.searchsorted(found[:, 2], (rank, rank + 1))), :2]
-
-
-def shared(wanted: NDArray[np.int64], held: Places) -> Places:
-    """The parts of the places that are wanted, by shard. wanted: `[n, 2]` global positions."""
-    _, found = held.within(wanted[:, 0], wanted[:, 1])
-    return found.by_shard()
-
-
-def needed(problem: Problem) -> Column:
-    """`[W]`: how many keys each rank needs."""
-    found = needs_by_rank(problem)
-    return np.bincount(found[:, 2], found[:, 1] - found[:, 0], problem.world).astype(np.int64)
+@memo(lambda found, *_: len(found), 1 << 20)
+def remote_needs_by_rank(problem: Problem) -> NDArray[np.int64]:
+    """As `needs_by_rank`, without the keys that a rank holds itself."""
+    found, held, apart = needs_by_rank(problem), key_places(problem), problem.cu_seqlens[-1] + 1
+    order = np.argsort(held.start + held.of * apart)
+    start, stop = (held.start + held.of * apart)[order], (held.stop + held.of * apart)[order]
+    none = np.zeros(len(start) + 1, np.int64)
+    gaps = Places(np.append(0, stop), np.append(start, apart * problem.world), none, none)
+    row, parts = gaps.within(found[:, 0] + found[:, 2] * apart, found[:, 1] + found[:, 2] * apart)
+    rank = found[row, 2]
+    return np.stack([parts.start - rank * apart, parts.stop - rank * apart, rank], 1)
 
 
 def intervals_by(at: Column, lengths: Column, of: Column, count: int) -> list[Intervals]:
@@ -401,14 +392,11 @@ def bands_of(x: Cut) -> list[Band]:
 
 
 def groups_of(x: Cut) -> list[int]:
-    """The number of each rectangle's queries within its mask rectangle: a packed call has each sequence once."""
-    if x.shape[1] < 2 or len(np.unique(x[SOURCE])) == x.shape[1]:
-        return [0] * x.shape[1]
-    order = np.lexsort((x[Q0], x[SOURCE]))
-    source, start = x[SOURCE, order], x[Q0, order]
-    number = np.cumsum(np.append(True, (source[1:] != source[:-1]) | (start[1:] != start[:-1])))
+    """The number of each rectangle among those of its mask rectangle: a packed call has each sequence once."""
+    order = np.argsort(x[SOURCE], kind="stable")
+    source = x[SOURCE, order]
     group = np.empty(len(order), np.int64)
-    group[order] = number - number[np.searchsorted(source, source)]
+    group[order] = np.arange(len(order)) - np.searchsorted(source, source)
     found: list[int] = group.tolist()
     return found
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from attention.geometry import cuts
 from attention.geometry.cuts import Places
-from attention.geometry.layouts import CuSeqlens, Layout, size
+from attention.geometry.layouts import CuSeqlens, Layout, Shard, size
 from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
@@ -186,6 +186,11 @@ class Problem:
         return self.form if isinstance(self.form, Mask) else of_sequences(self.form, self.cu_seqlens)
 
     @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The keys that each rank holds."""
+        return self.layout.shards(self.cu_seqlens, self.world)
+
+    @property
     def longest(self) -> Problem:
         """The same problem over the longest sequence alone."""
         return replace(self, cu_seqlens=(0, max(b - a for a, b in pairwise(self.cu_seqlens))))
@@ -271,16 +276,23 @@ class GatherSchedule(Schedule):
 
     merges = False  # the chunks of a sequence stay apart: see `nested_prefixes`
 
+    def gathers(self, problem: Problem) -> cuts.Rows:
+        """What every rank gathers: `[n, 3]` (start, stop, rank), global positions, sorted."""
+        return cuts.needs_by_rank(problem)
+
     def buffers(self, problem: Problem, rank: int) -> Buffers:
-        needs = cuts.needs(problem, rank)
-        lengths = needs[:, 1] - needs[:, 0]
-        keys = tuple(zip(*needs.T.tolist(), strict=True))
-        at = np.cumsum(lengths) - lengths
-        places = Places(needs[:, 0], needs[:, 1], at, np.zeros_like(at))
+        keys, places = self._gathered(problem, rank, 0)
         return Buffers((SEQUENCE,), (keys,), partial(_cut, problem, rank, places))
 
+    def _gathered(self, problem: Problem, rank: int, step: int) -> tuple[Intervals, Places]:
+        rows = self.gathers(problem)
+        start, stop, _ = rows[slice(*np.searchsorted(rows[:, 2], (rank, rank + 1)))].T
+        places = Places(start, stop, np.cumsum(stop - start) - (stop - start), np.full_like(start, step))
+        return tuple(zip(start.tolist(), stop.tolist(), strict=True)), places
+
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
-        return (int(cuts.needed(problem).max(initial=0)),)
+        rows = self.gathers(problem)
+        return (int(np.bincount(rows[:, 2], rows[:, 1] - rows[:, 0]).max(initial=0)),)
 
     def masks(self, problem: Problem) -> set[Band]:
         return cuts.bands(problem)
@@ -292,9 +304,10 @@ class GatherShards(GatherSchedule):
 
     def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
         (step,) = super().steps(problem, rank)
-        shards = cuts.key_places(problem).by_shard()
-        keys = tuple(zip(shards.start.tolist(), shards.stop.tolist(), strict=True))
-        return (replace(step, keys=keys, where=within(shards.numbered(0).side_by_side().resorted())),)
+        held = cuts.key_places(problem)
+        keys = tuple((r.start, r.stop) for shard in problem.shards for r in shard if r)
+        n = problem.cu_seqlens[-1] // problem.world
+        return (replace(step, keys=keys, where=within(replace(held, at=held.at + held.of * n))),)
 
     def buffers(self, problem: Problem, rank: int) -> Buffers:
         whole = np.array([[0], [problem.cu_seqlens[-1]], [0], [0]])
@@ -305,20 +318,22 @@ class GatherShards(GatherSchedule):
 
 
 class LocalFirst(GatherSchedule):
-    """Two steps: the local keys in place, then the needed keys of all other ranks, owner after owner. Every query must see
-    these completely or not at all, so their order does not matter."""
+    """Two steps: the local keys in place, then the needed keys of all other ranks, gathered in sequence order. Every query
+    sees all of these of its sequence up to some chunk."""
 
     merges = True
 
+    def gathers(self, problem: Problem) -> cuts.Rows:
+        return cuts.remote_needs_by_rank(problem)
+
     def buffers(self, problem: Problem, rank: int) -> Buffers:
-        held = cuts.key_places(problem)
-        own, wanted = held.only(rank), cuts.shared(cuts.needs(problem, rank), held.without(rank))
-        keys = tuple(zip(wanted.start.tolist(), wanted.stop.tolist(), strict=True))
-        places = own.numbered(0).beside(wanted.numbered(1).side_by_side())
-        return Buffers((rank, SEQUENCE), (_whole(own), keys), partial(_cut, problem, rank, places))
+        own, (keys, places) = cuts.key_places(problem).only(rank), self._gathered(problem, rank, 1)
+        return Buffers(
+            (rank, SEQUENCE), (_whole(own), keys), partial(_cut, problem, rank, own.numbered(0).beside(places))
+        )
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
-        return (0, int(cuts.needed(problem).max(initial=0)) - problem.cu_seqlens[-1] // problem.world)
+        return (0, *super().most_keys(problem))
 
 
 LOCAL = LocalSchedule()

@@ -4,7 +4,7 @@ the sender."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -13,19 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attention.geometry import cuts
-from attention.geometry.cuts import Places, needs_by_rank
 from attention.geometry.layouts import Shard
 from attention.geometry.schedules import (
     SEQUENCE,
     Block,
     GatherSchedule,
     GatherShards,
-    LocalFirst,
     Problem,
     Step,
     length,
-    sent,
     steps,
 )
 from attention.masks.band import Interval, Intervals
@@ -193,11 +189,8 @@ def gather_move(problem: Problem, rank: int) -> Move:
     assert isinstance(schedule, GatherSchedule)
     if isinstance(schedule, GatherShards):
         return _whole_shards(problem.cu_seqlens[-1] // problem.world, problem.world, rank)
-    if isinstance(schedule, LocalFirst):
-        return _remote_keys(problem, rank)
-    needs = needs_by_rank(problem)
-    wanted = _rows(needs[:, :2], needs[:, 2])
-    return _move(_placed(problem.layout.shards(problem.cu_seqlens, problem.world)), wanted, problem.world, rank)
+    rows = schedule.gathers(problem)
+    return _move(_placed(problem.shards), _rows(rows[:, :2], rows[:, 2]), problem.world, rank)
 
 
 def _whole_shards(n: int, world: int, rank: int) -> Move:
@@ -207,45 +200,6 @@ def _whole_shards(n: int, world: int, rank: int) -> Move:
     sends = tuple(Piece(other, whole, ((rank * n, rank * n + n),)) for other in others)
     receives = tuple(Piece(other, whole, ((other * n, other * n + n),)) for other in others)
     return Move(Route(sends, receives), (((0, n), (rank * n, rank * n + n)),))
-
-
-def _remote_keys(problem: Problem, rank: int) -> Move:
-    """The needed keys of all other ranks, owner after owner."""
-    world, n = problem.world, problem.cu_seqlens[-1] // problem.world
-    others = [other for other in range(world) if other != rank]
-    held = cuts.key_places(problem)
-    wanted = cuts.shared(cuts.needs(problem, rank), held.without(rank))
-    came = cuts.intervals_by(wanted.at, wanted.lengths, wanted.of, world)
-    before = np.bincount(wanted.of, wanted.lengths, world).astype(np.int64)
-    receives = _after(came, (np.cumsum(before) - before).tolist(), others)
-    # where this rank's keys begin for each reader: after those of earlier owners, of which its own are not sent
-    earlier = _tokens_below(held.where(held.of < rank))
-    needs = needs_by_rank(problem)
-    first = np.bincount(needs[:, 2], earlier(needs[:, 1]) - earlier(needs[:, 0]), world).astype(np.int64)
-    first[:rank] -= n
-    return Move(Route(_after(sent(problem, rank), first.tolist(), others), receives), ())
-
-
-def _after(keys: list[Intervals], first: list[int], others: list[int]) -> tuple[Piece, ...]:
-    """Pieces of each rank's keys, side by side from `first` on."""
-    return tuple(
-        Piece(other, keys[other], tuple((a + first[other], b + first[other]) for a, b in side_by_side(keys[other])))
-        for other in others
-        if keys[other]
-    )
-
-
-def _tokens_below(places: Places) -> Callable[[cuts.Column], cuts.Column]:
-    """A function that counts the tokens of these places below each position. The places are sorted."""
-    total = np.append(0, np.cumsum(places.stop - places.start))
-    starts, stops = np.append(places.start, 1 << 60), places.stop
-
-    def below(position: cuts.Column) -> cuts.Column:
-        i = np.searchsorted(stops, position, "right")
-        found: cuts.Column = total[i] + np.maximum(position - starts[i], 0)
-        return found
-
-    return below
 
 
 def key_places(step: Step, block: Block) -> Intervals:
