@@ -142,7 +142,8 @@ def alone(experiment: Experiment) -> ContextParallel:
     """The same global call on one device, within a world of several."""
     chosen = variant(experiment.variant)
     options = chosen.parse(experiment.options)
-    fn = ContextParallel(chosen, None, experiment.kernel, "auto", experiment.deterministic, options)
+    made = chosen, None, experiment.kernel, "auto", experiment.deterministic, options
+    fn = ContextParallel(*made, agreement=False)  # the other ranks do not make these calls
     fn.world, fn.rank = 1, 0
     return fn
 
