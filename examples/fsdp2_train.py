@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import attention
-from attention.models import Config, Transformer, shard
+from runner.models import Config, Transformer, shard
 
 
 def main() -> None:

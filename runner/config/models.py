@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attention.models import Config, preset
+from runner.models import Config, preset
 from runner.config import huggingface
 
 if TYPE_CHECKING:

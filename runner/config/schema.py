@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from attention.models import PRESETS
+from runner.models import PRESETS
 
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODELS = ("none", *PRESETS, "hf")

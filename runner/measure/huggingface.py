@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from attention import profiling
 from attention.api import ContextParallel
-from attention.models import Batch, Config
-from attention.models.split import Split
-from attention.models.transformer import PROJECTIONS
+from runner.models import Batch, Config
+from attention.huggingface.batch import Split
+from runner.models.transformer import PROJECTIONS
 from runner.config.values import UnsupportedHere
 
 
 class Decoder(nn.Module):
-    """The model of `runner.config.huggingface.loaded`, with the attention of `fn`. As `attention.models.Transformer`, from a batch
+    """The model of `runner.config.huggingface.loaded`, with the attention of `fn`. As `runner.models.Transformer`, from a batch
     to this rank's logits. The forward raises UnsupportedHere for what `attention.huggingface` refuses, and for a layer that
     attends otherwise than `config` says: its FLOPs would be those of another model."""
 
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self._mark_phases()
 
     def _mark_phases(self) -> None:
-        """As in `attention.models.Transformer`. What attends has a `layer_idx`; beside it in a layer is the MLP."""
+        """As in `runner.models.Transformer`. What attends has a `layer_idx`; beside it in a layer is the MLP."""
         marked = {self.model.get_output_embeddings(): "comp_head"}
         for module in self.model.modules():
             children = [child for child in module.children() if "norm" not in type(child).__name__.lower()]

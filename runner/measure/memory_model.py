@@ -5,7 +5,7 @@ from __future__ import annotations
 from attention.executors import costs
 from attention.geometry.counts import sampled_places
 from attention.measured.scratch import backward_scratch
-from attention.models import Config
+from runner.models import Config
 from attention.variants.registry import variant
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes

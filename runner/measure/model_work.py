@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import profiling
 from attention.api import ContextParallel
 from attention.executors.plan import Plan
-from attention.models import Batch, Kind, Transformer, reduce_gradients, shard
+from runner.models import Batch, Kind, Transformer, reduce_gradients, shard
 from attention.transports import Transport
 from attention.variants.external import External
 from runner.config.experiment import AttentionCall, Experiment

@@ -20,8 +20,8 @@ import attention  # noqa: E402
 from attention import masks  # noqa: E402
 from attention.huggingface import attend, context_parallel  # noqa: E402
 from attention.masks.band import CAUSAL, Band  # noqa: E402
-from attention.masks.of_transformers import RequestedMask, asked  # noqa: E402
-from attention.models.cache import ShardedLayer  # noqa: E402
+from attention.huggingface.requested_mask import RequestedMask, asked  # noqa: E402
+from attention.huggingface.cache import ShardedLayer  # noqa: E402
 from attention.variants.registry import VARIANTS  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
 

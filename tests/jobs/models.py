@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import attention
 from attention import masks
 from attention.masks import Mask
-from attention.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
+from runner.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import correctness, model_check, model_work

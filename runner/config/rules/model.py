@@ -14,7 +14,7 @@ from attention.masks import full
 from attention.masks.band import FULL
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
-from attention.models import SPARSE, Config
+from runner.models import SPARSE, Config
 from runner.config import huggingface, masks, schema
 from runner.config.experiment import Experiment
 from runner.config.models import HF, NONE, Model

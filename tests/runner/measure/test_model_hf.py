@@ -13,7 +13,7 @@ transformers = pytest.importorskip(
 
 import attention  # noqa: E402
 from attention import masks  # noqa: E402
-from attention.models import shard  # noqa: E402
+from runner.models import shard  # noqa: E402
 from runner.config.huggingface import without_dropout  # noqa: E402
 from runner.config.values import InvalidConfig, UnsupportedHere  # noqa: E402
 from runner.measure.huggingface import Decoder  # noqa: E402

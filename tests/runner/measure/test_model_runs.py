@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from attention.models import preset
+from runner.models import preset
 from runner.measure import model_metrics, text
 from tests.jobs import models
 from tests.runner.test_cli import results_in, run

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from attention.api import ContextParallel, make
 from attention.arguments import Lengths
-from attention.masks.of_transformers import RequestedMask, asked, check_padding
-from attention.models.gradients import reduce_used_gradients
-from attention.models.locality import check_layers, check_tokens
-from attention.models.split import IGNORED, Split, check_ids, check_same, counted, shifted, split_of
+from attention.huggingface.requested_mask import RequestedMask, asked, check_padding
+from attention.huggingface.gradients import reduce_used_gradients
+from attention.huggingface.locality import check_layers, check_tokens
+from attention.huggingface.batch import IGNORED, Split, check_ids, check_same, counted, shifted, split_of
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from attention.models.cache import ShardedCache
+    from attention.huggingface.cache import ShardedCache
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'attention-runner[huggingface]'", name=error.name) from error
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attention
-from attention.models import PRESETS, Config, Latent, Transformer, preset
+from runner.models import PRESETS, Config, Latent, Transformer, preset
 from tests.jobs import models
 
 WINDOWS = [("sliding_window", {"left": 5}), ("causal", {})]

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import masks, profiling
 from attention.api import ContextParallel
-from attention.models.batch import Batch
-from attention.models.config import Config, Kind, Latent
+from runner.models.batch import Batch
+from runner.models.config import Config, Kind, Latent
 
 STD = 0.02  # of initial weights
 EPS = 1e-6  # of RMSNorm

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.api import ContextParallel
-from attention.models.split import IGNORED, shifted
-from attention.models.split import counted as counted_of
+from attention.huggingface.batch import IGNORED, shifted
+from attention.huggingface.batch import counted as counted_of
 
 
 @dataclass(frozen=True)
