@@ -16,6 +16,9 @@ from attention.api import make
 from attention.geometry.options import check_heads
 
 EPS = 1e-5  # of LayerNorm
+MOVED = (
+    "IGNORED", "PRESETS", "SPARSE", "Batch", "Config", "Kind", "Latent", "Transformer", "preset", "reduce_gradients", "shard",
+)  # fmt: skip
 
 
 class DilatedMultihead(nn.Module):
@@ -68,3 +71,9 @@ class DilatedMultihead(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.parts, -2)
         out: Tensor = self.out(self.norm(self.attend(q, k, v, causal=causal).flatten(-2)))
         return out
+
+
+def __getattr__(name: str) -> Any:
+    if name in MOVED:
+        raise ImportError(f"attention.models.{name}: whole models are in the program; import {name} from runner.models")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

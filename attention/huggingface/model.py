@@ -11,8 +11,10 @@ What a model asks of its attention is done, or refused by its name: masks, keywo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from inspect import getclosurevars, signature
 from typing import Any
 
 import torch
@@ -21,10 +23,16 @@ from torch import Tensor, nn
 
 from attention.api import ContextParallel, make
 from attention.arguments import Lengths
-from attention.huggingface.requested_mask import RequestedMask, asked, check_padding
-from attention.huggingface.gradients import reduce_used_gradients
-from attention.huggingface.locality import check_layers, check_tokens
-from attention.huggingface.batch import IGNORED, Split, check_ids, check_same, counted, shifted, split_of
+from attention.huggingface.batch import (
+    IGNORED,
+    Split,
+    check_ids,
+    check_same,
+    counted,
+    reduce_used_gradients,
+    shifted,
+    split_of,
+)
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -37,6 +45,7 @@ NAME = "context_parallel"  # of our attention among transformers', and of the la
 # Arguments that attention need not know: the tensors have them already, or the loss needs them
 UNUSED = {"position_ids", "cache_position", "use_cache", "shift_labels", "num_items_in_batch", "past_key_values"}
 FOLLOW = {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # from cu_seq_lens_q
+LAYERS = ("full_attention", "sliding_attention")  # whose tokens attention alone mixes
 OURS = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}  # names of transformers and of a call
 
 
@@ -200,6 +209,75 @@ def _autocast(x: Tensor) -> Tensor:
 
 def _refused(what: object, why: str) -> ValueError:
     return ValueError(f"{type(what).__name__}: {why}")
+
+
+def check_layers(model: Any) -> None:
+    """Raises ValueError for layers that mix tokens outside of transformers' attention interface."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
+            raise ValueError(f"{name} is a {type(module).__name__}: only attention may mix tokens; use another model")
+    if others := {*(getattr(model.config, "layer_types", None) or ())} - {*LAYERS}:
+        raise ValueError(f"layer_types has {', '.join(sorted(others))}: layers must be {' or '.join(LAYERS)}")
+
+
+def check_tokens(model: Any) -> None:
+    """Raises ValueError for a model that computes from a rank's tokens what depends on all of them."""
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise ValueError("output_router_logits=True: the router's loss is not a sum over tokens; set it to False")
+    if "position_ids" not in signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no position_ids: a rank's tokens need theirs; use another model"
+        )
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    for kind in ("dynamic", "longrope"):
+        if f"'{kind}'" in rope:
+            raise ValueError(f"rope_type={kind}: it depends on the last position of the whole batch; use another type")
+
+
+@dataclass(frozen=True)
+class RequestedMask:
+    """The mask that a model asked transformers for. Attention gets it in place of a mask."""
+
+    causal: bool
+    window: tuple[int, int]  # (left, right) in tokens, -1 is unbounded
+
+
+def asked(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **others: Any) -> RequestedMask:
+    """A function for transformers' mask registry. Documents are not read from the mask, but from the sharded batch.
+
+    Raises ValueError for padding, and for masks other than full ones, causal ones and sliding windows."""
+    check_padding(attention_mask)
+    causal, window = False, (-1, -1)
+    for name, variables in _named_parts(mask_function):
+        if name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = (variables["sliding_window"] - 1, -1)
+        elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
+            raise ValueError(f"the model's mask has {name}: context_parallel does causal and full masks and windows")
+    return RequestedMask(causal, window)
+
+
+def check_padding(attention_mask: Tensor | None) -> None:
+    """Raises ValueError unless the mask is `[B, S]` of ones."""
+    if attention_mask is not None and not (attention_mask.dim() == 2 and bool((attention_mask == 1).all())):
+        raise ValueError(
+            f"attention_mask of shape {list(attention_mask.shape)} is not all ones: padding is not supported; pack the "
+            "rows, with position_ids that restart at 0, or pad at the right with labels of -100 and leave it out"
+        )
+
+
+def _named_parts(mask: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """The functions whose intersection is a mask of transformers: their names and variables."""
+    name, variables = mask.__qualname__.partition(".")[0], getclosurevars(mask).nonlocals
+    if name == "and_masks":
+        for each in variables["mask_functions"]:
+            yield from _named_parts(each)
+    elif name == "remap_positions_for_packed_sequence":
+        yield from _named_parts(variables["mask_function"])
+    else:
+        yield name, variables
 
 
 AttentionInterface.register(NAME, attend)

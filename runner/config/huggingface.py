@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from attention import masks
-from runner.models import Config, Kind
 from runner.config.values import InvalidConfig, shown
+from runner.models import Config, Kind
 from runner.reading import read_text
 
 NAMES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "mlp": "intermediate_size", "vocabulary": "vocab_size"}
@@ -81,7 +81,7 @@ def _read(text: str, sizes: str, by_type: bool) -> str:
     from transformers import AutoModelForCausalLM
 
     from attention.huggingface import context_parallel
-    from attention.huggingface.locality import check_tokens
+    from attention.huggingface.model import check_tokens
 
     config, zeroed = _configuration(json.loads(text), json.loads(sizes)), []
     for name, x in config.to_dict().items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from runner.models import Config, preset
 from runner.config import huggingface
+from runner.models import Config, preset
 
 if TYPE_CHECKING:
     from runner.config.experiment import AttentionCall

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from attention import profiling
 from attention.api import ContextParallel
-from runner.models import Batch, Config
 from attention.huggingface.batch import Split
-from runner.models.transformer import PROJECTIONS
 from runner.config.values import UnsupportedHere
+from runner.models import Batch, Config
+from runner.models.transformer import PROJECTIONS
 
 
 class Decoder(nn.Module):

@@ -13,7 +13,6 @@ from torch import Tensor
 from attention import profiling
 from attention.api import ContextParallel
 from attention.executors.plan import Plan
-from runner.models import Batch, Kind, Transformer, reduce_gradients, shard
 from attention.transports import Transport
 from attention.variants.external import External
 from runner.config.experiment import AttentionCall, Experiment
@@ -25,6 +24,7 @@ from runner.measure.attention_work import DTYPES, build, build_ms
 from runner.measure.huggingface import Decoder
 from runner.measure.text import excerpts
 from runner.measure.workload import Passes
+from runner.models import Batch, Kind, Transformer, reduce_gradients, shard
 
 BATCHES = 16  # different ones, which training reads in turn
 BETAS = 0.9, 0.95

@@ -1,5 +1,4 @@
-"""Whole models around the attention functions: see `runner.models.transformer`. The sizes and presets import without
-torch."""
+"""Whole models around the attention functions: see `runner.models.transformer`. The sizes and presets import without torch."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from runner.models.config import PRESETS, SPARSE, Config, Kind, Latent, preset
 
 if TYPE_CHECKING:
-    from runner.models.batch import IGNORED, Batch, shard
-    from runner.models import DilatedMultihead
-    from attention.huggingface.gradients import reduce_gradients
+    from runner.models.batch import IGNORED, Batch, reduce_gradients, shard
     from runner.models.transformer import Transformer
 
 __all__ = [
@@ -20,7 +17,6 @@ __all__ = [
     "SPARSE",
     "Batch",
     "Config",
-    "DilatedMultihead",
     "Kind",
     "Latent",
     "Transformer",
@@ -28,11 +24,11 @@ __all__ = [
     "reduce_gradients",
     "shard",
 ]
-_WITH_TORCH = {"IGNORED": "batch", "Batch": "batch", "shard": "batch", "Transformer": "transformer"}
-_WITH_TORCH |= {"reduce_gradients": "gradients", "DilatedMultihead": "dilated"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
-        return getattr(importlib.import_module(f"runner.models.{_WITH_TORCH[name]}"), name)
-    raise AttributeError(f"module 'runner.models' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(
+        importlib.import_module(f"runner.models.{'transformer' if name == 'Transformer' else 'batch'}"), name
+    )

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.api import ContextParallel
-from attention.huggingface.batch import IGNORED, shifted
+from attention.huggingface.batch import IGNORED, reduce_gradients, shifted
 from attention.huggingface.batch import counted as counted_of
+
+__all__ = ["IGNORED", "Batch", "reduce_gradients", "shard"]
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache, DynamicLayer  # noqa: E402
 
 import attention  # noqa: E402
 from attention import masks  # noqa: E402
-from attention.huggingface import attend, context_parallel  # noqa: E402
-from attention.masks.band import CAUSAL, Band  # noqa: E402
-from attention.huggingface.requested_mask import RequestedMask, asked  # noqa: E402
+from attention.huggingface import context_parallel  # noqa: E402
 from attention.huggingface.cache import ShardedLayer  # noqa: E402
+from attention.huggingface.model import RequestedMask, asked, attend  # noqa: E402
+from attention.masks.band import CAUSAL, Band  # noqa: E402
 from attention.variants.registry import VARIANTS  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
 
@@ -423,4 +423,4 @@ def test_without_transformers_the_import_says_what_to_install(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'attention-runner\[huggingface\]'"):
-        import attention.huggingface  # noqa: F401
+        from attention.huggingface import context_parallel  # noqa: F401

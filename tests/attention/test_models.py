@@ -60,3 +60,8 @@ def test_heads_that_do_not_fit_are_refused(given, message):
     with pytest.raises(ValueError) as error:
         DilatedMultihead(32, **given, **PAIRS)
     assert str(error.value) == message
+
+
+def test_whole_models_say_where_they_went():
+    with pytest.raises(ImportError, match=r"import Transformer from runner\.models"):
+        from attention.models import Transformer  # noqa: F401

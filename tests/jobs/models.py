@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import attention
 from attention import masks
 from attention.masks import Mask
-from runner.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import correctness, model_check, model_work
+from runner.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
 
 TINY: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 16, "head_dim": 8}
 TOKENS, VOCABULARY = 32, 37

@@ -14,11 +14,11 @@ from attention.masks import full
 from attention.masks.band import FULL
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
-from runner.models import SPARSE, Config
 from runner.config import huggingface, masks, schema
 from runner.config.experiment import Experiment
 from runner.config.models import HF, NONE, Model
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
+from runner.models import SPARSE, Config
 
 SIZES = ("layers", "hidden", "mlp", "vocabulary")
 OPTIONS = tuple(each.name for each in fields(Model) if each.name not in ("own_masks", "huggingface"))

@@ -13,10 +13,10 @@ transformers = pytest.importorskip(
 
 import attention  # noqa: E402
 from attention import masks  # noqa: E402
-from runner.models import shard  # noqa: E402
 from runner.config.huggingface import without_dropout  # noqa: E402
 from runner.config.values import InvalidConfig, UnsupportedHere  # noqa: E402
 from runner.measure.huggingface import Decoder  # noqa: E402
+from runner.models import shard  # noqa: E402
 from tests.jobs import models  # noqa: E402
 from tests.jobs.huggingface import MODELS, SHAPE  # noqa: E402
 from tests.support.composing import resolved  # noqa: E402

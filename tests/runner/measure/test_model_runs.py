@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from runner.models import preset
 from runner.measure import model_metrics, text
+from runner.models import preset
 from tests.jobs import models
 from tests.runner.test_cli import results_in, run
 from tests.support.composing import resolved
