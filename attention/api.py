@@ -30,6 +30,7 @@ from attention.arguments import (
 from attention.autograd import Unshard, attend, token_range
 from attention.autotune import machine as automatic
 from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
+from attention.cuda_graphs import GraphReplay
 from attention.errors import nearest
 from attention.executors.plan import Plan
 from attention.external import calls
@@ -39,7 +40,7 @@ from attention.kernels.fit import fit
 from attention.masks.mask import Mask
 from attention.planner import Plans, call_spec, padded_layout, plan_of
 from attention.reduction.lse_merge import merge
-from attention.replay import Replay, check_old_option, check_replay
+from attention.replay import check_old_option, check_replay
 from attention.runtime import private
 from attention.runtime.uploads import hold_for_caller
 from attention.shard_check import check_shards
@@ -72,11 +73,9 @@ def make(
     is over the default process group, or over this process alone if none was initialized.
 
     replay: how a call runs if one with the same shapes (for a packed batch, the same lengths) came before. "none": it
-    runs the Python of its executor. "launches": forward and backward repeat their recorded launches, where those
-    can be recorded (kernel flash4 over symm). "graphs": they are replayed from CUDA graphs, which costs memory for
-    copies of inputs and results. Both remove CPU launch overhead, which dominates with few tokens a GPU. "auto": graphs
-    if a capture works, else launches, else none. With name="auto", "auto" means graphs if they should be faster, else
-    launches.
+    runs the Python of its executor. "graphs": forward and backward are replayed from CUDA graphs. That removes CPU
+    launch overhead, which dominates with few tokens a GPU, and costs memory for copies of inputs and results. "auto":
+    graphs if a capture works, else none. With name="auto", "auto" means graphs if they should be faster, else none.
     agreement: a call that needs a new plan (new shapes, mask or lengths) first compares what all ranks ask for (see
     `attention.agreement` for the cost). Ranks that disagree raise the same ValueError, and so does a call that raises on
     one of them. A rank waits 300 s for the others, or so many seconds. False: ranks that disagree may fail, hang or
@@ -98,7 +97,7 @@ def make(
         choice = decide(group, kernel, transport, given, agreement)
         best = choice.best
         name, transport, options = best.candidate.variant, best.transport, best.candidate.options.plain()
-        replay = "launches" if replay == "auto" and not best.graphs else replay
+        replay = replay if best.graphs else "none"
     chosen = variant(name)
     for option in options:
         if option.startswith("dropout"):
@@ -122,7 +121,7 @@ def decide(
 
     def build(e: Estimate) -> ContextParallel:
         chosen, options = variant(e.candidate.variant), e.candidate.options
-        replay = "graphs" if e.graphs else "none" if given.get("replay", "none") == "none" else "launches"
+        replay = "graphs" if e.graphs else "none"
         return ContextParallel(chosen, group, kernel, e.transport, deterministic, options, replay, agreement)
 
     return automatic.decide(group, kernel, transport, given, build)
@@ -189,7 +188,7 @@ class ContextParallel:
         self.deterministic = deterministic
         self.options = options
         self.choice: Choice | None = None  # of attention=auto: its estimates
-        self.asked_replay = replay
+        self.replay = replay
         self.agreement_s = seconds(agreement)
         self.check = check
         self.rank, self.world = rank_and_world(group)
@@ -198,10 +197,10 @@ class ContextParallel:
         self._begin()
 
     def _begin(self) -> None:
-        """Start without plans, transports and recorded calls."""
+        """Start without plans, transports and CUDA graphs."""
         self.transports: dict[torch.device, Transport] = {}
         self.plans = Plans()
-        self.replay = Replay(self.asked_replay)
+        self.graphs = GraphReplay(or_eager=self.replay == "auto")
         compared = self.world > 1 and self.agreement_s > 0 and not self.alone
         self.calls = calls_over(self.group) if compared else Calls()
 
@@ -234,7 +233,7 @@ class ContextParallel:
             self.transport_name,
             self.deterministic,
             self.options,
-            self.asked_replay,
+            self.replay,
             self.agreement_s or False,
             self.check,
         )
@@ -387,7 +386,7 @@ class ContextParallel:
             out = calls.attend(q, k, v, plan, self.group)
         else:
             sinks = None if given["sinks"] is None else given["sinks"].contiguous()
-            out, lse = attend(q, k, v, sinks, plan, self.replay.strategy(plan))
+            out, lse = attend(q, k, v, sinks, plan, self.graphs if plan.graphs else None)
         if at is not None:  # a band does not exclude the padding's queries
             out = out.index_fill(token_dim(q), at, 0)
             lse = lse.index_fill(-1, at, -torch.inf) if return_lse and lse is not None else lse

@@ -9,28 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.cuda_graphs import GraphReplay
 from attention.errors import UnsupportedCall
 from attention.executors import executor
 from attention.executors.plan import Plan
 from attention.geometry.layouts import Shard
 from attention.kernels.fit import fit
-from attention.replay import key_of
 from attention.runtime import private
-from attention.runtime.strategy import Strategy
 from attention.runtime.uploads import hold_for_caller
 from attention.transports import Transport
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, strategy: Strategy
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, graphs: GraphReplay | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts."""
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if wants_gradient(*inputs):
-        out, lse, _ = _Attention.apply(plan, strategy, *inputs)
+        out, lse, _ = _Attention.apply(plan, graphs, *inputs)
         return out, lse
     with torch.no_grad():
-        out, lse, *_ = _forward(inputs, plan, strategy, False)
+        out, lse, *_ = _forward(inputs, plan, graphs, False)
     # autograd forbids in-place changes to a view that was made under no_grad
     return (out.data if private.is_view(out) and not out.is_inference() else out), lse
 
@@ -39,7 +38,7 @@ def wants_gradient(*inputs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
-def _forward(inputs: tuple[Tensor, ...], plan: Plan, strategy: Strategy, keep: bool) -> tuple[Tensor, ...]:
+def _forward(inputs: tuple[Tensor, ...], plan: Plan, graphs: GraphReplay | None, keep: bool) -> tuple[Tensor, ...]:
     """(out, lse) and, if `keep`, the tensors that the backward needs. inputs: q, k, v, and sinks if the plan has them."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -48,28 +47,29 @@ def _forward(inputs: tuple[Tensor, ...], plan: Plan, strategy: Strategy, keep: b
         plan.transport.join()
         return (out, lse, *saved) if keep else (out, lse)
 
-    return strategy(key_of(plan, "forward" if keep else "forward without gradients"), run, inputs)
+    return run(*inputs) if graphs is None else graphs((plan, "forward", keep), plan.transport.begin, run, inputs)
 
 
-def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, strategy: Strategy) -> tuple[Tensor, ...]:
+def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, graphs: GraphReplay | None) -> tuple[Tensor, ...]:
     def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
         plan.transport.begin()
         grads = executor(plan.variant.executor).backward(dout, saved, plan)
         plan.transport.join()
         return grads
 
-    return strategy(key_of(plan, "backward"), run, (dout, *saved))
+    inputs = dout, *saved
+    return run(*inputs) if graphs is None else graphs((plan, "backward"), plan.transport.begin, run, inputs)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, plan: Plan, strategy: Strategy, *inputs: Tensor
+        ctx: Any, plan: Plan, graphs: GraphReplay | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, *saved = _forward(inputs, plan, strategy, True)
+        out, lse, *saved = _forward(inputs, plan, graphs, True)
         node = inputs[0].new_empty(0)
         ctx.save_for_backward(*saved, node)
-        ctx.plan, ctx.strategy, ctx.call = plan, strategy, plan.transport.calls.number
+        ctx.plan, ctx.graphs, ctx.call = plan, graphs, plan.transport.calls.number
         ctx.set_materialize_grads(False)  # an LSE that no loss uses has no gradient, rather than zeros
         ctx.like = out.shape, out.dtype, out.device
         return out, lse, node
@@ -87,7 +87,7 @@ class _Attention(torch.autograd.Function):
                     "lse: the loss depends on it, and it has no gradient; give lse.detach() to treat it as a constant"
                 )
             (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
-            grads = _backward(given, saved, ctx.plan, ctx.strategy)
+            grads = _backward(given, saved, ctx.plan, ctx.graphs)
         return None, None, *_first_order(grads, dout, node, ctx.plan.variant.name)
 
 

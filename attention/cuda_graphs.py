@@ -5,7 +5,7 @@ there and results from there takes the GPU some tens of µs."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from weakref import WeakSet
 
@@ -16,43 +16,44 @@ from attention import profiling
 from attention.batched_copy import copy_all
 from attention.errors import UnsupportedCall, warn
 from attention.runtime import private
-from attention.runtime.strategy import Key, Run, Strategy
 from attention.runtime.streams import capturing, current
 from attention.runtime.uploads import holding
 
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
 
+Run = Callable[..., tuple[Tensor, ...]]
+
 _every: WeakSet[GraphReplay] = WeakSet()
 
 
 class GraphReplay:
-    """A strategy: a call is eager twice, then captured, since all that is compiled, allocated or kept for it exists by
-    then, and replayed from then on. It stays eager while phases are recorded or the caller captures a graph.
+    """A function's calls: each is eager twice, then captured, since all that is compiled, allocated or kept for it exists
+    by then, and replayed from then on. It stays eager while phases are recorded or the caller captures a graph.
 
-    fallback: the strategy of calls that can't be captured; None: they raise.
+    or_eager: calls that can't be captured stay eager, with a warning; otherwise they raise.
     All ranks of a group must make the same calls and record phases alike: they run, capture and replay the same ones."""
 
-    def __init__(self, fallback: Strategy | None = None) -> None:
-        self.fallback = fallback
-        self.graphs: OrderedDict[Hashable, _Graph | Strategy | None] = (
-            OrderedDict()
-        )  # a strategy: of what can't be captured
+    def __init__(self, or_eager: bool = False) -> None:
+        self.or_eager = or_eager
+        self.graphs: OrderedDict[Hashable, _Graph | str | None] = OrderedDict()  # a text: why there is no graph
         self.places: dict[torch.device, _Place] = {}
         _every.add(self)
 
-    def __call__(self, key: Key, run: Run, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`run(*inputs)`, whose launches depend on the key's owner and stage and the inputs' shapes alone. Raises
-        UnsupportedCall where it can't be captured and there is no fallback."""
+    def __call__(
+        self, key: Hashable, begin: Callable[[], object], run: Run, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """`run(*inputs)`, whose launches depend on the key and the inputs' shapes alone. begin: done before each replay.
+        Raises UnsupportedCall where it can't be captured, without `or_eager`."""
         device = inputs[0].device
         if profiling.active() or capturing(device):
             return run(*inputs)
-        form = (key.owner, key.stage, device, *(x.shape for x in inputs))
+        form = (key, device, *(x.shape for x in inputs))
         graph = self.graphs.get(form)
         if graph is not None:
             self.graphs.move_to_end(form)
-            if not isinstance(graph, _Graph):
-                return graph(key, run, inputs)
-            key.begin()
+            if isinstance(graph, str):
+                return run(*inputs)
+            begin()
             return graph.replay(inputs)
         inputs = [x.contiguous() for x in inputs]  # as a graph's own are, so that nothing is compiled in its capture
         results = run(*inputs)
@@ -75,10 +76,10 @@ class GraphReplay:
             self.graphs[form] = _Graph(run, inputs, self.places[device])
         except Exception as error:
             del self.places[device]  # what a broken capture leaves of it is not used again
-            if self.fallback is None or not isinstance(error, UnsupportedCall):
+            if not (self.or_eager and isinstance(error, UnsupportedCall)):
                 raise
-            warn(f"{error}; its launches are replayed from now on")
-            self.graphs[form] = self.fallback
+            warn(f"{error}; it stays eager")
+            self.graphs[form] = str(error)
 
     def forget(self) -> None:
         self.graphs.clear()

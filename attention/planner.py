@@ -48,7 +48,7 @@ from attention.masks.mask import Mask
 from attention.masks.padded import Padded
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of, of_sequences
-from attention.replay import Replay
+from attention.replay import takes_graphs
 from attention.tensors import on_host, tokens
 from attention.transports import Transport
 from attention.variants.base import Variant, takers
@@ -58,7 +58,7 @@ Connect = Callable[[torch.device], Transport]
 
 MOST_PLANS = 256
 MOST_LENGTHS = 9  # of cu_seqlens that an error message shows
-MOST_PACKED_PLANS = 64  # plans of packed batches: index tables and launch traces make them large
+MOST_PACKED_PLANS = 64  # plans of packed batches: index tables make them large
 
 
 class Settings(Protocol):
@@ -69,7 +69,7 @@ class Settings(Protocol):
     kernel_name: str
     transport_name: str
     deterministic: bool
-    replay: Replay
+    replay: str
     rank: int
     world: int
     layout: Layout
@@ -247,7 +247,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         steps=steps,
     )
     plan = replace(plan, parts=_parts(plan, spec, settings, of_parts))
-    return replace(plan, replay=settings.replay.choose(plan, spec.device))
+    return replace(plan, graphs=takes_graphs(settings.replay, plan, spec.device))
 
 
 def _check_patterns(kernel: Kernel, steps: Sequence[PlannedStep]) -> None:
@@ -404,7 +404,7 @@ def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Ke
         "kernel": f"{kernel.name} (of {settings.kernel_name})",
         "transport": transport,
         "deterministic": settings.deterministic,
-        "replay": settings.replay.asked,
+        "replay": settings.replay,
         "device": shape.device,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "batch": batch,

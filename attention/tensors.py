@@ -14,7 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.dtypes import accumulation_dtype
 from attention.masks.band import Interval
-from attention.runtime.submit import outside_recording
 from attention.runtime.uploads import held, uploaded
 
 FEW = 8  # intervals up to which a copy of each is cheaper than one copy by token indices
@@ -69,8 +68,7 @@ def token_indices(intervals: tuple[Interval, ...], device: torch.device, dtype: 
 
 @lru_cache(maxsize=128)
 def _token_indices(intervals: tuple[Interval, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    with outside_recording():
-        return uploaded(tokens_of(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
+    return uploaded(tokens_of(intervals, np.int32 if dtype == torch.int32 else np.int64), device)
 
 
 def tokens_of(intervals: tuple[Interval, ...], dtype: type[np.signedinteger[Any]] = np.int64) -> np.ndarray[Any, Any]:

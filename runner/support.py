@@ -26,7 +26,7 @@ from attention.masks.band import FULL
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of
-from attention.replay import graphs_obstacle, launches_obstacle
+from attention.replay import graphs_obstacle
 from attention.variants.base import Variant
 from attention.variants.external import External
 from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS
@@ -61,7 +61,7 @@ class Setting:
     dtype: torch.dtype = torch.bfloat16
     kv_heads: int = HEADS
     deterministic: bool = False
-    replay: str = "none"
+    graphs: bool = False
     sinks: bool = False
     softcap: bool = False
     v_head_dim: int | None = None
@@ -84,8 +84,7 @@ FEATURES = {
     "kv_lengths": Setting(kv_lengths=True),
     "prefix": Setting(prefix=True),
     "deterministic": Setting(deterministic=True),
-    "replay=launches": Setting(replay="launches"),
-    "replay=graphs": Setting(replay="graphs"),
+    "replay=graphs": Setting(graphs=True),
 }
 
 
@@ -103,7 +102,7 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
             _module(variant, setting)
             or _external(variant, kernel, problem, setting)
             or _kernel_refuses(kernel, shape, problem, setting)
-            or _replay_refuses(variant, kernel, problem, setting)
+            or (_graphs_refused(variant, kernel, problem) if setting.graphs else None)
         )
         return refused or (PADDED if isinstance(kernel, PaddedValues) else None)
     except ValueError as error:
@@ -167,16 +166,13 @@ def _external(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: 
     return variant.refuses(problem, HEADS, setting.kv_heads, scaled=False, backward=True)
 
 
-def _replay_refuses(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:
-    transport = SimpleNamespace(name="symm", pulls=True, note="", state=lambda: 0)
+def _graphs_refused(variant: Variant[Any], kernel: Kernel, problem: Problem) -> str | None:
+    transport = SimpleNamespace(name="symm", pulls=True, note="")
     plan: Any = SimpleNamespace(
         variant=variant, options=variant.parse({}), problem=problem, kernel=kernel, transport=transport
     )
-    if setting.replay == "graphs" and (reason := graphs_obstacle(plan, torch.device("cuda"))):
-        return f"replay=graphs: {reason}"
-    if setting.replay == "launches" and (reason := launches_obstacle(plan)):
-        return f"replay=launches: a warning, and calls stay eager: {reason}"
-    return None
+    reason = graphs_obstacle(plan, torch.device("cuda"))
+    return f"replay=graphs: {reason}" if reason else None
 
 
 Answers = tuple[tuple[str | None, ...], ...]  # by variant, by column

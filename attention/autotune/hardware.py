@@ -28,20 +28,19 @@ class LaunchCosts(NamedTuple):
 
 
 class Overheads(NamedTuple):
-    """In µs. call, merge: how long a launch and its tail leave the GPU idle. eager, traced: launches from Python, or from
-    a launch trace. decode, reduction: CPU overhead of a decode with its kernel call, and of each of its collectives."""
+    """In µs. call, merge: how long a launch and its tail leave the GPU idle. eager: launches from Python.
+    decode, reduction: CPU overhead of a decode with its kernel call, and of each of its collectives."""
 
     call: Both
     merge: float
     eager: LaunchCosts = LaunchCosts()
-    traced: LaunchCosts = LaunchCosts()
     decode: float = 0
     reduction: float = 0
 
 
 # `call` from zigzag_llama3 with heads_k_stride 8 to 1 on 4 H200, with equal compute and bytes. CPU overheads from 2048
 # tokens a GPU on 2 H200, on hosts that differ by a third; of a decode from results/h200-x4/tree_scaling.
-CUDA = Overheads((10, 60), 10, LaunchCosts((300, 600), (75, 125), 100), LaunchCosts((20, 280), (75, 90), 20), 200, 350)
+CUDA = Overheads((10, 60), 10, LaunchCosts((300, 600), (75, 125), 100), 200, 350)
 OVERHEADS = {"cuda": CUDA, "cpu": Overheads((20, 20), 20)}
 
 
@@ -81,8 +80,7 @@ class Machine:
     """gpu: its name in the tables, empty for a CPU. kernel: returns the kernel that does all these masks, or raises
     ValueError. transports: those that work here. memory: bytes that a rank may hold besides its inputs. graphed: the
     caller captures whole calls in a CUDA graph. replayed: forward and backward are replayed from CUDA graphs, with
-    inputs and results copied; "auto": if that is faster. launch_replay: launches are replayed if they can be
-    recorded. topology: which ranks are in one node."""
+    inputs and results copied; "auto": if that is faster. topology: which ranks are in one node."""
 
     gpu: str
     kernel: Callable[[tuple[Band, ...]], str]
@@ -94,7 +92,6 @@ class Machine:
     ceilings: Ceilings | None = None
     graphed: bool = False
     replayed: bool | str = False
-    launch_replay: bool = True
     topology: Topology = ONE_NODE
     found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

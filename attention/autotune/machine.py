@@ -143,7 +143,6 @@ def machine(
         ceilings=asked.ceilings,
         graphed=bool(asked.graphed),
         replayed="auto" if asked.replay == "auto" else asked.replay == "graphs",
-        launch_replay=asked.replay != "none",
     )
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from attention.autotune.choice import Candidate, Choice, Duration, Estimate, Task
 from attention.autotune.hardware import Machine
-from attention.executors import costs, policy
+from attention.executors import costs
 from attention.executors.timeline import TimedStep, Timeline, Transfer
 from attention.geometry.counts import Shapes, backward_flops, forward_flops, sampled_places
 from attention.geometry.options import check_heads
@@ -138,12 +138,10 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
     """Of the slowest rank."""
     problem, options, pulls = candidate.problem(task), candidate.options, transport == "symm"
     found = costs.of(VARIANTS[candidate.variant], problem, task.shapes, options, pulls=pulls, packed=task.packed)
-    recorded = pulls and policy.replays_launches(kernel, task.tokens) and options.uncapturable is None
-    traced = recorded and machine.launch_replay
 
     def slowest(backward: bool) -> Duration:
         ranks = (place * problem.ulysses for place in sampled_places(problem))
-        clocks = (_Clock(task, machine, problem, kernel, transport, backward, traced, rank) for rank in ranks)
+        clocks = (_Clock(task, machine, problem, kernel, transport, backward, rank) for rank in ranks)
         return max((each.duration(found.timeline(each.rank, backward)) for each in clocks), key=lambda each: each.ms)
 
     backward = slowest(True) if task.backward else None
@@ -161,7 +159,6 @@ class _Clock:
     kernel: str
     transport: str
     backward: bool
-    traced: bool  # launches are replayed from a trace
     rank: int
 
     def duration(self, timeline: Timeline) -> Duration:
@@ -215,7 +212,7 @@ class _Clock:
         each = self.machine.overheads
         if self.machine.graphed:
             return 0.0
-        launch = each.traced if self.traced else each.eager
+        launch = each.eager
         exchanges = timeline.exchanges * launch.exchange if self.task.world > 1 else 0.0
         if self.task.decode:
             reductions = sum(transfer.pattern == "reduce" for transfer in timeline.exposed)

@@ -68,7 +68,7 @@ def fastest(functions: Mapping[str, ContextParallel], task: Task, *, device: tor
         failures = {label: _failure(fn, inputs) for label, fn in functions.items()}
         ms = _timed({label: fn for label, fn in functions.items() if failures[label] is None}, inputs)
         for fn in functions.values():
-            fn.replay.graphs.forget()
+            fn.graphs.forget()
     return Tried(_sorted(ms), {label: why for label, why in failures.items() if why is not None})
 
 

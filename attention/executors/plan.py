@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ class Plan:
     steps: tuple[PlannedStep, ...]
     parts: Callable[[], tuple[PlannedComponent, ...]] = tuple
     lengths: KeyLengths = None
-    replay: Literal["none", "launches", "graphs"] = "none"
+    graphs: bool = False  # calls are replayed from CUDA graphs
 
     @cached_property
     def pool(self) -> dict[Hashable, torch.Tensor]:

@@ -15,8 +15,6 @@ EXCHANGED_BY_PARTS = 32768
 # a rank's tokens up to which a backward computes on local KV beside the other steps: that costs memory, and longer shards fill the
 # GPU anyway
 APART = 8192
-TRACED = ("flash4",)  # kernels that declare all their launches, so that a launch trace is complete
-MOST_TRACED = 32768  # a rank's tokens up to which launches are replayed: longer calls hide the CPU launch overhead
 
 
 def ring_parts(head_parts: int | None, kv_heads: int, tokens: int) -> int:
@@ -47,12 +45,14 @@ def group_sizes(
     return [*first, kv_heads - sum(first) - sum(last), *last]
 
 
-REPLAY = ("none", "launches", "graphs", "auto")  # the option `replay` of `attention.make`
+REPLAY = ("none", "graphs", "auto")  # the option `replay` of `attention.make`
 
 
-def replays_launches(kernel: str, tokens: int) -> bool:
-    """Whether the launches of a call with so many tokens a rank are recorded and replayed."""
-    return kernel in TRACED and tokens <= MOST_TRACED
+def replay_error(value: object) -> str | None:
+    """Why the value is none of REPLAY, or None."""
+    if value == "launches":
+        return "is gone, since a training step is as fast without it; use none, or graphs for short calls"
+    return None if value in REPLAY else f"must be one of {', '.join(REPLAY)}"
 
 
 def local_kv_apart(problem: Problem, place: int) -> bool:

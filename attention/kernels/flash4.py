@@ -3,7 +3,6 @@ batches and bands directly, and writes into given tensors."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from attention.kernels import flash4_sparse
 from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
 from attention.kernels.fit import fitted
 from attention.kernels.flash4_mods import softcap_mods
-from attention.kernels.flash4_package import as_taken, dense_like, functions, interface, launches, lse_like, writable
+from attention.kernels.flash4_package import as_taken, dense_like, functions, interface, lse_like, writable
 from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
@@ -70,8 +69,7 @@ class Flash4:
             lse[..., :empty].fill_(-torch.inf)
             self.forward(q[:, empty:], k, v, call, (out[:, empty:], lse[..., empty:]))
             return out, lse
-        run = partial(
-            FLASH4.of(functions()).forward,
+        result = FLASH4.of(functions()).forward(
             q,
             k,
             v,
@@ -83,7 +81,6 @@ class Flash4:
             lse=lse if writable(lse, align=4) else None,
             return_lse=True,
         )
-        result = launches().call(run)
         return settle((result[0], result[1]), (out, lse))
 
     def backward(
@@ -101,8 +98,7 @@ class Flash4:
             dout, below, out = (x[:, empty:] for x in (dout, q, out))
             self.backward(dout, below, k, v, out, lse[..., empty:], call, (dq[:, empty:], dk, dv))
             return dq, dk, dv
-        run = partial(
-            FLASH4.of(functions()).backward,
+        result = FLASH4.of(functions()).backward(
             q,
             k,
             v,
@@ -118,7 +114,7 @@ class Flash4:
             dk=dk if writable(dk) else None,
             dv=dv if writable(dv) else None,
         )
-        return settle(launches().call(run), (dq, dk, dv))
+        return settle(result, (dq, dk, dv))
 
 
 def _pair_rule(shape: Shape, blackwell: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""The package flash-attn-4 (`flash_attn.cute`): its import, its launches, and how its kernels take tensors."""
+"""The package flash-attn-4 (`flash_attn.cute`): its import, and how its kernels take tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.runtime.flash4_launches import Launches
 from attention.runtime.private import FLASH4, FLASH4_VERSION
 
 INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
@@ -45,11 +44,6 @@ def functions() -> ModuleType:
     return module
 
 
-@lru_cache(maxsize=1)
-def launches() -> Launches:
-    return Launches(functions())
-
-
 def _add_cutlass_to_path() -> None:
     if importlib.util.find_spec("cutlass") is not None:
         return
@@ -69,8 +63,7 @@ def writable(x: Tensor, align: int = 16) -> bool:
 
 
 def as_taken(lse: Tensor) -> Tensor:
-    """The LSE as the backward's kernels need it: contiguous, or every row aligned to 16 bytes. Otherwise the package
-    would copy it, with operators that the launch recorder refuses."""
+    """The LSE as the backward's kernels need it: contiguous, or every row aligned to 16 bytes."""
     dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
     return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels.flash4_mods import band_mod, mask_mod, scalars
-from attention.kernels.flash4_package import as_taken, dense_like, functions, launches, lse_like, writable
+from attention.kernels.flash4_package import as_taken, dense_like, functions, lse_like, writable
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.tile_lists import (
     TILE,
@@ -90,8 +89,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = Non
     side = _kept(pattern, q.device, False)
     extended = q if side.origin is None else _with_copies(q, side.origin)
     own = side.origin is None
-    run = partial(
-        FLASH4.of(functions()).forward,
+    found = FLASH4.of(functions()).forward(
         extended,
         k,
         v,
@@ -105,7 +103,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = Non
         lse=lse if own and writable(lse, align=4) else None,
         return_lse=True,
     )
-    found = launches().call(run)
     if not own:
         return _merged(found[0], found[1], side, (out, lse))
     return settle((found[0], found[1]), (out, lse))
@@ -132,8 +129,7 @@ def backward(
     side = _kept(pattern, q.device, True)
     own = side.origin is None
     k_, v_ = (k, v) if side.origin is None else (_with_copies(x, side.origin) for x in (k, v))
-    run = partial(
-        FLASH4.of(functions()).backward,
+    found = FLASH4.of(functions()).backward(
         q,
         k_,
         v_,
@@ -149,7 +145,6 @@ def backward(
         dk=dk if own and writable(dk) else None,
         dv=dv if own and writable(dv) else None,
     )
-    found = launches().call(run)
     if not own:
         found = found[0], *(_without_copies(x, side, k.shape[1]) for x in found[1:3])
     return settle((found[0], found[1], found[2]), (dq, dk, dv))

@@ -23,7 +23,6 @@ from attention.kernels.aten import name_of
 from attention.kernels.interface import Pair, settle
 from attention.kernels.triton_decode import dtype_rule
 from attention.reduction.lse_merge import empty_result
-from attention.runtime.submit import outside_recording
 from attention.runtime.triton_launcher import MOST, TritonLauncher
 from attention.runtime.uploads import held, uploaded
 
@@ -326,8 +325,7 @@ def _start(
 @lru_cache(maxsize=256)
 def _on_device(ends: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[G]`; cached, so that a repeated call copies nothing to the device."""
-    with outside_recording():
-        return uploaded(np.array(ends, np.int32), device)
+    return uploaded(np.array(ends, np.int32), device)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], scale: float) -> None:

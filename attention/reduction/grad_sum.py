@@ -17,7 +17,6 @@ from attention.geometry.sum_ranges import MOST
 from attention.geometry.transfers import Intervals
 from attention.memo import MOST_PARTS, memo
 from attention.reduction.stepwise import Stepwise
-from attention.runtime.submit import outside_recording
 from attention.runtime.uploads import held, uploaded
 from attention.tensors import add_, empty_tokens, token_dim, token_indices, tokens, tokens_contiguous, tokens_of
 
@@ -104,8 +103,7 @@ def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
     """int32 `[n]`: for each of n tokens its index in a part over the intervals, -1 where the part lacks it."""
     found = np.full(n, -1, np.int32)
     found[tokens_of(intervals)] = np.arange(length(intervals))
-    with outside_recording():
-        return uploaded(found, device)
+    return uploaded(found, device)
 
 
 def sum_eager(out: Tensor, parts: Parts) -> None:

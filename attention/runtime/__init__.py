@@ -1,6 +1,1 @@
-"""Everything that starts work on a GPU: `submit` is the one way to launch, `strategy` says whether launches are made
-anew or replayed."""
-
-from attention.runtime.submit import submit
-
-__all__ = ["submit"]
+"""What starts and orders work on a GPU, and all private interfaces of other packages."""

@@ -8,24 +8,16 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from attention.runtime.submit import check_submitted
-
 
 def function(name: str, *arguments: Any) -> Callable[..., int]:
-    """The driver's function of that name. It takes `arguments` (ctypes types) and returns a CUDA error, 0 for none. A
-    call outside `submit` ends a recording. Raises RuntimeError if the driver lacks it."""
+    """The driver's function of that name. It takes `arguments` (ctypes types) and returns a CUDA error, 0 for none.
+    Raises RuntimeError if the driver lacks it."""
     try:
         found = _driver()[name]
     except (AttributeError, OSError):
         raise RuntimeError(f"the CUDA driver has no {name}") from None
     found.argtypes = arguments
-
-    def call(*given: Any) -> int:
-        check_submitted(name)
-        error: int = found(*given)
-        return error
-
-    return call
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -6,13 +6,10 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, lru_cache, partial
-from importlib import metadata
-from importlib.util import find_spec
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -165,12 +162,6 @@ sleep_cycles: Private[[int], None] = Private(
 
 # autograd, the compiler, the profiler
 
-# a context in which no dispatch mode sees an operator
-without_modes: Private[[], AbstractContextManager[Any]] = Private(
-    "torch.utils._python_dispatch._disable_current_modes",
-    lambda: nullcontext(),
-    "what is cached during a recording ends it",
-)
 is_view: Private[[torch.Tensor], bool] = Private(
     "torch.Tensor._is_view", lambda x: True, "each result of a call without gradients is detached from its base"
 )
@@ -302,103 +293,50 @@ def torch_cp_load_balance(balanced: bool) -> None:
 # Triton
 
 
-def _hooks_of(runtime: Any) -> Callable[[], list[Any] | None]:
+def _hooks_of(runtime: Any) -> Callable[[], bool]:
     """Launch hooks are chains of functions."""
     for name in ("launch_enter_hook", "launch_exit_hook"):
-        chain = getattr(runtime, name)
-        if not (isinstance(chain.calls, list) and callable(chain.add) and callable(chain.remove)):
+        if not isinstance(getattr(runtime, name).calls, list):
             raise TypeError(f"{name} is no chain of hooks")
-    return lambda: [runtime.launch_enter_hook, runtime.launch_exit_hook]
+    return lambda: any(getattr(x, "calls", x) for x in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
-_launch_hooks: Private[[], list[Any] | None] = Private(
-    "triton.knobs.runtime",
-    lambda: None,
-    "kernels are launched through Triton's Python, slower, and no launches are recorded",
-    _hooks_of,
+# whether a profiler, or anything else, hooks Triton's launches
+profiled: Private[[], bool] = Private(
+    "triton.knobs.runtime", lambda: True, "kernels are launched through Triton's Python, slower", _hooks_of
 )
 
 
-@lru_cache(maxsize=1)
-def _without_triton() -> bool:
-    return find_spec("triton") is None
-
-
-def profiled() -> bool:
-    """Whether a profiler, or anything else outside this module, hooks Triton's launches; True if that is unknown."""
-    if _without_triton():
-        return False
-    hooks = _launch_hooks()
-    return hooks is None or any(
-        call is not _triton_launched for hook in hooks for call in getattr(hook, "calls", (hook,))
-    )
-
-
-def _triton_launched(launch: Any) -> None:
-    try:
-        name = launch.get()["name"]
-    except (AttributeError, KeyError, TypeError):
-        name = "of unknown name"
-    for check in _checks:
-        check(f"the Triton kernel {name}")
-
-
-_checks: set[Callable[[str], None]] = set()
-_watchers = 0
-_watching = threading.Lock()
-
-
-@contextmanager
-def triton_launches_watched(check: Callable[[str], None], refuse: Callable[[str], None]) -> Iterator[None]:
-    """Within the context, `check` is called with what Triton launches. refuse: called if launches can't be watched."""
-    global _watchers
-    hooks = [] if _without_triton() else _launch_hooks()
-    if hooks is None:
-        refuse("Triton's launches can't be watched: triton.knobs.runtime is not as expected")
-    if not hooks:
-        yield
-        return
-    with _watching:
-        _watchers += 1
-        _checks.add(check)
-        hooks[0].add(_triton_launched)
-    try:
-        yield
-    finally:
-        with _watching:
-            _watchers -= 1
-            if not _watchers:
-                _checks.clear()
-                hooks[0].remove(_triton_launched)
+def _launch_by_triton(compiled: Any, grid: Sequence[int], stream: int, *arguments: Any) -> None:
+    compiled[grid](*arguments)
 
 
 _RUN = (
     "self.run(grid[0],grid[1],grid[2],stream,self.function,self.packed_metadata,launch_metadata,"
     "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*args)"
 )
-Prepared = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-def _runner_of(kernel: Any) -> Callable[[Any, Sequence[int], int], Prepared | None]:
+def _launcher_of(kernel: Any) -> Callable[..., None]:
     """Judges the arguments of `run` by Triton's own call of it."""
     if _RUN not in "".join(inspect.getsource(kernel.__getitem__).split()):
         raise TypeError("the arguments of run have another order")
 
-    def prepare(compiled: Any, grid: Sequence[int], stream: int) -> Prepared | None:
+    def launch(compiled: Any, grid: Sequence[int], stream: int, *arguments: Any) -> None:
         if profiled():
-            return None
-        return compiled.run, (*grid, stream, compiled.function, compiled.packed_metadata, None, None, None)
+            _launch_by_triton(compiled, grid, stream, *arguments)
+        else:
+            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
-    return prepare
+    return launch
 
 
-# (a function that launches a compiled kernel without Triton's Python, its arguments before those of the kernel), for a
-# kernel, a grid and a raw stream. None while launches are profiled, or if `run` has changed.
-triton_run: Private[[Any, Sequence[int], int], Prepared | None] = Private(
+# launches a compiled kernel on the raw stream, the current one, without Triton's Python unless launches are profiled
+launch_compiled: Private[..., None] = Private(
     "triton.compiler.CompiledKernel",
-    lambda compiled, grid, stream: None,
+    _launch_by_triton,
     "kernels are launched through Triton's Python, slower",
-    _runner_of,
+    _launcher_of,
 )
 
 # modules of other packages
@@ -516,22 +454,6 @@ CUDNN_FLEX = Functions(
 )
 
 FLASH4_VERSION = "4.0.0b36"
-FLASH4_FUNCTIONS = ("_flash_attn_fwd", "_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
-
-
-def flash4_caches(module: ModuleType) -> list[Any] | str:
-    """The functions of `flash_attn.cute.interface` that keep their compiled kernels in `compile_cache`, or why their
-    launches can't be recorded."""
-    try:
-        installed = metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
-        installed = "None"
-    if installed != FLASH4_VERSION:
-        return f"a call went through flash-attn-4 {installed}; launches of {FLASH4_VERSION} alone are recorded"
-    for name in FLASH4_FUNCTIONS:
-        if not hasattr(getattr(module, name, None), "compile_cache"):
-            return f"flash-attn-4 {installed}: {name} has no compile_cache"
-    return list({id(x): x for x in vars(module).values() if hasattr(x, "compile_cache")}.values())
 
 
 # the arguments of xformers' FlashAttention-2 operators

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from attention.runtime import private
-from attention.runtime.submit import submit
 
 _streams: dict[private.StreamId, torch.cuda.Stream] = {}
 
@@ -33,16 +32,12 @@ class On:
     def __enter__(self) -> None:
         self.device = private.current_device()
         self.before = private.stream_id(self.identity[1])
-        submit(_switch, self.identity, scope="switch", cleanup=True)
+        private.set_stream(*self.identity)
 
     def __exit__(self, *exc: object) -> None:
-        submit(_switch, self.before, scope="switch", cleanup=True)
+        private.set_stream(*self.before)
         if self.device != self.identity[1]:
             private.set_device(self.device)
-
-
-def _switch(identity: private.StreamId) -> None:
-    private.set_stream(*identity)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -61,16 +56,8 @@ class Follow:
         self.event = torch.cuda.Event()
 
     def __call__(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        record(self.event, other)
-        wait(stream, self.event)
-
-
-def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-    submit(event.record, stream, scope="any", cleanup=True)
-
-
-def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-    submit(stream.wait_event, event, scope="any", cleanup=True)
+        self.event.record(other)
+        stream.wait_event(self.event)
 
 
 def capturing(device: torch.device) -> bool:

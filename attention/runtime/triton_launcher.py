@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attention.runtime import private
 from attention.runtime.streams import on_device
-from attention.runtime.submit import refuse_recording, submit
 
 ALIGNED = 16  # Triton specialises on addresses and integers that are multiples of it
 MOST = 4096  # launchers cached for one kernel
@@ -35,24 +34,14 @@ class TritonLauncher:
         compiled = self.compiled.get(key)
         with on_device_of(first):
             if compiled is None:  # Triton compiles it if needed, and launches it
-                refuse_recording("a Triton kernel was compiled")
                 compiled = self.kernel[self.grid](*tensors, *changing, *self.numbers, **self.constants)
                 if compiled is not None:  # the interpreter compiles nothing
                     names = self.kernel.arg_names[len(tensors) + len(changing) + len(self.numbers) :]
                     self.rest = (*self.numbers, *(self.constants[name] for name in names))
                     self.compiled[key] = compiled
                 return
-            rest = *changing, *self.rest
-            prepared = private.triton_run(
-                compiled, self.grid, private.raw_stream(first.get_device()) if first.is_cuda else 0
-            )
-            if prepared is None:
-                refuse_recording("a profiler wants to hear of each launch by Triton")
-                compiled[self.grid](*addresses, *rest)
-                return
-            run, known = prepared
-            pointers = range(len(known), len(known) + len(addresses))
-            submit(run, *known, *addresses, *rest, pointers=pointers, scope="any", keep=tensors)
+            stream = private.raw_stream(first.get_device()) if first.is_cuda else 0
+            private.launch_compiled(compiled, self.grid, stream, *addresses, *changing, *self.rest)
 
 
 def _key(

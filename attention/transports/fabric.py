@@ -21,7 +21,6 @@ from torch import Tensor
 from attention.runtime import private
 from attention.runtime.cuda_driver import function
 from attention.runtime.streams import on_device
-from attention.runtime.submit import submit
 from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Waits, Watch, watchdog
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by PyTorch where it makes symmetric memory
@@ -204,13 +203,13 @@ class CudaFabric(Fabric):
         if whole and len(into) == 2 and _together(*into):  # both as the two rows of one 2D copy
             apart = targets[1] - targets[0], sources[1] - sources[0]
             if n * width <= min(apart) and max(apart) <= MOST_PITCH:
-                _submit(self._rows, targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
+                self._rows(targets[0], apart[0], sources[0], apart[1], n * width, 2, stream)
                 return
         for target, source, row in zip(targets, sources, rows, strict=True):
             if whole:
-                _submit(self._whole, target, source, n * width, stream)
+                self._whole(target, source, n * width, stream)
             else:
-                _submit(self._rows, target, row, source, width, width, n, stream)
+                self._rows(target, row, source, width, width, n, stream)
 
     def _whole(self, target: int, source: int, size: int, stream: int) -> None:
         self._checked(self._copy(target, source, size, stream))
@@ -264,18 +263,11 @@ class CudaFabric(Fabric):
         def enqueue() -> None:
             with on_device(self.device.index):  # the default stream belongs to the current device
                 stream = private.raw_stream(self.device.index)
-                submit(on, stream, scope="any", cleanup=True)
-
-        def on(stream: int) -> None:
-            error = self._operate(stream, len(every), batch, 0)
+                error = self._operate(stream, len(every), batch, 0)
             if error:
                 raise RuntimeError(f"cuStreamBatchMemOp failed with CUDA error {error}")
 
         return enqueue
-
-
-def _submit(copy: Callable[..., None], target: int, *rest: int) -> None:
-    submit(copy, target, *rest, pointers=range(1), scope="any")
 
 
 def _together(a: Tensor, b: Tensor) -> bool:

@@ -6,7 +6,7 @@ wait for it. The transfer is recorded as the phase `comm_*`, waiting for it as `
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,11 +80,6 @@ class Transport:
 
     def join(self) -> None:
         """Called at its end: a CUDA graph that is being captured then includes all that was started."""
-
-    def state(self) -> Hashable:
-        """A key of everything here, apart from the plan, that decides which launches a forward or backward makes; None
-        where its launches cannot be replayed."""
-        return None
 
     def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         """Tensors of these shapes, to be filled and then published as `what`. Where possible they lie in the memory that

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.agreement import Calls
 from attention.profiling import phase
-from attention.runtime.streams import Follow, On, capturing, current, record, wait
+from attention.runtime.streams import Follow, On, capturing, current
 from attention.transports.interface import Handle
 
 Work = Callable[[], object]
@@ -134,16 +134,16 @@ class CudaQueue(Queue):
         if since is None:
             self.follow(self.stream, current(self.device))
         else:
-            wait(self.stream, since)
+            self.stream.wait_event(since)
         with self.on:
             run()
         done = self.spare.pop() if self.spare else torch.cuda.Event()
-        record(done, self.stream)
+        done.record(self.stream)
         return _CudaTransfer(self, done, list(tensors))
 
     def moment(self) -> Moment:
         event = torch.cuda.Event()
-        record(event, current(self.device))
+        event.record(current(self.device))
         return event
 
     def then(self, run: Work) -> None:
@@ -181,7 +181,7 @@ class _CudaTransfer:
 
     def wait(self) -> None:
         if self.done is not None:
-            wait(current(self.queue.device), self.done)
+            current(self.queue.device).wait_event(self.done)
             self.queue.spare.append(self.done)  # the wait is enqueued, so the event may be reused
             self.done = None
 

@@ -8,7 +8,7 @@ counters, so a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +26,6 @@ from attention.geometry.transfers import Intervals
 from attention.profiling import phase
 from attention.runtime.priority_stream import CudaPriorityStream, Inline, PriorityStream
 from attention.runtime.streams import current
-from attention.runtime.submit import refuse_recording, submit
 from attention.tensors import token_dim
 from attention.transports.collective import Collective
 from attention.transports.fabric import WORDS, CudaFabric, Fabric, HostFabric, Shared, obstacle, together
@@ -102,7 +101,6 @@ class BufferPool:
         self.on_cuda = device.type == "cuda"
         self.device, self.captures = device, Captures()
         self.caller: torch.cuda.Stream | None = None  # of the last call
-        self.grown = 0  # increases when a ring gets other memory
         self.fabric: Fabric
         self.queue: Queue
         self.priority_stream: PriorityStream
@@ -165,20 +163,14 @@ class BufferPool:
             if self.capturing():
                 raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
             size = max(size, ring.capacity * 5 // 4)  # a decode's KV cache grows slowly: reallocate seldom
-            refuse_recording("symmetric memory grew")
             size = -(-size // ALIGNMENT) * ALIGNMENT
             self.fabric.settle()
             self.fabric.remote.alike(f"{size:,} bytes for {what}")
             ring.forget()  # free it before the larger one is allocated
-            self.grown += 1
             with torch.inference_mode(False):
                 ring.shared = self.fabric.allocate(size * len(ring.flags))
             ring.capacity = size
         return ring
-
-    def state(self) -> Hashable:
-        """As `Transport.state`; None on a CPU."""
-        return (self.grown, self.captures.some) if self.on_cuda else None
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
@@ -242,7 +234,6 @@ class BufferPool:
     def release(self) -> None:
         for ring in self.rings.values():
             ring.forget()
-        self.grown += 1
         self.captured.clear()
         self.captures.some = False  # the memory that the graphs use is gone
 
@@ -311,10 +302,7 @@ class Symmetric(Collective):
         self.pool, self.priority_stream = pool, pool.priority_stream
 
     def begin(self) -> None:
-        submit(self.pool.begin)
-
-    def state(self) -> Hashable:
-        return self.pool.state()
+        self.pool.begin()
 
     def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
         published = _SlotPublication(self, what, shapes, like.dtype, tokens)

@@ -141,7 +141,7 @@ class RunConf:
     energy: bool = True  # on GPUs joules per token, by their counters, in a window of 1.3 s more
     deterministic: bool = False
     agreement: bool = True  # ranks compare what they ask for whenever they make a plan
-    replay: Any = "none"  # none, launches, graphs or auto, as `attention.make` has it
+    replay: Any = "none"  # none, graphs or auto, as `attention.make` has it
     order: str = "auto"  # of a sweep's samples: interleaved, sequential; auto: interleaved where it compares runs
     until_limit: bool = False  # a sweep does not run lengths beyond one that ended as oom, timeout or crash
     resume: bool = False

@@ -21,7 +21,7 @@ from runner.launch.rank import Rank
 from runner.measure import ceilings, memory
 from runner.measure.attention_work import DTYPES, build, decide
 
-LEADING = 4  # iterations until launch replay begins
+LEADING = 4  # iterations until CUDA graphs are replayed
 TRIAL_RUNS = 3  # iterations of a candidate, if they are long
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, Any]]:
             variant=best.candidate.variant,
             options=best.candidate.options.plain(),
             transport=best.transport if spec.world_size > 1 else spec.transport,
-            replay="graphs" if best.graphs else "launches" if spec.replay == "auto" else spec.replay,
+            replay="graphs" if best.graphs else "none",
         )
         me.say("prepare")
     if spec.best_options:

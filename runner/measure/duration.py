@@ -80,7 +80,7 @@ def _modelled_ms(spec: Experiment, gpu: str, found: Ceilings) -> float:
     transports = ("symm", "nccl") if spec.device == "cuda" else ("gloo",)
     machine = Machine(
         gpu=gpu, kernel=lambda masks: kernel, transports=transports if spec.transport == "auto" else (spec.transport,),
-        rates=rates.table(), links=links.table(), device=spec.device, ceilings=found, launch_replay=spec.replay != "none",
+        rates=rates.table(), links=links.table(), device=spec.device, ceilings=found,
     )  # fmt: skip
     variants = VARIANTS if spec.variant == AUTO else [spec.variant]
     return choose(task, machine, variants).best.ms

@@ -107,7 +107,7 @@ class _Run:
 
     def check(self) -> Checked | None:
         """The comparison with the reference; None if it is off."""
-        if self.spec.replay != "none":  # so that the checked calls are launch replays, too
+        if self.spec.replay != "none":  # so that the checked calls are CUDA graph replays, too
             for _ in range(choosing.LEADING):
                 timing.iterate(self.work)
             self.work.release()

@@ -26,7 +26,7 @@ ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass
 
 class _Counted:
     """A workload's passes, each annotated by its name, with the bytes that the transport moved into this rank in the last run
-    of each. Launch replay would count nothing; it is off while phases are recorded."""
+    of each."""
 
     def __init__(self, work: Workload, recorder: Recorder):
         self.work, self.passes, self.annotate = work, work.passes, recorder.annotate

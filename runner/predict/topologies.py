@@ -56,7 +56,6 @@ class Cluster:
             memory=None if self.memory_gb is None else self.memory_gb * 1e9,
             ceilings=assumed,
             replayed="auto" if replay == "auto" else replay == "graphs",
-            launch_replay=replay != "none",
             topology=self.topology,
         )
 

@@ -39,7 +39,7 @@ def task(run: Run) -> Task:
 
 
 def machine(run: Run) -> Machine:
-    """That the run had; on a CPU with the ceilings that it measured. Results from before the option `replay` count as launched from
+    """That the run had; on a CPU with the ceilings that it measured. Launch replays of earlier versions count as launched from
     Python."""
     kernel, transport = run.kernel or "", run.transport or "symm"
     replayed = run.graphs is True
@@ -55,7 +55,6 @@ def machine(run: Run) -> Machine:
         ceilings=ceilings(measured, "cpu") if cpu and measured else None,
         graphed=replayed or run.timing == "cudagraph",
         replayed=replayed,
-        launch_replay=run.replay == "launches",
     )
 
 

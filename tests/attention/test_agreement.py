@@ -20,7 +20,7 @@ FIELDS = {
     "kernel": ({}, {"make": {"kernel": "sdpa_flash"}}, "kernel: math (of math) on {others}, sdpa_flash (of sdpa_flash) on {odd}"),
     "transport": ({}, {"make": {"transport": "symm"}}, "transport: gloo on {others}, symm on {odd}"),
     "deterministic": ({}, {"make": {"deterministic": True}}, "deterministic: False on {others}, True on {odd}"),
-    "replay": ({}, {"make": {"replay": "launches"}}, "replay: none on {others}, launches on {odd}"),
+    "replay": ({}, {"make": {"replay": "auto"}}, "replay: none on {others}, auto on {odd}"),
     "dtype": ({}, {"x": {"dtype": "float64"}}, "dtype: float32 on {others}, float64 on {odd}"),
     "batch": ({}, {"x": {"batch": 3}}, "batch: 1 on {others}, 3 on {odd}"),
     "heads": ({}, {"x": {"heads": 8}}, "heads: 4 on {others}, 8 on {odd}"),

@@ -14,16 +14,13 @@ from attention import replay as replay_option
 from attention.autotune import machine as automatic
 from attention.autotune import model
 from attention.profiling import Recorder, recording
-from attention.runtime.strategy import Key, eager
 from attention.transports import Nothing, release
 from attention.variants.registry import VARIANTS
 
 CPU = torch.device("cpu")
-OWNER = object()
 
 
-def key(stage):
-    return Key(OWNER, stage)
+def begin(): ...
 
 
 class Again(graphs._Graph):
@@ -77,17 +74,17 @@ def test_a_stage_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
     x, y = torch.arange(6.0, dtype=torch.float64).view(2, 3).t(), torch.ones(3, 2, dtype=torch.float64)
     before = x.clone()
     for already in (False, True):
-        found = replays(key("pass"), run, (x, y))
+        found = replays("pass", begin, run, (x, y))
         assert calls[-1][0].is_contiguous() and torch.equal(found[0], x + y)
         assert captured(replays) == [already]
     for _ in range(2):
         y = y + 1
-        total, same, again, narrow = replays(key("pass"), run, (x, y))
+        total, same, again, narrow = replays("pass", begin, run, (x, y))
         assert captured(replays) == [True]
         assert torch.equal(total, x + y) and again is total
         assert same is x  # an input that is a result is the caller's own
         assert torch.equal(narrow, y.float())
-    assert replays(key("pass"), run, (x, y))[0] is not total  # which is the caller's, and not written again
+    assert replays("pass", begin, run, (x, y))[0] is not total  # which is the caller's, and not written again
     assert torch.equal(x, before)
 
 
@@ -96,32 +93,32 @@ def test_names_and_shapes_have_graphs_of_their_own_and_the_oldest_makes_room(mon
     replays = graphs.GraphReplay()
     for _ in range(3):
         for name, n in (("a", 2), ("a", 3), ("b", 2)):
-            (found,) = replays(key(name), lambda x: (2 * x,), (torch.ones(n),))
+            (found,) = replays(name, begin, lambda x: (2 * x,), (torch.ones(n),))
             assert torch.equal(found, torch.full((n,), 2.0))
     assert captured(replays) == [True] * 3
-    replays(key("a"), lambda x: (2 * x,), (torch.ones(2),))  # needed again, so the next oldest goes
-    replays(key("c"), lambda x: (3 * x,), (torch.ones(2),))
+    replays("a", begin, lambda x: (2 * x,), (torch.ones(2),))  # needed again, so the next oldest goes
+    replays("c", begin, lambda x: (3 * x,), (torch.ones(2),))
     assert Again.dropped == 1
     assert captured(replays) == [True, True, False]
-    assert {form[1] for form in replays.graphs} == {"a", "b", "c"} and len(replays.graphs) == 3
+    assert {form[0] for form in replays.graphs} == {"a", "b", "c"} and len(replays.graphs) == 3
 
 
 def test_what_is_recorded_or_captured_by_the_caller_is_run_as_it_is(monkeypatch):
     replays = graphs.GraphReplay()
     with recording(Recorder(CPU)):
         for _ in range(3):
-            replays(key("pass"), lambda x: (x,), (torch.ones(2),))
+            replays("pass", begin, lambda x: (x,), (torch.ones(2),))
     assert not replays.graphs
     monkeypatch.setattr(graphs, "capturing", lambda device: True)
     for _ in range(3):
-        replays(key("pass"), lambda x: (x,), (torch.ones(2),))
+        replays("pass", begin, lambda x: (x,), (torch.ones(2),))
     assert not replays.graphs
 
 
 def test_giving_the_symmetric_memory_back_forgets_all_graphs():
     replays = graphs.GraphReplay()
     for _ in range(2):
-        replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
+        replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [True]
     release()
     assert not replays.graphs and not replays.places
@@ -162,7 +159,7 @@ def test_a_replayed_function_gives_what_a_plain_one_gives(kernel, packed):
     for i in range(8):
         for use in (trained, layers, inference):
             both(use, i)
-    assert not plain.replay.graphs.graphs and any(captured(replayed.replay.graphs))
+    assert not plain.graphs.graphs and any(captured(replayed.graphs))
 
 
 def test_a_replay_has_no_gradient_of_its_own():
@@ -171,7 +168,7 @@ def test_a_replay_has_no_gradient_of_its_own():
     for _ in range(3):
         (grad,) = torch.autograd.grad(fn(q, q, q).sum(), q, create_graph=True)
         torch.testing.assert_close(grad, torch.autograd.grad(fn(q, q, q).sum(), q)[0])
-    assert captured(fn.replay.graphs) == [True, True]
+    assert captured(fn.graphs) == [True, True]
     with pytest.raises(attention.UnsupportedCall, match="create_graph=True: dense has no second derivative"):
         torch.autograd.grad(grad.sum(), q)
 
@@ -188,7 +185,7 @@ def test_what_auto_replays_is_launched_where_it_has_to_be(monkeypatch):
     for fn in (asked, decided):
         for _ in range(3):
             torch.autograd.grad(fn(q, q, q).sum(), q)
-        assert captured(fn.replay.graphs) == [True, True]
+        assert captured(fn.graphs) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -216,13 +213,14 @@ def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):
 
     monkeypatch.setattr(Again, "_captured", broken)
     replays = graphs.GraphReplay()
-    replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
+    replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
     with pytest.raises(attention.UnsupportedCall):
-        replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
+        replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [False] and not replays.places
-    replays.fallback = eager  # which it takes then, and is not captured again
-    with pytest.warns(UserWarning, match="can't be captured: no; its launches are replayed from now on"):
-        (found,) = replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),))
-    for _ in range(3):
-        assert torch.equal(*replays(key("pass"), lambda x: (2 * x,), (torch.ones(2),)), found)
-    assert [*replays.graphs.values()] == [eager] and not replays.places
+    replays = graphs.GraphReplay(or_eager=True)
+    replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
+    with pytest.warns(UserWarning, match="can't be captured: no; it stays eager"):
+        replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
+    for _ in range(3):  # and is not captured again
+        assert replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))[0].tolist() == [2, 2]
+    assert not replays.places

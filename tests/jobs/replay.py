@@ -1,8 +1,7 @@
-"""Jobs on a GPU that replay launches and CUDA graphs."""
+"""Jobs on a GPU that replay CUDA graphs."""
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,120 +10,7 @@ import attention
 from attention.kernels import KERNELS
 from attention.masks.band import Band
 from runner.launch.rank import Rank
-from tests.jobs.reference import call_of, rel, spoil
-
-
-def _traces(fn: Any) -> tuple[list[bool], list[Any]]:
-    """Whether there is a launch trace, of each plan's stages that were to be replayed; and why recordings gave none."""
-    from attention.runtime.launch_trace import LaunchTrace
-
-    found: dict[tuple[Any, ...], bool] = {}
-    why = []
-    for number, traces in enumerate(fn.replay.launches.traces.values()):
-        for (stage, *_), x in traces.items():
-            found[number, stage] = found.get((number, stage), False) or isinstance(x, LaunchTrace)
-            if x and not isinstance(x, LaunchTrace):
-                why.append((number, stage, x))
-    return list(found.values()), why
-
-
-def launch_replay(
-    me: Rank, name: str, options: dict[str, Any], running: int | None, packed: bool, kv_heads: int
-) -> dict[str, Any]:
-    """Training and calls without gradients, of two shapes (or packed batches, one of many sequences), of contiguous tensors and
-    of parts of one, on two streams, by a function that replays launches (on the rank `running` none can be recorded) and by an eager
-    one, in turn, with NaN in all memory that is free: the largest difference of an out, of a gradient, and the launch
-    traces of each rank."""
-    plain, fn = (
-        attention.make(name, kernel="flash4", transport="symm", replay=way, **options) for way in ("none", "launches")
-    )
-    if me.rank == running:
-        fn.replay.launches._record = lambda traces, form, failed, key, run, inputs: run(*inputs)
-    side = torch.cuda.Stream()
-    outs, gradients = [0.0], [0.0]
-    for i in range(108):  # most forms thrice at least, the first two times of which are run
-        generator = torch.Generator().manual_seed(i)
-        n = (256 if i % 6 == 5 else 512) * me.world
-        given: dict[str, Any] = {}
-        if packed:
-            lengths = [2 * me.world] * 512 if i % 6 == 5 else [n // 4, n // 2, n // 4]
-            given["cu_seqlens"] = (0, *accumulate(lengths))
-            n = sum(lengths)
-        whole, dout = (
-            torch.randn(1, n, h, 64, generator=generator).to(me.device, torch.bfloat16) for h in (8 + 2 * kv_heads, 8)
-        )
-        if packed:
-            whole, dout = whole[0], dout[0]
-        local, dout = fn.shard(whole, **given), fn.shard(dout, **given)
-        given["causal"] = True
-        results = []
-        for each in (plain, fn):
-            leaf = local.clone().requires_grad_()
-            parts = list(leaf.split((8, kv_heads, kv_heads), -2))
-            if i % 5 > 1:
-                parts = [x.contiguous() for x in parts]
-            stream = side if i % 8 > 5 else torch.cuda.current_stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            spoil(me.device)
-            with torch.cuda.stream(stream):
-                if i % 4 == 3:
-                    with torch.no_grad():
-                        found = [each(*parts, **given)]
-                else:
-                    out = each(*parts, **given)
-                    spoil(me.device)
-                    found = [out, *torch.autograd.grad(out, [leaf], dout)]
-                spoil(me.device)
-            torch.cuda.current_stream().wait_stream(stream)
-            results.append([x.detach().clone() for x in found])
-            side.wait_stream(torch.cuda.current_stream())  # the results' memory is that stream's
-        differences = [rel(x, wanted) for wanted, x in zip(*results, strict=True)]
-        outs.append(differences[0])
-        gradients += differences[1:]
-    differences = [max(me.gather(max(x))) for x in (outs, gradients)]
-    return {"out": differences[0], "gradient": differences[1], "traces": me.gather(_traces(fn))}
-
-
-def launch_replay_after_an_exception(me: Rank, name: str) -> float:
-    """The largest difference of a replayed call to the first, after calls that ended on rank 1 for want of memory."""
-    fn = attention.make(name, kernel="flash4", transport="symm", replay="launches")
-    generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
-    q, k, v, dout = (fn.shard(x.to(me.device, torch.bfloat16)) for x in whole)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    allocate = torch.empty_strided
-
-    def failing(after: int) -> Any:
-        def empty_strided(*args: Any, **options: Any) -> torch.Tensor:
-            nonlocal after
-            after -= 1
-            if after < 0:
-                raise torch.OutOfMemoryError("half-way")
-            return allocate(*args, **options)
-
-        return empty_strided
-
-    differences = []
-    expected: list[torch.Tensor] = []
-    for after in (None, None, None, None, 0, 2, 1, None, 3):
-        for backward in (False, True) if after is not None else ():
-            out = fn(*inputs, causal=True) if backward else None
-            if me.rank == 1:
-                torch.empty_strided = failing(after)
-            try:
-                found = fn(*inputs, causal=True) if out is None else torch.autograd.grad(out, inputs, dout)
-            except torch.OutOfMemoryError:
-                found = None
-            finally:
-                torch.empty_strided = allocate
-            assert (found is None) == (me.rank == 1), "it was to end half-way, on rank 1"
-        out = fn(*inputs, causal=True)
-        found = [out, *torch.autograd.grad(out, inputs, dout)]
-        expected = expected or [x.clone() for x in found]
-        differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
-    traces, _ = _traces(fn)
-    assert traces and all(traces)
-    return max(me.gather(max(differences)))
+from tests.jobs.reference import call_of, rel
 
 
 def after_a_broken_capture(me: Rank, name: str) -> float:
@@ -220,17 +106,13 @@ def captured_graph(me: Rank, name: str, transport: str) -> float:
 
 def graph_replay(me: Rank, name: str, kernel: str) -> dict[str, Any]:
     """Training of two layers, with activation checkpoints, without gradients, in inference mode, of two shapes and from
-    strided tensors, by a function that replays graphs and by one that replays launches, in turn, with the symmetric
-    memory given back in between: the largest relative difference of any out or gradient, how many graphs there are at
-    the end, and how many launch traces the other function has."""
+    strided tensors, by a function that replays graphs and by an eager one, in turn, with the symmetric memory given
+    back in between: the largest relative difference of any out or gradient, and how many graphs there are at the end."""
     from torch.utils.checkpoint import checkpoint
 
-    from attention.runtime.launch_trace import LaunchTrace
     from attention.transports import release
 
-    plain, replayed = (
-        attention.make(name, transport="symm", kernel=kernel, replay=way) for way in ("launches", "graphs")
-    )
+    plain, replayed = (attention.make(name, transport="symm", kernel=kernel, replay=way) for way in ("none", "graphs"))
     differences = []
     for i in range(24):
         generator = torch.Generator().manual_seed(i)
@@ -256,7 +138,5 @@ def graph_replay(me: Rank, name: str, kernel: str) -> dict[str, Any]:
             me.barrier()
             release()
             me.barrier()
-    graphs = sum(graph is not None for graph in replayed.replay.graphs.graphs.values())
-    every = [each for traces in plain.replay.launches.traces.values() for each in traces.items()]
-    beside = sum(isinstance(x, LaunchTrace) and state[1] for (_, state, *_), x in every)
-    return {"difference": max(me.gather(max(differences))), "graphs": graphs, "traces": beside}
+    graphs = sum(graph is not None for graph in replayed.graphs.graphs.values())
+    return {"difference": max(me.gather(max(differences))), "graphs": graphs}

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from attention.autotune import choice, model
-from attention.executors.policy import REPLAY
+from attention.executors.policy import replay_error
 from attention.geometry.options import check_heads
 from attention.masks.band import Band
 from attention.variants.base import Variant
@@ -126,8 +126,8 @@ def _check_automatic(run: Experiment) -> None:
 
 def check_replay(run: Experiment, cfg: DictConfig) -> None:
     replay, cudagraph = run.replay, run.timing.method == "cudagraph"
-    if replay not in REPLAY:
-        raise InvalidConfig(f"replay={shown(replay)}: must be one of {', '.join(REPLAY)}")
+    if error := replay_error(replay):
+        raise InvalidConfig(f"replay={shown(replay)}: {error}")
     if run.graphs and cudagraph:
         raise InvalidConfig(f"replay={replay} timing=cudagraph: two ways to capture graphs; use one of the two")
     if run.has_trials and cudagraph:

@@ -68,9 +68,7 @@ def _check_new_packs(run: Experiment) -> None:
             f"timing.new_packs=true mask={run.workload.named_mask.name}: a mask by name is for the lengths of one packed batch; use mask=none"
         )
     if run.graphs:
-        raise InvalidConfig(
-            f"timing.new_packs=true replay={run.replay}: a graph has fixed lengths; use replay=none or launches"
-        )
+        raise InvalidConfig(f"timing.new_packs=true replay={run.replay}: a graph has fixed lengths; use replay=none")
     orders = factorial(len(lengths)) // prod(factorial(n) for n in Counter(lengths).values())
     if orders <= NEW_PACKS:
         raise InvalidConfig(

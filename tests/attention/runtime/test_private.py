@@ -1,6 +1,5 @@
 """Private interfaces of other packages: where one has another form, a warning names it and what is used instead."""
 
-import ctypes
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 import attention
 from attention.runtime import private
-from attention.runtime.launch_recorder import LaunchRecorder
 from attention.runtime.private import Private
 
 EVERY = [name for name, x in vars(private).items() if isinstance(x, Private)]
@@ -142,125 +140,39 @@ def test_an_operator_with_other_arguments_is_named():
 
 
 class Compiled:
-    """A compiled Triton kernel: its launcher calls Triton's hooks, as that of a GPU does."""
+    """A compiled Triton kernel, which notes how it was launched."""
 
     function, packed_metadata = "function", "metadata"
 
-    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
-        if enter is not None:
-            enter(launch_metadata)
+    def __init__(self):
+        self.launched = []
+
+    def run(self, *arguments):
+        self.launched.append("directly")
 
     def __getitem__(self, grid):
-        from triton import knobs
-        from triton.compiler.compiler import LazyDict
-
-        told, hooks = LazyDict({"name": "_planted"}), (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-        return lambda *arguments: self.run(*grid, 0, self.function, self.packed_metadata, told, *hooks, *arguments)
+        return lambda *arguments: self.launched.append("by Python")
 
 
-def recorded(run, *inputs):
-    recorder = LaunchRecorder(inputs, lambda: 0)
-    results = recorder.record(run)
-    return recorder.trace(results), results
+def launched():
+    compiled = Compiled()
+    private.launch_compiled(compiled, (1, 1, 1), 0)
+    return compiled.launched
 
 
-def test_a_launch_by_triton_past_submit_ends_the_recording_by_name():
-    knobs = pytest.importorskip("triton").knobs
-
-    def run(x):
-        out = torch.empty_like(x).copy_(x)
-        Compiled()[1, 1, 1](out)
-        return (out,)
-
-    trace, results = recorded(run, torch.ones(3))
-    assert trace == "the Triton kernel _planted was launched without `submit`"
-    assert results[0].tolist() == [1, 1, 1]  # the call itself is right
-    assert not knobs.runtime.launch_enter_hook.calls and not private.profiled()
-
-
-def test_a_submitted_launch_by_triton_is_recorded_and_a_profiler_is_told_from_the_recorder():
-    from attention.runtime.submit import submit
-
-    knobs = pytest.importorskip("triton").knobs
-    seen = []
-
-    def run(x):
-        seen.append(private.profiled())
-        launch, known = private.triton_run(Compiled(), (1, 1, 1), 0)
-        submit(launch, *known, x)
-        return (x,)
-
-    trace, _ = recorded(run, torch.ones(3))
-    assert not isinstance(trace, str) and seen == [False]
-    knobs.runtime.launch_enter_hook.add(seen.append)
-    try:
-        assert private.profiled() and private.triton_run(Compiled(), (1, 1, 1), 0) is None
-    finally:
-        knobs.runtime.launch_enter_hook.remove(seen.append)
-
-
-def test_where_tritons_hooks_are_others_nothing_is_recorded(monkeypatch):
-    knobs = pytest.importorskip("triton").knobs
-    monkeypatch.setattr(type(knobs.runtime), "launch_enter_hook", None)
-    with pytest.warns(UserWarning, match=r"triton\.knobs\.runtime is not as expected"):
-        trace, _ = recorded(lambda x: (x,), torch.ones(3))
-    assert "Triton's launches can't be watched" in trace
-    assert private.profiled()
-
-
-def test_where_tritons_kernels_run_otherwise_its_python_launches_them(monkeypatch):
-    compiler = pytest.importorskip("triton.compiler")
-    assert private.triton_run(Compiled(), (1, 1, 1), 0) is not None
+@pytest.mark.parametrize("changed", ("kernel", "hooks"))
+def test_where_tritons_kernels_or_hooks_are_others_its_python_launches_them(monkeypatch, changed):
+    triton = pytest.importorskip("triton")
+    assert launched() == ["directly"]
     forget_checks()
-    monkeypatch.setattr(compiler.CompiledKernel, "__getitem__", Compiled.__getitem__)
-    with pytest.warns(UserWarning, match=r"CompiledKernel is not as expected \(the arguments of run"):
-        assert private.triton_run(Compiled(), (1, 1, 1), 0) is None
-
-
-def test_a_call_of_the_driver_past_submit_ends_the_recording_by_name(monkeypatch):
-    from attention.runtime import cuda_driver
-    from attention.runtime.submit import submit
-
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: ctypes.CDLL(None))  # with the C library in the driver's place
-    fill = cuda_driver.function("memset", ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-
-    def past(x):
-        out = torch.empty_like(x)
-        fill(out.data_ptr(), 0, out.nbytes)
-        return (out,)
-
-    trace, results = recorded(past, torch.ones(3))
-    assert trace == "memset was launched without `submit`" and results[0].tolist() == [0, 0, 0]
-
-    def through(x):
-        out = torch.empty_like(x)
-        submit(fill, out.data_ptr(), 0, out.nbytes, pointers=range(1))
-        return (out,)
-
-    trace, _ = recorded(through, torch.ones(3))
-    assert trace.replay((torch.ones(3),))[0].tolist() == [0, 0, 0]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_launches_by_triton_and_the_driver_past_submit_are_named():
-    import triton
-
-    from attention.runtime import cuda_driver
-    from attention.runtime.private import raw_stream
-
-    @triton.jit
-    def _planted(x):
-        triton.language.store(x, 2.0)
-
-    x = torch.ones(1, device="cuda")
-    _planted[1,](x)  # compiles
-    fill = cuda_driver.function("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
-    trace, _ = recorded(lambda x: (_planted[1,](x), x)[1:], x)
-    assert trace == "the Triton kernel _planted was launched without `submit`"
-    trace, _ = recorded(lambda x: (fill(x.data_ptr(), 0, 4, raw_stream(x.get_device())), x)[1:], x)
-    assert trace == "cuMemsetD8Async was launched without `submit`"
-    assert x.item() == 0
+    if changed == "kernel":
+        monkeypatch.setattr(triton.compiler.CompiledKernel, "__getitem__", Compiled.__getitem__)
+        message = r"CompiledKernel is not as expected \(the arguments of run"
+    else:
+        monkeypatch.setattr(type(triton.knobs.runtime), "launch_enter_hook", None)
+        message = r"triton\.knobs\.runtime is not as expected"
+    with pytest.warns(UserWarning, match=message):
+        assert launched() == ["by Python"]
 
 
 def test_a_package_without_its_private_functions_is_named():
@@ -270,11 +182,11 @@ def test_a_package_without_its_private_functions_is_named():
 
 
 LIBRARIES = re.compile(
-    r"ctypes\.(CDLL|cdll|PyDLL)|torch\._C\b|compile_cache|launch_enter_hook|_get_default_group|_get_backend|__code__"
-    r"|experimental import _attention|_python_dispatch import (?!TorchDispatchMode$)|\._(flash|flex)_att|\._is_view|_cp_options"
+    r"ctypes\.(CDLL|cdll|PyDLL)|torch\._C\b|launch_enter_hook|_get_default_group|_get_backend|__code__"
+    r"|experimental import _attention|_python_dispatch|\._(flash|flex)_att|\._is_view|_cp_options"
     r"|sys\.modules\[|modules\.(update|pop|setdefault)|\.commit = |\._(ops|reqs|process_group)\b"
 )
-HOME = {"cuda_driver.py", "private.py", "flash4_launches.py"}
+HOME = {"cuda_driver.py", "private.py"}
 
 
 def test_private_interfaces_and_libraries_are_used_in_one_place():

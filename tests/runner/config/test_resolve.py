@@ -334,14 +334,15 @@ def test_passes_are_not_replayed_within_replays_of_whole_calls():
         assert found.graphs == {"graphs": True, "auto": "auto"}.get(replay, False) == found.plain()["graphs"]
         assert Experiment.from_plain(found.plain()) == found
     assert resolved(gpus=2).replay == "none"
-    assert resolved("replay=auto", "attention=auto", gpus=0).replay == "auto"  # which launches there
+    assert resolved("replay=auto", "attention=auto", gpus=0).replay == "auto"  # which is eager there
     for replay in ("graphs", "auto"):
         with pytest.raises(InvalidConfig, match=f"replay={replay} timing=cudagraph: .* use one of the two"):
             resolved(f"replay={replay}", "timing=cudagraph", gpus=2)
-    assert resolved("replay=launches", "timing=cudagraph", gpus=2).replay == "launches"
     for replay in ("perhaps", 1):
-        with pytest.raises(InvalidConfig, match=f"replay={replay}: must be one of none, launches, graphs, auto"):
+        with pytest.raises(InvalidConfig, match=f"replay={replay}: must be one of none, graphs, auto"):
             resolved(f"replay={replay}", gpus=2)
+    with pytest.raises(InvalidConfig, match=r"replay=launches: is gone, .*; use none, or graphs for short calls"):
+        resolved("replay=launches", gpus=2)
 
 
 def test_a_new_packed_batch_each_time_is_not_replayed():

@@ -14,6 +14,7 @@ from runner.report import command as report
 from runner.report import runs as report_runs
 from runner.report.comparison import EVEN, comparison_table
 from runner.report.labels import labels
+from runner.report.pairs import keys
 from runner.report.runs import FACTS, read, where
 from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, digits, in_common
@@ -543,6 +544,15 @@ def test_replayed_runs_are_told_apart_from_launched_ones(tmp_path):
     assert compared.rows[0][-1] == "1.50 (rfa_zigzag / zigzag)" and not compared.notes  # launched against launched
     assert "graphs=true" in in_common([runs[1]])
     assert "graphs" not in in_common([runs[0]])
+
+
+def test_launch_replays_of_earlier_versions_are_still_told_apart(tmp_path):
+    values = [result("zigzag", ms, started_at=ms) for ms in (4, 2)]
+    for value, replay in zip(values, ("none", "launches"), strict=True):
+        value["config"]["replay"] = replay
+    runs = report_runs.read([written(tmp_path, *values)])
+    assert list(labels(runs).values()) == ["zigzag", "zigzag replay=launches"]
+    assert len(set(keys(runs).values())) == 2
 
 
 def test_what_auto_replays_of_itself_is_said(tmp_path):

@@ -1,0 +1,54 @@
+"""The plans of a function: how many it keeps, and that each call runs its plan's executor."""
+
+import sys
+
+import pytest
+import torch
+
+import attention
+from attention.planner import MOST_PACKED_PLANS
+
+
+def test_plans_of_the_packed_batches_used_last_are_kept():
+    fn = attention.make("ulysses", kernel="math")
+    x = torch.zeros(96, 2, 8)
+    used = {}
+
+    def use(*cu):
+        given = (x, cu) if cu else (x[None], None)
+        plan = fn.plan(*[given[0]] * 3, cu_seqlens=given[1])
+        used[id(plan)] = plan
+
+    def kept():
+        return [plan.problem.cu_seqlens for plan in fn.plans.values() if id(plan) in used]
+
+    use()
+    for _ in range(2):
+        for i in range(1, MOST_PACKED_PLANS + 5):
+            use(0, 80, 96)
+            use(0, i, 96)
+        assert len(fn.plans) == MOST_PACKED_PLANS + 1
+        assert set(kept()) == {(0, 96), (0, 80, 96), *((0, i, 96) for i in range(6, MOST_PACKED_PLANS + 5))}
+
+
+@pytest.mark.parametrize("name, options", [("dense", {}), ("zigzag", {}), ("zigzag_llama3", {"own_first": False})])
+def test_by_default_a_breakpoint_in_an_executor_is_hit_in_each_call(name, options):
+    fn = attention.make(name, kernel="math", **options)
+    x = torch.randn(1, 8, 2, 16, requires_grad=True)
+    hit: list[str] = []
+
+    def trace(frame, event, _):
+        if "attention/executors/" in frame.f_code.co_filename:
+            hit.append(frame.f_code.co_name)
+        return
+
+    for _ in range(5):
+        hit.clear()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            out = fn(x, x, x, causal=True)
+            out.sum().backward()
+        finally:
+            sys.settrace(before)
+        assert "forward" in hit
