@@ -33,7 +33,7 @@ from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
 from attention.cuda_graphs import GraphReplay
 from attention.errors import nearest
 from attention.executors.plan import Plan
-from attention.external import calls
+from runner.peers import calls
 from attention.geometry.layouts import CuSeqlens, Shard, beyond
 from attention.geometry.options import Options
 from attention.kernels.fit import fit
@@ -47,7 +47,7 @@ from attention.shard_check import check_shards
 from attention.tensors import token_dim, token_indices
 from attention.transports import Transport
 from attention.variants.base import Variant
-from attention.variants.external import External
+from runner.peers.packages import External
 from attention.variants.registry import everything, variant
 
 __all__ = ["ContextParallel", "make", "names"]

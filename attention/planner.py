@@ -34,7 +34,7 @@ from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
 from attention.executors.plan import KeyLengths, Plan, PlannedComponent, PlannedStep, plan_steps, resized
-from attention.external import calls
+from runner.peers import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.mixtures import Component, components
 from attention.geometry.options import Options
@@ -52,7 +52,7 @@ from attention.replay import takes_graphs
 from attention.tensors import on_host, tokens
 from attention.transports import Transport
 from attention.variants.base import Variant, takers
-from attention.variants.external import External
+from runner.peers.packages import External
 
 Connect = Callable[[torch.device], Transport]
 

@@ -9,7 +9,7 @@ import torch
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.executors.policy import replay_error
-from attention.variants.external import External
+from runner.peers.packages import External
 
 
 def check_replay(replay: Any) -> None:

@@ -28,7 +28,7 @@ from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of
 from attention.replay import graphs_obstacle
 from attention.variants.base import Variant
-from attention.variants.external import External
+from runner.peers.packages import External
 from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS
 from runner.config.rules.attention import module_lacks
 

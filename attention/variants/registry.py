@@ -10,7 +10,7 @@ from typing import Any, get_args
 import attention.variants as folder
 from attention.errors import nearest
 from attention.variants.base import REGISTERED, Executor, Variant
-from attention.variants.external import External
+from runner.peers.packages import External
 
 for _module in iter_modules(folder.__path__):
     if _module.name != "registry":

@@ -26,7 +26,7 @@ from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import masks
 from attention.kernels import Call, Shape, passed_over
 from attention.transports.interface import Transport
-from attention.variants.external import External
+from runner.peers.packages import External
 from attention.variants.registry import variant
 from runner.config.experiment import NEW_PACKS, AttentionCall, Experiment
 from runner.config.values import UnsupportedHere

@@ -14,7 +14,7 @@ from attention import profiling
 from attention.api import ContextParallel
 from attention.executors.plan import Plan
 from attention.transports import Transport
-from attention.variants.external import External
+from runner.peers.packages import External
 from runner.config.experiment import AttentionCall, Experiment
 from runner.config.huggingface import without_dropout
 from runner.config.values import UnsupportedHere

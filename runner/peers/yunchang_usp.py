@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
-from attention.external.flash_functions import instead_of_flash_attn, serve, serve_backward
+from runner.peers.flash_functions import instead_of_flash_attn, serve, serve_backward
 from attention.runtime.private import let_gloo_send_to_itself
 
 

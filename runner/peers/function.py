@@ -15,7 +15,7 @@ from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.kernels import KERNELS, Kernel, Shape, name_of
 from attention.masks.band import Band
-from attention.variants.external import External
+from runner.peers.packages import External
 
 
 def check(package: External[Any], shape: Shape, batch: int, transport: str, want_lse: bool, sinks: bool) -> None:
@@ -64,5 +64,5 @@ def kernel(package: External[Any], wanted: str, shape: Shape, masks: tuple[Band,
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's out, like q; its backward is the package's own."""
     assert isinstance(plan.variant, External)
-    adapter = importlib.import_module(f"attention.external.{plan.variant.adapter}")
+    adapter = importlib.import_module(f"runner.peers.{plan.variant.adapter}")
     return adapter.attend(q, k, v, plan, group)

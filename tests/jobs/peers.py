@@ -126,7 +126,7 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
 
 def lengths_read(me: Rank) -> int:
     """How often a second iteration of rfa_llama3 reads sequence lengths from the device."""
-    from attention.external import flash_functions
+    from runner.peers import flash_functions
 
     fn = attention.make("rfa_llama3")
     packs = [0, 3 * me.world, 8 * me.world]

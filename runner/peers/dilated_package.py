@@ -1,5 +1,5 @@
 """dilated-attention-pytorch, declared as the packages of `external` are. Its problem is that of `dilated` with head groups, so both
-are compared on the same pairs. `attention.external.dilated` says what it computes."""
+are compared on the same pairs. `runner.peers.dilated` says what it computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.variants.base import register
 from attention.variants.dilated import DIVIDED, PairOptions, mixture_problem
-from attention.variants.external import External
+from runner.peers.packages import External
 
 
 class _ExternalDilated(External[PairOptions]):

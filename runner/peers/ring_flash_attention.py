@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.executors.plan import Plan
-from attention.external.flash_functions import (
+from runner.peers.flash_functions import (
     instead_of_flash_attn,
     lengths,
     serve,
@@ -21,7 +21,7 @@ from attention.external.flash_functions import (
 from attention.geometry.layouts import CuSeqlens
 from attention.runtime.private import let_gloo_send_to_itself
 from attention.runtime.uploads import uploaded
-from attention.variants.external import External
+from runner.peers.packages import External
 
 
 @cache

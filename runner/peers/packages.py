@@ -1,5 +1,5 @@
 """Other packages' context-parallel attention, chosen and measured as our variants are. Their adapters are in
-`attention.external`, and are imported with their package at the first call.
+`runner.peers`, and are imported with their package at the first call.
 
 The layout is the one that the package expects, so that `shard` does what its users do before the timed call. The
 schedule is the one that it follows, from which FLOPs are counted. How it moves data is its own: bytes and phases are
@@ -23,7 +23,7 @@ SDPA = ("sdpa_cudnn", "sdpa_flash")  # not sdpa_efficient: no GQA, and its dq wa
 
 @dataclass(frozen=True, kw_only=True)
 class External(Variant[Chosen]):
-    """`adapter` is a module of `attention.external`. `kernels`: what kernel=auto tries, in this order; with `only`
+    """`adapter` is a module of `runner.peers`. `kernels`: what kernel=auto tries, in this order; with `only`
     others are refused, with `own_kernel` all are, and they are but what a local call is compared with."""
 
     adapter: str

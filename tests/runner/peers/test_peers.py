@@ -100,7 +100,7 @@ def test_importing_a_package_leaves_no_flash_attn_behind(adapter):
     code = (
         "import sys, importlib, importlib.util\n"
         "before = importlib.util.find_spec('flash_attn')\n"
-        f"importlib.import_module('attention.external.{adapter}')._package()\n"
+        f"importlib.import_module('runner.peers.{adapter}')._package()\n"
         "assert importlib.util.find_spec('flash_attn') == before\n"
         "assert not [m for m in sys.modules if m.startswith('flash_attn') or m.endswith('flash_attn.adapters')]\n"
     )
@@ -111,7 +111,7 @@ def test_importing_a_package_leaves_no_flash_attn_behind(adapter):
 @pytest.mark.slow
 def test_no_package_is_imported_before_it_is_called():
     code = (
-        "import sys, attention.api, attention.external\n"
+        "import sys, attention.api, runner.peers\n"
         "assert not {'ring_flash_attn', 'yunchang', 'transformer_engine'} & set(sys.modules)\n"
         "assert 'torch.distributed.tensor.experimental' not in sys.modules\n"
     )
@@ -120,7 +120,7 @@ def test_no_package_is_imported_before_it_is_called():
 
 
 def test_the_list_of_packages_needs_no_torch():
-    code = "import sys, attention.external; assert 'torch' not in sys.modules"
+    code = "import sys, runner.peers; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 

@@ -7,7 +7,7 @@ import torch
 
 import attention
 from attention.errors import UnsupportedCall
-from attention.external import dilated
+from runner.peers import dilated
 from attention.geometry.counts import head_pairs
 from attention.kernels import KERNELS
 from attention.runtime.private import stand_ins
