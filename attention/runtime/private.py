@@ -73,7 +73,7 @@ def _returns(right: Callable[[Any], bool]) -> Callable[[Any], Any]:
     return check
 
 
-def _module(*names: str) -> Callable[[Any], Callable[[], Any]]:
+def module_with(*names: str) -> Callable[[Any], Callable[[], Any]]:
     """Checks that a module has these names."""
 
     def check(module: Any) -> Callable[[], Any]:
@@ -271,25 +271,8 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 symmetric_memory: Private[[], Any] = Private(
-    "torch.distributed._symmetric_memory", None, "use transport=nccl", _module("empty", "rendezvous")
+    "torch.distributed._symmetric_memory", None, "use transport=nccl", module_with("empty", "rendezvous")
 )
-# PyTorch's own ring attention
-torch_cp: Private[[], Any] = Private(
-    "torch.distributed.tensor.experimental._attention",
-    None,
-    "use another variant than torch_cp",
-    _module("context_parallel", "_cp_options", "set_rotate_method"),
-)
-
-
-def torch_cp_load_balance(balanced: bool) -> None:
-    """Whether PyTorch's ring attention expects zigzag shards: an option of the process."""
-    options = torch_cp()._cp_options
-    if not isinstance(getattr(options, "enable_load_balance", None), bool):
-        raise RuntimeError("_attention._cp_options has no enable_load_balance: use another variant than torch_cp")
-    options.enable_load_balance = balanced
-
-
 # Triton
 
 
@@ -360,39 +343,6 @@ def replaced_modules(modules: Mapping[str, ModuleType | None]) -> Iterator[None]
                 sys.modules[name] = before[name]
             else:
                 del sys.modules[name]
-
-
-def stand_ins(contents: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[None]:
-    """Within the context, importing one of the dotted names gives a module with these contents."""
-    modules: dict[str, ModuleType | None] = {}
-    for name, names in contents.items():
-        modules[name] = module = ModuleType(name)
-        module.__dict__.update(names)
-    return replaced_modules(modules)
-
-
-def let_gloo_send_to_itself(ring_comm: type) -> None:
-    """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL
-    supports and gloo does not; over gloo they are copied. Without the attributes that this takes, a warning says that such a
-    rank waits forever."""
-    found: Any = ring_comm
-    source = inspect.getsource(found)
-    missing = [name for name in ("commit", "_process_group", "_ops", "_reqs", "world_size") if name not in source]
-    if missing:
-        instead = "over gloo a rank alone in its ring cannot send to itself"
-        warnings.warn(f"{ring_comm.__module__}.RingComm has no {missing[0]}: {instead}", stacklevel=2)
-        return
-    commit = found.commit
-
-    def commit_or_copy(self: Any) -> None:
-        if self.world_size > 1 or dist.get_backend(self._process_group) != "gloo":
-            commit(self)
-            return
-        for send, receive in zip(self._ops[::2], self._ops[1::2], strict=True):
-            receive.tensor.copy_(send.tensor)
-        self._reqs = []
-
-    found.commit = commit_or_copy
 
 
 class Functions:

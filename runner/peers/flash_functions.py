@@ -6,16 +6,21 @@ takes a GPU some 30 µs for 64 MB."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band
-from attention.runtime.private import stand_ins
+from attention.runtime.private import replaced_modules
 
 VERSION = "2.8.3"
 _serving: list[Kernel] = []
@@ -96,3 +101,36 @@ def instead_of_flash_attn(**others: dict[str, Any]) -> AbstractContextManager[No
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("external packages call the low-level functions")
+
+
+def stand_ins(contents: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[None]:
+    """Within the context, importing one of the dotted names gives a module with these contents."""
+    modules: dict[str, ModuleType | None] = {}
+    for name, names in contents.items():
+        modules[name] = module = ModuleType(name)
+        module.__dict__.update(names)
+    return replaced_modules(modules)
+
+
+def let_gloo_send_to_itself(ring_comm: type) -> None:
+    """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL
+    supports and gloo does not; over gloo they are copied. Without the attributes that this takes, a warning says that such a
+    rank waits forever."""
+    found: Any = ring_comm
+    source = inspect.getsource(found)
+    missing = [name for name in ("commit", "_process_group", "_ops", "_reqs", "world_size") if name not in source]
+    if missing:
+        instead = "over gloo a rank alone in its ring cannot send to itself"
+        warnings.warn(f"{ring_comm.__module__}.RingComm has no {missing[0]}: {instead}", stacklevel=2)
+        return
+    commit = found.commit
+
+    def commit_or_copy(self: Any) -> None:
+        if self.world_size > 1 or dist.get_backend(self._process_group) != "gloo":
+            commit(self)
+            return
+        for send, receive in zip(self._ops[::2], self._ops[1::2], strict=True):
+            receive.tensor.copy_(send.tensor)
+        self._reqs = []
+
+    found.commit = commit_or_copy

@@ -1,4 +1,4 @@
-"""A call of an external package: checks, the local kernel under it, and its adapter."""
+"""A peer as a function: the face of `attention.ContextParallel`, whose call is the package's own, over a local kernel of ours."""
 
 from __future__ import annotations
 
@@ -11,38 +11,124 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels
-from attention.errors import UnsupportedCall
+from attention.api import ContextParallel
+from attention.arguments import positive, signed
+from attention.errors import UnsupportedCall, warn
 from attention.executors.plan import Plan
+from attention.geometry.schedules import masks
 from attention.kernels import KERNELS, Kernel, Shape, name_of
+from attention.kernels.fit import fit
 from attention.masks.band import Band
-from runner.peers.packages import External
+from attention.masks.sequences import mask_of
+from attention.planner import CallSpec, call_spec
+from attention.transports import Transport
+from runner.peers.packages import PEERS, Package
 
 
-def check(package: External[Any], shape: Shape, batch: int, transport: str, want_lse: bool, sinks: bool) -> None:
-    """Raises UnsupportedCall where the package cannot do the call on this machine."""
-    name, reason = package.name, package.missing(shape.device)
-    if reason:
-        raise UnsupportedCall(reason)
-    if not package.layout.replicated and not dist.is_initialized():
-        raise UnsupportedCall(f"{name}: works over a process group; call torch.distributed.init_process_group first")
-    if transport not in ("auto", "gloo", "nccl"):
-        raise UnsupportedCall(f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto")
-    if package.half and shape.dtype not in (torch.bfloat16, torch.float16):
-        raise UnsupportedCall(f"dtype={name_of(shape.dtype)}: {name} is for bf16 and fp16 only; use dtype=bf16")
-    if want_lse:
-        raise UnsupportedCall(f"return_lse=True: {name} gives no LSE here; use return_lse=False")
-    if sinks or shape.softcap:
-        asked = "sinks" if sinks else "softcap"
-        raise UnsupportedCall(f"{asked}: {name} has none here; our own variants take {asked}")
-    if shape.v_head_dim != shape.head_dim:
-        raise UnsupportedCall(
-            f"v_head_dim={shape.v_head_dim}: {name} needs head_dim={shape.head_dim} here; our own variants take any"
+def make(
+    name: str,
+    group: dist.ProcessGroup | None = None,
+    kernel: str = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+    replay: str = "none",
+    **options: Any,
+) -> Peer:
+    """The peer of this name as a function over `group`, as `attention.make` makes ours. Raises ValueError for a bad option."""
+    package = PEERS[name]
+    return Peer(package, group, kernel, transport, deterministic, package.parse(options), replay, agreement=False)
+
+
+class Peer(ContextParallel):
+    """Shards as the package expects, plans what results need of a call, and calls the package. Its backward is the package's own.
+    Ranks do not compare what they ask for."""
+
+    variant: Package[Any]
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
+        """As `ContextParallel.plan`, without the steps of an exchange. Raises UnsupportedCall where the package cannot do the call on
+        this machine."""
+        spec = call_spec(self, q, k, v, **given)
+        if self.variant.one_sequence and not spec.packed and len(q) > 1:
+            raise UnsupportedCall(
+                f"batch={len(q)}: {self.variant.name} takes a packed batch or a batch of 1; use batch=1 or seqlens"
+            )
+        plan = self.plans.get(spec)
+        if plan is None:
+            plan = self._planned(spec)
+            self.plans.add(spec, plan)
+        return plan
+
+    def _planned(self, spec: CallSpec) -> Plan:
+        package, shape = self.variant, spec.shape
+        mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, spec.mask)
+        problem = package.problem(spec.cu_seqlens, self.world, mask, self.options)
+        self.options.check(shape.heads, shape.kv_heads, self.world)
+        self._check(spec)
+        scaled = spec.scale != positive(None, shape.head_dim)
+        if reason := package.refuses(problem, shape.heads, shape.kv_heads, scaled, shape.backward):
+            raise UnsupportedCall(reason)
+        place, head = divmod(self.rank, problem.ulysses)
+        return Plan(
+            variant=package,
+            problem=problem,
+            rank=place,
+            head=head,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            scale=spec.scale,
+            packed=spec.packed,
+            deterministic=self.deterministic,
+            want_lse=False,
+            sinks=False,
+            kernel=_kernel(package, self.kernel_name, shape, masks(problem)),
+            transport=self._transport(spec.device),
+            options=self.options,
+            steps=(),
         )
-    if package.one_sequence and not shape.packed and batch > 1:
-        raise UnsupportedCall(f"batch={batch}: {name} takes a packed batch or a batch of 1; use batch=1 or seqlens")
+
+    def _check(self, spec: CallSpec) -> None:
+        package, name, shape = self.variant, self.variant.name, spec.shape
+        if reason := package.missing(shape.device):
+            raise UnsupportedCall(reason)
+        if not package.layout.replicated and not dist.is_initialized():
+            raise UnsupportedCall(f"{name}: works over a process group; call torch.distributed.init_process_group first")
+        if self.transport_name not in ("auto", "gloo", "nccl"):
+            raise UnsupportedCall(
+                f"transport={self.transport_name}: {name} sends by torch.distributed itself; use transport=auto"
+            )
+        if package.half and shape.dtype not in (torch.bfloat16, torch.float16):
+            raise UnsupportedCall(f"dtype={name_of(shape.dtype)}: {name} is for bf16 and fp16 only; use dtype=bf16")
+        if spec.want_lse:
+            raise UnsupportedCall(f"return_lse=True: {name} gives no LSE here; use return_lse=False")
+        if spec.sinks or shape.softcap:
+            asked = "sinks" if spec.sinks else "softcap"
+            raise UnsupportedCall(f"{asked}: {name} has none here; our own variants take {asked}")
+        if shape.v_head_dim != shape.head_dim:
+            raise UnsupportedCall(
+                f"v_head_dim={shape.v_head_dim}: {name} needs head_dim={shape.head_dim} here; our own variants take any"
+            )
+        if spec.padding:
+            raise UnsupportedCall(f"padding={spec.padding}: {name} has none here; our own variants take padding")
+        if self.asked_replay == "graphs":
+            raise UnsupportedCall(f"replay=graphs: {name} brings its own exchange")
+        if self.asked_replay == "launches":
+            warn(f"replay=launches: calls stay eager: {name} brings its own exchange")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        """This rank's out, like q."""
+        plan = self.plan(q, k, v, **given)
+        q, k, v = fit((signed(q, given.get("scale")), k, v), plan.kernel.align)
+        out: Tensor = importlib.import_module(f"runner.peers.{self.variant.adapter}").attend(q, k, v, plan, self.group)
+        return out
+
+    def _transport(self, device: torch.device) -> Transport:
+        """Of `unshard` alone: the package communicates by itself."""
+        self.transport_name = "nccl" if device.type == "cuda" else "gloo"
+        return super()._transport(device)
 
 
-def kernel(package: External[Any], wanted: str, shape: Shape, masks: tuple[Band, ...]) -> Kernel:
+def _kernel(package: Package[Any], wanted: str, shape: Shape, masks: tuple[Band, ...]) -> Kernel:
     """The local kernel under the package; for `auto` the one that its users have. Raises UnsupportedCall."""
     name, usual = package.name, package.kernels
     if wanted == "auto":
@@ -59,10 +145,3 @@ def kernel(package: External[Any], wanted: str, shape: Shape, masks: tuple[Band,
         chosen = copy.copy(chosen)  # the local call to compare with; the package runs its own
         chosen.name = name
     return chosen
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's out, like q; its backward is the package's own."""
-    assert isinstance(plan.variant, External)
-    adapter = importlib.import_module(f"runner.peers.{plan.variant.adapter}")
-    return adapter.attend(q, k, v, plan, group)

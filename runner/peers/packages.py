@@ -1,5 +1,5 @@
-"""Other packages' context-parallel attention, chosen and measured as our variants are. Their adapters are in
-`runner.peers`, and are imported with their package at the first call.
+"""Other packages' context-parallel attention as variants. Their adapters lie beside this module, and are imported with their package
+at the first call. Imports without torch.
 
 The layout is the one that the package expects, so that `shard` does what its users do before the timed call. The
 schedule is the one that it follows, from which FLOPs are counted. How it moves data is its own: bytes and phases are
@@ -8,13 +8,20 @@ unknown."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
 
-from attention.geometry.layouts import CONTIGUOUS
+from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens
+from attention.geometry.mixtures import Mixture
 from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
 from attention.geometry.schedules import GATHER, RING, Problem
+from attention.masks.band import Band
+from attention.masks.mask import Mask
 from attention.variants import stripe, zigzag
-from attention.variants.base import Chosen, Variant, register
+from attention.variants.base import Chosen, Variant
+from attention.variants.dilated import DIVIDED, PairOptions, mixture_problem
 from attention.variants.llama3 import PACKED
 
 EXTRA = "pip install '.[peers]'"
@@ -22,10 +29,11 @@ SDPA = ("sdpa_cudnn", "sdpa_flash")  # not sdpa_efficient: no GQA, and its dq wa
 
 
 @dataclass(frozen=True, kw_only=True)
-class External(Variant[Chosen]):
-    """`adapter` is a module of `runner.peers`. `kernels`: what kernel=auto tries, in this order; with `only`
+class Package(Variant[Chosen]):
+    """A variant of another package. `adapter` is a module of `runner.peers`. `kernels`: what kernel=auto tries, in this order; with `only`
     others are refused, with `own_kernel` all are, and they are but what a local call is compared with."""
 
+    executor: Any = "external"  # none of ours
     adapter: str
     function: str | None = None  # the package's, where an adapter has several
     kernels: tuple[str, ...]
@@ -86,20 +94,87 @@ class YunchangOptions(Options):
         check_sharing("usp_yunchang", ranks, heads, kv_heads, world, replicates=False)
 
 
-class _Yunchang(External[YunchangOptions]):
+class _Yunchang(Package[YunchangOptions]):
     def sharing(self, options: YunchangOptions, world: int) -> int:
         return ulysses_group(options.ulysses_size, world)
 
 
+class _Dilated(Package[PairOptions]):
+    def missing(self, device: str) -> str | None:
+        reason = super().missing(device)
+        if reason is None and importlib.util.find_spec("einops") is None:
+            return f"{self.name} needs the package einops: {self.install}"
+        return reason
+
+    def served(self, kernel: str) -> str:
+        return (
+            "dilated-attention-pytorch 0.2.0 without its division by sums over tokens; the xformers function it calls is served "
+            f"by kernel {kernel}"
+        )
+
+    def problem(
+        self,
+        cu_seqlens: CuSeqlens,
+        world: int,
+        mask: Band | Mask,
+        options: PairOptions | Mapping[str, Any] | None = None,
+        q_tokens: int | None = None,
+    ) -> Problem:
+        found = mixture_problem(self, cu_seqlens, world, mask, self.parse(options))
+        mixture, tokens = _mixture(found), cu_seqlens[-1]
+        if len(mixture.sequences) > 2:
+            raise ValueError(
+                f"a packed batch of {len(mixture.sequences) - 1} sequences: {self.name} takes batches of single sequences; use "
+                "seqlens=null, or dilated"
+            )
+        segments = [segment for segment, _ in mixture.pairs]
+        if any(tokens % segment for segment in segments):
+            shorter = tokens // (unit := lcm(*(x for x in segments if x < tokens))) * unit
+            raise ValueError(
+                f"seq_len={tokens}: {self.name} needs a multiple of its segments {segments}; "
+                f"{shorter or unit} would work, or dilated"
+            )
+        return found
+
+    def refuses(self, problem: Problem, heads: int, kv_heads: int, scaled: bool, backward: bool) -> str | None:
+        pairs = _mixture(problem).pairs
+        n = len(pairs)
+        if kv_heads != heads:
+            return (
+                f"heads={heads}, kv_heads={kv_heads}: {self.name} picks KV heads by the number of the query head; use "
+                f"kv_heads={heads}, or dilated"
+            )
+        if heads % n:
+            return (
+                f"heads={heads}: {self.name} gives {n} segment lengths groups of heads that overlap and leave the last heads "
+                f"out; use {-(-heads // n) * n} heads, or dilated"
+            )
+        if scaled:
+            return f"scale: {self.name} ignores it; leave the scale out, or use dilated"
+        if backward and n == 1 and pairs[0][1] == 1:
+            return f"segments: with one pair of rate 1, {self.name} has no backward; use several pairs, or dilated"
+        return None
+
+
+def _mixture(problem: Problem) -> Mixture:
+    assert isinstance(problem.schedule, Mixture)
+    return problem.schedule
+
+
+PEERS: dict[str, Package[Any]] = {}
 USE = "a comparison with our variants"
 
-register(
-    External(
+
+def _add(package: Package[Any]) -> None:
+    PEERS[package.name] = package
+
+
+_add(
+    Package(
         name="torch_cp",
         summary="PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
         source="torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
         use=USE,
-        executor="external",
         layout=zigzag.ZIGZAG,
         schedule=RING,
         options=TorchOptions,
@@ -112,13 +187,12 @@ register(
     )
 )
 
-_RFA = External(
+_RFA = Package(
     name="rfa_ring",
     function="ring_flash_attn_func",
     summary="ring-flash-attn's ring: contiguous shards, causal it is imbalanced; its dq is rounded to bf16 whatever the dtype",
     source="ring-flash-attn 0.1.8 (Zhu, 2024)",
     use=USE,
-    executor="external",
     layout=CONTIGUOUS,
     schedule=RING,
     options=Options,
@@ -130,8 +204,8 @@ _RFA = External(
     install=f"{EXTRA}, or pip install --no-deps ring-flash-attn==0.1.8",
     half=True,
 )
-register(_RFA)
-register(
+_add(_RFA)
+_add(
     replace(
         _RFA,
         name="rfa_zigzag",
@@ -142,7 +216,7 @@ register(
         causal_only=True,
     )
 )
-register(
+_add(
     replace(
         _RFA,
         name="rfa_stripe",
@@ -153,7 +227,7 @@ register(
         causal_only=True,
     )
 )
-register(
+_add(
     replace(
         _RFA,
         name="rfa_llama3",
@@ -168,13 +242,12 @@ register(
         half=False,
     )
 )
-register(
+_add(
     _Yunchang(
         name="usp_yunchang",
         summary="yunchang's LongContextAttention: Ulysses within groups of ulysses_size ranks, a zigzag ring across them",
         source="yunchang 0.6.4 (Fang and Zhao, 2024)",
         use=USE,
-        executor="external",
         layout=zigzag.ZIGZAG,
         schedule=RING,
         options=YunchangOptions,
@@ -188,13 +261,12 @@ register(
         half=True,
     )
 )
-register(
-    External(
+_add(
+    Package(
         name="transformer_engine",
         summary="Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
         source="transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
         use=USE,
-        executor="external",
         layout=zigzag.ZIGZAG,
         schedule=RING,
         options=TransformerEngineOptions,
@@ -206,5 +278,23 @@ register(
         install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
         own_kernel=True,
         cuda=True,
+    )
+)
+_add(
+    _Dilated(
+        name="external_dilated",
+        summary="dilated-attention-pytorch's DilatedAttention without its division by sums over tokens: dilated with head groups",
+        source="dilated-attention-pytorch 0.2.0 (Odom, 2023), after LongNet (Ding et al., 2023)",
+        use="a comparison with dilated",
+        layout=REPLICATED,
+        schedule=DIVIDED,
+        options=PairOptions,
+        windows=False,
+        packs=False,
+        mixes=True,
+        adapter="dilated",
+        kernels=("xformers", "flash2", "sdpa_flash", "math"),
+        needs="dilated_attention_pytorch",
+        install="pip install einops, and pip install --no-deps dilated-attention-pytorch==0.2.0",
     )
 )

@@ -14,14 +14,14 @@ from torch import Tensor
 from attention.executors.plan import Plan
 from runner.peers.flash_functions import (
     instead_of_flash_attn,
+    let_gloo_send_to_itself,
     lengths,
     serve,
     serve_backward,
 )
 from attention.geometry.layouts import CuSeqlens
-from attention.runtime.private import let_gloo_send_to_itself
 from attention.runtime.uploads import uploaded
-from runner.peers.packages import External
+from runner.peers.packages import Package
 
 
 @cache
@@ -55,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         "deterministic": plan.deterministic,
         "group": group,
     }
-    assert isinstance(plan.variant, External) and plan.variant.function
+    assert isinstance(plan.variant, Package) and plan.variant.function
     function = getattr(package, plan.variant.function)
     if not plan.variant.one_sequence:
         return serve_backward(function(q, k, v, **common), plan.kernel)

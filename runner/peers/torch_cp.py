@@ -18,8 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.executors.plan import Plan
-from attention.runtime.private import default_group, torch_cp, torch_cp_load_balance
+from attention.runtime.private import Private, default_group, module_with
 
+# PyTorch's own ring attention
+torch_cp: Private[[], Any] = Private(
+    "torch.distributed.tensor.experimental._attention",
+    None,
+    "use another variant than torch_cp",
+    module_with("context_parallel", "_cp_options", "set_rotate_method"),
+)
 BACKENDS = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 _open = ExitStack()
 _attention: dict[Any, Callable[..., Tensor]] = {}  # by group and device type; of the open context only
@@ -40,6 +47,14 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
         _attention[group, device.type] = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = plain
     return _attention[group, device.type]
+
+
+def torch_cp_load_balance(balanced: bool) -> None:
+    """Whether PyTorch's ring attention expects zigzag shards: an option of the process."""
+    options = torch_cp()._cp_options
+    if not isinstance(getattr(options, "enable_load_balance", None), bool):
+        raise RuntimeError("_attention._cp_options has no enable_load_balance: use another variant than torch_cp")
+    options.enable_load_balance = balanced
 
 
 def _choose(causal: bool, rotate: str) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
-from runner.peers.flash_functions import instead_of_flash_attn, serve, serve_backward
-from attention.runtime.private import let_gloo_send_to_itself
+from runner.peers.flash_functions import instead_of_flash_attn, let_gloo_send_to_itself, serve, serve_backward
 
 
 @cache
