@@ -33,7 +33,6 @@ from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
 from attention.cuda_graphs import GraphReplay
 from attention.errors import nearest
 from attention.executors.plan import Plan
-from runner.peers import calls
 from attention.geometry.layouts import CuSeqlens, Shard, beyond
 from attention.geometry.options import Options
 from attention.kernels.fit import fit
@@ -47,7 +46,6 @@ from attention.shard_check import check_shards
 from attention.tensors import token_dim, token_indices
 from attention.transports import Transport
 from attention.variants.base import Variant
-from runner.peers.packages import External
 from attention.variants.registry import everything, variant
 
 __all__ = ["ContextParallel", "make", "names"]
@@ -381,12 +379,8 @@ class ContextParallel:
         if self.check and self.world > 1 and not self.layout.replicated:
             check_shards({"k": k, "v": v} if self.variant.decode else {"q": q, "k": k, "v": v}, self.group)
         q, k, v = fit((signed(q, given["scale"]), k, v), plan.kernel.align)
-        lse: Tensor | None = None
-        if isinstance(self.variant, External):
-            out = calls.attend(q, k, v, plan, self.group)
-        else:
-            sinks = None if given["sinks"] is None else given["sinks"].contiguous()
-            out, lse = attend(q, k, v, sinks, plan, self.graphs if plan.graphs else None)
+        sinks = None if given["sinks"] is None else given["sinks"].contiguous()
+        out, lse = attend(q, k, v, sinks, plan, self.graphs if plan.graphs else None)
         if at is not None:  # a band does not exclude the padding's queries
             out = out.index_fill(token_dim(q), at, 0)
             lse = lse.index_fill(-1, at, -torch.inf) if return_lse and lse is not None else lse
@@ -442,8 +436,6 @@ class ContextParallel:
         """The device's transport, connected at its first use."""
         if device not in self.transports:
             name = transports.resolve(self.transport_name, device)
-            if isinstance(self.variant, External):  # only `unshard` uses ours, since the package communicates by itself
-                name = "nccl" if device.type == "cuda" else "gloo"
             # a baseline runs in a larger world with self.world = 1: nothing to move
             made = transports.select(name, device, self.group) if self.world > 1 else transports.Nothing()
             made.follow(self.calls)

@@ -34,7 +34,6 @@ from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
 from attention.executors.plan import KeyLengths, Plan, PlannedComponent, PlannedStep, plan_steps, resized
-from runner.peers import calls
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.mixtures import Component, components
 from attention.geometry.options import Options
@@ -52,7 +51,6 @@ from attention.replay import takes_graphs
 from attention.tensors import on_host, tokens
 from attention.transports import Transport
 from attention.variants.base import Variant, takers
-from runner.peers.packages import External
 
 Connect = Callable[[torch.device], Transport]
 
@@ -81,7 +79,6 @@ class CallSpec(NamedTuple):
     """The arguments that determine a plan, in addition to the function's settings."""
 
     shape: Shape
-    batch: int  # 1, except for external packages, some of which only take a batch of 1
     q_tokens: int  # of this rank
     kv_tokens: int  # of this rank
     cu_seqlens: CuSeqlens  # without padding
@@ -129,7 +126,6 @@ def call_spec(
     shape = Shape.of(q, k, v, wants_gradient(q, k, v, sinks), softcap is not None)
     return CallSpec(
         shape=shape,
-        batch=q.shape[0] if isinstance(settings.variant, External) else 1,
         q_tokens=tokens(q),
         kv_tokens=held,
         cu_seqlens=cu,
@@ -220,7 +216,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     place, head = divmod(settings.rank, problem.ulysses)
     steps = plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device)
     _check_patterns(kernel, steps)  # which differ by rank, so ranks agree afterwards
-    for c, part_kernel in zip(_mixed(spec, settings, problem), of_parts, strict=True):
+    for c, part_kernel in zip(_mixed(spec, problem), of_parts, strict=True):
         if isinstance(part_kernel, ForPatterns):
             of_part = plan_steps(c.problem, c.place(place), _like(spec, settings), False, spec.device)
             _check_patterns(part_kernel, of_part)
@@ -256,15 +252,14 @@ def _check_patterns(kernel: Kernel, steps: Sequence[PlannedStep]) -> None:
             kernel.check(call.call)
 
 
-def _mixed(spec: CallSpec, settings: Settings, problem: Problem) -> tuple[Component, ...]:
-    """The components of a mixture that we compute."""
-    external = isinstance(settings.variant, External)
-    return () if external else components(problem, spec.shape.heads, spec.shape.kv_heads)
+def _mixed(spec: CallSpec, problem: Problem) -> tuple[Component, ...]:
+    """The components of a mixture."""
+    return components(problem, spec.shape.heads, spec.shape.kv_heads)
 
 
 def _part_kernels(spec: CallSpec, settings: Settings, problem: Problem) -> tuple[Kernel, ...]:
     """The kernel of each component of a mixture. Raises UnsupportedCall if it can't do the component's calls."""
-    return tuple(_kernel(_part_spec(spec, c), settings, c.problem) for c in _mixed(spec, settings, problem))
+    return tuple(_kernel(_part_spec(spec, c), settings, c.problem) for c in _mixed(spec, problem))
 
 
 def _part_spec(spec: CallSpec, c: Component) -> CallSpec:
@@ -276,7 +271,7 @@ def _parts(
     plan: Plan, spec: CallSpec, settings: Settings, of_parts: tuple[Kernel, ...]
 ) -> Callable[[], tuple[PlannedComponent, ...]]:
     """Returns a function that makes the plans of a mixture's components: once, or with pattern_cache=false each time."""
-    mixed = _mixed(spec, settings, plan.problem)
+    mixed = _mixed(spec, plan.problem)
     if not mixed:
         return tuple
 
@@ -370,14 +365,7 @@ def _check_call(spec: CallSpec, settings: Settings) -> None:
 def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     """The local kernel. Raises UnsupportedCall if it can't do this call."""
     variant, wanted = settings.variant, settings.kernel_name
-    if isinstance(variant, External):
-        shape = spec.shape
-        calls.check(variant, shape, spec.batch, settings.transport_name, spec.want_lse, spec.sinks)
-        scaled = spec.scale != positive(None, shape.head_dim)
-        if reason := variant.refuses(problem, shape.heads, shape.kv_heads, scaled, shape.backward):
-            raise UnsupportedCall(reason)
-        return calls.kernel(variant, wanted, shape, masks(problem))
-    if mixed := _mixed(spec, settings, problem):
+    if mixed := _mixed(spec, problem):
         return _kernel(_part_spec(spec, mixed[0]), settings, mixed[0].problem)
     if problem.is_cut:
         tokens = problem.cu_seqlens[-1]
@@ -394,15 +382,12 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
 def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Kernel) -> Asked:
     """What must be equal on all ranks, by field."""
     variant, shape, total = settings.variant, spec.shape, spec.cu_seqlens[-1]
-    transport = settings.transport_name
-    if not isinstance(variant, External):  # a package brings its own
-        transport = transports.resolve(transport, spec.device)
     asked = {
         "variant": variant.name,
         "plan of this function": made + 1,
         "options": settings.options.plain(),
         "kernel": f"{kernel.name} (of {settings.kernel_name})",
-        "transport": transport,
+        "transport": transports.resolve(settings.transport_name, spec.device),
         "deterministic": settings.deterministic,
         "replay": settings.replay,
         "device": shape.device,

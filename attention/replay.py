@@ -9,7 +9,6 @@ import torch
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.executors.policy import replay_error
-from runner.peers.packages import External
 
 
 def check_replay(replay: Any) -> None:
@@ -40,8 +39,6 @@ def graphs_obstacle(plan: Plan, device: torch.device) -> str | None:
     transport = plan.transport
     if device.type != "cuda":
         return f"a {device.type} has no CUDA graphs"
-    if isinstance(plan.variant, External):
-        return f"{plan.variant.name} brings its own exchange"
     if plan.variant.decode:
         return "a decode's keys grow from call to call; capture the call yourself, between two lengths"
     if plan.options.uncapturable is not None:

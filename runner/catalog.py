@@ -24,7 +24,6 @@ from attention.errors import nearest
 from attention.executors import costs
 from attention.geometry import counts
 from attention.variants.base import Variant
-from attention.variants.registry import everything
 from runner import environment
 from runner.config import overrides, resolve
 from runner.config.experiment import Experiment
@@ -32,6 +31,7 @@ from runner.config.masks import NONE, named
 from runner.config.rules.workload import attention_call
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.output import terminal
+from runner.peers import Package, everything, missing
 
 
 def attention() -> Table:
@@ -50,7 +50,7 @@ def attention() -> Table:
     for v in everything().values():
         masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
         masks += (["window"] if v.windows else []) + (["packed batches"] if v.packs and not v.decode else [])
-        add(v.name, v.summary, v.use, v.source, _works(v.missing(device)), ", ".join(masks), v.options.defaults())
+        add(v.name, v.summary, v.use, v.source, _works(missing(v, device)), ", ".join(masks), v.options.defaults())
     return table
 
 
@@ -141,7 +141,7 @@ def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     most = max(counts.place_flops(problem, shapes, place) for place in places)
     share = most * problem.ranks / counts.forward_flops(replace(shapes, batch=1, heads=1), spec.head_pairs)
     computed = [terminal.flop(most), f"{share:.2f}"]
-    if v.external:
+    if isinstance(v, Package):
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]
     found, ranks = costs.of(v, problem, shapes, options), [place * problem.ulysses for place in places]
 

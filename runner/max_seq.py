@@ -27,6 +27,7 @@ from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
 from runner.measure.memory_model import is_known, needed_bytes
 from runner.output import results, terminal
+from runner.peers import missing
 
 PRECISION = 0.02  # the search ends when the shortest length that does not fit is so near the longest that does
 TOKENS = 128  # of a rank: lengths are multiples of it times the world size
@@ -92,7 +93,7 @@ class Search:
             raise InvalidConfig(
                 "launch.memory_limit_gb=null: a CPU's memory is other programs', too; give GiB, such as 0.25"
             )
-        if spec.chosen and (reason := spec.chosen.missing(spec.device)):
+        if spec.chosen and (reason := missing(spec.chosen, spec.device)):
             raise UnsupportedHere(reason)
 
     def run(self) -> None:

@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich.markup import escape
 
-from attention.variants.registry import everything
 from runner import environment, rounds, sweep
 from runner.config.experiment import Experiment
 from runner.config.groups import groups
@@ -35,6 +34,7 @@ from runner.measure import duration, metrics
 from runner.output import reader, terminal
 from runner.output.reader import UnreadableFile
 from runner.output.record import Result
+from runner.peers import everything, missing
 from runner.tally import SKIPPED
 
 SHORT_S = 0.5  # of the plan before a sweep; runs beyond it are counted, not looked at
@@ -49,7 +49,7 @@ def check_here(spec: Experiment, cfg: DictConfig, gpus: int) -> None:
     if cfg.hardware.name == "cuda" and not gpus:
         raise UnsupportedHere("hardware=cuda: no GPU that this PyTorch can use; hardware=cpu works here")
     chosen = everything().get(spec.variant)  # none: attention=auto
-    if chosen is not None and (reason := chosen.missing(spec.device)):
+    if chosen is not None and (reason := missing(chosen, spec.device)):
         raise UnsupportedHere(reason)
 
 

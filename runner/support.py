@@ -28,9 +28,9 @@ from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of
 from attention.replay import graphs_obstacle
 from attention.variants.base import Variant
-from runner.peers.packages import External
-from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS
+from attention.variants.registry import MIXTURES, VARIANTS
 from runner.config.rules.attention import module_lacks
+from runner.peers import PEERS, Package
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 TOKENS, WORLD, HEADS, HEAD_DIM, VALUE_DIM = 1024, 4, 8, 128, 64
@@ -100,7 +100,7 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
         kernel = made_for(kernel.name, shape)
         refused = (
             _module(variant, setting)
-            or _external(variant, kernel, problem, setting)
+            or _peer(variant, kernel, problem, setting)
             or _kernel_refuses(kernel, shape, problem, setting)
             or (_graphs_refused(variant, kernel, problem) if setting.graphs else None)
         )
@@ -151,8 +151,8 @@ def _module(variant: Variant[Any], setting: Setting) -> str | None:
     return module_lacks(variant.name, found) if variant.module and found else None
 
 
-def _external(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:
-    if not isinstance(variant, External):
+def _peer(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:
+    if not isinstance(variant, Package):
         return None
     if variant.own_kernel and kernel.name not in variant.kernels:
         return f"kernel: {variant.name} brings its own kernel; use kernel=auto"
@@ -167,6 +167,8 @@ def _external(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: 
 
 
 def _graphs_refused(variant: Variant[Any], kernel: Kernel, problem: Problem) -> str | None:
+    if isinstance(variant, Package):
+        return f"replay=graphs: {variant.name} brings its own exchange"
     transport = SimpleNamespace(name="symm", pulls=True, note="")
     plan: Any = SimpleNamespace(
         variant=variant, options=variant.parse({}), problem=problem, kernel=kernel, transport=transport
@@ -199,7 +201,7 @@ def _general(reason: str | None, variant: Variant[Any], setting: Setting) -> str
 def page() -> str:
     """The page as markdown: a section for each group of kernels that answer alike, reasons as numbered notes."""
     notes: dict[str, int] = {}
-    variants = [*VARIANTS.values(), *MIXTURES.values(), *EXTERNAL.values()]
+    variants = [*VARIANTS.values(), *MIXTURES.values(), *PEERS.values()]
     columns = {**{name: Setting(mask=name) for name in EXAMPLES}, **FEATURES}
     groups: dict[Answers, list[str]] = {}
     for kernel in KERNELS.values():

@@ -16,7 +16,7 @@ from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import of_sequences, one_band
 
-Executor = Literal["ring", "gather", "all_to_all", "tree", "mixture", "external"]  # external: a package's own
+Executor = Literal["ring", "gather", "all_to_all", "tree", "mixture"]
 Chosen = TypeVar("Chosen", bound=Options)
 
 
@@ -45,15 +45,6 @@ class Variant(Generic[Chosen]):
     one_rank: bool = False  # one rank's share of a larger world: for world_size=1 only
     on_one_device: bool = False  # the one-device baseline of its kind (decodes, mixtures, the rest)
     benchmark_only: str | None = None  # why `auto` never takes it
-
-    def missing(self, device: str) -> str | None:
-        """Why the variant can't run on this machine's `device` ("cpu" or "cuda"), or None."""
-        return None
-
-    @property
-    def external(self) -> bool:
-        """Whether an external package does the call, with an exchange of its own."""
-        return self.executor == "external"
 
     # These may depend on the options; a variant for which one does overrides it.
 
@@ -275,13 +266,13 @@ def takers(mask: Mask, tokens: int) -> str:
 
 
 def decodes() -> str:
-    """Our decodes, as words."""
-    return words((v for v in REGISTERED.values() if v.decode and not v.external), "or")
+    """The decodes, as words."""
+    return words((v for v in REGISTERED.values() if v.decode), "or")
 
 
 def with_option(option: str) -> str:
-    """Our variants with an option of this name, as words."""
-    return words((v for v in REGISTERED.values() if option in v.options.names() and not v.external), "or")
+    """The variants with an option of this name, as words."""
+    return words((v for v in REGISTERED.values() if option in v.options.names()), "or")
 
 
 def able(mask: Band) -> str:

@@ -10,30 +10,35 @@ from typing import Any, get_args
 import attention.variants as folder
 from attention.errors import nearest
 from attention.variants.base import REGISTERED, Executor, Variant
-from runner.peers.packages import External
 
 for _module in iter_modules(folder.__path__):
     if _module.name != "registry":
         import_module(f"{folder.__name__}.{_module.name}")
 
 _EXECUTORS = get_args(Executor)
-_OURS = [v for v in REGISTERED.values() if not isinstance(v, External)]
-EXTERNAL: dict[str, External[Any]] = {name: v for name, v in REGISTERED.items() if isinstance(v, External)}
+# external packages, once variants here
+MOVED = (
+    "external_dilated", "rfa_llama3", "rfa_ring", "rfa_stripe", "rfa_zigzag", "torch_cp", "transformer_engine", "usp_yunchang",
+)  # fmt: skip
 # in lists those of one executor stand together
-_SORTED = {v.name: v for v in sorted(_OURS, key=lambda v: (_EXECUTORS.index(v.executor), v.name))}
+_SORTED = {v.name: v for v in sorted(REGISTERED.values(), key=lambda v: (_EXECUTORS.index(v.executor), v.name))}
 # all give the numbers of attention under the call's mask
 VARIANTS: dict[str, Variant[Any]] = {name: v for name, v in _SORTED.items() if not v.mixes}
 MIXTURES: dict[str, Variant[Any]] = {name: v for name, v in _SORTED.items() if v.mixes}
 
 
 def everything() -> dict[str, Variant[Any]]:
-    """Our variants and, after them, the external packages that they are compared with."""
-    return {**VARIANTS, **MIXTURES, **EXTERNAL}
+    """The variants in the order of the lists."""
+    return VARIANTS | MIXTURES
 
 
 def variant(name: str) -> Variant[Any]:
-    """One of ours or an external package. Raises ValueError for an unknown name, with the nearest ones."""
+    """The variant of this name. Raises ValueError for an unknown name, with the nearest ones, and for what the program alone runs."""
     known = everything()
+    if name in MOVED:
+        raise ValueError(
+            f"attention={name!r} is an external package: the program runs it, python -m runner attention={name} or runner.peers"
+        )
     if name not in known:
         raise ValueError(f"attention={name!r} is not a variant; {nearest(name, known)}")
     return known[name]

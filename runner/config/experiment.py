@@ -14,10 +14,10 @@ from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of, of_sequences
 from attention.variants.base import Variant
-from attention.variants.registry import variant
 from runner.config.masks import NamedMask
 from runner.config.models import Model
 from runner.config.schema import Check, Dtype, Launch
+from runner.peers import Package, variant
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
 NEW_PACKS = 1024  # different packed batches of a run with timing.new_packs; after the last comes the first again
@@ -219,6 +219,11 @@ class Experiment:
     def chosen(self) -> Variant[Any] | None:
         """The variant; None for attention=auto."""
         return None if self.variant == AUTO else variant(self.variant)
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether an external package does the call, with an exchange of its own."""
+        return isinstance(self.chosen, Package)
 
     @property
     def dilation(self) -> Dilation | None:

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from attention.autotune.choice import AUTO
-from attention.variants.registry import everything, variant
 from runner import environment
 from runner.config import folders, hydra_files, models, schema
 from runner.config.experiment import Experiment
@@ -22,6 +21,7 @@ from runner.config.groups import groups
 from runner.config.masks import NONE
 from runner.config.rules import attention, launch, model, timing, workload
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
+from runner.peers import everything, variant
 
 LONGEST_PART = 40  # characters of a part of a folder's name: a file system allows 255 in all
 # limits of `launch`, hashed as most earlier results have them whatever they are

@@ -26,11 +26,11 @@ from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import masks
 from attention.kernels import Call, Shape, passed_over
 from attention.transports.interface import Transport
-from runner.peers.packages import External
 from attention.variants.registry import variant
 from runner.config.experiment import NEW_PACKS, AttentionCall, Experiment
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
+from runner.peers import Package, function
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NAMES = ("q", "k", "v", "dout")
@@ -105,7 +105,17 @@ def global_sinks(work: AttentionCall, seed: int, device: torch.device) -> Tensor
 
 
 def build(experiment: Experiment, group: Any = None) -> ContextParallel:
-    """Raises UnsupportedHere or ValueError as `attention.make` does."""
+    """A function of the library, or a peer. Raises UnsupportedHere or ValueError as `attention.make` does."""
+    if experiment.is_peer:
+        return function.make(
+            experiment.variant,
+            group=group,
+            kernel=experiment.kernel,
+            transport=experiment.transport,
+            deterministic=experiment.deterministic,
+            replay=experiment.replay,
+            **experiment.options,
+        )
     return attention.make(
         experiment.variant,
         group=group,
@@ -156,7 +166,7 @@ class AttentionWork:
         fn = build(experiment) if fn is None else fn
         work = self.spec = experiment.workload
         self.me, self.experiment, self.fn = me, experiment, fn
-        self.has_phases = not fn.variant.external
+        self.has_phases = not experiment.is_peer
         self.autograd_thread: bool = experiment.timing.autograd_thread
         self.backward = experiment.backward
         self.passes: tuple[str, ...] = ("forward", "backward") if self.backward else ("forward",)
@@ -261,11 +271,11 @@ class AttentionWork:
     def report(self) -> dict[str, Any]:
         """kernel, transport and a note on them; with kernel=auto why preferred kernels were passed over."""
         kernel, chosen = self.plan.kernel.name, self.fn.variant
-        own = chosen.served(kernel) if isinstance(chosen, External) else getattr(self.plan.kernel, "note", None)
-        notes = [None if isinstance(chosen, External) else self.transport.note, own, self.plan.note(self.q.dtype)]
+        own = chosen.served(kernel) if isinstance(chosen, Package) else getattr(self.plan.kernel, "note", None)
+        notes = [None if isinstance(chosen, Package) else self.transport.note, own, self.plan.note(self.q.dtype)]
         found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name}
         found["note"] = "; ".join(filter(None, notes)) or None
-        if not isinstance(chosen, External) and self.experiment.kernel == "auto":
+        if not isinstance(chosen, Package) and self.experiment.kernel == "auto":
             shape = Shape.of(self.q, self.k, self.v, self.backward, self.spec.softcap is not None)
             if self.plan.problem.is_cut:  # into packed calls
                 shape = replace(shape, packed=True)

@@ -14,12 +14,12 @@ from attention.autotune.trials import Tried, fastest
 from attention.geometry import counts
 from attention.masks.band import FULL, Band
 from attention.variants.base import setting_label
-from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.rank import Rank
 from runner.measure import ceilings, memory
 from runner.measure.attention_work import DTYPES, build, decide
+from runner.peers import variant
 
 LEADING = 4  # iterations until CUDA graphs are replayed
 TRIAL_RUNS = 3  # iterations of a candidate, if they are long

@@ -112,7 +112,7 @@ class _Comparison:
         if not with_scales:
             self.scales = {}
         # an external package's `auto` is a kernel of its own
-        own = experiment.kernel == "auto" and not work.fn.variant.external
+        own = experiment.kernel == "auto" and not experiment.is_peer
         self.kernel = "auto" if own else work.plan.kernel.name
 
     def add_pieces(self, most_bytes: int) -> float:

@@ -17,7 +17,7 @@ def check(spec: Experiment) -> None:
     """Raises UnsupportedHere, with the reason that a rank would give. Not of whole models, of mixtures, of external packages, nor of what
     the run chooses itself."""
     call, chosen = spec.workload, spec.chosen
-    if spec.model is not None or chosen is None or chosen.mixes or chosen.external or spec.best_options:
+    if spec.model is not None or chosen is None or chosen.mixes or spec.is_peer or spec.best_options:
         return
     problem = chosen.problem(call.cu_seqlens, spec.world_size, call.mask, spec.call_options, call.q_len)
     shape = Shape(

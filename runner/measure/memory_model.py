@@ -5,10 +5,10 @@ from __future__ import annotations
 from attention.executors import costs
 from attention.geometry.counts import sampled_places
 from attention.measured.scratch import backward_scratch
-from attention.variants.registry import variant
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes
 from runner.models import Config
+from runner.peers import variant
 
 TEXT_BYTES = 16 * 2 * 8  # of a token: ids and labels of the batches that training reads in turn
 FP32 = 4  # bytes per element of rotary embedding and loss, which are computed in at least fp32
@@ -19,7 +19,7 @@ def is_known(spec: Experiment) -> bool:
     `best` take is chosen anew for each length."""
     if spec.model is not None and spec.model.huggingface is not None:
         return False
-    return spec.chosen is not None and not spec.chosen.external and not spec.best_options
+    return spec.chosen is not None and not spec.is_peer and not spec.best_options
 
 
 def needed_bytes(spec: Experiment, kernel: str) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 from attention.executors.gather_costs import kv_bytes_read
 from attention.geometry import counts
 from attention.geometry.counts import Shapes
-from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 from runner.measure import call_costs, model_metrics
 from runner.measure.call_costs import Part
+from runner.peers import variant
 
 PARTS = {"forward": (False,), "backward": (True,), "total": (False, True)}  # whether each part is a backward
 CEILINGS = {
@@ -82,7 +82,7 @@ def compute(
     passes = {}
     for which in median_ms:
         # the exchange of an external package does not follow a schedule
-        received = None if chosen.external else _received(parts, problem.ranks, which)
+        received = None if experiment.is_peer else _received(parts, problem.ranks, which)
         passes[which] = {"bytes_received_by_rank": received}
         if ceilings:
             moved = max(sum(p.moved(r, x) for p in parts for x in PARTS[which]) for r in range(problem.ranks))

@@ -92,7 +92,7 @@ def references(me: Rank, experiment: Experiment, kernel: str) -> tuple[str, Tens
     try:
         exact = one_device(me, replace(one, kernel="math"), dtype)
         memory.empty_caches(me.device)
-        own = "auto" if experiment.chosen is None or experiment.chosen.external else kernel
+        own = "auto" if experiment.chosen is None or experiment.is_peer else kernel
         return "fp64" if dtype == torch.float64 else "fp32", exact, one_device(me, replace(one, kernel=own), None)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

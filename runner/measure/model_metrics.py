@@ -8,8 +8,8 @@ from typing import Any
 
 from attention import masks
 from attention.executors import costs
-from attention.variants.registry import variant
 from runner.config.experiment import ITEMSIZE, Experiment
+from runner.peers import variant
 
 BACKWARD = 2  # FLOPs of a model's backward over those of its forward, whatever is computed again
 FULL = masks.full()
@@ -38,7 +38,7 @@ def received(experiment: Experiment, pulls: bool) -> dict[str, list[dict[str, in
     exchange does not follow a schedule. pulls: as in `costs.of`."""
     assert experiment.model is not None
     call, chosen, options = experiment.workload, variant(experiment.variant), experiment.call_options
-    if chosen.external:
+    if experiment.is_peer:
         return None
     config = experiment.model.config(call)
     layers = Counter(config.kind(i).mask for i in range(config.layers))

@@ -14,7 +14,6 @@ from attention import profiling
 from attention.api import ContextParallel
 from attention.executors.plan import Plan
 from attention.transports import Transport
-from runner.peers.packages import External
 from runner.config.experiment import AttentionCall, Experiment
 from runner.config.huggingface import without_dropout
 from runner.config.values import UnsupportedHere
@@ -25,6 +24,7 @@ from runner.measure.huggingface import Decoder
 from runner.measure.text import excerpts
 from runner.measure.workload import Passes
 from runner.models import Batch, Kind, Transformer, reduce_gradients, shard
+from runner.peers import Package
 
 BATCHES = 16  # different ones, which training reads in turn
 BETAS = 0.9, 0.95
@@ -51,7 +51,7 @@ class ModelWork:
         self.dtype = self.given if dtype is None else dtype
         self.backward = experiment.backward
         self.passes: tuple[str, ...] = ("forward", "backward", "optimizer") if self.backward else ("forward",)
-        self.has_phases = not self.fn.variant.external
+        self.has_phases = not experiment.is_peer
         self.batches = [self._batch(number) for number in range(BATCHES)]
         self.sign = 1
         self.loss: Tensor | None = None
@@ -217,7 +217,7 @@ class ModelWork:
 
     def report(self) -> dict[str, Any]:
         kernel, chosen = self.plan.kernel.name, self.fn.variant
-        note = chosen.served(kernel) if isinstance(chosen, External) else self.transport.note
+        note = chosen.served(kernel) if isinstance(chosen, Package) else self.transport.note
         if not all(kind.mask.is_causal(self.spec.seq_len) for kind in self.config.kinds):
             note = "a token sees the one that it is to predict, so the loss says nothing of the model"
         if self.about.huggingface and (zeroed := without_dropout(self.about.huggingface)):

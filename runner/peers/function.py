@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import kernels
 from attention.api import ContextParallel
 from attention.arguments import positive, signed
-from attention.errors import UnsupportedCall, warn
+from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.geometry.schedules import masks
 from attention.kernels import KERNELS, Kernel, Shape, name_of
@@ -43,15 +43,18 @@ class Peer(ContextParallel):
     """Shards as the package expects, plans what results need of a call, and calls the package. Its backward is the package's own.
     Ranks do not compare what they ask for."""
 
-    variant: Package[Any]
+    @property
+    def package(self) -> Package[Any]:
+        assert isinstance(self.variant, Package)
+        return self.variant
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
         """As `ContextParallel.plan`, without the steps of an exchange. Raises UnsupportedCall where the package cannot do the call on
         this machine."""
         spec = call_spec(self, q, k, v, **given)
-        if self.variant.one_sequence and not spec.packed and len(q) > 1:
+        if self.package.one_sequence and not spec.packed and len(q) > 1:
             raise UnsupportedCall(
-                f"batch={len(q)}: {self.variant.name} takes a packed batch or a batch of 1; use batch=1 or seqlens"
+                f"batch={len(q)}: {self.package.name} takes a packed batch or a batch of 1; use batch=1 or seqlens"
             )
         plan = self.plans.get(spec)
         if plan is None:
@@ -60,7 +63,7 @@ class Peer(ContextParallel):
         return plan
 
     def _planned(self, spec: CallSpec) -> Plan:
-        package, shape = self.variant, spec.shape
+        package, shape = self.package, spec.shape
         mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, spec.mask)
         problem = package.problem(spec.cu_seqlens, self.world, mask, self.options)
         self.options.check(shape.heads, shape.kv_heads, self.world)
@@ -88,11 +91,13 @@ class Peer(ContextParallel):
         )
 
     def _check(self, spec: CallSpec) -> None:
-        package, name, shape = self.variant, self.variant.name, spec.shape
+        package, name, shape = self.package, self.package.name, spec.shape
         if reason := package.missing(shape.device):
             raise UnsupportedCall(reason)
         if not package.layout.replicated and not dist.is_initialized():
-            raise UnsupportedCall(f"{name}: works over a process group; call torch.distributed.init_process_group first")
+            raise UnsupportedCall(
+                f"{name}: works over a process group; call torch.distributed.init_process_group first"
+            )
         if self.transport_name not in ("auto", "gloo", "nccl"):
             raise UnsupportedCall(
                 f"transport={self.transport_name}: {name} sends by torch.distributed itself; use transport=auto"
@@ -110,16 +115,14 @@ class Peer(ContextParallel):
             )
         if spec.padding:
             raise UnsupportedCall(f"padding={spec.padding}: {name} has none here; our own variants take padding")
-        if self.asked_replay == "graphs":
+        if self.replay == "graphs":
             raise UnsupportedCall(f"replay=graphs: {name} brings its own exchange")
-        if self.asked_replay == "launches":
-            warn(f"replay=launches: calls stay eager: {name} brings its own exchange")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
         """This rank's out, like q."""
         plan = self.plan(q, k, v, **given)
         q, k, v = fit((signed(q, given.get("scale")), k, v), plan.kernel.align)
-        out: Tensor = importlib.import_module(f"runner.peers.{self.variant.adapter}").attend(q, k, v, plan, self.group)
+        out: Tensor = importlib.import_module(f"runner.peers.{self.package.adapter}").attend(q, k, v, plan, self.group)
         return out
 
     def _transport(self, device: torch.device) -> Transport:

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.executors.plan import Plan
+from attention.geometry.layouts import CuSeqlens
+from attention.runtime.uploads import uploaded
 from runner.peers.flash_functions import (
     instead_of_flash_attn,
-    let_gloo_send_to_itself,
     lengths,
+    let_gloo_send_to_itself,
     serve,
     serve_backward,
 )
-from attention.geometry.layouts import CuSeqlens
-from attention.runtime.uploads import uploaded
 from runner.peers.packages import Package
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention.autotune.choice import AUTO
-from attention.variants.registry import EXTERNAL
+from runner.peers import PEERS
 from runner.report.comparison import RATIO, Row, by_workload, comparable, side_by_side
 from runner.report.fair import MIXED, noise, origins
 from runner.report.labels import labels
@@ -19,7 +19,7 @@ def package(run: Run) -> str:
     """The column of a run: auto, or its external package."""
     if not run.external:
         return AUTO
-    return (EXTERNAL[str(run.attention)].needs or "PyTorch").replace("_", "-")
+    return (PEERS[str(run.attention)].needs or "PyTorch").replace("_", "-")
 
 
 def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool = False) -> Table:

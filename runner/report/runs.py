@@ -13,10 +13,10 @@ from typing import Any
 from attention.geometry.options import BEST
 from attention.masks.band import Band
 from attention.variants.base import setting_label
-from attention.variants.registry import EXTERNAL, everything
 from runner.output import reader, summary
 from runner.output.fields import Environment, PassTimes
 from runner.output.record import Asked, Result
+from runner.peers import PEERS, everything
 
 # the facts in which runs may differ, by the title of their column
 FACTS = {
@@ -106,7 +106,7 @@ class Run:
             pack=_pack(asked),
             mode=asked.mode or ("forward" if variant and variant.decode else "forward_backward"),
             kernel=None if used.kernel == "auto" else used.kernel,
-            transport=None if used.transport in ("none", "auto") or asked.attention in EXTERNAL else used.transport,
+            transport=None if used.transport in ("none", "auto") or asked.attention in PEERS else used.transport,
             asked_kernel=asked.kernel,
             asked_transport=asked.transport,
             replay=None if asked.graphs else asked.replay,
@@ -126,7 +126,7 @@ class Run:
     @property
     def external(self) -> bool:
         """Whether it ran an external package."""
-        return self.attention in EXTERNAL
+        return self.attention in PEERS
 
     @property
     def environment(self) -> Environment:

@@ -1,4 +1,4 @@
-"""Jobs for the adapters of external packages."""
+"""Jobs for the adapters of peers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import attention
 from attention.kernels import KERNELS, Call
 from attention.masks.band import Band
-from attention.variants.registry import EXTERNAL
 from runner.launch.rank import Rank
+from runner.peers import PEERS, function
 from tests.jobs.reference import DTYPES, by_kernel, inputs, rel
 
 
@@ -28,7 +27,7 @@ def compare(
     """For each case, the relative L2 errors of out, dq, dk and dv against fp64 (fp32 on a GPU), those of one local call
     of the same kernel, and the kernel's name. All forwards run before the first backward, as in a model of several
     layers."""
-    fn = attention.make(name, kernel=kernel, **options)
+    fn = function.make(name, kernel=kernel, **options)
     exactly = torch.float32 if me.device.type == "cuda" else torch.float64
     forwards, found = [], []
     for case in cases:
@@ -80,18 +79,18 @@ _cuda_ops: list[_CudaOps] = []
 
 def compare_torch_cp(me: Rank, **arguments: Any) -> list[dict[str, Any]]:
     """`compare` for PyTorch's context_parallel. Only its CUDA kernel is replaced, since it has none for a CPU."""
-    plain, package = F.scaled_dot_product_attention, EXTERNAL["torch_cp"]
+    plain, package = F.scaled_dot_product_attention, PEERS["torch_cp"]
 
     def scaled_dot_product_attention(q: Any, k: Any, v: Any, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
 
     _cuda_ops[:] = _cuda_ops or [_CudaOps()]
     F.scaled_dot_product_attention = scaled_dot_product_attention
-    EXTERNAL["torch_cp"] = replace(package, cuda=False)
+    PEERS["torch_cp"] = replace(package, cuda=False)
     try:
         return compare(me, "torch_cp", kernel="sdpa_flash", **arguments)
     finally:
-        F.scaled_dot_product_attention, EXTERNAL["torch_cp"] = plain, package
+        F.scaled_dot_product_attention, PEERS["torch_cp"] = plain, package
 
 
 def kernels_seen(me: Rank, name: str) -> list[list[str]]:
@@ -108,7 +107,7 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
     x = torch.randn(1, 8 * me.world, 4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
     found, outs = [], []
     for kernel in ("sdpa_flash", "math"):
-        fn = attention.make(name, kernel=kernel)
+        fn = function.make(name, kernel=kernel)
         shards = [fn.shard(x).requires_grad_() for _ in range(3)]
         plan = fn.plan(*shards, causal=True)
         spy = copy.copy(plan.kernel)
@@ -128,7 +127,7 @@ def lengths_read(me: Rank) -> int:
     """How often a second iteration of rfa_llama3 reads sequence lengths from the device."""
     from runner.peers import flash_functions
 
-    fn = attention.make("rfa_llama3")
+    fn = function.make("rfa_llama3")
     packs = [0, 3 * me.world, 8 * me.world]
     shards = [fn.shard(torch.randn(packs[-1], 4, 16), packs).requires_grad_() for _ in range(3)]
     fn(*shards, causal=True, cu_seqlens=packs).sum().backward()
@@ -153,7 +152,7 @@ def refused(me: Rank) -> dict[str, str]:
         lead = (8,) if "cu_seqlens" in how else (batch, 8)
         x = torch.zeros(*lead, 4, 16, dtype=dtype)
         try:
-            attention.make(name, transport=transport)(x, x, x, **{"causal": True, **how})
+            function.make(name, transport=transport)(x, x, x, **{"causal": True, **how})
         except ValueError as error:
             return str(error)
         return "nothing"

@@ -3,9 +3,10 @@
 import pytest
 from hydra import compose, initialize_config_module
 
-from attention.variants.registry import VARIANTS, everything
+from attention.variants.registry import VARIANTS
 from runner import catalog
 from runner.output import terminal
+from runner.peers import everything
 
 SIZE = ["config=tiny", "batch=1", "seq_len=1024", "heads=8", "kv_heads=2", "head_dim=64"]
 

@@ -106,7 +106,7 @@ def check_shared_gpu(run: Experiment, cfg: DictConfig) -> None:
             f"{asked} transport={run.transport}: NCCL refuses two ranks on one GPU, and gloo has CPU tensors only; "
             "use transport=symm"
         )
-    if run.chosen.external:
+    if run.is_peer:
         nccl = "it exchanges over NCCL, which refuses two ranks on one GPU"
         raise UnsupportedHere(f"{asked} attention={run.variant}: {nccl}")
     if run.device == "cpu":
@@ -131,7 +131,6 @@ def check_fault(run: Experiment, cfg: DictConfig) -> None:
 
 def _without_phase(run: Experiment, phase: str) -> str | None:
     """What would give the run this phase; None where it has it."""
-    external = run.chosen is not None and run.chosen.external
     if run.launch.share_gpu and phase in PHASES_AFTER_CHECK:
         return "launch.share_gpu=false"
     if phase.startswith("check_"):
@@ -139,7 +138,7 @@ def _without_phase(run: Experiment, phase: str) -> str | None:
     needed = {
         "trials": (run.has_trials, "an option that is best, or attention=auto attention.trials=2"),
         "energy": (run.energy, "energy=true on a GPU"),
-        "phases": (run.phases and not external, "a variant of ours" if external else "phases=true"),
+        "phases": (run.phases and not run.is_peer, "a variant of ours" if run.is_peer else "phases=true"),
         "profiler": (run.timing.method == "profiler", "timing=profiler"),
         "baseline": (run.baseline != "none", "baseline=single"),
     }

@@ -53,7 +53,7 @@ def check_nvtx(run: Experiment, cfg: DictConfig) -> None:
         return
     if run.device != "cuda":
         raise InvalidConfig("nvtx=true: NVTX ranges are for nsys, on GPUs; on a CPU timing=profiler writes a trace")
-    if not run.phases or (run.chosen is not None and run.chosen.external):
+    if not run.phases or run.is_peer:
         raise InvalidConfig("nvtx=true: names the phases, and this run has none; use phases=true and a variant of ours")
 
 

@@ -209,22 +209,3 @@ def test_a_packages_function_without_a_parameter_is_named_with_what_is_used_inst
     assert private.Functions("none is used", forward=("_fwd",)).of(package).forward is forward
     wrong = private.Functions("none is used", forward=("_fwd", "causal")).wrong(package)
     assert wrong == "flash._fwd has no parameter causal: none is used"
-
-
-class RingComm:
-    """Lacks what the patch takes."""
-
-    def commit(self): ...
-
-
-def test_a_ring_of_another_form_is_not_patched():
-    commit = RingComm.commit
-    with pytest.warns(UserWarning, match=r"RingComm has no _process_group: over gloo a rank alone"):
-        private.let_gloo_send_to_itself(RingComm)
-    assert RingComm.commit is commit
-
-
-def test_a_load_balance_option_that_is_gone_is_refused(monkeypatch):
-    monkeypatch.setattr(private, "torch_cp", lambda: SimpleNamespace(_cp_options=SimpleNamespace()))
-    with pytest.raises(RuntimeError, match="has no enable_load_balance: use another variant"):
-        private.torch_cp_load_balance(True)

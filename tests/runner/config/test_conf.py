@@ -18,7 +18,7 @@ from attention.autotune.choice import AUTO, OPTIONS
 from attention.geometry.options import BEST
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
-from attention.variants.registry import EXTERNAL, MIXTURES, VARIANTS, everything
+from attention.variants.registry import MIXTURES, VARIANTS
 from runner import rounds
 from runner.config.masks import NONE
 from runner.config.overrides import groups, problem
@@ -27,6 +27,7 @@ from runner.config.rules import model as model_rules
 from runner.config.schema import MODELS, TIMING_METHODS
 from runner.config.values import InvalidConfig
 from runner.measure.attention_work import DTYPES
+from runner.peers import PEERS, everything
 from tests.support.composing import composed, configured, resolved
 
 HERE = Path(__file__).parent
@@ -213,9 +214,7 @@ def test_a_preset_as_longnet_mixes_differs_in_that_alone(name):
 @pytest.mark.slow
 def test_other_packages_with_settings_are_at_their_best_in_experiments():
     settings = {choice.removesuffix("_best") for choice in groups()["attention"] if choice.endswith("_best")}
-    assert settings == {
-        name for name, x in EXTERNAL.items() if any(x.options.choices(o, 4, 4) for o in x.options.names())
-    }
+    assert settings == {name for name, x in PEERS.items() if any(x.options.choices(o, 4, 4) for o in x.options.names())}
     for name in groups()["experiment"]:
         params = plain(composed(f"+experiment={name}", return_hydra_config=True).hydra.sweeper.params)
         assert not settings & set(str(params.get("attention", "")).split(",")), name

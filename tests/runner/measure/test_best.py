@@ -4,8 +4,8 @@ import pytest
 
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.base import setting_label
-from attention.variants.registry import variant
 from runner.config.values import InvalidConfig
+from runner.peers import variant
 from tests.jobs import program
 from tests.support.composing import resolved
 

@@ -7,16 +7,16 @@ import torch
 
 import attention
 from attention.errors import UnsupportedCall
-from runner.peers import dilated
 from attention.geometry.counts import head_pairs
 from attention.kernels import KERNELS
-from attention.runtime.private import stand_ins
-from attention.variants.registry import EXTERNAL, MIXTURES
+from attention.variants.registry import MIXTURES
 from runner.measure import metrics
+from runner.peers import PEERS, dilated, function
+from runner.peers.flash_functions import stand_ins
 from tests.jobs import dilated as jobs
 from tests.support.composing import resolved
 
-LACKS = EXTERNAL["external_dilated"].missing("cpu")
+LACKS = PEERS["external_dilated"].missing("cpu")
 installed = pytest.mark.skipif(LACKS is not None, reason=str(LACKS))
 SERVED = dilated.Served(KERNELS["math"])
 
@@ -151,7 +151,7 @@ def test_the_import_leaves_no_xformers_behind():
 
 
 def call(heads=4, tokens=48, kv_heads=None, segments=(12, 24), rates=(1, 2), **how):
-    fn = attention.make("external_dilated", kernel="math", segments=list(segments), rates=list(rates))
+    fn = function.make("external_dilated", kernel="math", segments=list(segments), rates=list(rates))
     return fn(*inputs(heads, tokens, kv_heads), **how)
 
 
@@ -160,7 +160,10 @@ def call(heads=4, tokens=48, kv_heads=None, segments=(12, 24), rates=(1, 2), **h
 def test_the_variant_gives_the_numbers_of_dilated_on_the_same_pairs(causal):
     q, k, v = inputs(6)
     how = {"segments": [12, 24, 96], "rates": [1, 2, 4]}  # the last segment is the whole sequence
-    theirs, ours = (attention.make(name, kernel="math", **how) for name in ("external_dilated", "dilated"))
+    theirs, ours = (
+        function.make("external_dilated", kernel="math", **how),
+        attention.make("dilated", kernel="math", **how),
+    )
     found, expected = (fn(q, k, v, causal=causal) for fn in (theirs, ours))
     dout = torch.randn_like(found)
     pairs = zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (found, expected)), strict=True)
@@ -180,7 +183,7 @@ def test_the_variant_gives_the_numbers_of_dilated_on_the_same_pairs(causal):
         ({"tokens": 40, "segments": (16, 44)}, "seq_len=40: external_dilated needs a multiple of its segments [16, 40]; 32 would work, or dilated"),
         ({"segments": (12,), "rates": (1,)}, "segments: with one pair of rate 1, external_dilated has no backward; use several pairs, or dilated"),
         ({"scale": 0.5}, "scale: external_dilated ignores it; leave the scale out, or use dilated"),
-        ({"padding": 3}, "padding=3: external_dilated would attend it; use padding=0, or dilated"),
+        ({"padding": 3}, "padding=3: external_dilated has none here; our own variants take padding"),
         ({"window": (3, 0)}, "window=(3, 0): external_dilated takes full and causal attention only; leave masks and windows out"),
         ({"softcap": 2.0}, "softcap: external_dilated has none here; our own variants take softcap"),
         ({"sinks": torch.zeros(4)}, "sinks: external_dilated has none here; our own variants take sinks"),
@@ -199,14 +202,14 @@ def test_a_packed_batch_is_refused():
     with pytest.raises(
         ValueError, match="a packed batch of 2 sequences: external_dilated takes batches of single sequences"
     ):
-        attention.make("external_dilated", segments=[12, 24], rates=[1, 2])(x, x, x, cu_seqlens=[0, 24, 48])
+        function.make("external_dilated", segments=[12, 24], rates=[1, 2])(x, x, x, cu_seqlens=[0, 24, 48])
 
 
 @pytest.mark.parametrize("tokens", (4096, 65536))
 def test_its_default_pairs_are_those_of_dilated(tokens):
     of = [
         v.problem((0, tokens), 1, attention.masks.causal(), {})
-        for v in (EXTERNAL["external_dilated"], MIXTURES["dilated"])
+        for v in (PEERS["external_dilated"], MIXTURES["dilated"])
     ]
     assert of[0].schedule == of[1].schedule and of[0].form == of[1].form
 

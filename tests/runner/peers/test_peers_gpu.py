@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from attention.kernels import KERNELS
-from attention.variants.registry import EXTERNAL
 from runner.environment import gpu_count
 from runner.launch.files import WorldSpec
-from tests.jobs import dilated, external
+from runner.peers import PEERS
+from tests.jobs import dilated, peers
 from tests.support.composing import resolved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
 WORLDS = sorted({1, gpu_count() or 1})
-FLASH_CALLERS = [name for name, package in EXTERNAL.items() if package.needs in ("ring_flash_attn", "yunchang")]
+FLASH_CALLERS = [name for name, package in PEERS.items() if package.needs in ("ring_flash_attn", "yunchang")]
 SAME_KERNELS = ["flash2", "sdpa_cudnn", *(["flash4"] if "flash4" in KERNELS else [])]
 
 
@@ -38,7 +38,7 @@ def base(world, **other):
 
 
 def able(name, kernel="auto"):
-    reason = EXTERNAL[name].missing("cuda") or (KERNELS[kernel].missing("cuda") if kernel != "auto" else None)
+    reason = PEERS[name].missing("cuda") or (KERNELS[kernel].missing("cuda") if kernel != "auto" else None)
     if reason:
         pytest.skip(reason)
 
@@ -49,7 +49,7 @@ def able(name, kernel="auto"):
 def test_pytorchs_context_parallel(in_world, rotate, kernel, world):
     able("torch_cp", kernel)
     cases = [base(world), base(world, kv_heads=16), base(world, causal=False), base(world, batch=2), base(world)]
-    found = in_world(external.compare, world, name="torch_cp", options={"rotate": rotate}, cases=cases, dtype="bf16", kernel=kernel)  # fmt: skip
+    found = in_world(peers.compare, world, name="torch_cp", options={"rotate": rotate}, cases=cases, dtype="bf16", kernel=kernel)  # fmt: skip
     near(found, kernel)
 
 
@@ -59,20 +59,20 @@ def test_pytorchs_context_parallel(in_world, rotate, kernel, world):
 def test_a_package_over_each_local_kernel(in_world, name, kernel, world):
     able(name, kernel)
     cases = [base(world), base(world, kv_heads=16)]
-    if not EXTERNAL[name].causal_only:
+    if not PEERS[name].causal_only:
         cases.append(base(world, causal=False))
-    if EXTERNAL[name].packs:
+    if PEERS[name].packs:
         cases.append(base(world, packs=[0, 64 * world, 320 * world + 1, 512 * world]))
     elif name != "usp_yunchang":
         cases.append(base(world, kv_heads=1, batch=2))
-    near(in_world(external.compare, world, name=name, options={}, cases=cases, dtype="bf16", kernel=kernel), kernel)
+    near(in_world(peers.compare, world, name=name, options={}, cases=cases, dtype="bf16", kernel=kernel), kernel)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", FLASH_CALLERS)
 def test_a_packages_own_kernel_is_flash_attention_2(in_world, name, world):
     able(name)
-    near(in_world(external.compare, world, name=name, options={}, cases=[base(world)], dtype="bf16"), "flash2")
+    near(in_world(peers.compare, world, name=name, options={}, cases=[base(world)], dtype="bf16"), "flash2")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -80,7 +80,7 @@ def test_a_packages_own_kernel_is_flash_attention_2(in_world, name, world):
 def test_transformer_engine(in_world, comm, world):
     able("transformer_engine")
     cases = [base(world, local="sdpa_cudnn"), base(world, kv_heads=16, local="sdpa_cudnn")]
-    near(in_world(external.compare, world, name="transformer_engine", options={"cp_comm_type": comm}, cases=cases, dtype="bf16"))  # fmt: skip
+    near(in_world(peers.compare, world, name="transformer_engine", options={"cp_comm_type": comm}, cases=cases, dtype="bf16"))  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", ("auto", *SAME_KERNELS))
