@@ -63,11 +63,11 @@ class Peer(ContextParallel):
         return plan
 
     def _planned(self, spec: CallSpec) -> Plan:
+        self._check(spec)
         package, shape = self.package, spec.shape
         mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, spec.mask)
         problem = package.problem(spec.cu_seqlens, self.world, mask, self.options)
         self.options.check(shape.heads, shape.kv_heads, self.world)
-        self._check(spec)
         scaled = spec.scale != positive(None, shape.head_dim)
         if reason := package.refuses(problem, shape.heads, shape.kv_heads, scaled, shape.backward):
             raise UnsupportedCall(reason)

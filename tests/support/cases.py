@@ -83,7 +83,7 @@ class Case:
 
 
 def variants() -> dict[str, Any]:
-    """Ours by name: what the library lists beside external packages and `auto`."""
+    """The library's by name, without mixtures and `auto`."""
     from attention.variants.registry import VARIANTS
 
     return dict(VARIANTS)
