@@ -78,12 +78,11 @@ class Calls:
         self.number += 1
         self.place, self.timeout_s = (self.number, ""), timeout_s
 
-    @contextmanager
-    def backward(self, number: int) -> Iterator[None]:
+    def backward(self, number: int) -> Calls:
         """The context of the backward of that call."""
-        with self:
-            self.place = (number, "backward")
-            yield
+        self.__enter__()
+        self.place = (number, "backward")
+        return self
 
     @property
     def compare(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import wraps
 from pickle import PicklingError
 from typing import Any, Literal, TypeVar, cast, overload
@@ -22,6 +22,7 @@ from attention.arguments import (
     check_no_window,
     check_padding,
     check_prefix,
+    check_transforms,
     process_group,
     rank_and_world,
     signed,
@@ -37,7 +38,8 @@ from attention.geometry.layouts import CuSeqlens, Shard, beyond
 from attention.geometry.options import Options
 from attention.kernels.fit import fit
 from attention.masks.mask import Mask
-from attention.planner import Plans, call_spec, padded_layout, plan_of
+from attention.planner import call_spec, padded_layout, plan_of
+from attention.plans import NO_WINDOW, Plans, Prepared, call_key, key_of_more
 from attention.reduction.lse_merge import merge
 from attention.replay import check_old_option, check_replay
 from attention.runtime import private
@@ -311,10 +313,9 @@ class ContextParallel:
         return padded_layout(self, padding).shards(lengths, self.world)
 
     @_not_compiled
-    @_noted
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
-        window: tuple[int, int] = (-1, -1), cu_seqlens: Lengths = None, mask: Mask | None = None,
+        window: tuple[int, int] = NO_WINDOW, cu_seqlens: Lengths = None, mask: Mask | None = None,
         kv_tokens: int | None = None, kv_lengths: Lengths = None, prefix: tuple[Tensor, Tensor] | None = None,
         prefix_tokens: int | None = None, padding: int = 0, sinks: Tensor | None = None, softcap: float | None = None,
         dropout: float = 0.0, return_lse: bool = False, **unknown: Any,
@@ -353,46 +354,69 @@ class ContextParallel:
         uses the LSE undetached. The backward reads out, so write `out = out + x`, not `out += x`.
         Raises ValueError for shapes, masks or lengths that the variant can't do, UnsupportedCall (a ValueError)
         when the kernel can't, and TypeError for an unknown argument."""
-        self.calls.begin(self.agreement_s)
-        if dropout or unknown:
-            check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
-            raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
-        given = {
-            "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask,
-            "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "sinks": sinks, "softcap": softcap,
-        }  # fmt: skip
-        if prefix is not None or prefix_tokens is not None:
-            found = self._with_prefix(q, k, v, given, prefix, prefix_tokens)
-        else:
-            found = self._attend(q, k, v, given, return_lse)
-        return found if return_lse else found[0]
+        with self.calls:
+            self.calls.begin(self.agreement_s)
+            check_transforms()
+            if dropout or unknown:
+                check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
+                raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+            key: Hashable = None
+            prepared: Prepared | None = None
+            if kv_tokens is kv_lengths is prefix is prefix_tokens is None and not self.variant.decode:
+                more: Hashable = ()
+                if not (
+                    window is NO_WINDOW and scale is softcap is mask is sinks is cu_seqlens is None and padding == 0
+                ):
+                    more = key_of_more(scale, window, softcap, mask, sinks, cu_seqlens, padding)
+                key = call_key(q, k, v, causal, return_lse, more)
+                prepared = self.plans.prepared.get(key)
+            if prepared is None:
+                given = {
+                    "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask,
+                    "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "sinks": sinks, "softcap": softcap,
+                }  # fmt: skip
+                if prefix is not None or prefix_tokens is not None:
+                    out, lse = self._with_prefix(q, k, v, given, prefix, prefix_tokens)
+                    return (out, lse) if return_lse else out
+                prepared = self._prepared(q, k, v, **given, return_lse=return_lse)
+                if key is not None:
+                    self.plans.prepare(key, prepared)
+            elif prepared.packed is not None:
+                self.plans.use_packed(prepared.packed)
+            out, lse = self._attend(q, k, v, sinks, prepared)
+            return (out, lse) if return_lse else out
+
+    def _prepared(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Prepared:
+        """A checked call, with its plan."""
+        self._check_group(communicates=True)
+        spec = call_spec(self, q, k, v, **given)
+        plan = plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
+        real = spec.cu_seqlens[-1]
+        padded = beyond(self._shards((0, real), spec.padding)[self.rank], real) if spec.padding else ()
+        return Prepared(plan, given.get("scale"), tuple(padded), spec.mask, spec if spec.packed else None)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], return_lse: bool
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: Prepared
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, LSE); the LSE is valid only with `return_lse`. given: the call's arguments other than q, k and v."""
-        plan = self.plan(q, k, v, **given, return_lse=return_lse)
+        """(out, LSE); the LSE is valid only if the call returns it."""
+        plan = prepared.plan
         hold_for_caller(plan.transport.captured)
-        at = self._padding_at(plan.problem.cu_seqlens[-1], given["padding"], q.device)
-        if at is not None:  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
+        at = None
+        if (
+            prepared.padding
+        ):  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
+            at = token_indices(prepared.padding, q.device)
             q, k, v = (x.index_fill(token_dim(x), at, 0) for x in (q, k, v))
         if self.check and self.world > 1 and not self.layout.replicated:
             check_shards({"k": k, "v": v} if self.variant.decode else {"q": q, "k": k, "v": v}, self.group)
-        q, k, v = fit((signed(q, given["scale"]), k, v), plan.kernel.align)
-        sinks = None if given["sinks"] is None else given["sinks"].contiguous()
+        if prepared.scale is not None:
+            q = signed(q, prepared.scale)
+        q, k, v = fit((q, k, v), plan.kernel.align)
         out, lse = attend(q, k, v, sinks, plan, self.graphs if plan.graphs else None)
         if at is not None:  # a band does not exclude the padding's queries
             out = out.index_fill(token_dim(q), at, 0)
-            lse = lse.index_fill(-1, at, -torch.inf) if return_lse and lse is not None else lse
+            lse = None if lse is None else lse.index_fill(-1, at, -torch.inf)
         return out, lse
-
-    def _padding_at(self, tokens: int, padding: int, device: torch.device) -> Tensor | None:
-        """Where this rank's shard of so many tokens has padding; None where it has none."""
-        if not padding:
-            return None
-        real = tokens - padding
-        intervals = beyond(self._shards((0, real), padding)[self.rank], real)
-        return token_indices(intervals, device) if intervals else None
 
     def _with_prefix(
         self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], prefix: object, tokens: int | None
@@ -413,9 +437,7 @@ class ContextParallel:
     @_noted
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
         """The plan of a call with these arguments: the schedule bound to this rank, its kernel and its transport."""
-        self._check_group(communicates=True)
-        spec = call_spec(self, q, k, v, **given)
-        return plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
+        return self._prepared(q, k, v, **given).plan
 
     def _check_group(self, communicates: bool = False) -> None:
         """Raises ValueError if the function has no process group, and either there is one now or it needs one."""

@@ -92,6 +92,15 @@ def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
         raise TypeError(f"{name}: a call has no such argument; {ELSEWHERE.get(name) or nearest(name, known)}")
 
 
+def check_transforms() -> None:
+    """Raises UnsupportedCall within a function transform or forward-mode differentiation."""
+    if private.transformed.function():
+        raise UnsupportedCall(
+            "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
+            "torch.autograd.grad, and give a batch as the first dim"
+        )
+
+
 def check_plain(name: str, x: object) -> None:
     """Raises ValueError unless x is a dense tensor in this rank's memory."""
     if not isinstance(x, Tensor):
@@ -106,14 +115,9 @@ def check_plain(name: str, x: object) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -> None:
-    """Kind, shapes, dtype and device of q, k and v. Raises ValueError, and UnsupportedCall within a function transform."""
+    """Kind, shapes, dtype and device of q, k and v. Raises ValueError."""
     if decode and packed:
         raise ValueError("cu_seqlens: a decode takes a batch of single sequences, [B, Sq, H, D] and [B, N, Hk, D]")
-    if private.transformed():
-        raise UnsupportedCall(
-            "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
-            "torch.autograd.grad, and give a batch as the first dim"
-        )
     dims = 3 if packed else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_plain(name, x)
@@ -229,15 +233,18 @@ def check_cu_seqlens(cu_seqlens: Lengths, total: int) -> CuSeqlens:
     """The cumulative lengths as integers on the CPU; (0, total) for None. total: the global number of tokens.
 
     Raises ValueError unless they are integers that rise from 0 to total."""
-    if cu_seqlens is None:
-        return 0, total
+    return (0, total) if cu_seqlens is None else _rising(whole_lengths(cu_seqlens), total)
+
+
+def whole_lengths(cu_seqlens: Tensor | Iterable[Any]) -> CuSeqlens:
+    """As integers on the CPU. Raises ValueError unless they are integers."""
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
             raise ValueError(
                 f"cu_seqlens is {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}: must be an integer tensor, int32 or int64, of shape [n + 1]; "
                 "give cu_seqlens.to(torch.int32)"
             )
-        return _rising(on_host(cu_seqlens), total)
+        return on_host(cu_seqlens)
     if not isinstance(cu_seqlens, Iterable):
         raise ValueError(
             f"cu_seqlens={cu_seqlens!r}: must be cumulative lengths from 0 to the total; for instance [0, 100, 512]"
@@ -248,7 +255,7 @@ def check_cu_seqlens(cu_seqlens: Lengths, total: int) -> CuSeqlens:
             cu = tuple(map(index, cu))
         except TypeError:
             raise ValueError(f"cu_seqlens={_shown(cu)}: must be integers; give numbers of tokens") from None
-    return _rising(cu, total)
+    return cu
 
 
 @lru_cache(maxsize=MOST)

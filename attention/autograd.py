@@ -4,6 +4,7 @@ refused, since the communication in a backward is not differentiable."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,17 +20,19 @@ from attention.runtime import private
 from attention.runtime.uploads import hold_for_caller
 from attention.transports import Transport
 
+OUT = 3  # the place of the result in what executors save: q, k, v, out, lse
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, graphs: GraphReplay | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts."""
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts; the lse if the plan wants it.
+    The same function serves all calls of a plan: a checkpointed layer must save as many tensors each time."""
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks.contiguous())
     if wants_gradient(*inputs):
         out, lse, _ = _Attention.apply(plan, graphs, *inputs)
         return out, lse
-    with torch.no_grad():
-        out, lse, *_ = _forward(inputs, plan, graphs, False)
+    out, lse = _forward(inputs, plan, graphs, False)
     # autograd forbids in-place changes to a view that was made under no_grad
     return (out.data if private.is_view(out) and not out.is_inference() else out), lse
 
@@ -65,30 +68,33 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, plan: Plan, graphs: GraphReplay | None, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         out, lse, *saved = _forward(inputs, plan, graphs, True)
-        node = inputs[0].new_empty(0)
+        # a saved result connects the gradients to autograd's graph; where no result is saved, an empty one does
+        node = None if saved[OUT] is out else out.new_empty(0)
         ctx.save_for_backward(*saved, node)
         ctx.plan, ctx.graphs, ctx.call = plan, graphs, plan.transport.calls.number
         ctx.set_materialize_grads(False)  # an LSE that no loss uses has no gradient, rather than zeros
         ctx.like = out.shape, out.dtype, out.device
-        return out, lse, node
+        return out, lse if plan.want_lse else None, node
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        plan: Plan = ctx.plan
         *saved, node = ctx.saved_tensors
         if dout is None:  # other ranks may have a gradient, and communicate with this rank
             shape, dtype, device = ctx.like
             dout = torch.zeros(shape, dtype=dtype, device=device)
-        hold_for_caller(ctx.plan.transport.captured)
-        with torch.no_grad(), ctx.plan.transport.calls.backward(ctx.call):
+        hold_for_caller(plan.transport.captured)
+        no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()  # enabled to create a graph
+        with no_grad, plan.transport.calls.backward(ctx.call):
             if dlse is not None:
                 raise UnsupportedCall(
                     "lse: the loss depends on it, and it has no gradient; give lse.detach() to treat it as a constant"
                 )
-            (given,) = fit((dout.contiguous(),), ctx.plan.kernel.align)
-            grads = _backward(given, saved, ctx.plan, ctx.graphs)
-        return None, None, *_first_order(grads, dout, node, ctx.plan.variant.name)
+            (given,) = fit((dout.contiguous(),), plan.kernel.align)
+            grads = _backward(given, saved, plan, ctx.graphs)
+        return None, None, *_first_order(grads, dout, saved[OUT] if node is None else node, plan.variant.name)
 
 
 class Unshard(torch.autograd.Function):
@@ -148,5 +154,5 @@ class _FirstOrder(torch.autograd.Function):
 def _first_order(grads: Sequence[Tensor], dout: Tensor, node: Tensor, what: str) -> Sequence[Tensor]:
     """The gradients of a function, such that their own derivatives, by dout or by the function's inputs, are refused.
 
-    node: an empty result of the function. It connects to the inputs in autograd's graph without their memory."""
+    node: a result of the function. It connects to the inputs in autograd's graph."""
     return _FirstOrder.apply(what, dout, node, *grads) if torch.is_grad_enabled() else grads

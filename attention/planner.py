@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -47,6 +46,7 @@ from attention.masks.mask import Mask
 from attention.masks.padded import Padded
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of, of_sequences
+from attention.plans import Plans
 from attention.replay import takes_graphs
 from attention.tensors import on_host, tokens
 from attention.transports import Transport
@@ -54,9 +54,7 @@ from attention.variants.base import Variant, takers
 
 Connect = Callable[[torch.device], Transport]
 
-MOST_PLANS = 256
 MOST_LENGTHS = 9  # of cu_seqlens that an error message shows
-MOST_PACKED_PLANS = 64  # plans of packed batches: index tables make them large
 
 
 class Settings(Protocol):
@@ -142,28 +140,6 @@ def call_spec(
         device=q.device,
         want_lse=return_lse,
     )
-
-
-class Plans(dict[Hashable, Plan]):
-    """The plans of one function, by call. Beyond `MOST_PLANS` the oldest plan is dropped. Beyond `MOST_PACKED_PLANS` plans of
-    packed batches, the least recently used of these is dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed: OrderedDict[Hashable, None] = OrderedDict()  # keys of packed batches, the last used at the end
-        self.made = 0  # plans so far, also those that are gone
-
-    def add(self, key: Hashable, plan: Plan) -> None:
-        self.made += 1
-        while len(self) >= MOST_PLANS:
-            self.pop(next(iter(self)))
-        self[key] = plan
-
-    def use_packed(self, key: Hashable) -> None:
-        self.packed[key] = None
-        self.packed.move_to_end(key)
-        if len(self.packed) > MOST_PACKED_PLANS:
-            self.pop(self.packed.popitem(last=False)[0], None)
 
 
 def plan_of(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
-from attention.geometry.layouts import CuSeqlens, Shard
+from attention.geometry.layouts import CuSeqlens, Shard, sizes_of
 from attention.geometry.mixtures import Component, Meeting, components, meeting
 from attention.geometry.schedules import Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
@@ -135,6 +135,15 @@ class Plan:
     @cached_property
     def local_kv_apart(self) -> bool:
         return local_kv_apart(self.problem, self.rank)
+
+    @cached_property
+    def only_call(self) -> Call | None:
+        """The call of a plan that is one call of all its queries and all its local KV, of which no rank pulls."""
+        if len(self.steps) != 1 or len(self.steps[0].calls) != 1 or self.steps[0].most:
+            return None
+        (each,), problem = self.steps[0].calls, self.problem
+        tokens = sizes_of(problem.layout, problem.cu_seqlens, problem.world)[self.rank]
+        return each.call if each.q == each.k == ((0, tokens),) else None
 
     @cached_property
     def gathering(self) -> Move:

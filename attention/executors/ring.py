@@ -36,6 +36,13 @@ Saved = tuple[Tensor, ...]
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
     """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards. sinks: `[H]`."""
+    if plan.only_call is not None:
+        with phase("comp_block", 0):
+            out, lse = plan.kernel.forward(q, k, v, plan.only_call)
+        if sinks is not None:
+            with phase("comp_merge", 1):
+                out, lse = with_sinks(out, lse, sinks)
+        return out, lse, saved_with(sinks, q, k, v, out, lse)
     total = Accumulator(result_like(q, v), [each.q for step in plan.steps for each in step.calls])
     with closing(_publish(k, v, plan, head_groups(q.shape[-2], k.shape[-2], None))) as local:
         arriving = _step_keys(local, (0, 0))
@@ -64,9 +71,9 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None)
 
 def _backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None) -> Triple:
     q, k, v, out, lse = saved
-    if len(plan.steps) == 1 and len(plan.steps[0].calls) == 1 and _covers(plan.steps[0].calls[0], q, k):
+    if plan.only_call is not None:
         with phase("comp_block", 0):
-            return plan.kernel.backward(dout, q, k, v, out, lse, plan.steps[0].calls[0].call, into)
+            return plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, into)
     groups = _backward_groups(q, k, plan)
     before = plan.priority_stream(len(groups))
     if into is None and (len(groups) > 1 or before.apart):

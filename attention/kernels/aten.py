@@ -81,6 +81,9 @@ class _CpuRectangles:
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
+CPU_RECTANGLES = _CpuRectangles()
+
+
 @fitted
 class SdpaFlash:
     name = "sdpa_flash"
@@ -100,14 +103,14 @@ class SdpaFlash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         if q.is_cuda:
             return FLASH_ATTENTION_2.forward(q, k, v, call, into)
-        return decompose.forward(_CpuRectangles(), q, k, v, call, into)
+        return decompose.forward(CPU_RECTANGLES, q, k, v, call, into)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         if q.is_cuda:
             return FLASH_ATTENTION_2.backward(dout, q, k, v, out, lse, call, into)
-        return decompose.backward(_CpuRectangles(), dout, q, k, v, out, lse, call, into)
+        return decompose.backward(CPU_RECTANGLES, dout, q, k, v, out, lse, call, into)
 
 
 @fitted
@@ -445,7 +448,7 @@ def _deterministic(on: bool) -> Iterator[None]:
 
 
 def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2) for x in xs)
+    return tuple([x.transpose(1, 2) for x in xs])
 
 
 def repeat_heads(x: Tensor, groups: int) -> Tensor:

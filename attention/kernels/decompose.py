@@ -94,15 +94,23 @@ def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, i
         )
         out.zero_()
         lse.fill_(-torch.inf)
+        dense = call.under(call.mask)
         for (a, b), (c, d) in _sequences(call):
             if b > a and d > c:
-                o, part_lse = _dense_forward(primitive, q[None, a:b], k[None, c:d], v[None, c:d], call)
+                o, part_lse = _dense_forward(primitive, q[None, a:b], k[None, c:d], v[None, c:d], dense)
                 out[a:b], lse[:, a:b] = o[0], part_lse[0]
         return out, lse
     return settle(_dense_forward(primitive, q, k, v, call), into)
 
 
+def _whole(mask: Band, sq: int, sk: int) -> bool:
+    """Whether all queries and keys are one part."""
+    return sq > 0 < sk and (mask.full or (mask.causal and sq == sk))
+
+
 def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+    if _whole(call.mask, q.shape[1], k.shape[1]):
+        return primitive.rectangle(q, k, v, call)
     pieces = parts(call.mask, q.shape[1], k.shape[1])
     total = Accumulator(result_like(q, v), [(rows,) for rows, _, _ in pieces])
     for rows, keys, mask in pieces:
@@ -126,6 +134,7 @@ def backward(
         dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         for x in (dq, dk, dv):
             x.zero_()
+        dense = call.under(call.mask)
         for (a, b), (c, d) in _sequences(call):
             if b > a and d > c:
                 grads = _dense_backward(
@@ -136,7 +145,7 @@ def backward(
                     v[None, c:d],
                     out[None, a:b],
                     lse[None, :, a:b],
-                    call,
+                    dense,
                 )
                 dq[a:b], dk[c:d], dv[c:d] = (g[0] for g in grads)
         return dq, dk, dv
@@ -146,6 +155,8 @@ def backward(
 def _dense_backward(
     primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> Triple:
+    if _whole(call.mask, q.shape[1], k.shape[1]):
+        return primitive.rectangle_backward(dout, q, k, v, out, lse, call)
     pieces = parts(call.mask, q.shape[1], k.shape[1])
     queries = Sum([q], [(rows,) for rows, _, _ in pieces])
     keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces])

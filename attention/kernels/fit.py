@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from attention.kernels.interface import Call, Pair, Triple, settle
 
 K = TypeVar("K", bound=type)
+R = TypeVar("R")
 
 
 def fitted(kernel: K) -> K:
@@ -22,15 +22,12 @@ def fitted(kernel: K) -> K:
     align: int = kernel.align  # type: ignore[attr-defined]
     forward, backward, splits = kernel.forward, kernel.backward, getattr(kernel, "splits", None)  # type: ignore[attr-defined]
 
-    @wraps(forward)
     def fitted_forward(self: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        with _without_autocast(q):
-            q, k, v = fit((q, k, v), align)
-            if into is None or fits(into[0], align):
-                return forward(self, q, k, v, call, into)
-            return settle(forward(self, q, k, v, call, (_dense_like(into[0]), into[1])), into)
+        q, k, v = fit((q, k, v), align)
+        if into is None or fits(into[0], align):
+            return forward(self, q, k, v, call, into)
+        return settle(forward(self, q, k, v, call, (_dense_like(into[0]), into[1])), into)
 
-    @wraps(backward)
     def fitted_backward(
         self: Any,
         dout: Tensor,
@@ -42,29 +39,28 @@ def fitted(kernel: K) -> K:
         call: Call,
         into: Triple | None = None,
     ) -> Triple:
-        with _without_autocast(q):
-            dout, q, k, v, out = fit((dout, q, k, v, out), align)
-            if into is None or all(fits(x, align) for x in into):
-                return backward(self, dout, q, k, v, out, lse, call, into)
-            dq, dk, dv = (x if fits(x, align) else _dense_like(x) for x in into)
-            return settle(backward(self, dout, q, k, v, out, lse, call, (dq, dk, dv)), into)
+        dout, q, k, v, out = fit((dout, q, k, v, out), align)
+        if into is None or all(fits(x, align) for x in into):
+            return backward(self, dout, q, k, v, out, lse, call, into)
+        dq, dk, dv = (x if fits(x, align) else _dense_like(x) for x in into)
+        return settle(backward(self, dout, q, k, v, out, lse, call, (dq, dk, dv)), into)
 
-    kernel.forward, kernel.backward = fitted_forward, fitted_backward  # type: ignore[attr-defined]
+    kernel.forward = _without_autocast(wraps(forward)(fitted_forward))  # type: ignore[attr-defined]
+    kernel.backward = _without_autocast(wraps(backward)(fitted_backward))  # type: ignore[attr-defined]
     if splits is not None:
 
         @wraps(splits)
         def fitted_splits(self: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-            with _without_autocast(q):
-                return splits(self, *fit((q, k, v), align), call)
+            return splits(self, *fit((q, k, v), align), call)
 
-        kernel.splits = fitted_splits  # type: ignore[attr-defined]
+        kernel.splits = _without_autocast(fitted_splits)  # type: ignore[attr-defined]
     return kernel
 
 
 def fit(xs: Sequence[Tensor], align: int = 1) -> Sequence[Tensor]:
     """The tensors, with copies of those that do not fit; differentiable."""
     for x in xs:
-        if not fits(x, align):
+        if not ((x.is_contiguous() and x.data_ptr() % align == 0) or fits(x, align)):  # the first holds for most
             return [x if fits(x, align) else _dense_like(x).copy_(x) for x in xs]
     return xs
 
@@ -92,6 +88,13 @@ def _dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+def _without_autocast(run: Callable[..., R]) -> Callable[..., R]:
+    @wraps(run)
+    def inner(self: Any, x: Tensor, *rest: Any, **named: Any) -> R:
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return run(self, x, *rest, **named)
+        with torch.autocast(device, enabled=False):
+            return run(self, x, *rest, **named)
+
+    return inner

@@ -402,7 +402,8 @@ def _band_wider() -> AbstractContextManager[object]:
     return changed(decompose, "band_matrix", make)
 
 
-def _parts_narrower() -> AbstractContextManager[object]:
+@contextmanager
+def _parts_narrower() -> Iterator[None]:
     """Of each part's keys the first is lost."""
 
     def make(original: Any) -> Any:
@@ -411,7 +412,8 @@ def _parts_narrower() -> AbstractContextManager[object]:
 
         return inner
 
-    return changed(decompose, "parts", make)
+    with changed(decompose, "parts", make), changed(decompose, "_whole", lambda original: lambda *args: False):
+        yield
 
 
 def _mask(of: Callable[[bool, tuple[int, int]], Band]) -> Callable[[], AbstractContextManager[object]]:
