@@ -68,7 +68,7 @@ def process_group(group: object) -> dist.ProcessGroup | None:
 
 def _text(value: object) -> str:
     """A wrong value in a message of one line."""
-    text = " ".join(str(value).split())
+    text = " ".join(repr(value).split())
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…"
 
 
@@ -388,7 +388,7 @@ def check_mask(mask: object) -> Mask | None:
     """The mask. Raises ValueError for anything else, such as a tensor."""
     if mask is None or isinstance(mask, Mask):
         return mask
-    what = f"a tensor {list(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else _text(repr(mask))
+    what = f"a tensor {list(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else _text(mask)
     raise ValueError(
         f"mask={what}: must be one of attention.masks, for instance masks.chunked(8192), or None; there are "
         f"{', '.join(masks.names())}"

@@ -113,7 +113,7 @@ def record() -> Iterator[Phases]:
         print(phases)
 
     The phases are complete when the block ends. On CUDA their times are those between events on the current stream, and
-    the end waits for the device. Launch replay is off meanwhile."""
+    the end waits for the device. CUDA graphs are off meanwhile."""
     phases, recorder = Phases(), Recorder(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
     whole: Any = recorder.span(WHOLE, NO_STEP)
     try:

@@ -48,7 +48,7 @@ def opened(path: Path, write: bool = False) -> Iterator[sqlite3.Connection]:
     if not path.is_file() and (path.exists() or not write):
         raise ValueError(f"{path}: no such file; `python -m runner.history add DIR` makes it")
     try:
-        mode = "rwc" if write else "ro"
+        mode = "rwc" if write else "rw"  # a reader takes back what a killed writer left, which needs to write
         with closing(
             sqlite3.connect(f"{path.resolve().as_uri()}?mode={mode}", WAIT_S, uri=True, isolation_level=None)
         ) as db:

@@ -41,7 +41,7 @@ REFUSED = {
     "mask=a tensor .16, 16. of torch.bool: must be one of attention.masks, .* chunked, prefix_lm": lambda call: call(
         torch.ones(16, 16, dtype=torch.bool)
     ),
-    "causal=False: must be True or False": lambda call: call(None, causal="False"),
+    "causal='False': must be True or False": lambda call: call(None, causal="False"),
     r"causal=\[\]: must be True or False": lambda call: call(None, causal=[]),
     r"scale=1e\+39: must be a finite number": lambda call: call(None, scale=1e39),
     r"softcap=1e\+39: must be a positive finite number": lambda call: call(None, softcap=1e39),

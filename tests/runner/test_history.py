@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -30,6 +32,17 @@ def at(commit: str | None, day: int, name: str = "zigzag", ms: float | None = 10
 def told(capsys, *arguments: str) -> tuple[int, str]:
     status = history.main(arguments)
     return status, capsys.readouterr().out
+
+
+# writes more than SQLite keeps in memory, and ends within its commit
+KILLED = """
+import os, sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute("pragma cache_size=1")
+db.execute("begin immediate")
+db.execute("update runs set result = result || ?", ["x" * 10000])
+os._exit(1)
+"""
 
 
 @pytest.fixture
@@ -61,6 +74,14 @@ def test_adding_twice_is_the_same_and_folders_need_not_stay(database, capsys):
         path.unlink()
     after = told(capsys)[1]
     assert after != before and "**slower (B/A 1.59" in after
+
+
+def test_what_a_killed_writer_left_is_taken_back_by_the_next_reader(database, capsys):
+    capsys.readouterr()
+    before = told(capsys)
+    subprocess.run([sys.executable, "-c", KILLED, str(database)], check=False)
+    assert database.with_name(f"{database.name}-journal").exists()
+    assert told(capsys) == before and before[0] == 0
 
 
 def test_samples_are_kept_and_decide_as_in_compare(tmp_path, monkeypatch, capsys):
