@@ -20,8 +20,13 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+GONE = {"cudnn_block_sparse": "it is gone; use cudnn_flex or flash4"}  # names that were once known
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest known ones, else all of them. Of `a` and `a.b` the hint gives `a` alone."""
+    if name in GONE:
+        return GONE[name]
     known = sorted(set(known))
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     close = [one for one in close if one.rpartition(".")[0] not in close]

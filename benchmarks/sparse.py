@@ -160,9 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="8192,32768,131072")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
-    parser.add_argument(
-        "--kernels", default=",".join([RECTANGLES, "flash4", "cudnn_flex", "cudnn_block_sparse", "flex"])
-    )
+    parser.add_argument("--kernels", default=",".join([RECTANGLES, "flash4", "cudnn_flex", "flex"]))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no row after so many")
     parser.add_argument("--json")
     options = parser.parse_args()

@@ -134,10 +134,9 @@ def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Set
         shape = replace(shape, packed=True)
     if reason := lacks(kernel, shape):
         return reason
-    if not problem.is_cut or kernel.name != "cudnn_block_sparse":
-        for band in bands_of(problem):
-            if reason := kernel.refuses(shape, band):
-                return reason
+    for band in bands_of(problem):
+        if reason := kernel.refuses(shape, band):
+            return reason
     for rank in range(problem.world):
         for pattern in (b.mask for step in steps(problem, rank) for b in step.blocks if isinstance(b.mask, Pattern)):
             ForPatterns(kernel, shape).check(Call(1.0, deterministic=setting.deterministic, pattern=pattern))

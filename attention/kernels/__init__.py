@@ -10,7 +10,6 @@ import torch
 
 from attention.errors import UnsupportedCall, nearest
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
-from attention.kernels.cudnn_block_sparse import CudnnBlockSparse
 from attention.kernels.cudnn_flex import CudnnFlex
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
@@ -69,7 +68,6 @@ _ALL: list[Kernel] = [
     Flash3(),
     Flash4(),
     CudnnFlex(),
-    CudnnBlockSparse(),
     Xformers(),
     Flex(),
     *_triton_kernels(),
@@ -159,11 +157,6 @@ def select_for_patterns(name: str, shape: Shape, masks: tuple[Band, ...], one_ea
     packed = replace(shape, packed=True)
     if name == "auto" and one_each and refusal(KERNELS["cudnn_flex"], packed, FULL) is None:
         name = "cudnn_flex"  # measured as the fastest for documents on an H200
-    if name == "cudnn_block_sparse":  # by itself or not at all: see `ForPatterns.check`
-        kernel = made_for(name, packed)
-        if reason := kernel.missing(shape.device) or lacks(kernel, packed):
-            raise UnsupportedCall(f"kernel={name}: {reason}; kernel=auto takes one that can")
-        return ForPatterns(kernel, shape)
     return ForPatterns(select(name, packed, masks), shape)
 
 

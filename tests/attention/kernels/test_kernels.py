@@ -181,6 +181,8 @@ def test_an_unknown_kernel_is_refused_with_the_nearest_or_all():
     with pytest.raises(ValueError) as error:
         select("?", shape(), (FULL,))
     assert all(name in str(error.value) for name in kernels.names())
+    with pytest.raises(ValueError, match="it is gone; use cudnn_flex or flash4"):
+        select("cudnn_block_sparse", shape(), (FULL,))
 
 
 REFUSED = [

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-NATIVE = ("flash4", "cudnn_flex", "cudnn_block_sparse", "flex")
+NATIVE = ("flash4", "cudnn_flex", "flex")
 COMPILED = {"flex": ("window_and_global", "block_dca", "rows_without_keys")}  # compiles for seconds a shape
 every_kernel = pytest.mark.parametrize("name", NATIVE)
 
@@ -96,7 +96,7 @@ def test_a_long_list_is_cut_in_parts():
 
 @every_kernel
 def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name):
-    whole = PATTERNS["block_sparse" if name == "cudnn_block_sparse" else "global_rows"]
+    whole = PATTERNS["global_rows"]
     q, k, v, dout, call = case(whole, 128)
     kernel = able(name, q, k, whole)
     cuts = [0, 256, whole.n_k]
@@ -123,7 +123,7 @@ def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name)
 
 @every_kernel
 def test_results_of_a_pattern_are_written_into_the_tensors_given(name):
-    pattern = PATTERNS["block_sparse" if name == "cudnn_block_sparse" else "window_and_global"]
+    pattern = PATTERNS["window_and_global"]
     q, k, v, dout, call = case(pattern, 128)
     kernel = able(name, q, k, pattern)
     out, lse = kernel.forward(q, k, v, call)
@@ -142,7 +142,7 @@ def test_results_of_a_pattern_are_written_into_the_tensors_given(name):
 
 @every_kernel
 def test_a_pattern_is_taken_without_a_batch(name):
-    pattern = PATTERNS["block_sparse" if name == "cudnn_block_sparse" else "window_and_global"]
+    pattern = PATTERNS["window_and_global"]
     q, k, v, dout, call = case(pattern, 128)
     assert_matches(able(name, q, k, pattern), *(x[0] for x in (q, k, v, dout)), call)
 
@@ -153,11 +153,8 @@ def test_what_a_kernel_cannot_do_is_done_by_rectangles_or_refused():
     columns = np.arange(6) * 128
     rows = rectangles([(0, 256, c, c + 100, -UNBOUNDED, UNBOUNDED) for c in columns])
     kernel = KERNELS["flash4"]
-    assert "adds gradients up" in (KERNELS["cudnn_block_sparse"].refuses_pattern(shape, window, True) or "")
     assert "add gradients up" in (kernel.refuses_pattern(shape, window, True) or "")
     assert "6 intervals of keys" in (kernel.refuses_pattern(shape, Pattern(256, 768, rows), False) or "")
-    with pytest.raises(UnsupportedCall, match="nor by packed calls"):
-        ForPatterns(KERNELS["cudnn_block_sparse"], shape).check(Call(0.1, pattern=window))
     if kernel.missing("cuda"):
         pytest.skip(kernel.missing("cuda"))
     for name in ("one_row", "documents", "window_and_global", "rows_without_keys"):
