@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from attention.geometry.layouts import CuSeqlens, Layout, Shard
+from attention.geometry.layouts import Chunks, CuSeqlens, Layout, Shard
 from attention.masks.band import Band, Intervals
 from attention.masks.mask import built
 from attention.masks.rectangles import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Rectangles, pairs
@@ -49,6 +49,17 @@ class Places:
         return Places(start[order], stop[order], at[order], of[order], step)
 
     @staticmethod
+    def in_chunks(table: Sequence[Sequence[int]], cu_seqlens: CuSeqlens) -> Places:
+        """Every sequence in equal chunks, of which rank r holds those with the numbers `table[r]`."""
+        number, cu = np.array(table, np.int64)[:, None, :], np.array(cu_seqlens, np.int64)  # [W, 1, chunks]
+        first, size = cu[:-1, None], np.diff(cu)[:, None] // number.size  # [sequences, 1]
+        start = first + number * size
+        at = np.cumsum(np.broadcast_to(size, start.shape[1:])).reshape(start.shape[1:]) - size
+        rank = np.arange(len(table))[:, None, None]
+        at, of = np.broadcast_to(at, start.shape), np.broadcast_to(rank, start.shape)
+        return Places.sorted(start.ravel(), (start + size).ravel(), at.ravel(), of.ravel())
+
+    @staticmethod
     def of_shards(shards: Sequence[Shard]) -> Places:
         """of: the number of the shard."""
         step = max((r.step for shard in shards for r in shard if len(r) > 1), default=1)
@@ -66,20 +77,9 @@ class Places:
     def only(self, of: int) -> Places:
         return self.where(self.of == of)
 
-    def without(self, of: int) -> Places:
-        return self.where(self.of != of)
-
     def numbered(self, of: Column | int) -> Places:
         """With other numbers of shards or buffers."""
         return replace(self, of=np.broadcast_to(np.asarray(of, np.int64), self.of.shape))
-
-    def by_shard(self) -> Places:
-        """Sorted by shard, then by where they lie in it: as a buffer that holds shard after shard."""
-        order = np.lexsort((self.at, self.of))
-        return Places(self.start[order], self.stop[order], self.at[order], self.of[order], self.step)
-
-    def resorted(self) -> Places:
-        return Places.sorted(self.start, self.stop, self.at, self.of, self.step)
 
     def beside(self, other: Places) -> Places:
         """These places and those of other buffers."""
@@ -119,6 +119,10 @@ class Places:
 
 @memo(lambda found, *_: len(found.start), 1 << 20)
 def layout_places(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Places:
+    layout.check(cu_seqlens, world)
+    if isinstance(layout.split, Chunks) and layout.inner == 1:
+        whole = cu_seqlens if layout.per_sequence else (0, cu_seqlens[-1])
+        return Places.in_chunks(layout.split.table(world), whole)
     return Places.of_shards(layout.shards(cu_seqlens, world))
 
 

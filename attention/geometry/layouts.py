@@ -17,6 +17,21 @@ CuSeqlens = tuple[int, ...]  # cumulative sequence lengths, first 0, last the to
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """A split into equal chunks: of W ranks, rank r holds the chunks with the numbers `of(r, W)`, in this order."""
+
+    of: Callable[[int, int], tuple[int, ...]]
+
+    def table(self, world: int) -> list[tuple[int, ...]]:
+        return [self.of(rank, world) for rank in range(world)]
+
+    def __call__(self, length: int, world: int) -> tuple[Shard, ...]:
+        table = self.table(world)
+        n = world * len(table[0])
+        return tuple(tuple(chunk(length, n, i) for i in numbers) for numbers in table)
+
+
+@dataclass(frozen=True)
 class Layout:
     """`split(length, world)` gives every rank's ranges of one sequence; a length must be a multiple of
     `chunks * world`, unless the shards may be `uneven`.
@@ -135,6 +150,9 @@ def size(shard: Shard) -> int:
 @lru_cache(maxsize=256)
 def sizes_of(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[int, ...]:
     """How many tokens each rank holds."""
+    if not layout.uneven:
+        layout.check(cu_seqlens, world)
+        return (cu_seqlens[-1] // (1 if layout.replicated else world),) * world
     return tuple(map(size, layout.shards(cu_seqlens, world)))
 
 
@@ -153,12 +171,6 @@ def chunk(length: int, n: int, i: int) -> range:
     return range(i * length // n, (i + 1) * length // n)
 
 
-def contiguous(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: piece r of W. Ring Attention (Liu et al., 2023); of a whole packed batch ring-flash-attention's llama3
-    (Zhu, 2024)."""
-    return tuple((chunk(length, world, r),) for r in range(world))
-
-
 def _replicated(length: int, world: int) -> tuple[Shard, ...]:
     """Every rank: everything, as the queries in Tree Attention (Shyam et al., 2024)."""
     return tuple((range(length),) for _ in range(world))
@@ -172,7 +184,9 @@ def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
 
 
 # Layouts that several variants share; the others stand in their variant's file.
-CONTIGUOUS = Layout("contiguous", 1, contiguous)
+# piece r of W: Ring Attention (Liu et al., 2023); of a whole packed batch ring-flash-attention's llama3 (Zhu, 2024)
+IN_ORDER = Chunks(lambda rank, world: (rank,))
+CONTIGUOUS = Layout("contiguous", 1, IN_ORDER)
 REPLICATED = Layout("replicated", 1, _replicated, replicated=True)
 # the keys of a decode: equal shards but for the last ranks', which may be short or empty
 DECODE = Layout("decode", 1, _ceiled, uneven=True)

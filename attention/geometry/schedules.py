@@ -48,7 +48,7 @@ class Block:
         return self.mask.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: a ring has W of them in each plan, and they are made twice as fast
 class Step:
     """keys: the tokens that the step needs, in the order in which they lie for the rank: intervals of the owner's shard, or
     after a gather of the sequence. They contain the keys of all blocks, and may contain more. The blocks are made at first

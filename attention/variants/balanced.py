@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from attention.geometry.cuts import rank_pairs
-from attention.geometry.layouts import CuSeqlens, Layout, Shard, contiguous
+from attention.geometry.layouts import IN_ORDER, CuSeqlens, Layout, Shard
 from attention.geometry.options import GatherOptions, from_call, option
 from attention.geometry.schedules import GatherSchedule, Problem
 from attention.geometry.trades import even_shards
@@ -104,7 +104,7 @@ def within(mask: Mask, other: Mask, tokens: int) -> bool:
 def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[Shard, ...]:
     """By rank, its parts of the sequence in order; equally many tokens each."""
     if length == 0 or world == 1:
-        return contiguous(length, world)
+        return IN_ORDER(length, world)
     return even_shards(mask.rectangles(length), length, world, chunks)
 
 

@@ -6,12 +6,12 @@ Source: The Llama 3 Herd of Models, section 3.3.2 (Llama Team, 2024); packed bat
 
 from __future__ import annotations
 
-from attention.geometry.layouts import Layout, contiguous
+from attention.geometry.layouts import IN_ORDER, Layout
 from attention.geometry.options import GatherOptions
 from attention.geometry.schedules import GATHER
 from attention.variants.base import Variant, register
 
-PACKED = Layout("packed contiguous", 1, contiguous, per_sequence=False)
+PACKED = Layout("packed contiguous", 1, IN_ORDER, per_sequence=False)
 
 register(
     Variant(

@@ -6,20 +6,14 @@ Source: nnScaler's ring attention (nnScaler: Lin et al., 2024)."""
 
 from __future__ import annotations
 
-from attention.geometry.layouts import CONTIGUOUS, CuSeqlens, Layout, Shard, chunk
+from attention.geometry.layouts import CONTIGUOUS, Chunks, CuSeqlens, Layout
 from attention.geometry.options import GatherOptions
 from attention.geometry.schedules import GATHER
 from attention.masks.band import Band
 from attention.variants.base import Variant, register
 
-
-def split(length: int, world: int) -> tuple[Shard, ...]:
-    """Rank r: chunks 2r and 2W-1-2r of 2W, which cost the same on every rank under a causal mask."""
-    n = 2 * world
-    return tuple((chunk(length, n, 2 * r), chunk(length, n, n - 1 - 2 * r)) for r in range(world))
-
-
-PAIRED = Layout("paired", 2, split)
+# rank r: chunks 2r and 2W-1-2r of 2W, which cost the same on every rank under a causal mask
+PAIRED = Layout("paired", 2, Chunks(lambda rank, world: (2 * rank, 2 * world - 1 - 2 * rank)))
 
 
 class _RingAllGather(Variant[GatherOptions]):

@@ -10,19 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attention.geometry.layouts import Layout, Shard, chunk
+from attention.geometry.layouts import Chunks, Layout
 from attention.geometry.options import HeadParts
 from attention.geometry.schedules import RING
 from attention.variants.base import Variant, register
 
-
-def split(length: int, world: int) -> tuple[Shard, ...]:
-    n = 2 * world
-    return tuple((chunk(length, n, r), chunk(length, n, n - 1 - r)) for r in range(world))
-
-
-ZIGZAG = Layout("zigzag", 2, split)
-
+ZIGZAG = Layout("zigzag", 2, Chunks(lambda rank, world: (rank, 2 * world - 1 - rank)))
 
 _ZIGZAG = register(
     Variant(
