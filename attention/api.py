@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import kernels, transports
+from attention import auto, kernels, transports
 from attention.agreement import Calls, calls_over, seconds
 from attention.arguments import (
     Lengths,
@@ -29,8 +29,6 @@ from attention.arguments import (
     token_dim_of,
 )
 from attention.autograd import Unshard, attend, token_range
-from attention.autotune import machine as automatic
-from attention.autotune.choice import AUTO, SUMMARY, Choice, Estimate
 from attention.cuda_graphs import GraphReplay
 from attention.errors import nearest
 from attention.executors.plan import Plan
@@ -48,7 +46,7 @@ from attention.shard_check import check_shards
 from attention.tensors import token_dim, token_indices
 from attention.transports import Transport
 from attention.variants.base import Variant
-from attention.variants.registry import everything, variant
+from attention.variants.registry import AUTO, SUMMARY, everything, variant
 
 __all__ = ["ContextParallel", "make", "names"]
 
@@ -82,22 +80,24 @@ def make(
     compute wrong results. Equal on all ranks.
     check: for debugging; every call compares hashes of q, k and v over the ranks, which synchronises, and raises ValueError
     on all ranks if two ranks give equal ones, since they are then not shards. Equal on all ranks.
-    options: the variant's own (`python -m runner.catalog attention` lists them). name="auto" picks the variant that
-    should be the fastest. Its options are the shapes of the calls (see `attention.autotune.machine.decide`), and
-    `choice` of the function says why it was picked.
+    options: the variant's own (`python -m runner.catalog attention` lists them). name="auto" runs a few variants for some
+    seconds and takes the fastest. Its options are the shapes of the calls (see `attention.auto.AutoRequest`), and
+    `choice` of the function has the times.
     Raises ValueError for an unknown name, kernel, transport or option."""
-    choice: Choice | None = None
+    choice: auto.Choice | None = None
     group = process_group(group)
     rank_and_world(group)
     check_old_option(options)
     check_replay(replay)
     if name == AUTO:
         _check_names(kernel, transport)
-        given = {**options, "replay": replay, "deterministic": deterministic}
-        choice = decide(group, kernel, transport, given, agreement)
-        best = choice.best
-        name, transport, options = best.candidate.variant, best.transport, best.candidate.options.plain()
-        replay = replay if best.graphs else "none"
+
+        def candidate(name: str, replay: str) -> ContextParallel:
+            chosen = variant(name)
+            return ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(), replay, agreement)
+
+        choice = auto.choose(options, group, replay, candidate)
+        name, replay, options = choice.variant, choice.replay, {}
     chosen = variant(name)
     for option in options:
         if option.startswith("dropout"):
@@ -107,24 +107,6 @@ def make(
     fn = ContextParallel(chosen, group, kernel, transport, deterministic, parsed, replay, agreement, check)
     fn.choice = choice
     return fn
-
-
-def decide(
-    group: dist.ProcessGroup | None,
-    kernel: str,
-    transport: str,
-    given: dict[str, Any],
-    agreement: bool | float = True,
-) -> Choice:
-    """What `make("auto")` chooses for these options, and why: see `attention.autotune.machine.decide`."""
-    deterministic = bool(given.get("deterministic"))
-
-    def build(e: Estimate) -> ContextParallel:
-        chosen, options = variant(e.candidate.variant), e.candidate.options
-        replay = "graphs" if e.graphs else "none"
-        return ContextParallel(chosen, group, kernel, e.transport, deterministic, options, replay, agreement)
-
-    return automatic.decide(group, kernel, transport, given, build)
 
 
 def _check_names(kernel: str, transport: str) -> None:
@@ -187,7 +169,7 @@ class ContextParallel:
         self.transport_name = transport
         self.deterministic = deterministic
         self.options = options
-        self.choice: Choice | None = None  # of attention=auto: its estimates
+        self.choice: auto.Choice | None = None  # of attention=auto
         self.replay = replay
         self.agreement_s = seconds(agreement)
         self.check = check
@@ -480,7 +462,7 @@ def _part(x: Tensor, dim: int, mine: Shard) -> Tensor:
     return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
 
 
-def _unpickled(rank: int, world: int, choice: Choice | None, name: str, *settings: Any) -> ContextParallel:
+def _unpickled(rank: int, world: int, choice: auto.Choice | None, name: str, *settings: Any) -> ContextParallel:
     fn = ContextParallel(variant(name), None, *settings)
     fn.choice = choice
     if fn.alone:

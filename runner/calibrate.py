@@ -1,4 +1,4 @@
-"""`python -m runner.calibrate`: measures the kernels that `auto` chooses among, for each class of call, on this GPU, and
+"""`python -m runner.calibrate`: measures the kernels that kernel=auto chooses among, for each class of call, on this GPU, and
 prints the table; `--write` renews the package's own, `--output FILE` another. Each kernel is first compared with a reference,
 and one that fails, runs out of memory or refuses is not ranked. Classes not reached within `--limit-s` keep their rates."""
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from attention.geometry import counts
 from attention.masks.band import Band
-from attention.measured import rates
-from attention.measured.rates import CallClass, Rate
 from runner import environment
+from runner.costs import rates
+from runner.costs.rates import CallClass, Rate
 from runner.reading import read_text
 
 if TYPE_CHECKING:  # --help needs no torch
@@ -201,7 +201,7 @@ def calibrate(
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m runner.calibrate", description=__doc__)
-    made.add_argument("--write", action="store_true", help="renew the package's table, which `auto` reads")
+    made.add_argument("--write", action="store_true", help="renew the package's table, which predictions read")
     made.add_argument("--output", type=Path, help="renew the table in this file")
     made.add_argument("--hardware", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to try the program")
     made.add_argument("--limit-s", type=float, default=480, help="stop after so many seconds (default 480)")
@@ -220,7 +220,7 @@ def main(arguments: list[str]) -> int:
         return 2
     import torch
 
-    from attention.kernels import FASTEST, KERNELS, gpu_name
+    from attention.kernels import FASTEST, KERNELS
 
     if asked.hardware == "cuda" and not torch.cuda.is_available():
         print("no CUDA GPU here: --hardware cpu tries the program with tiny sizes", file=sys.stderr)
@@ -238,7 +238,7 @@ def main(arguments: list[str]) -> int:
     def one(name: str, call: CallClass) -> tuple[float, float] | str:
         return measure(KERNELS[name], call, asked.hardware, asked.hardware == "cpu", asked.samples)
 
-    about = gpu_name() or "cpu", versions()
+    about = torch.cuda.get_device_name() if asked.hardware == "cuda" else "cpu", versions()
     for call, found, reasons in calibrate(wanted, names, one, *about, lambda: stop - time.monotonic()):
         made += found
         done += 1

@@ -19,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.markup import escape
 from rich.table import Table
 
-from attention.autotune.choice import AUTO, OPTIONS, SUMMARY
 from attention.errors import nearest
 from attention.executors import costs
 from attention.geometry import counts
 from attention.variants.base import Variant
+from attention.variants.registry import AUTO, SHORTLIST, SUMMARY
 from runner import environment
 from runner.config import overrides, resolve
 from runner.config.experiment import Experiment
@@ -46,7 +46,7 @@ def attention() -> Table:
         table.add_row(name, about, "\n".join([works, can, *given]))
 
     use = "where no particular variant is wanted"
-    add(AUTO, SUMMARY, use, "our cost model (attention/autotune/model.py)", "yes", "all that any variant can", OPTIONS)
+    add(AUTO, SUMMARY, use, "our trials (attention/auto.py)", "yes", f"the calls of {', '.join(SHORTLIST)}", {})
     for v in everything().values():
         masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
         masks += (["window"] if v.windows else []) + (["packed batches"] if v.packs and not v.decode else [])

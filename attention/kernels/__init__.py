@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
-
-import torch
 
 from attention.errors import UnsupportedCall, nearest
 from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
@@ -20,7 +17,6 @@ from attention.kernels.padded_values import PaddedValues
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.xformers import Xformers
 from attention.masks.band import FULL, Band
-from attention.measured import rates
 
 __all__ = ["KERNELS", "Call", "Kernel", "Shape", "name_of", "names", "select"]
 
@@ -74,12 +70,14 @@ _ALL: list[Kernel] = [
 ]
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 
-# The order of `auto`, fastest first, on a GPU that is not in the table of measured rates. Without flex, which compiles
-# for each shape, and xformers, which runs FlashAttention-2's kernels with additional copies.
+# The order of `auto`, fastest first as calibrated on an H200. Without flex, which compiles for each shape, and xformers, which runs
+# FlashAttention-2's kernels with additional copies.
 FASTEST = {
     "cuda": ("flash4", "sdpa_cudnn", "flash3", "flash2", "sdpa_efficient", "math"),
     "cpu": ("sdpa_flash", "math"),
 }
+# Packed calls with fewer tokens and at most this head dim take flash4 up to 1.8 times as long as flash2 there.
+SHORT, SMALL = 4096, 64
 # Kernels that take value heads of another size, but slower on a GPU than faster kernels do with padding.
 SLOWER_THAN_PADDING = ("sdpa_efficient", "math")
 
@@ -93,17 +91,16 @@ def refusal(kernel: Kernel, shape: Shape, mask: Band) -> str | None:
     return kernel.missing(shape.device) or lacks(kernel, shape) or kernel.refuses(shape, mask)
 
 
-def preference(shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> tuple[str, ...]:
-    """The kernels that `auto` tries, in order: those measured for this class of calls on this GPU, then the rest of
-    `FASTEST`. For value heads of another size those that take them come first."""
+def preference(shape: Shape, decode: bool = False) -> tuple[str, ...]:
+    """The kernels that `auto` tries, in order: those of `FASTEST`. For value heads of another size those that take them come
+    first."""
     order = FASTEST.get(shape.device, FASTEST["cpu"])
     if shape.softcap and shape.device == "cuda":
         order = (*order[:-1], "flex", order[-1])  # where flash4 cannot: its compilation is short beside math
-    if shape.device == "cuda":
-        call = rates.class_of(shape, masks)
-        measured = rates.order(rates.table(), gpu_name(), call, shape.backward) if call else []
-        first = ("decode",) if decode else ()
-        order = tuple(dict.fromkeys([*first, *(name for name in measured if name in order), *order]))
+    if shape.device == "cuda" and decode:
+        order = ("decode", *order)
+    elif shape.device == "cuda" and shape.packed and shape.head_dim <= SMALL and (shape.tokens or SHORT) < SHORT:
+        order = tuple(dict.fromkeys(["flash2", *order]))
     if shape.v_head_dim == shape.head_dim:
         return order
 
@@ -124,12 +121,6 @@ def made_for(name: str, shape: Shape) -> Kernel:
     return kernel if padded.refuses(plain, FULL) and not lacks(kernel, plain) else padded
 
 
-@cache
-def gpu_name() -> str:
-    """The name of this machine's GPU, as in the table of rates; empty without one."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-
-
 def select(name: str, shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> Kernel:
     """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. A kernel without value heads
     of another size pads (`PaddedValues`). decode: the call has few queries.
@@ -137,7 +128,7 @@ def select(name: str, shape: Shape, masks: tuple[Band, ...], decode: bool = Fals
     Raises ValueError for an unknown name, and UnsupportedCall, which names other kernels, where the kernel cannot do
     the call."""
     if name == "auto":
-        for candidate in preference(shape, masks, decode):
+        for candidate in preference(shape, decode):
             if _why_not(candidate, shape, masks) is None:
                 return made_for(candidate, shape)
     if name not in KERNELS:
@@ -162,7 +153,7 @@ def select_for_patterns(name: str, shape: Shape, masks: tuple[Band, ...], one_ea
 
 def passed_over(taken: str, shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> dict[str, str]:
     """The kernels that `auto` prefers to `taken`, and why each could not be used."""
-    order = preference(shape, masks, decode)
+    order = preference(shape, decode)
     better = order[: order.index(taken)] if taken in order else ()
     return {name: reason for name in better if (reason := _why_not(name, shape, masks))}
 

@@ -9,6 +9,9 @@ from typing import Any, get_args
 
 import attention.variants as folder
 from attention.errors import nearest
+from attention.geometry.layouts import CuSeqlens
+from attention.geometry.options import check_heads
+from attention.masks.band import Band
 from attention.variants.base import REGISTERED, Executor, Variant
 
 for _module in iter_modules(folder.__path__):
@@ -26,6 +29,12 @@ _SORTED = {v.name: v for v in sorted(REGISTERED.values(), key=lambda v: (_EXECUT
 VARIANTS: dict[str, Variant[Any]] = {name: v for name, v in _SORTED.items() if not v.mixes}
 MIXTURES: dict[str, Variant[Any]] = {name: v for name, v in _SORTED.items() if v.mixes}
 
+AUTO = "auto"
+SUMMARY = "the fastest of a few variants, by trials of this call"
+# What `auto` chooses among, with default options. Over the results of this repository the fastest of these is on average 2.5% slower
+# than the fastest of all variants and options.
+SHORTLIST = ("dense", "ulysses", "zigzag_llama3", "zigzag", "llama3", "ring_allgather", "zigzag_varlen", "tree")
+
 
 def everything() -> dict[str, Variant[Any]]:
     """The variants in the order of the lists."""
@@ -42,3 +51,27 @@ def variant(name: str) -> Variant[Any]:
     if name not in known:
         raise ValueError(f"attention={name!r} is not a variant; {nearest(name, known)}")
     return known[name]
+
+
+def shortlist(
+    cu_seqlens: CuSeqlens, world: int, mask: Band, heads: int, kv_heads: int, packed: bool, q_tokens: int | None
+) -> tuple[list[str], dict[str, str]]:
+    """The variants of `SHORTLIST` that can do a call, and by name the reasons of the others. packed: the tensors are a packed
+    batch. q_tokens: the queries of a decode, else None. Raises ValueError if no variant can do the call."""
+    check_heads(heads, kv_heads)
+    able: list[str] = []
+    unsuitable: dict[str, str] = {}
+    refusals: dict[str, str] = {}
+    for name in SHORTLIST:
+        if reason := VARIANTS[name].unsuitable(world, packed, q_tokens is not None):
+            unsuitable[name] = reason
+            continue
+        try:
+            VARIANTS[name].problem(cu_seqlens, world, mask, q_tokens=q_tokens)
+            VARIANTS[name].check_options({}, heads, kv_heads, world)
+            able.append(name)
+        except ValueError as error:
+            refusals[name] = str(error)
+    if not able:
+        raise ValueError(f"attention={AUTO}: no variant can do this: {'; '.join(dict.fromkeys(refusals.values()))}")
+    return able, unsuitable | refusals

@@ -7,13 +7,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from attention.autotune.choice import AUTO
 from attention.geometry import counts
 from attention.geometry.options import BEST
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of, of_sequences
 from attention.variants.base import Variant
+from attention.variants.registry import AUTO
 from runner.config.masks import NamedMask
 from runner.config.models import Model
 from runner.config.schema import Check, Dtype, Launch
@@ -277,7 +277,7 @@ class Experiment:
     @property
     def has_trials(self) -> bool:
         """Whether candidates are run before one is taken: variants with attention=auto, or values of options."""
-        return self.options["trials"] is not None if self.chosen is None else bool(self.best_options)
+        return self.chosen is None or bool(self.best_options)
 
     @property
     def graphs(self) -> bool | str:

@@ -39,6 +39,8 @@ EXAMPLES = {
 }  # fmt: skip
 # keys that a user may expect, and why there are none
 LEFT_OUT = {
+    "attention.memory_gb": "was an option of auto, which passes over a variant that runs out of memory; leave it out",
+    "attention.trials": "was an option of auto, which now always times its variants; leave it out",
     "dropout": "not supported by any variant; leave it out",
     "feature": "is a switch of dilated attention; give attention.pattern_cache=true,false or attention.memory_pool=true,false, as +experiment=dilated_features does",
     "graphs": "is now replay; give replay=graphs for graphs=true, replay=none for false, replay=auto for auto",
@@ -262,14 +264,14 @@ def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str
 
 def _unknown(name: str, cfg: Any, paths: list[str], known: Iterable[str]) -> str:
     """The message for a key that a configuration lacks, with the nearest keys."""
+    if name in LEFT_OUT:
+        return f"{name}: {LEFT_OUT[name]}"
     for group, what in (("attention", "option"), ("mask", "parameter"), ("model", "option"), ("tracker", "option")):
         if name.startswith(f"{group}."):
             able = [path for path in paths if path.startswith(f"{group}.") and path != f"{group}.name"]
             return (
                 f"{shown(name)}: {group}={cfg[group].name} has no such {what}; its {what}s: {', '.join(able) or 'none'}"
             )
-    if name in LEFT_OUT:
-        return f"{name}: {LEFT_OUT[name]}"
     keys = list(dict.fromkeys([*paths, *known]))
     if difflib.get_close_matches(shown(name), keys, cutoff=0.5):
         return f"{shown(name)}: not a key; {nearest(shown(name), keys)}"

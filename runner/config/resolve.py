@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from attention.autotune.choice import AUTO
+from attention.variants.registry import AUTO
 from runner import environment
 from runner.config import folders, hydra_files, models, schema
 from runner.config.experiment import Experiment

@@ -18,8 +18,6 @@ from torch import Tensor
 
 import attention
 from attention.api import ContextParallel
-from attention.autotune.choice import Choice
-from attention.autotune.hardware import Ceilings
 from attention.executors.plan import Plan
 from attention.geometry import counts, cuts
 from attention.geometry.layouts import CuSeqlens
@@ -126,26 +124,6 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
         agreement=experiment.agreement,
         **experiment.call_options,
     )
-
-
-def decide(experiment: Experiment, device: torch.device, ceilings: Ceilings | None) -> Choice:
-    """The choice of `attention=auto` for the experiment. Raises ValueError if no variant can do it here."""
-    work = experiment.workload
-    names = ("batch", "heads", "kv_heads", "head_dim", "v_head_dim", "causal", "window", "softcap")
-    given = {name: getattr(work, name) for name in names}
-    given |= {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
-    given |= {
-        "dtype": DTYPES[work.dtype],
-        "backward": experiment.backward,
-        "q_tokens": work.q_len,
-        "device": device,
-        "ceilings": ceilings,
-        "graphed": experiment.timing.method == "cudagraph",
-        "replay": experiment.replay,
-        "deterministic": experiment.deterministic,
-        **experiment.options,
-    }
-    return attention.api.decide(None, experiment.kernel, experiment.transport, given, experiment.agreement)
 
 
 def alone(experiment: Experiment) -> ContextParallel:

@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import attention
 from attention import transports
-from attention.autotune import machine as automatic
-from attention.autotune.choice import AUTO, Choice, Task
-from attention.autotune.hardware import ceilings as choose_ceilings
-from attention.autotune.trials import Tried, fastest
+from attention.auto import Choice, TrialCall, fastest
+from attention.errors import UnsupportedCall
 from attention.geometry import counts
 from attention.masks.band import FULL, Band
 from attention.variants.base import setting_label
+from attention.variants.registry import AUTO, SHORTLIST
 from runner.config.experiment import Experiment
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.rank import Rank
 from runner.measure import ceilings, memory
-from runner.measure.attention_work import DTYPES, build, decide
+from runner.measure.attention_work import DTYPES, build
 from runner.peers import variant
 
 LEADING = 4  # iterations until CUDA graphs are replayed
@@ -33,19 +33,22 @@ def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, Any]]:
     about: dict[str, Any] = {}
     if spec.variant == AUTO:
         choice = _choice(me, spec)
-        about |= choice.plain()
-        best = choice.best
-        spec = replace(
-            spec,
-            variant=best.candidate.variant,
-            options=best.candidate.options.plain(),
-            transport=best.transport if spec.world_size > 1 else spec.transport,
-            replay="graphs" if best.graphs else "none",
-        )
+        options = variant(choice.variant).parse().plain()
+        graphs = choice.replay == "graphs" and spec.timing.method != "cudagraph"
+        about |= {
+            "variant": choice.variant,
+            "options": options,
+            "graphs": graphs,
+            "why": repr(choice),
+            "tried_ms": dict(choice.tried_ms) or None,
+            "left_out": dict(choice.left_out),
+        }
+        replay = choice.replay if spec.replay == "auto" else spec.replay
+        spec = replace(spec, variant=choice.variant, options=options, replay=replay)
         me.say("prepare")
     if spec.best_options:
-        spec, tried = _best(me, spec)
-        about |= {"settings_ms": tried.ms, "settings_left_out": tried.left_out}
+        spec, ms, left_out = _best(me, spec)
+        about |= {"settings_ms": ms, "settings_left_out": left_out}
         me.say("prepare")
     return spec, about
 
@@ -65,26 +68,36 @@ def together(me: Rank, make: Callable[[], T]) -> T:
 
 
 def _choice(me: Rank, spec: Experiment) -> Choice:
-    """The choice of `auto`, by this machine's measured ceilings if no table has its GPU."""
-    measured = None
-    if spec.launch.nodes > 1 or not automatic.known(me.device):
-        measured = choose_ceilings(ceilings.ceilings(me, spec.workload.dtype), spec.device)
-    trials = spec.options["trials"]
-    by_model = replace(spec, options={**spec.options, "trials": None})
-    choice: Choice = me.agree(together(me, lambda: decide(by_model, me.device, measured)))
-    if trials is None:
-        return choice
-    me.say("trials", choice.best.ms / 1e3 * (TRIAL_RUNS * trials))
-    choice = me.agree(together(me, lambda: decide(spec, me.device, measured)))
+    """The choice of `auto` for the experiment. Raises UnsupportedHere if no candidate runs here."""
+    work, cudagraph = spec.workload, spec.timing.method == "cudagraph"
+    sizes = ("batch", "heads", "kv_heads", "head_dim", "v_head_dim", "causal", "window", "softcap")
+    options = {name: getattr(work, name) for name in sizes}
+    options |= {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
+    options |= {"dtype": DTYPES[work.dtype], "backward": spec.backward, "q_tokens": work.q_len, "device": me.device}
+    rank_flops = counts.forward_flops(work.shapes, work.pairs) / spec.world_size
+    me.say("trials", _rough_s(me, spec, rank_flops) * len(SHORTLIST) * (LEADING + TRIAL_RUNS))
+
+    def make() -> attention.ContextParallel:
+        try:
+            return attention.make(
+                AUTO, kernel=spec.kernel, transport=spec.transport, deterministic=spec.deterministic,
+                replay="graphs" if cudagraph else spec.replay, agreement=spec.agreement, **options,
+            )  # fmt: skip
+        except UnsupportedCall as error:
+            raise UnsupportedHere(str(error)) from error
+
+    choice = together(me, make).choice
+    assert choice is not None
     _forget_trials(me)
     return choice
 
 
-def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
-    """The experiment with the fastest of the possible settings, and the trials. Raises UnsupportedHere if none runs."""
+def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dict[str, str]]:
+    """The experiment with the fastest of the possible settings, each one's milliseconds, and why others were left out. Raises
+    UnsupportedHere if none runs."""
     call, chosen = spec.workload, variant(spec.variant)
     about = call.heads, call.kv_heads, call.cu_seqlens, spec.world_size, call.mask, call.q_len
-    settings, left_out = chosen.settings(spec.call_options, *about)
+    settings, impossible = chosen.settings(spec.call_options, *about)
     names = spec.best_options
     problem = chosen.problem(*about[2:5], settings[0], call.q_len)
     each_s = _rough_s(me, spec, max(counts.rank_flops(problem, call.shapes)))
@@ -95,14 +108,16 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, Tried]:
     }
     functions = together(me, lambda: {label: build(each) for label, each in specs.items()})
     band, other = (call.mask, None) if isinstance(call.mask, Band) else (FULL, call.mask)
-    packed, softcap = bool(call.seqlens), call.softcap
-    task = Task(call.cu_seqlens, me.world, band, call.shapes, packed, spec.backward, call.q_len, other, softcap)
-    found = fastest(functions, task, device=me.device, dtype=DTYPES[call.dtype])
-    found = me.agree(Tried(found.ms, left_out | found.left_out))
-    if not found.ms:
-        raise UnsupportedHere("; ".join(f"{label}: {why}" for label, why in found.left_out.items()))
+    trial = TrialCall(
+        call.cu_seqlens, call.shapes, DTYPES[call.dtype], me.device, bool(call.seqlens), spec.backward, call.q_len,
+        {"window": (band.left, band.right), "mask": other, "softcap": call.softcap},  # a causal mask is also a window
+    )  # fmt: skip
+    ms, failed = me.agree(fastest(functions, trial))
+    left_out = impossible | failed
+    if not ms:
+        raise UnsupportedHere("; ".join(f"{label}: {why}" for label, why in left_out.items()))
     _forget_trials(me)
-    return specs[next(iter(found.ms))], found
+    return specs[next(iter(ms))], ms, left_out
 
 
 def _forget_trials(me: Rank) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from attention.autotune.choice import AUTO
-from attention.autotune.hardware import DEFAULTS, Ceilings, Machine, ceilings
-from attention.autotune.model import choose, task_of
 from attention.masks.band import Band
-from attention.measured import links, rates
-from attention.variants.registry import VARIANTS
+from attention.variants.registry import AUTO, VARIANTS
 from runner import environment
 from runner.config.experiment import Experiment
+from runner.costs import links, rates
+from runner.costs.hardware import DEFAULTS, Ceilings, Machine, ceilings
+from runner.costs.model import choose, task_of
 from runner.measure import ceilings_file, length, metrics
 
 # of each run in a warm world, and of the first one in a new world with its imports and first kernels: H200s' results, and two cores
@@ -47,14 +46,14 @@ def of_run(spec: Experiment) -> tuple[float, str]:
 
 
 def iteration_s(spec: Experiment) -> tuple[float, str]:
-    """Seconds of an iteration: by `auto`'s model where it knows the call, else by the FLOPs at the machine's rate. Never 0."""
+    """Seconds of an iteration: by the model of time where it knows the call, else by the FLOPs at the machine's rate. Never 0."""
     gpu = _gpu() if spec.device == "cuda" else ""
     found = _ceilings(spec)
     by = found.source
     if gpu and any(rate.gpu == gpu for rate in rates.table()):
         by = f"rates of {gpu}"
     try:
-        return max(_modelled_ms(spec, gpu, found) / 1e3, 1e-6), f"the model of auto ({by})"
+        return max(_modelled_ms(spec, gpu, found) / 1e3, 1e-6), f"the model of time ({by})"
     except ValueError:
         flops = metrics.flops(spec)
         replicated = spec.chosen is not None and spec.chosen.layout.replicated

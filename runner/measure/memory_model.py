@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from attention.executors import costs
 from attention.geometry.counts import sampled_places
-from attention.measured.scratch import backward_scratch
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes
+from runner.costs.scratch import backward_scratch
 from runner.models import Config
 from runner.peers import variant
 

@@ -108,7 +108,7 @@ def _table(title: str | None, *columns: str) -> Table:
 def _choices(chosen: fields.Chosen) -> Iterator[str]:
     """What was used where the run left the choice open, and why."""
     if chosen.why:
-        yield f"auto: {chosen.why} ({chosen.basis})"
+        yield f"auto took {chosen.why}"
     for name, reason in chosen.passed_over.items():
         yield f"kernel {chosen.kernel}, not {name}: {reason}"
     if chosen.settings_ms:

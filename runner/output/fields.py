@@ -94,7 +94,6 @@ class Chosen(Part):
     variant: str | None = None
     graphs: bool = False
     why: str | None = None
-    basis: str | None = None
 
 
 class Git(Part):

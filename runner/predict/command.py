@@ -1,5 +1,5 @@
 """`python -m runner.predict config=NAME world_size=8,64,512 topology=NAME [attention=...] [seq_len=...]`: the time, exposed
-communication and memory of each variant on machines that are not here, by the model that `auto` chooses with. Topologies are files of
+communication and memory of each variant on machines that are not here, by the model of time. Topologies are files of
 conf/topology. Other overrides are those of a run.
 
 `python -m runner.predict --validate results`: how far the model is from results, worlds of one size by those of smaller ones."""

@@ -8,16 +8,14 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from attention.autotune.choice import Choice, Duration, Estimate, Task
-from attention.autotune.hardware import Machine
-from attention.autotune.model import choose, task_of
 from attention.geometry.counts import backward_flops, forward_flops
 from attention.masks.band import Band
-from attention.measured import rates
-from attention.measured.rates import LONG, CallClass
 from attention.variants.registry import VARIANTS
 from runner.config import resolve
 from runner.config.experiment import Experiment
+from runner.costs.choice import Duration, Estimate, Estimates, Task
+from runner.costs.hardware import Machine
+from runner.costs.model import choose, task_of
 from runner.predict.topologies import Cluster
 from runner.predict.validation import calibrated
 from runner.report.modelled import PASSES, Kind, called
@@ -71,21 +69,10 @@ def task(spec: Experiment) -> Task:
 
 
 def kernel_of(cluster: Cluster, made: Task, asked: str) -> str:
-    """The kernel asked for; for auto the fastest one measured for such calls."""
-    if asked != "auto" or cluster.device == "cpu":
-        return asked if asked != "auto" else "sdpa_flash"
-    if made.decode:
-        return "decode"
-    shapes, mask = made.shapes, made.mask
-    call = CallClass(
-        shapes.head_dim,
-        "gqa" if shapes.heads != shapes.kv_heads else "mha",
-        "window" if mask.windowed else "causal" if mask.causal else "full",
-        "packed" if made.packed else "dense",
-        "long" if made.tokens >= LONG else "short",
-    )
-    ordered = rates.order(rates.table(), cluster.gpu, call, made.backward)
-    return ordered[0] if ordered else "flash4"
+    """The kernel asked for; for auto the one that it takes first."""
+    if asked != "auto":
+        return asked
+    return "sdpa_flash" if cluster.device == "cpu" else "decode" if made.decode else "flash4"
 
 
 def rows(
@@ -113,8 +100,8 @@ def rows(
 
 def _choice(
     made: Task, machine: Machine, cluster: Cluster, variants: Collection[str], by: Mapping[Kind, float]
-) -> Choice:
-    """`auto`'s, with calibrated compute, the fastest first."""
+) -> Estimates:
+    """The model's, with calibrated compute, the fastest first."""
     found = choose(made, machine, variants)
     device = cluster.gpu or "cpu"
 

@@ -1,4 +1,4 @@
-"""Topologies by name, from conf/topology, and the machine that `auto`'s model reads."""
+"""Topologies by name, from conf/topology, and the machine that the model of time reads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from attention.autotune.hardware import DEFAULTS, Ceilings, Machine
-from attention.autotune.topology import NEVER_USED, Topology
 from attention.errors import nearest
 from attention.masks.band import Band
-from attention.measured import links, rates
-from attention.measured.links import Link, Measured
+from runner.costs import links, rates
+from runner.costs.hardware import DEFAULTS, Ceilings, Machine
+from runner.costs.links import Link, Measured
+from runner.costs.topology import NEVER_USED, Topology
 
 
 @dataclass(frozen=True)

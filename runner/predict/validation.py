@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from attention.autotune.choice import Duration
+from runner.costs.choice import Duration
 from runner.reading import read_text
 from runner.report.modelled import Kind, Point, points
 from runner.report.runs import Run

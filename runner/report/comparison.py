@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attention.autotune.choice import AUTO
+from attention.variants.registry import AUTO
 from runner.report.fair import MIXED, mixed, mixed_note, noise, ratio
 from runner.report.labels import each_over_several_kernels, labels
 from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run, sortable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attention.autotune.choice import AUTO
+from attention.variants.registry import AUTO
 from runner.peers import PEERS
 from runner.report.comparison import RATIO, Row, by_workload, comparable, side_by_side
 from runner.report.fair import MIXED, noise, origins

@@ -1,4 +1,4 @@
-"""What `auto`'s model of time says of recorded runs, beside what was measured."""
+"""What the model of time says of recorded runs, beside what was measured."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from attention.autotune.choice import Candidate, Duration, Task
-from attention.autotune.hardware import Machine, ceilings
-from attention.autotune.model import estimate, task_of
 from attention.geometry import counts
 from attention.geometry.counts import Shapes
-from attention.measured import links, rates
 from attention.variants.registry import VARIANTS
+from runner.costs import links, rates
+from runner.costs.choice import Candidate, Duration, Task
+from runner.costs.hardware import Machine, ceilings
+from runner.costs.model import estimate, task_of
 from runner.report.runs import Run
 
 PASSES = ("forward", "backward")

@@ -68,11 +68,9 @@ def keys() -> tuple[list[str], list[str]]:
 @cache
 def owners() -> dict[str, str]:
     """By the key of an option, a variant that has it."""
-    from attention.autotune.choice import OPTIONS
     from attention.variants.registry import VARIANTS
 
-    found = {f"attention.{option}": name for name, v in VARIANTS.items() for option in v.options.names()}
-    return found | {f"attention.{option}": "auto" for option in OPTIONS}
+    return {f"attention.{option}": name for name, v in VARIANTS.items() for option in v.options.names()}
 
 
 def misspelt(key: str, rng: random.Random) -> str:

@@ -1,7 +1,6 @@
 """What is captured and replayed when, and what a replay gives, with runs in place of captures: CUDA graphs need a GPU
 (test_symmetric_gpu)."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 import attention
 from attention import cuda_graphs as graphs
 from attention import replay as replay_option
-from attention.autotune import machine as automatic
-from attention.autotune import model
 from attention.profiling import Recorder, recording
 from attention.transports import Nothing, release
 from attention.variants.registry import VARIANTS
@@ -171,21 +168,6 @@ def test_a_replay_has_no_gradient_of_its_own():
     assert captured(fn.graphs) == [True, True]
     with pytest.raises(attention.UnsupportedCall, match="create_graph=True: dense has no second derivative"):
         torch.autograd.grad(grad.sum(), q)
-
-
-def test_what_auto_replays_is_launched_where_it_has_to_be(monkeypatch):
-    def replayed(task, machine):
-        found = model.choose(task, machine)
-        return replace(found, estimates=tuple(replace(e, graphs=True) for e in found.estimates))
-
-    monkeypatch.setattr(automatic, "choose", replayed)
-    given = {"tokens": 8, "heads": 2, "head_dim": 16, "dtype": torch.float32, "kernel": "math"}
-    asked, decided = (attention.make("auto", replay=way, **given) for way in ("graphs", "auto"))
-    q = torch.randn(1, 8, 2, 16, requires_grad=True)
-    for fn in (asked, decided):
-        for _ in range(3):
-            torch.autograd.grad(fn(q, q, q).sum(), q)
-        assert captured(fn.graphs) == [True, True]
 
 
 @pytest.mark.parametrize(

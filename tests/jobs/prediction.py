@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import attention
-from attention.measured.links import through
+from runner.costs.links import Link
 from runner.launch.rank import Rank
 
 TIMES = 7
@@ -51,7 +51,8 @@ def measured(me: Rank, tokens: int, heads: int, head_dim: int) -> list[dict[str,
 
     few, many = 1 << 16, 1 << 22
     soon, late = (_seconds(me, pass_on(size)) for size in (few, many))
-    link = through((few, soon), (many, max(late, soon * 1.01)))
+    seconds_a_byte = max(late - soon, soon / 100) / (many - few)
+    link = Link(1e-9 / seconds_a_byte, max(0.0, soon - few * seconds_a_byte) * 1e6)
     with torch.no_grad():
         ms = _seconds(me, lambda: ring(q, k, v)) * 1e3
     flops = 4 * heads * head_dim * tokens**2

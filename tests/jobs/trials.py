@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,18 +11,20 @@ import torch
 import attention
 from runner.launch.rank import Rank
 
+ERRORS = {each.__name__: each for each in (attention.UnsupportedCall, torch.OutOfMemoryError, RuntimeError)}
+
 
 def auto_by_trial(
     me: Rank,
     slowed: str | None = None,
     broken: tuple[str, ...] = (),
-    unexpected: bool = False,
+    error: str = "UnsupportedCall",
     late: bool = False,
     replay: str = "none",
     **given: Any,
 ) -> list[dict[str, Any]]:
-    """What `auto` chooses by trial on each rank. One executor may be slow. Others may fail, with an
-    `unexpected` error or not: before they exchange anything, or `late`, on rank 1 alone after a forward."""
+    """What `auto` chooses on each rank. One executor may be slow. Others may fail with an error of that type: before they exchange
+    anything, or `late`, on rank 1 alone after a forward."""
     executors: dict[Any, Any] = attention.executors._loaded
     before: dict[Any, Any] = {name: attention.executors.executor(name) for name in attention.executors.NAMES}
 
@@ -34,7 +37,7 @@ def auto_by_trial(
             results = before[name].forward(*args) if late else None
             if late and me.rank != 1:
                 return results
-            raise (RuntimeError if unexpected else attention.UnsupportedCall)("broken here")
+            raise ERRORS[error]("broken here")
 
         return fail
 
@@ -49,4 +52,4 @@ def auto_by_trial(
         executors.update(before)
     assert fn.choice is not None
     after = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
-    return me.gather({"variant": fn.variant.name, "random": bool(torch.equal(random, after)), **fn.choice.plain()})
+    return me.gather({"made": fn.variant.name, "random": bool(torch.equal(random, after)), **asdict(fn.choice)})

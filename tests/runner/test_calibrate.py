@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attention.kernels import KERNELS
-from attention.measured import rates
-from attention.measured.rates import CallClass, Rate
 from runner import calibrate
+from runner.costs import rates
+from runner.costs.rates import CallClass, Rate
 
 DENSE = CallClass(64, "gqa", "causal", "dense", "long")
 PACKED = CallClass(64, "mha", "window", "packed", "short")

@@ -121,32 +121,20 @@ def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus
     assert "reduce=packed" in value["reason"]
 
 
-def test_auto_records_what_it_tried(tmp_path):
-    done = run(tmp_path, "attention=auto", "attention.trials=2", "world_size=2", "phases=false", "baseline=none")
-    assert done.returncode == 0, done.stderr
-    value = only(tmp_path)
-    chosen = value["chosen"]
-    assert len(chosen["tried_ms"]) == 2
-    assert next(iter(chosen["tried_ms"])).startswith(value["experiment"]["variant"])
-    assert chosen["why"] in " ".join(done.stdout.split())
-
-
 def test_auto_records_what_it_chose_and_why(tmp_path):
-    """On a CPU by its own ceilings; the experiment, the metrics and the phases are those of the chosen variant."""
+    """The experiment, the metrics and the phases are those of the chosen variant."""
     done = run(tmp_path, "attention=auto", "world_size=2")
     assert done.returncode == 0, done.stderr
     value = only(tmp_path)
     chosen, experiment = value["chosen"], value["experiment"]
     assert (experiment["variant"], experiment["options"]) == (chosen["variant"], chosen["options"])
-    assert experiment["transport"] == chosen["transport"] == "gloo"
-    assert value["config"]["attention"] == {"name": "auto", "memory_gb": None, "trials": None}
-    first = next(iter(chosen["estimates_ms"]))
-    assert first.startswith(chosen["variant"])
-    assert chosen["why"].startswith(f"{first}: ")
+    assert chosen["transport"] == "gloo"
+    assert value["config"]["attention"] == {"name": "auto"}
+    assert next(iter(chosen["tried_ms"])) == chosen["variant"]
+    assert chosen["why"].startswith(f"{chosen['variant']}: tried: {chosen['variant']} ")
     assert chosen["why"] in " ".join(done.stdout.split())
-    assert len({label.split(",")[0].split()[0] for label in chosen["estimates_ms"]}) > 4
+    assert len(chosen["tried_ms"]) > 4
     assert chosen["left_out"]["dense"] == "nothing is sharded"
-    assert "ceilings" in chosen["basis"]
     assert value["correctness"]["passed"]
     assert summary.row(Result.of(value))["attention"] == "auto"
     assert summary.row(Result.of(value))["options"].split()[0] == chosen["variant"]

@@ -57,14 +57,14 @@ def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planne
         elif kernel == "kernel=flash2":
             assert run.state == "unsupported" and "kernel=flash2: " in run.reason and "sdpa_flash" in run.reason
         else:
-            assert run.state == plan.TO_DO and run.seconds > 0 and "the model of auto" in run.basis
+            assert run.state == plan.TO_DO and run.seconds > 0 and "the model of time" in run.basis
             assert run.flops == metrics.flops(resolved(*about))["total"]
             assert run.name == run_name(configured(*about, kernel, "seed=3"), 0)
     starting, *warm = [run.seconds for run in found.runs if run.seconds]
     least = duration.START_S["cpu"] + 2 * duration.START_RANK_S["cpu"]
     assert starting > least and len(warm) == 2  # one world for all
     said = " ".join(capsys.readouterr().out.split())
-    assert "Plan: 8 runs: 5 impossible, " in said and "estimated by the model of auto" in said
+    assert "Plan: 8 runs: 5 impossible, " in said and "estimated by the model of time" in said
     assert "seq_len=510" in said and "invalid" in said and "unsupported" in said  # the rows of the table
 
 
@@ -102,7 +102,7 @@ def test_a_resumed_sweep_keeps_what_is_ok_goes_on_and_knows_the_times_of_before(
     assert [run.state for run in found.runs] == [plan.KEPT, "1 of 3 rounds done", plan.TO_DO]
     assert [run.basis for run in found.runs[:2]] == ["", "earlier results"]
     assert found.runs[0].seconds == 0 and found.runs[1].seconds == pytest.approx(40)
-    assert "model of auto" in found.runs[2].basis  # a run that failed has no time
+    assert "model of time" in found.runs[2].basis  # a run that failed has no time
     assert "1 done before" in found.line()
     found = planned(*given)
     assert [run.seconds for run in found.runs[:2]] == [60, 60]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from attention.autotune.choice import Candidate
-from attention.autotune.hardware import Ceilings, Machine
-from attention.autotune.model import estimate, task_of
 from attention.geometry.counts import Shapes
-from attention.measured.links import Link
 from attention.variants.registry import VARIANTS
+from runner.costs.choice import Candidate
+from runner.costs.hardware import Ceilings, Machine
+from runner.costs.links import Link
+from runner.costs.model import estimate, task_of
 from runner.predict import command, topologies, validation
 from runner.predict.command import predicted
 from runner.predict.estimates import winners

@@ -7,21 +7,20 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from attention.autotune import choice, model
 from attention.executors.policy import replay_error
 from attention.geometry.options import check_heads
 from attention.masks.band import Band
 from attention.variants.base import Variant
-from attention.variants.registry import VARIANTS
+from attention.variants.registry import VARIANTS, shortlist
 from runner.config.experiment import Experiment
 from runner.config.schema import MODES
-from runner.config.values import FINITE, InvalidConfig, above_zero, plain, shown
+from runner.config.values import InvalidConfig, plain, shown
 
 
 def options(cfg: DictConfig, chosen: Variant[Any] | None) -> dict[str, Any]:
     """The options of the variant (None: attention=auto). Raises InvalidConfig for one that it does not have."""
     found = {k: v for k, v in plain(cfg.attention).items() if k != "name"}
-    known = choice.OPTIONS if chosen is None else chosen.options.names()
+    known = () if chosen is None else chosen.options.names()
     for option in found:
         if option not in known:
             names = ", ".join(known) or "none"
@@ -109,19 +108,13 @@ def _by_keys(message: str, run: Experiment) -> str:
 
 
 def _check_automatic(run: Experiment) -> None:
-    """Raises ValueError where attention=auto has nothing to choose from, or an option of its own is wrong."""
+    """Raises ValueError where attention=auto has nothing to choose from."""
     call = run.workload
     if not isinstance(call.mask, Band):
         variants = ", ".join(name for name, each in VARIANTS.items() if each.any_mask)
         raise ValueError(f"mask={call.mask}: attention=auto takes full, causal and windowed attention; take {variants}")
-    above_zero("attention.memory_gb", run.options["memory_gb"], "null for all that the GPU has", FINITE)
-    choice.check_trials(run.options["trials"])
-    task = choice.Task(
-        call.cu_seqlens, run.world_size, call.mask, call.shapes, bool(call.seqlens), run.backward, call.q_len
-    )
-    able, left_out = model.candidates(task)
-    if not able:
-        raise ValueError(model.no_candidate(task, left_out))
+    packed = bool(call.seqlens)
+    shortlist(call.cu_seqlens, run.world_size, call.mask, call.heads, call.kv_heads, packed, call.q_len)
 
 
 def check_replay(run: Experiment, cfg: DictConfig) -> None:
@@ -130,8 +123,6 @@ def check_replay(run: Experiment, cfg: DictConfig) -> None:
         raise InvalidConfig(f"replay={shown(replay)}: {error}")
     if run.graphs and cudagraph:
         raise InvalidConfig(f"replay={replay} timing=cudagraph: two ways to capture graphs; use one of the two")
-    if run.has_trials and cudagraph:
-        asked, way_out = f"attention.trials={run.options.get('trials')}", "attention.trials=null"
-        if run.best_options:
-            asked, way_out = f"attention.{run.best_options[0]}=best", "one of its values"
-        raise InvalidConfig(f"{asked} timing=cudagraph: trials are launched by the CPU; use {way_out}")
+    if run.best_options and cudagraph:
+        asked = f"attention.{run.best_options[0]}=best"
+        raise InvalidConfig(f"{asked} timing=cudagraph: trials are launched by the CPU; use one of its values")

@@ -136,7 +136,7 @@ def _without_phase(run: Experiment, phase: str) -> str | None:
     if phase.startswith("check_"):
         return None if run.check.enabled else "check.enabled=true"
     needed = {
-        "trials": (run.has_trials, "an option that is best, or attention=auto attention.trials=2"),
+        "trials": (run.has_trials, "an option that is best, or attention=auto"),
         "energy": (run.energy, "energy=true on a GPU"),
         "phases": (run.phases and not run.is_peer, "a variant of ours" if run.is_peer else "phases=true"),
         "profiler": (run.timing.method == "profiler", "timing=profiler"),

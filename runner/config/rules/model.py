@@ -8,12 +8,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attention.autotune.choice import AUTO
 from attention.geometry.options import check_heads
 from attention.masks import full
 from attention.masks.band import FULL
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
+from attention.variants.registry import AUTO
 from runner.config import huggingface, masks, schema
 from runner.config.experiment import Experiment
 from runner.config.models import HF, NONE, Model

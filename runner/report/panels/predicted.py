@@ -15,24 +15,15 @@ from runner.report.runs import Run
 
 MOST_RUNS = 100  # whose times are predicted here
 LEAST = 4  # points
-TRIALS = "candidates that auto tried"
 
 
 def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
-    """A point for each pass of a run that `auto`'s model describes, on machines whose rates are measured, and for each
-    candidate that `auto` estimated and tried."""
+    """A point for each pass of a run that the model of time describes, on machines whose rates are measured."""
     described = [run for run in runs if known(run) and measured_rates(run)]
     kept = few_points(described, MOST_RUNS)
     rows = [
         _row(point.run, str(point.run.attention), point.which, point.model.ms, point.measured)
         for point in points(kept.rows)
-    ]
-    rows += [
-        _row(run, name, TRIALS, chosen["estimates_ms"][name], ms)
-        for run in runs
-        if (chosen := run.result.plain.get("chosen") or {}).get("estimates_ms")
-        for name, ms in (chosen.get("tried_ms") or {}).items()
-        if name in chosen["estimates_ms"] and ms
     ]
     rows = [row for row in rows if row["predicted"] and row["measured"]]
     if len(rows) < LEAST:
@@ -53,7 +44,7 @@ def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
     chart = facets(alt.layer(diagonal, marks), rows, LARGE, SMALL, legend=names)
     off = sorted(abs(row["error"]) for row in rows)
     note = (
-        "Times by the model that auto chooses with, uncalibrated. On the dashed line both agree; a point above it ran faster than "
+        "Times by the model of time, uncalibrated. On the dashed line both agree; a point above it ran faster than "
         f"predicted. Errors: median {median(off):.0%}, largest {off[-1]:.0%}."
     )
     return [

@@ -132,12 +132,31 @@ def only(monkeypatch):
     """Sets the kernels that work on a GPU, beside `math`."""
 
     def set_up(*names: str) -> None:
-        monkeypatch.setattr(kernels, "gpu_name", lambda: "")
         for kernel in KERNELS.values():
             reason = None if kernel.name in (*names, "math") else "not here"
             monkeypatch.setattr(kernel, "missing", lambda device, reason=reason: reason)
 
     return set_up
+
+
+def test_auto_on_a_gpu_takes_the_first_kernel_in_order_that_does_the_call(only):
+    only("flash2", "flash4", "sdpa_cudnn", "flex", "decode")
+    call = Shape("cuda", torch.bfloat16, 8, 2, 64)
+    assert select("auto", call, (FULL, CAUSAL)) is KERNELS["flash4"]
+    assert kernels.preference(call, decode=True)[0] == "decode"
+    short = replace(call, packed=True, tokens=2048)
+    assert select("auto", short, (CAUSAL,)) is KERNELS["flash2"]
+    assert select("auto", replace(short, tokens=8192), (CAUSAL,)) is KERNELS["flash4"]
+    assert select("auto", replace(short, head_dim=128), (CAUSAL,)) is KERNELS["flash4"]
+
+
+def test_auto_says_why_it_passed_over_faster_kernels(only):
+    only("flash2", "sdpa_cudnn")
+    call = Shape("cuda", torch.bfloat16, 8, 2, 128)
+    assert kernels.passed_over("sdpa_cudnn", call, (CAUSAL,)) == {"flash4": "not here"}
+    reasons = kernels.passed_over("flash2", replace(call, packed=True), (FULL,))
+    assert "slower than a kernel that takes packed batches" in reasons["sdpa_cudnn"]
+    assert kernels.passed_over("flex", call, (CAUSAL,)) == {}  # which auto never takes
 
 
 def test_auto_on_a_gpu_takes_the_fastest_kernel_with_softcap(only):

@@ -139,12 +139,12 @@ def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name, kernel
 @own_gpus(2)
 @pytest.mark.parametrize("way", ("none", "graphs", "auto"))
 def test_trials_take_the_fastest_on_all_ranks_alike(in_world, way):
-    given = {"tokens": 4096, "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True, "trials": 3}
+    given = {"tokens": 4096, "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True}
     first, *others = in_world(trials.auto_by_trial, 2, "cuda", replay=way, timeout_s=90, **given)
     assert others == [first] and first["random"]
-    assert len(first["tried_ms"]) == (6 if way == "auto" else 3)
+    assert len(first["tried_ms"]) == (10 if way == "auto" else 5)
     assert list(first["tried_ms"].values()) == sorted(first["tried_ms"].values())
-    assert next(iter(first["tried_ms"])).startswith(first["variant"])
+    assert next(iter(first["tried_ms"])).startswith(first["variant"]) and first["made"] == first["variant"]
 
 
 def test_a_capture_that_broke_leaves_the_next_call_right(in_world):

@@ -16,6 +16,7 @@ from tests.support.composing import python
 BAD = [
     (["attention=zigzga"], "attention=zigzga", "did you mean zigzag"),
     (["graphs=true"], "graphs: is now replay; give replay=graphs for graphs=true, replay=none for false"),
+    (["attention=auto", "attention.trials=3"], "attention.trials: was an option of auto, which now always times"),
     (["feature=pattern_cache"], "feature: is a switch", "attention.pattern_cache=true,false", "+experiment=dilated_features"),
     (["kernl.x=1"], "did you mean kernel?"),
     (["dropout=0.1"], "dropout: not supported"),

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attention.autotune.choice import AUTO
 from attention.executors.policy import REPLAY
 from attention.masks.band import Band
-from attention.variants.registry import VARIANTS
+from attention.variants.registry import AUTO, VARIANTS
 from runner.config.document_lengths import real_lengths
 from runner.config.experiment import PHASES, Experiment
 from runner.config.groups import groups
@@ -91,9 +90,7 @@ INVALID = [
     (["attention=ring_allgather", "attention.heads_k_stride=0"], "heads_k_stride=0", "divide kv_heads=8", "[1, 2, 4, 8]"),
     (["attention=ring_allgather", "attention.heads_k_stride=two"], "attention.heads_k_stride=two"),
     (["attention.name=null"], "attention=null", "known are"),
-    (["attention=auto", "attention.memory_gb=0"], "attention.memory_gb=0", "above 0", "null for all"),
-    (["attention=auto", "attention.trials=1"], "attention.trials=1", "a whole number of at least 2", "or null for no trials"),
-    (["attention=auto", "launch.fault=0:trials:raise"], "no phase trials", "attention.trials=2 would give it one"),
+    (["launch.fault=0:trials:raise"], "no phase trials", "attention=auto would give it one"),
     (["attention=auto", "seq_len=1001"], "attention=auto", "seq_len=1001", "1000 would work"),
     (["attention=auto", "q_len=1", "mode=forward_backward"], "mode=forward_backward", "q_len=1 is a decode", "mode=forward"),
     *(([f"launch.{key}={value}"], f"launch.{key}={value}", "above 0", "the default is 300")
@@ -179,8 +176,6 @@ INVALID = [
     (["timing.time_cap_s=inf"], "timing.time_cap_s=inf: must be at most 86400", "the default is 60"),
     (["timing.precision=inf"], "timing.precision=inf: must be at most"),
     (["timing.timing_runs=2147483647"], "timing.timing_runs=2147483647: must be at most 1000000"),
-    (["attention=auto", "attention.memory_gb=nan"], "attention.memory_gb=nan: must be above 0", "null for all"),
-    (["attention=auto", "attention.memory_gb=inf"], "attention.memory_gb=inf: must be at most"),
     (["dtype.rel_l2=inf"], "dtype.rel_l2=inf: must be at most", "dtype=bf16"),
     (["dtype.rel_l2=1"], "dtype.rel_l2=1: must be at most 0.5", "zeros", "dtype=bf16"),
     (["dtype.atol=nan"], "dtype.atol=nan: must be above 0"),
@@ -481,7 +476,7 @@ def test_a_variant_that_does_not_divide_real_lengths_names_the_multiple_that_doe
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_fault_can_be_asked_of_any_rank_in_any_phase_that_the_run_has(phase):
-    given = {"profiler": ["timing=profiler"], "trials": ["attention=auto", "attention.trials=2"]}.get(phase, [])
+    given = {"profiler": ["timing=profiler"], "trials": ["attention=auto"]}.get(phase, [])
     for fault in (f"0:{phase}:kill", f"1:{phase}:raise"):
         gpus = 2 if phase == "energy" else 0
         assert resolved(f"launch.fault={fault}", *given, gpus=gpus).launch.fault == fault

@@ -1,23 +1,23 @@
-"""`auto`'s model: the time of every candidate, from its executor's timeline and this machine's measured rates. It is
-made to order candidates rather than to predict milliseconds. Pure Python."""
+"""The model of time: of every candidate, from its executor's timeline and a machine's measured rates. It is made to order
+candidates rather than to predict milliseconds. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from attention.autotune.choice import Candidate, Choice, Duration, Estimate, Task
-from attention.autotune.hardware import Machine
 from attention.executors import costs
 from attention.executors.timeline import TimedStep, Timeline, Transfer
 from attention.geometry.counts import Shapes, backward_flops, forward_flops, sampled_places
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import Problem, masks
 from attention.masks.band import Band
-from attention.measured.rates import Speed
 from attention.variants.registry import VARIANTS
+from runner.costs.choice import Candidate, Duration, Estimate, Estimates, Task
+from runner.costs.hardware import Machine
+from runner.costs.rates import Speed
 
 REPLAYED_WORTH = 1.05  # replayed estimates count as this much longer, for the memory that graphs keep
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with its cost to the kernels around it
@@ -44,7 +44,7 @@ def task_of(
     )
 
 
-def choose(task: Task, machine: Machine, variants: Collection[str] = VARIANTS) -> Choice:
+def choose(task: Task, machine: Machine, variants: Collection[str] = VARIANTS) -> Estimates:
     """The estimates of the candidates, which are of these variants. Raises ValueError, with every variant's reason, if none can do
     the task."""
     able, left_out = candidates(task, variants)
@@ -60,14 +60,11 @@ def choose(task: Task, machine: Machine, variants: Collection[str] = VARIANTS) -
             with suppress(ValueError):
                 found += _estimates(candidate, task, way)
     if not found:
-        raise ValueError(no_candidate(task, left_out))
-    known = {"rates": machine.measured(found[0].kernel) and task.shapes.itemsize == 2}
-    if task.world > 1:
-        known["links"] = any(m.gpu == machine.gpu for m in machine.links)
-    sources = (f"{k}: {f'measured on {machine.gpu}' if v else machine.fallback.source}" for k, v in known.items())
-    replayable = machine.can_replay and not (machine.replayed or task.decode)
+        suitable = {n for n, v in VARIANTS.items() if not v.unsuitable(task.world, task.packed, task.decode)}
+        reasons = dict.fromkeys(why for label, why in left_out.items() if label.split()[0] in suitable)
+        raise ValueError(f"no variant can do this: {'; '.join(reasons)}")
     found.sort(key=lambda e: e.ms * (REPLAYED_WORTH if e.graphs else 1))
-    return Choice(tuple(found), left_out, "; ".join(sources), replayable)
+    return Estimates(tuple(found), left_out)
 
 
 def candidates(task: Task, variants: Collection[str] = VARIANTS) -> tuple[list[Candidate], dict[str, str]]:
@@ -91,13 +88,6 @@ def candidates(task: Task, variants: Collection[str] = VARIANTS) -> tuple[list[C
             except ValueError as error:
                 left_out[candidate.label] = str(error)
     return able, left_out
-
-
-def no_candidate(task: Task, left_out: Mapping[str, str]) -> str:
-    """The error message if no candidate is left: the reasons of the suitable variants, each once."""
-    suitable = {n for n, v in VARIANTS.items() if not v.unsuitable(task.world, task.packed, task.decode)}
-    reasons = dict.fromkeys(why for label, why in left_out.items() if label.split()[0] in suitable)
-    return f"attention=auto: no variant can do this: {'; '.join(reasons)}"
 
 
 def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estimate]:

@@ -39,16 +39,6 @@ class Measured:
     measured_with: str = ""
 
 
-def through(small: tuple[float, float], large: tuple[float, float]) -> Link:
-    """The link that fits two measured messages, each (bytes received, seconds). Raises ValueError unless the larger one
-    took longer."""
-    (few, soon), (many, late) = small, large
-    if not (few < many and 0 < soon < late):
-        raise ValueError(f"{small} and {large}: the second message must have more bytes and take longer")
-    rate = (many - few) / (late - soon)
-    return Link(rate / 1e9, max(0.0, soon - few / rate) * 1e6)
-
-
 def find(table: Iterable[Measured], gpu: str, world: int, transport: str, pattern: str) -> Link | None:
     """The link of the measured world size nearest by ratio; None where the pattern was not measured on that GPU."""
     here = [m for m in table if (m.gpu, m.transport, m.pattern) == (gpu, transport, pattern)]

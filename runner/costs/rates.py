@@ -1,5 +1,5 @@
-"""Measured speed of the local kernels by GPU and class of call, and their order, from `rates.csv` beside this file, which
-`python -m runner.calibrate --write` writes. Without a row, `FASTEST` in `attention/kernels` gives the order. No torch."""
+"""Measured speed of the local kernels by GPU and class of call, from `rates.csv` beside this file, which
+`python -m runner.calibrate --write` writes. No torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attention.masks.band import CAUSAL, FULL, Band
-
-if TYPE_CHECKING:
-    from attention.kernels.interface import Shape
 
 LONG = 4096  # query tokens from which a call counts as long
 TOKENS = {"long": 16384, "short": 2048}  # in a class's sequence or packed batch
@@ -29,7 +25,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class CallClass:
-    """Calls for which one order of kernels is taken to hold; bf16 and fp16 alike."""
+    """Calls of one speed; bf16 and fp16 alike."""
 
     head_dim: int
     heads: str  # mha or gqa
@@ -83,30 +79,6 @@ class Rate:
     def seconds_per_tflop(self, backward: bool) -> float:
         """Seconds per TFLOP of the forward; with `backward`, those of forward and backward together."""
         return 1 / self.forward + (BACKWARD / self.backward if backward else 0)
-
-
-def class_of(shape: Shape, masks: Sequence[Band]) -> CallClass | None:
-    """The class of a schedule's calls, by its hardest mask (window, causal, full); None for a dtype that is not
-    measured."""
-    if shape.dtype.itemsize != 2:
-        return None
-    mask = "window" if any(m.windowed for m in masks) else "causal" if any(m.causal for m in masks) else "full"
-    return CallClass(
-        shape.head_dim,
-        "mha" if shape.heads == shape.kv_heads else "gqa",
-        mask,
-        "packed" if shape.packed else "dense",
-        "long" if shape.tokens is None or shape.tokens >= LONG else "short",
-    )
-
-
-def order(rates: Iterable[Rate], gpu: str, call: CallClass, backward: bool) -> list[str]:
-    """The kernels measured for the class on that GPU, fastest first; with `backward` by forward plus backward. Since
-    kernels pad the head dim, one that was not measured counts as the next larger one."""
-    here = [r for r in rates if r.gpu == gpu and replace(r.call, head_dim=call.head_dim) == call]
-    measured = min((r.call.head_dim for r in here if r.call.head_dim >= call.head_dim), default=0)
-    found = [r for r in here if r.call.head_dim == measured]
-    return [r.kernel for r in sorted(found, key=lambda r: r.seconds_per_tflop(backward))]
 
 
 def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:

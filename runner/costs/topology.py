@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention.executors.timeline import Transfer
-from attention.measured.links import Link
+from runner.costs.links import Link
 
 COLLECTIVE = ("gather", "reduce", "slots")  # patterns that pass through all ranks, as a ring of NCCL does
 

@@ -1,4 +1,4 @@
-"""What the model knows of a machine: rates of kernels and links, measured or assumed, and launch overheads. Pure
+"""What the model of time knows of a machine: rates of kernels and links, measured or assumed, and launch overheads. Pure
 Python."""
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from attention.autotune.topology import ONE_NODE, Topology
 from attention.executors.timeline import Pattern, Transfer
 from attention.masks.band import Band
-from attention.measured import links, rates
-from attention.measured.links import Link, Measured
-from attention.measured.rates import LONG, Rate, Speed
+from runner.costs import links, rates
+from runner.costs.links import Link, Measured
+from runner.costs.rates import LONG, Rate, Speed
+from runner.costs.topology import ONE_NODE, Topology
 
 Both = tuple[float, float]  # forward and backward
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from attention.autotune.topology import ONE_NODE, Topology
 from attention.executors import costs
 from attention.executors.timeline import Transfer
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL, Band
-from attention.measured.links import Link
 from attention.variants.registry import VARIANTS
+from runner.costs.links import Link
+from runner.costs.topology import ONE_NODE, Topology
 
 INSIDE = Link(400, 10)
 NODES = Topology("nodes of 4", 4, Link(50, 20), 4)
