@@ -264,7 +264,8 @@ def check_padding(attention_mask: Tensor | None) -> None:
     if attention_mask is not None and not (attention_mask.dim() == 2 and bool((attention_mask == 1).all())):
         raise ValueError(
             f"attention_mask of shape {list(attention_mask.shape)} is not all ones: padding is not supported; pack the "
-            "rows, with position_ids that restart at 0, or pad at the right with labels of -100 and leave it out"
+            "rows, with position_ids that restart at 0, or pad at the right with labels of -100 and leave it out; generate from "
+            "prompts of one length"
         )
 
 

@@ -80,12 +80,6 @@ def skip(me: Rank, absent: list[int], how: str) -> list[Any]:
     return me.gather((message, time.perf_counter() - start))
 
 
-def swapped(me: Rank) -> list[str]:
-    """The last rank calls two functions in the other order."""
-    fns = [_function("ring"), _function("ulysses", head_parts=1)]
-    return me.gather(_message(fns[me.rank == me.world - 1], _inputs(), {}))
-
-
 def late(me: Rank) -> list[tuple[str, str]]:
     """(Message of the first call, of the second) by rank. Rank 0 makes its first call when the others have given up, and
     they make their second when rank 0 has given up."""
@@ -232,11 +226,3 @@ def off(me: Rank) -> list[int]:
     group = _group(me)
     _function(group=group, agreement=False)(*_inputs())
     return me.gather(calls_over(group).number)
-
-
-def is_a_disagreement(me: Rank) -> list[bool]:
-    try:
-        _function()(*_inputs(), scale=0.5 + me.rank)
-    except Disagreement:
-        return me.gather(True)
-    return me.gather(False)
