@@ -30,6 +30,7 @@ from attention.replay import graphs_obstacle
 from attention.variants.base import Variant
 from attention.variants.registry import MIXTURES, VARIANTS
 from runner.config.rules.attention import module_lacks
+from runner.config.variants import MODULES, ONE_RANK
 from runner.peers import PEERS, Package
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
@@ -117,7 +118,7 @@ def _problem(variant: Variant[Any], setting: Setting) -> Problem:
     cu = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))) if setting.packed else (0, TOKENS)
     if variant.decode and setting.packed:
         raise ValueError("cu_seqlens: a decode takes a batch of single sequences")
-    world = 1 if variant.one_rank else WORLD
+    world = 1 if variant.name in ONE_RANK else WORLD
     options = {"mask": mask} if "mask" in variant.options.from_call() else {}
     return variant.problem(cu, world, mask_of(FULL, cu, mask), options, 1 if variant.decode else None)
 
@@ -147,7 +148,7 @@ def _module(variant: Variant[Any], setting: Setting) -> str | None:
     """Of a run; the function that `attention.make` gives is that of dilated_improved."""
     asked = {"sinks": setting.sinks, "softcap": setting.softcap, "values of another size": setting.v_head_dim}
     found = [name for name, given in (asked | {"a packed batch": setting.packed}).items() if given]
-    return module_lacks(variant.name, found) if variant.module and found else None
+    return module_lacks(variant.name, found) if variant.name in MODULES and found else None
 
 
 def _peer(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:
@@ -234,7 +235,7 @@ default options, every package installed and the transport symm.
 
 - `yes`: honoured; `padded`: honoured with values of {VALUE_DIM} filled up to {HEAD_DIM} (column v_head_dim). A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
 - The first table of a section has the masks, the second has other properties of a causal call. A decode has one query.
-- Kernels that answer alike share a section. {" ".join(f"`{v.name}` is for one GPU." for v in VARIANTS.values() if v.one_rank)}
+- Kernels that answer alike share a section. {" ".join(f"`{name}` is for one GPU." for name in ONE_RANK)}
 """
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from attention.errors import nearest
 from attention.masks.band import Band
 
-BEST = "best"  # of an option on the command line: the fastest of its choices
 Choices = Callable[[int, int], Sequence[Any]]  # of the KV heads and the world size
 Found = TypeVar("Found", bound="Options")
 

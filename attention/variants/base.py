@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Generic, Literal, TypeVar
 
 from attention.geometry.layouts import CuSeqlens, Layout
-from attention.geometry.options import BEST, Options
+from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, Schedule
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Mask
@@ -41,9 +40,6 @@ class Variant(Generic[Chosen]):
     twin: str | None = None  # the variant that is the same algorithm, made for packed batches where this one is not
     decode: bool = False  # few replicated queries against sharded keys; forward only
     mixes: bool = False  # computes a mixture of strided attentions instead of attention under the call's mask
-    module: bool = False  # made for a module: a benchmark of it has the projections and the LayerNorm around it
-    one_rank: bool = False  # one rank's share of a larger world: for world_size=1 only
-    on_one_device: bool = False  # the one-device baseline of its kind (decodes, mixtures, the rest)
     benchmark_only: str | None = None  # why `auto` never takes it
 
     # These may depend on the options; a variant for which one does overrides it.
@@ -187,45 +183,6 @@ class Variant(Generic[Chosen]):
         """Raises ValueError for an option's value that does not go with these heads in this world."""
         self.parse(options).check(heads, kv_heads, world)
 
-    def settings(
-        self,
-        options: Mapping[str, Any],
-        heads: int,
-        kv_heads: int,
-        cu_seqlens: CuSeqlens,
-        world: int,
-        mask: Band | Mask,
-        q_tokens: int | None = None,
-    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The options with "best" replaced, for each combination of choices that this variant can do; for each other
-        one, by `setting_label`, the reason. Raises ValueError if it can do none."""
-        open_ = [name for name, value in options.items() if value == BEST]
-        able: list[dict[str, Any]] = []
-        left_out: dict[str, str] = {}
-        for values in product(*(self.choices(name, kv_heads, world) for name in open_)):
-            setting = {**options, **dict(zip(open_, values, strict=True))}
-            try:
-                chosen = self.parse(setting)
-                self.problem(cu_seqlens, world, mask, chosen, q_tokens)
-                chosen.check(heads, kv_heads, world)
-                able.append(setting)
-            except ValueError as error:
-                left_out[setting_label(setting, open_)] = str(error)
-        if not able:
-            raise ValueError(next(iter(left_out.values())))
-        return able, left_out
-
-    def choices(self, option: str, kv_heads: int, world: int) -> list[Any]:
-        """The values of an option among which "best" decides. Raises ValueError for an option that has no list of
-        them."""
-        found = self.options.choices(option, kv_heads, world)
-        if found is None:
-            able = [name for name in self.options.names() if self.options.choices(name, 1, 1) is not None]
-            raise ValueError(
-                f"{option}={BEST}: {self.name} has no list of its values; best may be {', '.join(able) or 'none'}"
-            )
-        return found
-
     def unsuitable(self, world: int, packed: bool, decode: bool) -> str | None:
         """Why `auto` leaves this variant out, whatever its options, or None: it is for something else, or the same as
         another."""
@@ -280,7 +237,3 @@ def able(mask: Band) -> str:
     found = [v for v in REGISTERED.values() if v.any_mask and (v.windows or not mask.windowed)]
     found = [v for v in found if mask.right == 0 or not v.causal_only]
     return words(v for v in found if v.unsuitable(2, False, False) is None and v.takes(mask))
-
-
-def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:
-    return " ".join(f"{name}={options[name]}" for name in names)

@@ -10,7 +10,6 @@ from attention.variants.base import Variant, register
 register(
     Variant(
         name="dense",
-        on_one_device=True,
         summary="the whole attention on every rank, nothing sharded",
         source="FlashAttention (Dao et al., 2022), or the kernel's own",
         use="the comparison with one device and the same kernel",

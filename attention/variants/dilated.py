@@ -218,7 +218,6 @@ register(
     replace(
         DILATED,
         name="dilated_improved",
-        on_one_device=True,
         summary="dilated on strided views: equal segments as one batch, results merged in place",
         use="dilated attention where one GPU holds the sequence",
         options=DilatedOptions,
@@ -232,7 +231,6 @@ register(
         source="LongNet (Ding et al., 2023); the module as in dilated-attention-pytorch (Odom, 2023)",
         use="the time of a whole layer's dilated attention",
         options=DilatedOptions,
-        module=True,
     )
 )
 register(

@@ -60,7 +60,6 @@ register(
         options=GroupedOptions,
         causal_only=True,
         windows=False,
-        one_rank=True,
         benchmark_only="grouped is one rank's share, for measurement",
     )
 )

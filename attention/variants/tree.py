@@ -14,7 +14,6 @@ from attention.variants.ring_decode import Decode
 register(
     Decode(
         name="tree",
-        on_one_device=True,
         summary="decode: each rank attends its shard of the keys, the partial results are reduced over the ranks",
         source="Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU Clusters (Shyam et al., 2024)",
         use="decoding over more keys than one GPU holds, or over about a million keys, where reduce=fused and "

@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any
 
 from attention.geometry import counts
-from attention.geometry.options import BEST
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of, of_sequences
@@ -17,6 +16,7 @@ from attention.variants.registry import AUTO
 from runner.config.masks import NamedMask
 from runner.config.models import Model
 from runner.config.schema import Check, Dtype, Launch
+from runner.config.variants import BEST, MODULES
 from runner.peers import Package, variant
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
@@ -236,7 +236,7 @@ class Experiment:
     @property
     def is_module(self) -> bool:
         """Whether a whole module is measured: attention with its projections and LayerNorm."""
-        return self.chosen is not None and self.chosen.module
+        return self.variant in MODULES
 
     @property
     def sharing(self) -> int:

@@ -12,10 +12,10 @@ from attention.auto import Choice, TrialCall, fastest
 from attention.errors import UnsupportedCall
 from attention.geometry import counts
 from attention.masks.band import FULL, Band
-from attention.variants.base import setting_label
 from attention.variants.registry import AUTO, SHORTLIST
 from runner.config.experiment import Experiment
 from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.variants import setting_label, settings
 from runner.launch.rank import Rank
 from runner.measure import ceilings, memory
 from runner.measure.attention_work import DTYPES, build
@@ -97,14 +97,14 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dic
     UnsupportedHere if none runs."""
     call, chosen = spec.workload, variant(spec.variant)
     about = call.heads, call.kv_heads, call.cu_seqlens, spec.world_size, call.mask, call.q_len
-    settings, impossible = chosen.settings(spec.call_options, *about)
+    able, impossible = settings(chosen, spec.call_options, *about)
     names = spec.best_options
-    problem = chosen.problem(*about[2:5], settings[0], call.q_len)
+    problem = chosen.problem(*about[2:5], able[0], call.q_len)
     each_s = _rough_s(me, spec, max(counts.rank_flops(problem, call.shapes)))
-    me.say("trials", each_s * len(settings) * (LEADING + TRIAL_RUNS))
+    me.say("trials", each_s * len(able) * (LEADING + TRIAL_RUNS))
     specs = {
         setting_label(setting, names): replace(spec, options={name: setting[name] for name in spec.options})
-        for setting in settings
+        for setting in able
     }
     functions = together(me, lambda: {label: build(each) for label, each in specs.items()})
     band, other = (call.mask, None) if isinstance(call.mask, Band) else (FULL, call.mask)

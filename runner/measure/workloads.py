@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.variants.registry import everything
+from attention.variants.registry import variant
 from runner.config.experiment import Experiment
+from runner.config.variants import ON_ONE_DEVICE
 from runner.launch.rank import Rank
 from runner.measure import comparison, model_check, module_work
 from runner.measure.attention_work import AttentionWork, alone
@@ -31,7 +32,7 @@ class WorkloadKind:
 def _single_attention(me: Rank, experiment: Experiment) -> Workload:
     """By the variant that computes the same on one device."""
     kind = experiment.workload.q_len is not None, experiment.dilation is not None
-    found = next(v for v in everything().values() if v.on_one_device and (v.decode, v.mixes) == kind)
+    found = variant(ON_ONE_DEVICE[kind])
     known = found.options.names() if found.mixes else ()
     options = {option: value for option, value in experiment.options.items() if option in known}
     dense = replace(experiment, variant=found.name, options=options, world_size=1)

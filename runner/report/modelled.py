@@ -9,6 +9,7 @@ from itertools import accumulate
 from attention.geometry import counts
 from attention.geometry.counts import Shapes
 from attention.variants.registry import VARIANTS
+from runner.config.variants import ONE_RANK
 from runner.costs import links, rates
 from runner.costs.choice import Candidate, Duration, Task
 from runner.costs.hardware import Machine, ceilings
@@ -23,7 +24,7 @@ def known(run: Run) -> bool:
     """Whether the model describes the run: one of our variants under a band, on plain attention."""
     if not (run.ok and run.attention in VARIANTS) or run.result.asked.model:
         return False
-    return not VARIANTS[run.attention].one_rank and run.result.asked.named_mask is None and run.features is None
+    return run.attention not in ONE_RANK and run.result.asked.named_mask is None and run.features is None
 
 
 def task(run: Run) -> Task:

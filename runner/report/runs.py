@@ -10,9 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attention.geometry.options import BEST
 from attention.masks.band import Band
-from attention.variants.base import setting_label
+from runner.config.variants import BEST, setting_label
 from runner.output import reader, summary
 from runner.output.fields import Environment, PassTimes
 from runner.output.record import Asked, Result

@@ -15,6 +15,7 @@ from attention.variants.registry import VARIANTS, shortlist
 from runner.config.experiment import Experiment
 from runner.config.schema import MODES
 from runner.config.values import InvalidConfig, plain, shown
+from runner.config.variants import settings
 
 
 def options(cfg: DictConfig, chosen: Variant[Any] | None) -> dict[str, Any]:
@@ -50,8 +51,8 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
             _check_automatic(run)
         else:
             about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
-            chosen.settings(run.call_options, *about)
-            if chosen.module:
+            settings(chosen, run.call_options, *about)
+            if run.is_module:
                 _check_module(run)
             if chosen.mixes and run.baseline == "dense":
                 raise ValueError(

@@ -18,6 +18,7 @@ from runner.config import huggingface, masks, schema
 from runner.config.experiment import Experiment
 from runner.config.models import HF, NONE, Model
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
+from runner.config.variants import settings
 from runner.models import SPARSE, Config
 
 SIZES = ("layers", "hidden", "mlp", "vocabulary")
@@ -159,7 +160,7 @@ def _check_call(run: Experiment, name: str) -> None:
         for mask in _masks(config):
             mask.pairs(call.seq_len)
             if chosen is not None:
-                chosen.settings(run.call_options, *about, mask_of(FULL, call.cu_seqlens, mask))
+                settings(chosen, run.call_options, *about, mask_of(FULL, call.cu_seqlens, mask))
     except ValueError as error:
         raise InvalidConfig(f"{name}: {error}") from None
     if config.encoder_layers and run.variant == AUTO:

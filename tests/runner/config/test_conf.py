@@ -14,7 +14,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from attention import masks
-from attention.geometry.options import BEST
 from attention.kernels import KERNELS
 from attention.transports import SUMMARIES
 from attention.variants.registry import AUTO, MIXTURES, VARIANTS
@@ -25,6 +24,7 @@ from runner.config.resolve import run_name
 from runner.config.rules import model as model_rules
 from runner.config.schema import MODELS, TIMING_METHODS
 from runner.config.values import InvalidConfig
+from runner.config.variants import BEST
 from runner.measure.attention_work import DTYPES
 from runner.peers import PEERS, everything
 from tests.support.composing import composed, configured, resolved

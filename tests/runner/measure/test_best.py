@@ -3,8 +3,8 @@
 import pytest
 
 from attention.masks.band import CAUSAL, FULL
-from attention.variants.base import setting_label
 from runner.config.values import InvalidConfig
+from runner.config.variants import setting_label, settings
 from runner.peers import variant
 from tests.jobs import program
 from tests.support.composing import resolved
@@ -16,7 +16,7 @@ SMALL = ("seq_len=64", "batch=1", "head_dim=16", "dtype=fp32", "hardware=cpu", "
 def labels(name: str, heads: int, kv_heads: int, world: int, mask=CAUSAL, **options):
     given = {**variant(name).options.defaults(), **options}
     asked = [option for option, value in given.items() if value == "best"]
-    able, left_out = variant(name).settings(given, heads, kv_heads, (0, 64), world, mask)
+    able, left_out = settings(variant(name), given, heads, kv_heads, (0, 64), world, mask)
     return [setting_label(setting, asked) for setting in able], left_out
 
 

@@ -1,0 +1,65 @@
+"""What benchmarks know of variants beyond the library: options that are "best", and variants with a workload of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+from attention.geometry.layouts import CuSeqlens
+from attention.masks.band import Band
+from attention.masks.mask import Mask
+from attention.variants.base import Variant
+
+BEST = "best"  # of an option on the command line: the fastest of its choices
+MODULES = (
+    "dilated_multihead",
+    "dilated_multihead_longnet",
+)  # measured with the projections and the LayerNorm around them
+ONE_RANK = ("grouped",)  # one rank's share of a larger world: for world_size=1 only
+# the one-device baseline, by whether a variant is a decode and whether it mixes
+ON_ONE_DEVICE = {(False, False): "dense", (True, False): "tree", (False, True): "dilated_improved"}
+
+
+def settings(
+    variant: Variant[Any],
+    options: Mapping[str, Any],
+    heads: int,
+    kv_heads: int,
+    cu_seqlens: CuSeqlens,
+    world: int,
+    mask: Band | Mask,
+    q_tokens: int | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The options with "best" replaced, for each combination of choices that the variant can do; for each other one, by
+    `setting_label`, the reason. Raises ValueError if it can do none."""
+    names = [name for name, value in options.items() if value == BEST]
+    able: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for values in product(*(_choices(variant, name, kv_heads, world) for name in names)):
+        setting = {**options, **dict(zip(names, values, strict=True))}
+        try:
+            parsed = variant.parse(setting)
+            variant.problem(cu_seqlens, world, mask, parsed, q_tokens)
+            parsed.check(heads, kv_heads, world)
+            able.append(setting)
+        except ValueError as error:
+            left_out[setting_label(setting, names)] = str(error)
+    if not able:
+        raise ValueError(next(iter(left_out.values())))
+    return able, left_out
+
+
+def _choices(variant: Variant[Any], option: str, kv_heads: int, world: int) -> list[Any]:
+    """The values of an option among which "best" decides. Raises ValueError for an option that has no list of them."""
+    values = variant.options.choices(option, kv_heads, world)
+    if values is None:
+        able = [name for name in variant.options.names() if variant.options.choices(name, 1, 1) is not None]
+        raise ValueError(
+            f"{option}={BEST}: {variant.name} has no list of its values; best may be {', '.join(able) or 'none'}"
+        )
+    return values
+
+
+def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:
+    return " ".join(f"{name}={options[name]}" for name in names)
