@@ -191,6 +191,11 @@ def _main(arguments: list[str]) -> int:
     parser.add_argument("--budget-s", type=float, default=given["budget_s"], help="default %(default)s")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="some of the questions")
     options = parser.parse_args(arguments)
+    least = CLOSING_S + LEAST_S + 1
+    if not options.budget_s >= least:
+        raise ValueError(
+            f"--budget-s {options.budget_s:g}: must be at least {least:g}; leave it out for {given['budget_s']:g}"
+        )
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: is not empty; give a new folder")
     folder = options.out or folders.create(Path("outputs"), f"canonical-{folders.now()}")

@@ -36,14 +36,13 @@ def test_the_fastest_is_by_the_median_and_names_those_that_are_even():
         assert len(answer["even"]) < len(here)
 
 
-def test_without_time_nothing_is_asked_and_the_file_says_so(tmp_path, capsys, monkeypatch):
-    given = ["-m", program.CANONICAL, "--budget-s", "1", "--out", str(tmp_path / "new")]
+@pytest.mark.parametrize("budget", ["60", "nan"])
+def test_a_budget_in_which_nothing_can_be_asked_is_refused(tmp_path, capsys, monkeypatch, budget):
+    given = ["-m", program.CANONICAL, "--budget-s", budget, "--out", str(tmp_path / "new")]
     monkeypatch.setattr(sys, "argv", ["runner", *given])
-    assert program._program() == 1
-    found = json.loads((tmp_path / "new" / canonical.NAME).read_text())
-    assert [question["name"] for question in found["questions"]] == [q["name"] for q in PLAN["questions"]]
-    assert {question["status"] for question in found["questions"]} == {"not asked"}
-    assert "no time was left of 1 s" in capsys.readouterr().out
+    assert program._program() == 2
+    assert f"--budget-s {budget}: must be at least 61; leave it out for " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path, capsys):
