@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,11 +31,10 @@ from attention.arguments import (
 from attention.autograd import wants_gradient
 from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
-from attention.executors.plan import KeyLengths, Plan, PlannedComponent, PlannedStep, plan_steps, resized
+from attention.executors.plan import KeyLengths, Plan, PlannedStep, part_plan, plan_steps, resized
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
-from attention.geometry.mixtures import Component, components
 from attention.geometry.options import Options
-from attention.geometry.schedules import Problem, masks
+from attention.geometry.schedules import Part, Problem, masks
 from attention.kernels import Call, Kernel, Shape
 from attention.kernels.by_element import ByElement
 from attention.kernels.patterns import ForPatterns
@@ -187,15 +185,11 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     problem = variant.problem(_divided(spec), settings.world, _whole_mask(spec, settings), options, spec.q_tokens)
     _check_share(spec, settings)
     _check_call(spec, settings)
-    kernel = _kernel(spec, settings, problem)
-    of_parts = _part_kernels(spec, settings, problem)
     place, head = divmod(settings.rank, problem.ulysses)
-    steps = plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device)
-    _check_patterns(kernel, steps)  # which differ by rank, so ranks agree afterwards
-    for c, part_kernel in zip(_mixed(spec, problem), of_parts, strict=True):
-        if isinstance(part_kernel, ForPatterns):
-            of_part = plan_steps(c.problem, c.place(place), _like(spec, settings), False, spec.device)
-            _check_patterns(part_kernel, of_part)
+    parts = problem.schedule.parts(problem, shape.heads, shape.kv_heads)
+    problems = [(_part_spec(spec, c), c.problem, c.place(place)) for c in parts] or [(spec, problem, place)]
+    bound = [_bound(of, settings, mine, at) for of, mine, at in problems]
+    kernel, steps = bound[0]
     if settings.calls.compare:  # before `connect`, which is collective
         settings.calls.check(_asked(spec, batch, settings, made, kernel))
     transport = connect(spec.device)
@@ -216,60 +210,26 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         kernel=kernel,
         transport=transport,
         options=options.resolved(writable),
-        steps=steps,
+        steps=() if parts else steps,
     )
-    plan = replace(plan, parts=_parts(plan, spec, settings, of_parts))
+    plan = replace(plan, parts=tuple((c, part_plan(plan, c, *made)) for c, made in zip(parts, bound, strict=False)))
     return replace(plan, graphs=takes_graphs(settings.replay, plan, spec.device))
 
 
-def _check_patterns(kernel: Kernel, steps: Sequence[PlannedStep]) -> None:
+def _bound(spec: CallSpec, settings: Settings, problem: Problem, place: int) -> tuple[Kernel, tuple[PlannedStep, ...]]:
+    """The kernel and the steps of a problem. Raises UnsupportedCall for patterns that the kernel can't do, which differ by rank, so
+    ranks agree afterwards."""
+    kernel = _kernel(spec, settings, problem)
+    steps = plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device)
     if isinstance(kernel, ForPatterns):
         for call in (call for step in steps for call in step.calls):
             kernel.check(call.call)
+    return kernel, steps
 
 
-def _mixed(spec: CallSpec, problem: Problem) -> tuple[Component, ...]:
-    """The components of a mixture."""
-    return components(problem, spec.shape.heads, spec.shape.kv_heads)
-
-
-def _part_kernels(spec: CallSpec, settings: Settings, problem: Problem) -> tuple[Kernel, ...]:
-    """The kernel of each component of a mixture. Raises UnsupportedCall if it can't do the component's calls."""
-    return tuple(_kernel(_part_spec(spec, c), settings, c.problem) for c in _mixed(spec, problem))
-
-
-def _part_spec(spec: CallSpec, c: Component) -> CallSpec:
-    heads, kv_heads = len(c.heads), len(c.kv_heads)
-    return spec._replace(shape=replace(spec.shape, heads=heads, kv_heads=kv_heads, packed=False, tokens=c.tokens))
-
-
-def _parts(
-    plan: Plan, spec: CallSpec, settings: Settings, of_parts: tuple[Kernel, ...]
-) -> Callable[[], tuple[PlannedComponent, ...]]:
-    """Returns a function that makes the plans of a mixture's components: once, or with pattern_cache=false each time."""
-    mixed = _mixed(spec, plan.problem)
-    if not mixed:
-        return tuple
-
-    def made(c: Component, kernel: Kernel) -> Plan:
-        place = c.place(plan.rank)
-        return replace(
-            plan,
-            problem=c.problem,
-            rank=place,
-            heads=len(c.heads),
-            kv_heads=len(c.kv_heads),
-            packed=False,
-            want_lse=True,
-            sinks=False,
-            kernel=kernel,
-            steps=plan_steps(c.problem, place, _like(spec, settings), False, spec.device),
-        )
-
-    def make() -> tuple[PlannedComponent, ...]:
-        return tuple(PlannedComponent(c, made(c, kernel)) for c, kernel in zip(mixed, of_parts, strict=True))
-
-    return cache(make) if plan.options.pattern_cache else make
+def _part_spec(spec: CallSpec, c: Part) -> CallSpec:
+    shape = replace(spec.shape, heads=c.heads, kv_heads=c.kv_heads, packed=False, tokens=c.tokens)
+    return spec._replace(shape=shape, packed=False)
 
 
 def _like(spec: CallSpec, settings: Settings) -> Call:
@@ -290,7 +250,8 @@ def _whole_mask(spec: CallSpec, settings: Settings) -> Band | Mask:
     if not spec.padding:
         return mask
     if isinstance(mask, Band):
-        if len(spec.cu_seqlens) == 2 and mask.right == 0 and isinstance(variant.form(mask, spec.cu_seqlens), Band):
+        stays = len(spec.cu_seqlens) == 2 and mask.right == 0 and not variant.mixes
+        if stays and isinstance(variant.form(mask, spec.cu_seqlens), Band):
             return mask
         mask = of_sequences(mask, spec.cu_seqlens)
     return Padded(mask, spec.padding)
@@ -308,7 +269,8 @@ def _check_share(spec: CallSpec, settings: Settings) -> None:
 def _check_padded_lengths(spec: CallSpec, settings: Settings) -> None:
     """Raises ValueError for padding of a packed batch whose sequences the layout would have to cut, each by itself."""
     variant, mask = settings.variant, _whole_mask(spec, settings)
-    if not spec.padding or variant.any_mask or len(spec.cu_seqlens) == 2 or isinstance(mask, Band):
+    any_padding = variant.any_mask or variant.mixes
+    if not spec.padding or any_padding or len(spec.cu_seqlens) == 2 or isinstance(mask, Band):
         return
     try:
         settings.layout.check(spec.cu_seqlens, settings.world)
@@ -341,8 +303,6 @@ def _check_call(spec: CallSpec, settings: Settings) -> None:
 def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
     """The local kernel. Raises UnsupportedCall if it can't do this call."""
     variant, wanted = settings.variant, settings.kernel_name
-    if mixed := _mixed(spec, problem):
-        return _kernel(_part_spec(spec, mixed[0]), settings, mixed[0].problem)
     if problem.is_cut:
         tokens = problem.cu_seqlens[-1]
         rows = problem.mask.rectangles(tokens)

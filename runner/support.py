@@ -15,7 +15,6 @@ import torch
 
 from attention import masks
 from attention.arguments import check_kv_lengths, check_prefix
-from attention.geometry.mixtures import components
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.schedules import masks as bands_of
 from attention.kernels import KERNELS, Call, Kernel, Shape, made_for
@@ -127,8 +126,8 @@ def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Set
     """As `kernels.select` and `select_for_patterns` decide, had every kernel its package."""
     if setting.deterministic and shape.backward and (reason := getattr(kernel, "any_order", None)):
         return f"deterministic=True: {reason}"
-    for c in components(problem, shape.heads, shape.kv_heads):
-        of = replace(shape, heads=len(c.heads), kv_heads=len(c.kv_heads), packed=False)
+    for c in problem.schedule.parts(problem, shape.heads, shape.kv_heads):
+        of = replace(shape, heads=c.heads, kv_heads=c.kv_heads, packed=False)
         if reason := _kernel_refuses(kernel, of, c.problem, setting):
             return reason
     if problem.is_cut:

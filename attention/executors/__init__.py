@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from attention.executors.plan import Plan
 
-NAMES = ("ring", "gather", "all_to_all", "tree", "mixture")  # each a module of this package
+NAMES = ("ring", "gather", "all_to_all", "tree", "dilated")  # each a module of this package
 
 
 class Executor(Protocol):

@@ -25,7 +25,7 @@ COSTS: dict[str, type[Costs[Any]]] = {
     "gather": GatherCosts,
     "all_to_all": AllToAllCosts,
     "tree": TreeCosts,
-    "mixture": MixtureCosts,
+    "dilated": MixtureCosts,
 }
 
 

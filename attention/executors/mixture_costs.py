@@ -7,36 +7,34 @@ from typing import Any
 from attention.executors.gather_costs import GatherCosts
 from attention.executors.ring_costs import RingCosts
 from attention.executors.timeline import Costs, Timeline
-from attention.geometry.counts import Shapes, mixed
-from attention.geometry.mixtures import Component, Meeting, Mixture, meeting
-from attention.geometry.options import MixtureOptions
+from attention.geometry.counts import Shapes, parts
+from attention.geometry.options import RingOptions
 
 
-class MixtureCosts(Costs[MixtureOptions]):
+class MixtureCosts(Costs[Any]):
     @property
     def tokens(self) -> int:
         """Of a rank's shard."""
         return self.problem.cu_seqlens[-1] // (1 if self.problem.layout.replicated else self.problem.world)
 
     @property
-    def _components(self) -> list[tuple[Component, Shapes]]:
-        return mixed(self.problem, self.shapes)
+    def _components(self) -> list[tuple[Any, Shapes]]:
+        return parts(self.problem, self.shapes)
 
-    def _costs(self, c: Component, shapes: Shapes) -> Costs[Any]:
+    def _costs(self, c: Any, shapes: Shapes) -> Costs[Any]:
         """A component's own: of a local call, or of a gather."""
-        kind: type[Costs[Any]] = RingCosts if c.local else GatherCosts
-        return kind(c.problem, shapes, self.options, self.pulls)
+        if c.local:
+            return RingCosts(c.problem, shapes, RingOptions(), self.pulls)
+        return GatherCosts(c.problem, shapes, self.options, self.pulls)
 
-    def _meeting(self, of_keys: bool) -> Meeting:
-        heads = self.shapes.kv_heads if of_keys else self.shapes.heads
-        return meeting(tuple(c for c, _ in self._components), of_keys, heads, self.tokens)
+    def _heads(self, of_keys: bool) -> list[Any]:
+        return [c.kv if of_keys else c.q for c, _ in self._components]
 
     @property
     def _groups(self) -> int:
         """By what a result is divided."""
-        mixture = self.problem.schedule
-        assert isinstance(mixture, Mixture)
-        return len(mixture.pairs) if mixture.mixing == "head_groups" else 1
+        pairs: Any = self.problem.schedule
+        return len(pairs.pairs) if self.options.mixing == "head_groups" else 1
 
     @property
     def _detached(self) -> bool:
@@ -51,11 +49,11 @@ class MixtureCosts(Costs[MixtureOptions]):
 
     def _upcast(self, of_keys: bool) -> bool:
         """Whether a sum or merge has an fp32 accumulator beside its result."""
-        return self._meeting(of_keys).most > 2 and self.shapes.itemsize < 4
+        return any(x.earlier > 1 for x in self._heads(of_keys)) and self.shapes.itemsize < 4
 
     def _direct(self, i: int, of_keys: bool) -> bool:
         """Whether the kernel of component i writes its part of a result in place."""
-        return self._meeting(of_keys).fresh[i] and not self._upcast(of_keys) and not self.options.copies
+        return self._heads(of_keys)[i].first and not self._upcast(of_keys) and not self.options.copies
 
     def pass_peak(self, rank: int, backward: bool) -> int:
         return self._backward_peak(rank) if backward else self._forward_peak(rank)
@@ -69,8 +67,8 @@ class MixtureCosts(Costs[MixtureOptions]):
             here = self._costs(c, of).pass_peak(c.place(rank), False)
             if c.local and self._direct(i, False) and not self._detached:
                 here -= _rows(c) * of.out_token
-            if self.options.copies:  # its inputs, then out and LSE in full size
-                here += max(self._copied(c, of, of.q_token + of.kv_token), out + lse)
+            if self.options.copies:  # its inputs
+                here += self._copied(c, of, of.q_token + of.kv_token)
             peak = max(peak, kept + here)
             kept += _own(c, of) if self._detached else 0
         return result + max(peak, kept + (out if upcast or self._groups > 1 else 0))
@@ -87,22 +85,21 @@ class MixtureCosts(Costs[MixtureOptions]):
         parts = (self._backward_part(i, c, of, rank) for i, (c, of) in enumerate(self._components))
         return saved + sums + max(rounded, *parts)
 
-    def _backward_part(self, i: int, c: Component, shapes: Shapes, rank: int) -> int:
+    def _backward_part(self, i: int, c: Any, shapes: Shapes, rank: int) -> int:
         """Bytes of component i's backward beside the sums. As a call of its own it would hold out, which is here a view."""
         out = _rows(c) * shapes.out_token
         peak = self._costs(c, shapes).pass_peak(c.place(rank), True) - out
         if c.local and self._direct(i, False) and self._direct(i, True):
             peak -= _rows(c) * (shapes.q_token + shapes.kv_token)
-        if self.options.copies:  # its inputs with dout and out, then one gradient in full size
-            copied = self._copied(c, shapes, shapes.q_token + shapes.kv_token + 2 * shapes.out_token)
-            peak += max(copied, self.tokens * self.shapes.q_token)
+        if self.options.copies:  # its inputs with dout and out
+            peak += self._copied(c, shapes, shapes.q_token + shapes.kv_token + 2 * shapes.out_token)
         if self._detached:  # its share of dout, computed in fp32
             return max(peak + out, out + out * 4 // self.shapes.itemsize)
         return peak
 
-    def _copied(self, c: Component, shapes: Shapes, token: int) -> int:
+    def _copied(self, c: Any, shapes: Shapes, token: int) -> int:
         """Bytes of copies of a component's tokens; one with all tokens and heads needs none."""
-        everything = c.tokens == self.tokens and len(c.heads) == self.shapes.heads
+        everything = c.tokens == self.tokens and c.heads == self.shapes.heads
         return 0 if everything else _rows(c) * token
 
     def timeline(self, rank: int, backward: bool) -> Timeline:
@@ -118,11 +115,11 @@ class MixtureCosts(Costs[MixtureOptions]):
         )
 
 
-def _rows(c: Component) -> int:
+def _rows(c: Any) -> int:
     """Tokens of one of a component's segments: its shapes have the others as a batch."""
     return c.tokens // c.fold
 
 
-def _own(c: Component, shapes: Shapes) -> int:
+def _own(c: Any, shapes: Shapes) -> int:
     """Bytes of a component's out and LSE."""
     return _rows(c) * (shapes.out_token + shapes.batch * shapes.heads * 4)

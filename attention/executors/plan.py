@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.dtypes import accumulation_dtype
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard, sizes_of
-from attention.geometry.mixtures import Component, Meeting, components, meeting
-from attention.geometry.schedules import Problem, Step, length, most_keys, steps
+from attention.geometry.schedules import Part, Problem, Step, length, most_keys, steps
 from attention.geometry.transfers import (
     Intervals,
     Move,
@@ -68,18 +66,10 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedComponent:
-    """A component of a mixture with its own plan, which is never packed and never has sinks."""
-
-    component: Component
-    plan: Plan
-
-
-@dataclass(frozen=True, eq=False)
 class Plan:
     """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head`
-    is this rank's number among them. options: an instance of the class that the executor reads. parts: returns the plans
-    of a mixture's components. lengths: in a decode whose batch elements have different numbers of keys, these numbers."""
+    is this rank's number among them. options: an instance of the class that the executor reads. parts: where the
+    call consists of several problems, each with a plan of its own. lengths: in a decode whose batch elements have different numbers of keys, these numbers."""
 
     variant: Variant[Any]
     problem: Problem
@@ -96,7 +86,7 @@ class Plan:
     transport: Transport
     options: Any
     steps: tuple[PlannedStep, ...]
-    parts: Callable[[], tuple[PlannedComponent, ...]] = tuple
+    parts: tuple[tuple[Any, Plan], ...] = ()
     lengths: KeyLengths = None
     graphs: bool = False  # calls are replayed from CUDA graphs
 
@@ -104,29 +94,6 @@ class Plan:
     def pool(self) -> dict[Hashable, torch.Tensor]:
         """Scratch buffers, reused by every forward and backward of this plan. Each writes a buffer before it reads it."""
         return {}
-
-    @cached_property
-    def meetings(self) -> dict[bool, Meeting]:
-        """How a mixture's components combine in results over query heads (False) and over KV heads (True)."""
-        problem = self.problem
-        tokens = problem.cu_seqlens[-1] // (1 if problem.layout.replicated else problem.world)
-        found = components(problem, self.heads, self.kv_heads)
-        return {keys: meeting(found, keys, self.kv_heads if keys else self.heads, tokens) for keys in (False, True)}
-
-    def accumulates(self, keys: bool, dtype: torch.dtype) -> bool:
-        """Whether a mixture's results, over KV heads or over query heads, are summed in another dtype than theirs."""
-        return self.meetings[keys].most > 2 and accumulation_dtype(dtype) != dtype
-
-    def note(self, dtype: torch.dtype) -> str | None:
-        """A remark for the result on how the problem was divided, and on options without effect for inputs of this dtype; or
-        None."""
-        found = [self.problem.schedule.note(self.problem)]
-        pools = getattr(self.options, "memory_pool", False)
-        if pools and not (self.options.copies or any(self.accumulates(keys, dtype) for keys in (False, True))):
-            found.append(
-                "memory_pool=true keeps nothing: only copies, and three or more pairs that meet in bf16 or fp16, need buffers"
-            )
-        return "; ".join(filter(None, found)) or None
 
     def rank_at(self, place: int) -> int:
         """The rank that this rank reaches at a place of the schedule."""
@@ -211,6 +178,22 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
             known[alike] = tuple(_calls(step, like, packed, device))
         planned.append(PlannedStep(step.owner, step.keys, length(step.keys), known[alike], routes[i], most[i]))
     return tuple(planned)
+
+
+def part_plan(plan: Plan, part: Part, kernel: Kernel, steps: tuple[PlannedStep, ...]) -> Plan:
+    """The plan of one of the problems that a call consists of."""
+    return replace(
+        plan,
+        problem=part.problem,
+        rank=part.place(plan.rank),
+        heads=part.heads,
+        kv_heads=part.kv_heads,
+        packed=False,
+        want_lse=True,
+        sinks=False,
+        kernel=kernel,
+        steps=steps,
+    )
 
 
 def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call, lengths: KeyLengths, device: torch.device) -> Plan:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from attention.geometry.layouts import CuSeqlens
-from attention.geometry.mixtures import Component, Mixture, components
-from attention.geometry.schedules import Problem, length, rank_pairs, steps, union
+from attention.geometry.schedules import Part, Problem, length, rank_pairs, steps, union
 from attention.masks.band import Band
 
 ALL_PLACES = 8  # a world with more places in the schedule is sampled
@@ -65,8 +64,8 @@ def global_pairs(cu_seqlens: CuSeqlens, mask: Band) -> int:
 
 
 def problem_pairs(problem: Problem) -> int:
-    """(query, key) pairs of a head that the whole problem needs, each once. A mixture's heads differ: see `head_pairs`."""
-    assert not isinstance(problem.schedule, Mixture), "the heads of a mixture have different pairs"
+    """(query, key) pairs of a head that the whole problem needs, each once. Of several parts see `head_pairs`."""
+    assert not problem.schedule.parts(problem, 1, 1), "the heads have different pairs"
     if problem.q_tokens is not None:
         return problem.band.pairs(problem.q_tokens, problem.cu_seqlens[-1])
     if isinstance(problem.form, Band):
@@ -74,27 +73,24 @@ def problem_pairs(problem: Problem) -> int:
     return problem.form.pairs(problem.cu_seqlens[-1])
 
 
-def mixed(problem: Problem, shapes: Shapes) -> list[tuple[Component, Shapes]]:
-    """The components of a mixture, each with its own shapes; empty for another problem."""
-    found = components(problem, shapes.heads, shapes.kv_heads)
-    return [
-        (c, replace(shapes, batch=shapes.batch * c.fold, heads=len(c.heads), kv_heads=len(c.kv_heads))) for c in found
-    ]
+def parts(problem: Problem, shapes: Shapes) -> list[tuple[Part, Shapes]]:
+    """The problems that a call consists of, each with its own shapes: usually this one."""
+    found = problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
+    if not found:
+        return [(Part(shapes.heads, shapes.kv_heads, problem, 1, 1), shapes)]
+    return [(c, replace(shapes, batch=shapes.batch * c.fold, heads=c.heads, kv_heads=c.kv_heads)) for c in found]
 
 
 def head_pairs(problem: Problem, heads: int, kv_heads: int) -> int:
-    """(query, key) pairs of all heads together that the whole problem needs; of a mixture as often as components have them."""
-    if isinstance(problem.schedule, Mixture):
-        found = components(problem, heads, kv_heads)
-        return sum(c.copies * c.fold * len(c.heads) * problem_pairs(c.problem) for c in found)
-    return heads * problem_pairs(problem)
+    """(query, key) pairs of all heads together that the whole problem needs; of several parts as often as parts have them."""
+    found = parts(problem, Shapes(1, heads, kv_heads, 1, 1))
+    return sum(c.copies * c.fold * c.heads * problem_pairs(c.problem) for c, _ in found)
 
 
 def place_flops(problem: Problem, shapes: Shapes, place: int) -> int:
     """Forward FLOPs of a rank at this place in the schedule, which all ranks of a Ulysses group share."""
-    if isinstance(problem.schedule, Mixture):
-        return sum(place_flops(c.problem, of, c.place(place)) for c, of in mixed(problem, shapes))
-    return forward_flops(shapes, rank_pairs(problem, place)) // problem.ulysses
+    found = (forward_flops(of, rank_pairs(c.problem, c.place(place))) for c, of in parts(problem, shapes))
+    return sum(found) // problem.ulysses
 
 
 def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:
@@ -117,12 +113,12 @@ def local_kv_heads(problem: Problem, shapes: Shapes) -> int:
 
 def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:
     """The fewest bytes of device memory that a rank's kernels move: each block's inputs and outputs once."""
-    if isinstance(problem.schedule, Mixture):
-        return sum(kernel_bytes(c.problem, of, c.place(rank), backward) for c, of in mixed(problem, shapes))
     total = 0
-    for step in steps(problem, rank // problem.ulysses):
-        q_rows = sum(b.q[1] - b.q[0] for b in step.blocks) * shapes.heads // problem.ulysses
-        kv_rows = length(union(b.k for b in step.blocks)) * local_kv_heads(problem, shapes)
-        # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv
-        total += (q_rows + kv_rows) * (shapes.head_dim + shapes.v_head_dim) * (2 if backward else 1)
-    return total * shapes.batch * shapes.itemsize
+    for part, of in parts(problem, shapes):
+        for step in steps(part.problem, part.place(rank // problem.ulysses)):
+            q_rows = sum(b.q[1] - b.q[0] for b in step.blocks) * of.heads // problem.ulysses
+            kv_rows = length(union(b.k for b in step.blocks)) * local_kv_heads(problem, of)
+            # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv
+            size = of.batch * (of.head_dim + of.v_head_dim) * of.itemsize
+            total += (q_rows + kv_rows) * size * (2 if backward else 1)
+    return total

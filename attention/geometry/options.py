@@ -149,40 +149,6 @@ class GatherOptions(Options):
         return "grouping=packed sends lengths to the GPU in each pass; take separate or fused"
 
 
-@dataclass(frozen=True)
-class MixtureOptions(Options):
-    """What the mixture executor reads, and the executors of its components. `weights`: "joint" if gradients flow through the
-    weights of what is mixed, else "detached". `pattern_cache`: the plans of the components are kept from call to call.
-    `memory_pool`: so are buffers that a pass writes and no result needs."""
-
-    weights: str = option("joint")
-    pattern_cache: bool = one_of((False, True), True)
-    memory_pool: bool = one_of((False, True), False)
-
-    @property
-    def copies(self) -> bool:
-        """Whether components are copied, and their results written to tensors of full size."""
-        return False
-
-    @property
-    def head_parts(self) -> int | None:
-        return 1
-
-    @property
-    def heads_k_stride(self) -> int | None:
-        return None
-
-    @property
-    def grouping(self) -> str:
-        return "separate"
-
-    @property
-    def uncapturable(self) -> str | None:
-        return (
-            "memory_pool=true keeps buffers outside of the graph; use memory_pool=false" if self.memory_pool else None
-        )
-
-
 GROUPINGS = ("separate", "packed", "fused")
 
 

@@ -88,6 +88,10 @@ class Schedule(ABC):
         """A remark for the result on how the problem was divided, or None."""
         return None
 
+    def parts(self, problem: Problem, heads: int, kv_heads: int) -> tuple[Part, ...]:
+        """The problems that a call consists of instead of this one; none where it is this one."""
+        return ()
+
     @abstractmethod
     def buffers(self, problem: Problem, rank: int) -> Buffers: ...
 
@@ -209,6 +213,32 @@ class Problem:
     def keys_differ(self) -> bool:
         """Whether each rank may need only a few of the keys, which differ from rank to rank."""
         return not isinstance(self.form, Band) or self.form.windowed
+
+
+@dataclass(frozen=True)
+class Part:
+    """A problem that a call consists of: of so many query and KV heads, over `fold` stretches of each sequence as a batch.
+    `copies`: the ranks that each have such a problem."""
+
+    heads: int
+    kv_heads: int
+    problem: Problem
+    fold: int
+    copies: int
+
+    @property
+    def local(self) -> bool:
+        """Whether no key travels."""
+        return self.problem.world == 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank."""
+        return self.fold * self.problem.cu_seqlens[-1] // self.problem.world
+
+    def place(self, place: int) -> int:
+        """The place in this problem's schedule of the rank at a place in the call's."""
+        return 0 if self.local else place
 
 
 def _cut(problem: Problem, rank: int, keys: Places) -> cuts.Cut:

@@ -13,9 +13,9 @@ from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, Schedule
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Mask
-from attention.masks.sequences import of_sequences, one_band
+from attention.masks.sequences import one_band
 
-Executor = Literal["ring", "gather", "all_to_all", "tree", "mixture"]
+Executor = Literal["ring", "gather", "all_to_all", "tree", "dilated"]
 Chosen = TypeVar("Chosen", bound=Options)
 
 
@@ -104,9 +104,7 @@ class Variant(Generic[Chosen]):
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
         """The band, if the mask is one band in every sequence: schedules have blocks for it. Any other mask is cut into
-        blocks. A mixture always gets a mask over all positions, so that padding is known."""
-        if self.mixes:
-            return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
+        blocks."""
         return mask if isinstance(mask, Band) else one_band(mask, cu_seqlens)
 
     # What follows holds for every variant.

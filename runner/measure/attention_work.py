@@ -250,7 +250,8 @@ class AttentionWork:
         """kernel, transport and a note on them; with kernel=auto why preferred kernels were passed over."""
         kernel, chosen = self.plan.kernel.name, self.fn.variant
         own = chosen.served(kernel) if isinstance(chosen, Package) else getattr(self.plan.kernel, "note", None)
-        notes = [None if isinstance(chosen, Package) else self.transport.note, own, self.plan.note(self.q.dtype)]
+        divided = self.plan.problem.schedule.note(self.plan.problem)
+        notes = [None if isinstance(chosen, Package) else self.transport.note, own, divided]
         found: dict[str, Any] = {"kernel": kernel, "transport": self.transport.name}
         found["note"] = "; ".join(filter(None, notes)) or None
         if not isinstance(chosen, Package) and self.experiment.kernel == "auto":

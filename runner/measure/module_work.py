@@ -59,7 +59,7 @@ class ModuleWork(AttentionWork):
 
     def report(self) -> dict[str, Any]:
         found: dict[str, Any] = {"kernel": self.plan.kernel.name, "transport": self.transport.name}
-        return found | {"note": self.plan.note(self.x.dtype)}
+        return found | {"note": self.plan.problem.schedule.note(self.plan.problem)}
 
 
 def named(found: dict[str, Tensor]) -> dict[str, Tensor]:

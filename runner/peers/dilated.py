@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
-from attention.geometry.mixtures import Mixture
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band
+from attention.variants.dilated import Mixture
 from runner.peers.flash_functions import stand_ins
 
 VERSION = "0.2.0"

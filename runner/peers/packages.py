@@ -14,14 +14,13 @@ from math import lcm
 from typing import Any
 
 from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens
-from attention.geometry.mixtures import Mixture
 from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
 from attention.geometry.schedules import GATHER, RING, Problem
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.variants import stripe, zigzag
 from attention.variants.base import Chosen, Variant
-from attention.variants.dilated import DIVIDED, PairOptions, mixture_problem
+from attention.variants.dilated import DIVIDED, Mixture, PairOptions, mixture_problem
 from attention.variants.llama3 import PACKED
 
 EXTRA = "pip install '.[peers]'"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import api, autograd, planner
-from attention.executors import all_to_all, gather, keys, mixture, ring, tree
+from attention.executors import all_to_all, dilated, gather, keys, ring, tree
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import cuts, schedules, transfers
 from attention.kernels import decompose, padded_values
@@ -579,7 +579,7 @@ def _nan_gradients(call: Any, *found: Tensor) -> None:
 def sinks_dropped() -> Iterator[None]:
     """No executor applies them; their gradient is computed as if they were."""
     with ExitStack() as stack:
-        for executor in (ring, gather, tree, mixture):
+        for executor in (ring, gather, tree, dilated):
             stack.enter_context(changed(executor, "with_sinks", lambda original: _without_sinks))
         yield
 
@@ -589,7 +589,7 @@ def _without_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tens
 
 
 def _pair_not_merged() -> AbstractContextManager[object]:
-    return changed(mixture, "merge", lambda original: lambda *args: None)
+    return changed(dilated, "merge", lambda original: lambda *args: None)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import attention
 from attention import masks
 from attention.executors import policy
-from attention.executors.plan import Plan, PlannedComponent
+from attention.executors.plan import Plan
 from attention.masks import Mask
 from attention.reduction import grad_sum, lse_merge
 from attention.transports import symmetric
@@ -111,8 +111,7 @@ def _held(
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     plan = fn.plan(*inputs, causal=True, cu_seqlens=packs)
     (key,) = fn.plans
-    parts = tuple(PlannedComponent(part.component, _idle(part.plan)) for part in plan.parts())
-    fn.plans[key] = replace(_idle(plan), parts=lambda: parts)
+    fn.plans[key] = replace(_idle(plan), parts=tuple((c, _idle(part)) for c, part in plan.parts))
 
     def step() -> None:
         out = fn(*inputs, causal=True, cu_seqlens=packs)

@@ -47,7 +47,7 @@ def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeyp
     assert value["status"] == "ok", value["reason"]
     assert value["correctness"]["passed"]
     if name == "dilated_features":
-        assert "memory_pool=true keeps nothing" in value["chosen"]["note"]
+        assert "memory_pool=true keeps buffers only" in value["chosen"]["note"]
 
 
 # A command of docs/seeds.md in a tiny form, and what the page promises of it
