@@ -77,7 +77,7 @@ def test_flops_and_density_are_those_of_the_components():
     assert spec.head_pairs == pairs
     assert metrics.flops(spec)["forward"] == 4 * 8 * pairs
     found = metrics.sparsity(spec)
-    assert found["connections"] == pairs // 4 and found["density"] == pytest.approx(pairs / (4 * 320 * 320))
+    assert found["connections"] == pairs // 4 and found["density"] is None  # a pair may count several times
     assert found["dense_flops"]["forward"] == 4 * 8 * 4 * 320 * 320
 
 
