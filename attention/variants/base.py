@@ -87,6 +87,14 @@ class Variant(Generic[Chosen]):
         if self.causal_only and not mask.is_causal(tokens):
             raise self.not_causal(mask, takers(mask, tokens))
 
+    def divides(self, cu_seqlens: CuSeqlens, world: int) -> bool:
+        """Whether the layout takes these lengths, with the default options."""
+        try:
+            self.border(world, self.parse()).check(cu_seqlens, world)
+        except ValueError:
+            return False
+        return True
+
     def padding(self, options: Chosen, cu_seqlens: CuSeqlens, world: int) -> int:
         """The tokens to add at the end for whatever mask a call has, 0 where every sequence divides."""
         layouts = [self.border(world, options)]
@@ -165,7 +173,10 @@ class Variant(Generic[Chosen]):
         q_layout = self.q_layout(chosen, cu_seqlens, world, mask)
         # strictest layout first; with groups only the border, whose rule implies that of q_layout
         for layout in [border] if sharing > 1 else sorted({border, q_layout}, key=lambda x: -x.chunks):
-            layout.check(cu_seqlens, world)
+            try:
+                layout.check(cu_seqlens, world)
+            except ValueError as error:
+                raise ValueError(f"{error}{ways_out(cu_seqlens, world, form)}") from None
         return Problem(
             cu_seqlens=cu_seqlens,
             world=world // sharing,
@@ -218,6 +229,17 @@ def takers(mask: Mask, tokens: int) -> str:
     causal = mask.is_causal(tokens)
     able = (v for v in REGISTERED.values() if v.any_mask and (causal or v.takes(FULL)))
     return words(v for v in able if not v.layout.replicated and not (v.packed and v.twin))
+
+
+def ways_out(cu_seqlens: CuSeqlens, world: int, form: Band | Mask) -> str:
+    """How to go on with a packed batch whose lengths a layout does not divide; nothing for one sequence."""
+    if len(cu_seqlens) == 2:
+        return ""
+    causal = form.right == 0 if isinstance(form, Band) else form.is_causal(cu_seqlens[-1])
+    able = [v for v in REGISTERED.values() if v.any_mask and v.packs and not v.layout.replicated]
+    able = [v for v in able if (causal or v.takes(FULL)) and v.divides(cu_seqlens, world) and not (v.packed and v.twin)]
+    others = f", and {words(able, 'or')} would take these cu_seqlens" if able else ""
+    return f"; shard(x, cu_seqlens, pad=True) pads the whole batch{others}"
 
 
 def decodes() -> str:

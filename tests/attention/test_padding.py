@@ -5,6 +5,7 @@ import torch
 
 import attention
 from attention import masks
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.launch.files import WorldSpec
 from tests.support.cases import Case, judge
@@ -63,6 +64,15 @@ def test_a_refusal_names_what_the_caller_gave_and_all_that_would_work():
     assert str(error.value) == (
         "mask=prefix_lm(prefix=2), full attention with cu_seqlens=[0, 4, 8]: some query sees a later key, and zigzag is for "
         "causal masks; balanced, llama3, ring, ring_allgather and ulysses take this"
+    )
+
+
+def test_documents_that_do_not_divide_are_refused_with_every_way_out():
+    with pytest.raises(ValueError) as error:
+        VARIANTS["zigzag"].problem((0, 100, 137, 256), 2, Band(-1, 0))
+    assert str(error.value) == (
+        "a sequence of the packed batch has length=37: the zigzag layout needs a multiple of 2 * world_size = 4; 36 would "
+        "work; shard(x, cu_seqlens, pad=True) pads the whole batch, and balanced, llama3 or ulysses would take these cu_seqlens"
     )
 
 
