@@ -162,19 +162,18 @@ class _Total:
     it, in the accumulation dtype where more than two pairs meet. of_keys: whether its heads are KV heads."""
 
     def __init__(self, name: str, like: Tensor, plan: Plan, of_keys: bool):
-        self.like, self.of_keys, self.copies = like, of_keys, plan.options.copies
+        self.like, self.of_keys = like, of_keys
         heads = [self.heads(c) for c, _ in plan.parts]
-        self.dtype = accumulation_dtype(like.dtype) if any(x.earlier > 1 for x in heads) else like.dtype
-        pooled = plan.options.memory_pool and self.dtype != like.dtype
-        whole = plan.pool.get((name, like.shape)) if pooled else None
-        self.whole = like.new_empty(like.shape, dtype=self.dtype) if whole is None else whole
-        if pooled:
-            plan.pool[name, like.shape] = self.whole
+        dtype = accumulation_dtype(like.dtype) if any(x.earlier > 1 for x in heads) else like.dtype
+        self.in_place = dtype == like.dtype and not plan.options.copies  # whether kernels may write into it
+        pool = plan.pool if plan.options.memory_pool and dtype != like.dtype else {}
+        key = name, like.shape
+        if key not in pool:
+            pool[key] = like.new_empty(like.shape, dtype=dtype)
+        self.whole = pool[key]
         # with rate 1 and all heads the first component writes everything
-        every = (
-            bool(heads) and heads[0].first and len(heads[0].numbers) == like.shape[-2] and plan.parts[0][0].rate == 1
-        )
-        self.cleared = not every
+        whole = bool(heads) and heads[0].first and len(heads[0].numbers) == like.shape[-2]
+        self.cleared = not whole or plan.parts[0][0].rate > 1
         if self.cleared:
             self.whole.zero_()
 
@@ -184,9 +183,8 @@ class _Total:
     def target(self, c: Component) -> Tensor | None:
         """Where the kernel of a component may write: a view; None where there is none."""
         viewed = c.fold == 1 or len(self.like) == 1 or tokens(self.like) % c.rate == 0
-        if self.dtype != self.like.dtype or self.copies or not self.heads(c).first or not c.local or not viewed:
-            return None
-        return _folded(_take(self.whole, c, self.heads(c)), c)
+        able = self.in_place and c.local and viewed and self.heads(c).first
+        return _folded(_take(self.whole, c, self.heads(c)), c) if able else None
 
     def add(self, c: Component, x: Tensor) -> None:
         """Adds a component's part of a gradient."""

@@ -184,15 +184,11 @@ class Mixture(Schedule):
     options: PairOptions
     sequences: CuSeqlens
 
-    @property
-    def asked(self) -> tuple[tuple[int, int], ...]:
-        return self.options.pairs(self.sequences[-1])
-
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Segment lengths, at most that of the longest sequence, with their rates."""
         longest = max(b - a for a, b in pairwise(self.sequences))
-        return tuple((min(segment, max(longest, 1)), rate) for segment, rate in self.asked)
+        return tuple((min(segment, max(longest, 1)), rate) for segment, rate in self.options.pairs(self.sequences[-1]))
 
     def buffers(self, problem: Problem, rank: int) -> Buffers:
         raise NotImplementedError("a mixture has no steps; its components have them")
@@ -218,7 +214,9 @@ class Mixture(Schedule):
         found = []
         segments, rates = ([*x] for x in zip(*self.pairs, strict=True))
         if (asked := _shown(self.options.segments)) != str(segments):
-            cut = f", since no sequence is longer than {max(segments)} tokens" * (self.pairs != self.asked)
+            cut = f", since no sequence is longer than {max(segments)} tokens" * (
+                self.pairs != self.options.pairs(self.sequences[-1])
+            )
             found.append(f"segments={asked} are {segments} with rates {rates}{cut}")
         if self.options.memory_pool:
             found.append("memory_pool=true keeps buffers only where three or more pairs meet in bf16 or fp16")
