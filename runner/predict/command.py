@@ -2,7 +2,7 @@
 communication and memory of each variant on machines that are not here, by the model of time. Topologies are files of
 conf/topology. Other overrides are those of a run.
 
-`python -m runner.predict --validate results`: how far the model is from results, worlds of one size by those of smaller ones."""
+`python -m runner.predict --validate results/h200-*`: how far the model is from results, worlds of one size by those of smaller ones."""
 
 from __future__ import annotations
 
