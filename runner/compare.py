@@ -3,6 +3,7 @@
     python -m runner.compare outputs/multirun/2026-01-31_12-00-00 outputs/multirun/2026-01-31_13-00-00
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
     python -m runner.compare A B --format github    # annotations, and a table for the step's summary
+    python -m runner.compare outputs/multirun/*     # more than two: each commit's set against the one before
 
 Runs are compared whose configurations agree: variant, options (a changed default separates runs), workload, ranks,
 kernel, transport, replay and timing. Of a repeated run the latest counts. What else differs, such as the machine or
@@ -13,24 +14,31 @@ even when the whole interval lies within it, and else inconclusive, as with fewe
 where neighbouring samples resemble each other. It covers the samples of these two runs, not the variation between
 starts of a program.
 
+More than two sets are compared in the order of their commits in this repository's history, each with the one before;
+by the dates of their first runs where the repository lacks one of the commits.
+
 Exit status: 0 when nothing is worse; 1 when a run in B is slower, larger, not timed, or not ok any more; else 2 when B
 lacks a run that is ok in A, and for sets that cannot be compared. Inconclusive runs, and runs only in B, are not worse."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from runner import environment
 from runner.output import commands
+from runner.output.results import finite
 from runner.report import pair_formats
 from runner.report.pair_formats import Comparison
 from runner.report.pairs import add_options, check_options, compare
 from runner.report.runs import WAYS, WORKLOAD, Run, read, where
 
-FORMATS = {"md": pair_formats.markdown, "json": pair_formats.as_json, "html": pair_formats.html}
+FORMATS = ("md", "json", "html", "github")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,19 +48,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     check_options(options)
-    a, b = (where(read([folder]), options.where) for folder in (options.a, options.b))
+    folders = [options.a, options.b, *options.more]
+    sets = {str(folder): where(read([folder]), options.where) for folder in folders}
+    names = [str(folder) for folder in folders]
+    if options.more:
+        names = _in_commit_order(names, sets)
+    steps = [_compared(a, sets[a], b, sets[b], options) for a, b in pairwise(names)]
+    table = "\n\n".join(pair_formats.markdown(step, titled=len(steps) > 1) for step in steps)
+    match options.format:
+        case "json":
+            plain = [pair_formats.plain(step) for step in steps]
+            print(json.dumps(finite(plain if options.more else plain[0]), indent=1, ensure_ascii=False))
+        case "html":
+            print(pair_formats.html(steps[0]))
+        case "github":
+            print("\n".join(line for step in steps for line in pair_formats.workflow_commands(step)))
+            _to_step_summary(table)
+        case _:
+            print(table)
+    statuses = [step.exit_status for step in steps]
+    return 1 if 1 in statuses else max(statuses)
+
+
+def _compared(name_a: str, a: Sequence[Run], name_b: str, b: Sequence[Run], options: argparse.Namespace) -> Comparison:
     pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
     if not any(pair.a and pair.b for pair in pairs):
-        raise ValueError(f"{options.a} and {options.b}: nothing was asked for in both{_apart(a, b)}")
+        raise ValueError(f"{name_a} and {name_b}: nothing was asked for in both{_apart(a, b)}")
     if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
         raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
-    found = Comparison(str(options.a), str(options.b), a, b, pairs, options.which)
-    if options.format == "github":
-        print("\n".join(pair_formats.workflow_commands(found)))
-        _to_step_summary(pair_formats.markdown(found))
-    else:
-        print(FORMATS[options.format](found))
-    return found.exit_status
+    return Comparison(name_a, name_b, a, b, pairs, options.which)
+
+
+def _in_commit_order(names: Sequence[str], sets: Mapping[str, Sequence[Run]]) -> list[str]:
+    """The names of the sets by the commit of their first run, in the repository's order; by the date of that run where the
+    repository lacks a commit."""
+    first = {name: min((run.environment for run in runs), key=lambda of: of.started_at) for name, runs in sets.items()}
+    by_date = sorted(names, key=lambda name: first[name].started_at)
+    commits = {name: (git.commit if (git := first[name].git) else None) or "" for name in by_date}
+    history = environment.by_history([*commits.values()])
+    known = {*commits.values()} <= {*history}
+    return sorted(by_date, key=lambda name: history.index(commits[name])) if known else by_date
 
 
 def _to_step_summary(text: str) -> None:
@@ -70,9 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="folder of a run or of many: before")
     add("b", type=Path, metavar="B", help="folder of a run or of many: after")
+    add("more", type=Path, nargs="*", metavar="C", help="further folders: each is compared with the one before")
     add_options(parser)
-    choices = (*FORMATS, "github")
-    add("--format", choices=choices, default="md", help="md, json, html (a page), or github (workflow annotations)")
+    add("--format", choices=FORMATS, default="md", help="md, json, html (a page), or github (workflow annotations)")
     return parser
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.output.results import finite
 from runner.output.summary import escaped
 from runner.output.terminal import gib
 from runner.report.labels import varying_options
@@ -133,11 +131,13 @@ def text(pair: Pair) -> str:
     return found
 
 
-def markdown(of: Comparison) -> str:
-    return "\n".join([table(of.pairs).markdown(), *map(escaped, [*of.notes, of.summary])])
+def markdown(of: Comparison, titled: bool = False) -> str:
+    """The table and what is said of it; `titled` with the names of both sets above."""
+    title = [f"## {escaped(of.a)} → {escaped(of.b)}\n"] if titled else []
+    return "\n".join([*title, table(of.pairs).markdown(), *map(escaped, [*of.notes, of.summary])])
 
 
-def as_json(of: Comparison) -> str:
+def plain(of: Comparison) -> dict[str, Any]:
     """Each pair with its facts, medians in ms with their 95% intervals, ratio, verdicts, and whether it is worse."""
     shown = _shown(of.pairs)
     pairs = [
@@ -151,7 +151,7 @@ def as_json(of: Comparison) -> str:
         }
         for pair in of.pairs
     ]
-    whole = {
+    return {
         "a": of.a,
         "b": of.b,
         "pass": of.which,
@@ -160,7 +160,6 @@ def as_json(of: Comparison) -> str:
         "exit_status": of.exit_status,
         "pairs": pairs,
     }
-    return json.dumps(finite(whole), indent=1, ensure_ascii=False)
 
 
 def _side(run: Run | None, which: str) -> dict[str, Any] | None:

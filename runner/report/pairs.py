@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,7 @@ def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted((key, value) for key, value in group.items() if value is not None)
 
 
-def pair_of(
-    a: Run | None,
-    b: Run | None,
-    which: str,
-    tolerance: float,
-    memory_tolerance: float,
-    measured: Callable[[Run, str], MeasuredPass | None] = MeasuredPass.of,
-) -> Pair:
+def pair_of(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> Pair:
     """The verdicts on run B after run A."""
     if b is None:
         return Pair(a, b, (Verdict.MISSING if a is None or a.ok else Verdict.GONE,))
@@ -119,7 +112,7 @@ def pair_of(
         return Pair(a, b, (Verdict.NEW,))
     if not a.ok or not b.ok:
         return Pair(a, b, (Verdict.MENDED if b.ok else Verdict.BROKEN if a.ok else Verdict.FAILED,))
-    verdict, ratio = speed(measured(a, which), measured(b, which), tolerance)
+    verdict, ratio = speed(MeasuredPass.of(a, which), MeasuredPass.of(b, which), tolerance)
     if _larger(a, b, memory_tolerance):
         return Pair(a, b, (Verdict.LARGER,) if verdict == Verdict.EVEN else (verdict, Verdict.LARGER), ratio)
     return Pair(a, b, (verdict,), ratio)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -46,14 +45,12 @@ class MeasuredPass:
     rounds: Rounds | None = None
 
     @staticmethod
-    def of(run: Run, which: str, samples: Mapping[str, Rounds] | None = None) -> MeasuredPass | None:
-        """None for a pass without times. The total of a run without a backward is its forward. samples: by pass, where
-        they are not to be read from the run's folder."""
+    def of(run: Run, which: str) -> MeasuredPass | None:
+        """None for a pass without times. The total of a run without a backward is its forward."""
         times = run.times(which)
         if times is None or not run.ok:
             return None
-        found = samples_of(run.result) if samples is None else samples
-        rounds = found.get(which if which in run.passes else "forward")
+        rounds = samples_of(run.result).get(which if which in run.passes else "forward")
         # samples of another median are not those of this result
         theirs = rounds and quantile(sorted(ms for one in rounds for ms in one), 0.5) == times.median
         return MeasuredPass(times.median, times.ci95, rounds if theirs else None)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from runner.report.verdicts import MeasuredPass, judged
 from tests.jobs import program
 from tests.support.composing import python
 from tests.support.recorded import result, written
+
+OUTPUT = {"cwd": Path(__file__).parent, "capture_output": True, "text": True, "check": False}
 
 
 def with_interval(value: dict, width: float, n: int = 20) -> dict:
@@ -332,6 +335,36 @@ def test_the_page_has_the_table_and_no_markup_of_a_result(tmp_path, capsys):
     before, after = result("zigzag", 2), result("zigzag", None, status="crash", reason="<script>alert(1)</script>")
     status, said = compared(capsys, *sets(tmp_path, [before], [after]), "--format", "html")
     assert status == 1 and said.startswith("<!doctype html>") and "<b>broken: crash, &lt;script&gt;alert" in said
+
+
+def at(commit: str, day: int, ms: float, **changes) -> list[dict]:
+    """The run of a commit on a day."""
+    value = result("zigzag", ms, started_at=86400.0 * day, **changes)
+    value["environment"]["git"] = {"commit": commit, "dirty": False}
+    return [value]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_many_sets_are_compared_from_commit_to_commit(tmp_path, capsys, known):
+    """In the repository's order, or by date where it lacks one of the commits."""
+    log = ["a" * 40, "b" * 40]
+    if known:
+        log = subprocess.run(["git", "rev-list", "-2", "--reverse", "HEAD"], **OUTPUT).stdout.split()
+        if len(log) < 2:
+            pytest.skip("a copy without history")
+    days = (3, 1) if known else (1, 3)  # the older commit was measured later
+    first, last = (
+        str(written(tmp_path / "x", *at(log[0], days[0], 10))),
+        str(written(tmp_path / "y", *at(log[1], days[1], 8))),
+    )
+    between = str(written(tmp_path / "z", *at(log[0], 4 if known else 2, 12)))
+    status, said = compared(capsys, last, between, first)
+    assert status == 1 and [line for line in said.splitlines() if line.startswith("## ")] == [
+        f"## {first} → {between}", f"## {between} → {last}",
+    ]  # fmt: skip
+    assert said.index("**slower") < said.index("| faster")
+    found = json.loads(compared(capsys, last, between, first, "--format", "json")[1])
+    assert [(step["a"], step["exit_status"]) for step in found] == [(first, 1), (between, 0)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import ab, compare, history
+from runner import ab, compare
 from runner.config import overrides
 from runner.report import command as report
 from tests.support.composing import resolved
@@ -15,7 +15,7 @@ from tests.support.composing import resolved
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {name: (DOCS / name).read_text() for name in ("reading.md", "troubleshooting.md")}
 COMMAND = re.compile(r"python -m runner(?:\.(\w+))?((?: [^`#\n]*)?)")
-PARSERS = {"compare": compare._parser, "history": history._parser, "report": report._parser}
+PARSERS = {"compare": compare._parser, "report": report._parser}
 GPUS = 8
 
 
