@@ -38,7 +38,7 @@ from runner.report.pair_formats import Comparison
 from runner.report.pairs import add_options, check_options, compare
 from runner.report.runs import WAYS, WORKLOAD, Run, read, where
 
-FORMATS = ("md", "json", "html", "github")
+FORMATS = ("md", "json", "github")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,8 +59,6 @@ def _main(options: argparse.Namespace) -> int:
         case "json":
             plain = [pair_formats.plain(step) for step in steps]
             print(json.dumps(finite(plain if options.more else plain[0]), indent=1, ensure_ascii=False))
-        case "html":
-            print(pair_formats.html(steps[0]))
         case "github":
             print("\n".join(line for step in steps for line in pair_formats.workflow_commands(step)))
             _to_step_summary(table)
@@ -107,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("b", type=Path, metavar="B", help="folder of a run or of many: after")
     add("more", type=Path, nargs="*", metavar="C", help="further folders: each is compared with the one before")
     add_options(parser)
-    add("--format", choices=FORMATS, default="md", help="md, json, html (a page), or github (workflow annotations)")
+    add("--format", choices=FORMATS, default="md", help="md, json, or github (workflow annotations)")
     return parser
 
 

@@ -1,13 +1,18 @@
-"""A report as one HTML page: conclusions, charts, a table of all runs, failures, environment."""
+"""A report as one HTML page, which needs no network: conclusions, charts, a table of all runs, failures, environment.
+
+Its template, style and scripts are in `assets/`. What stands in a result reaches the page as escaped text or as JSON, and
+the scripts never read it as HTML."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from runner.output.results import write_text
-from runner.report import charts, document, tables
+from runner.output.results import finite, write_text
+from runner.report import charts, tables
 from runner.report.entries import columns
 from runner.report.parts import Part, parts
 from runner.report.runs import read
@@ -23,24 +28,40 @@ def write(out: Path, title: str, of: Sequence[Part]) -> Path:
 
 def page(title: str, of: Sequence[Part], out: Path) -> str:
     """The page. out: its folder, from which files of runs are linked."""
+    import jinja2
     from markupsafe import Markup
+
+    from runner.report.drawing import bundle
 
     runs = [run for part in of for run in part.runs]
     sweeps = [part.name for part in of for _ in part.runs]
     specs = [panel.spec for part in of for panel in part.panels]
     firsts = [sum(len(part.panels) for part in of[:i]) for i in range(len(of))]
     data = {"count": len(runs), "columns": [column.plain() for column in columns(runs, sweeps, out)]}
-    return document.render(
-        "page.html",
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("page.html").render(
         title=title,
         summary=_summary(of),
-        specs=specs,
-        scripts=("page.js", "runs.js"),
+        style=Markup(_asset("page.css")),
+        script=Markup("\n".join(map(_asset, ("page.js", "runs.js")))),
+        bundle=Markup(bundle() if specs else ""),
+        specs=Markup(in_script(specs)),
         parts=[_View(part, first) for part, first in zip(of, firsts, strict=True)],
         charted=bool(specs) or any(part.compared for part in of),
         failures=tables.failure_groups(runs),
-        data=Markup(document.in_script(data)),
+        data=Markup(in_script(data)),
     )
+
+
+def in_script(value: Any) -> str:
+    """JSON that may stand in a script element: neither </script> nor <!-- can be in it."""
+    return json.dumps(finite(value), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return (resources.files("runner.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def at_end_of_sweep(folder: Path) -> str:

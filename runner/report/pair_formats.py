@@ -1,4 +1,4 @@
-"""A comparison of two result sets as Markdown, JSON, a page, and annotations of a GitHub workflow."""
+"""A comparison of two result sets as Markdown, JSON, and annotations of a GitHub workflow."""
 
 from __future__ import annotations
 
@@ -190,14 +190,3 @@ def _command(kind: str, title: str, message: str) -> str:
         return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
     return f"::{kind} title={escaped(title).replace(':', '%3A').replace(',', '%2C')}::{escaped(message)}"
-
-
-def html(of: Comparison) -> str:
-    from runner.report import document
-
-    section = document.Section("Runs", [of.summary, *of.notes], [table(of.pairs)])
-    both = [
-        document.Section(f"Environment of {name}", [], [environment_table(runs)])
-        for name, runs in ((of.a, of.runs_a), (of.b, of.runs_b))
-    ]
-    return document.page(f"{of.a} against {of.b}", of.summary, [section, *both])

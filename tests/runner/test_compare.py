@@ -331,12 +331,6 @@ def test_github_gets_a_line_for_each_and_a_table(tmp_path, capsys, monkeypatch):
     assert "| zigzag |" in summary.read_text()
 
 
-def test_the_page_has_the_table_and_no_markup_of_a_result(tmp_path, capsys):
-    before, after = result("zigzag", 2), result("zigzag", None, status="crash", reason="<script>alert(1)</script>")
-    status, said = compared(capsys, *sets(tmp_path, [before], [after]), "--format", "html")
-    assert status == 1 and said.startswith("<!doctype html>") and "<b>broken: crash, &lt;script&gt;alert" in said
-
-
 def at(commit: str, day: int, ms: float, **changes) -> list[dict]:
     """The run of a commit on a day."""
     value = result("zigzag", ms, started_at=86400.0 * day, **changes)

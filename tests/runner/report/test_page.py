@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.report import charts, document, page
+from runner.report import charts, page
 from runner.report.entries import columns, command, flat, log_tail, packed
 from runner.report.parts import parts
 from runner.report.runs import Run, read
@@ -76,7 +76,7 @@ def test_the_numbers_of_the_table_are_those_of_the_results():
 
 
 def test_json_in_a_script_can_not_end_it():
-    text = document.in_script({"a": ODD, "b": float("nan")})
+    text = page.in_script({"a": ODD, "b": float("nan")})
     assert "<" not in text and json.loads(text) == {"a": ODD, "b": None}
 
 
