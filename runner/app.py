@@ -162,9 +162,9 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
 
 
 def _track(value: dict[str, Any], folder: Path) -> None:
-    from runner import trackers  # few runs need it
+    from runner import tracker  # few runs need it
 
-    if reason := trackers.track(value, folder):
+    if reason := tracker.track(value, folder):
         display.err.print(escape(reason), soft_wrap=True)
 
 

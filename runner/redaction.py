@@ -1,4 +1,4 @@
-"""What looks like a secret is written nowhere: neither into results, logs and Hydra's files, nor to trackers or in messages."""
+"""What looks like a secret is written nowhere: neither into results, logs and Hydra's files, nor to a tracker or in messages."""
 
 from __future__ import annotations
 

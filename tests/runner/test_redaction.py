@@ -4,7 +4,7 @@ import pytest
 
 from runner.config.values import shown
 from runner.redaction import MARK, redacted
-from runner.trackers import Tracked
+from runner.tracker import Tracked
 from tests.runner.test_cli import only, results_in, run
 from tests.support.recorded import measured
 
@@ -66,7 +66,7 @@ COMMANDS = {
     "no override": ([f"launch.env={{MY_SECRET:{SECRET}}}}}"], {}, 2),
     "sweep": (["-m", "seq_len=128,-1", f"+hydra.job.env_set={{MY_SECRET:{SECRET}}}"], {}, None),
     "other variable": (["launch.env={X:${oc.env:MY_SECRET}}"], {"MY_SECRET": SECRET}, 0),
-    "url": (["tracker=tensorboard", "tracker.folder={folder}/events", f"config=http://u:{SECRET}@h"], {}, 2),
+    "url": (["tracker=mlflow", "tracker.uri=sqlite:///{folder}/mlflow.db", f"config=http://u:{SECRET}@h"], {}, 2),
     "copied": (["hydra.job.env_copy=[MY_SECRET,TORCH_URL]"], {"MY_SECRET": SECRET, "TORCH_URL": f"http://u:{SECRET}@h"}, 0),
 }  # fmt: skip
 

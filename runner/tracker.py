@@ -1,9 +1,8 @@
-"""Results sent to an experiment tracker, beside their folders: `tracker=NAME`. A tracker that fails, or is not installed, says
-so in one line and fails no run."""
+"""Results sent to MLflow (https://mlflow.org/docs/latest/ml/tracking), beside their folders: `tracker=mlflow`. If it fails or is
+not installed, one line says so and no run fails."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from runner.output.record import Result
 from runner.output.summary import COLUMNS, row
 from runner.redaction import redacted
 
-NONE = "none"
-TRACKERS = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": "tensorboard"}  # by name, the extra that installs it
 # columns of a summary that are asked for, not measured
 ASKED = (*COLUMNS[COLUMNS.index("status") : COLUMNS.index("forward_ms")], "reason")
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker gets of a run, without secrets: its name, what was asked, what was measured, tags, and its folder."""
+    """What MLflow gets of a run, without secrets: its name, what was asked, what was measured, tags, and its folder."""
 
     name: str
     parameters: dict[str, str | int | float | bool]
@@ -52,16 +49,30 @@ class Tracked:
 def track(value: dict[str, Any], folder: Path) -> str | None:
     """Send a result, as `result.json` has it, to the tracker of its configuration. Returns why that failed, in one line, or
     None."""
-    options = value["config"].get("tracker") or {"name": NONE}  # results of earlier versions have none
-    name = options.get("name") if isinstance(options, dict) else None
-    if name not in [*TRACKERS]:  # none, or one for which the run was refused
+    options = value["config"].get("tracker")
+    if not isinstance(options, dict) or options.get("name") != "mlflow":  # none, or one for which the run was refused
         return None
     try:
-        log = importlib.import_module(f"runner.trackers.to_{name}").log
-        log(Tracked.of(value, folder), options, Path(value["config"]["output"]))
+        _log(Tracked.of(value, folder), options, Path(value["config"]["output"]))
     except ImportError as error:
-        return f"tracker={name}: not installed ({error}); pip install -e '.[{TRACKERS[name]}]'; the result is in its folder"
+        return f"tracker=mlflow: not installed ({error}); pip install -e '.[mlflow]'; the result is in its folder"
     except Exception as error:  # whatever another package raises
         why = redacted(" ".join(str(error).split()))[:300] or "no message"
-        return f"tracker={name}: {type(error).__name__}: {why}; the result is in its folder"
+        return f"tracker=mlflow: {type(error).__name__}: {why}; the result is in its folder"
     return None
+
+
+def _log(run: Tracked, options: dict[str, Any], output: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(options["uri"] or f"sqlite:///{output.absolute() / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name(options["experiment"])
+    number = experiment.experiment_id if experiment else client.create_experiment(options["experiment"])
+    begin, end = (int(1000 * seconds) for seconds in run.seconds)
+    tags = run.tags | {"folder": str(run.folder)}
+    made = client.create_run(number, start_time=begin, run_name=run.name, tags=tags).info.run_id
+    for key, value in run.parameters.items():
+        client.log_param(made, key, value)
+    for key, measured in run.metrics.items():
+        client.log_metric(made, key, measured, timestamp=end)
+    client.set_terminated(made, "FINISHED" if run.parameters["status"] == "ok" else "FAILED", end_time=end)
